@@ -1,0 +1,1 @@
+"""Data sets that read a corpus as one long text."""

@@ -1,0 +1,94 @@
+"""A corpus as parallel streams, each read segment after segment: what a model with carried-over state is fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data import FairseqDataset, data_utils
+from torch import Tensor
+
+from fairseq_fastweights.data.token_corpus import TokenCorpus
+
+
+class SegmentStreams(FairseqDataset):
+    """Cuts a corpus into `streams` contiguous parts of equal length (to one token), and these into segments.
+
+    Batch i holds segment i of every stream, so that row b of a batch continues row b of the batch before, from the
+    second batch on; the batch says so in ``net_input["continues"]``. Over all streams every token is predicted once.
+
+    Args:
+        corpus: the text.
+        streams: how many streams, over all processes; process p of n has the p-th n-th of them.
+        segment_length: tokens to a segment.
+        pad: the padding symbol, for the ends of streams that are one token shorter than others.
+
+    Raises:
+        ValueError: if there are more streams than tokens, or the segment length is not positive.
+    """
+
+    def __init__(self, corpus: TokenCorpus, streams: int, segment_length: int, pad: int) -> None:
+        if segment_length < 1:
+            raise ValueError(f"tokens_per_sample is {segment_length}; it must be at least 1")
+        if not 1 <= streams <= len(corpus):
+            raise ValueError(
+                f"the batch size times the number of processes is {streams}, but split {corpus.name!r} has "
+                f"{len(corpus)} tokens: there must be from 1 to {len(corpus)} streams"
+            )
+        self.corpus = corpus
+        self.streams = streams
+        self.segment_length = segment_length
+        self.pad = pad
+        self.bounds = [len(corpus) * i // streams for i in range(streams + 1)]
+        longest = max(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        self.segments = -(-longest // segment_length)
+
+    def __len__(self) -> int:
+        return self.segments * self.streams
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        segment, stream = divmod(index, self.streams)
+        start = self.bounds[stream] + segment * self.segment_length
+        stop = min(start + self.segment_length, self.bounds[stream + 1])
+        return {
+            "id": index,
+            "source": self.corpus.read_inputs(start, stop),
+            "target": self.corpus.read(start, stop),
+            "continues": segment > 0,
+        }
+
+    def batches(self, shards: int) -> list[list[int]]:
+        """The batches of all processes, in the order in which fairseq deals them out to `shards` processes."""
+        rows = self.streams // shards
+        return [list(range(first, first + rows)) for first in range(0, len(self), rows)]
+
+    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        if not samples:
+            return {}
+        sources = [sample["source"] for sample in samples]
+        return {
+            "id": torch.tensor([sample["id"] for sample in samples]),
+            "nsentences": len(samples),
+            "ntokens": sum(len(source) for source in sources),
+            "net_input": {
+                "src_tokens": self._pad(sources),
+                "src_lengths": torch.tensor([len(source) for source in sources]),
+                "continues": torch.tensor([sample["continues"] for sample in samples]),
+            },
+            "target": self._pad([sample["target"] for sample in samples]),
+        }
+
+    def _pad(self, rows: list[Tensor]) -> Tensor:
+        # A stream that has ended keeps its row, all padding, as long as others go on.
+        length = max(1, max(len(row) for row in rows))
+        return data_utils.collate_tokens(rows, self.pad, pad_to_length=length)
+
+    def num_tokens(self, index: int) -> int:
+        return self.segment_length
+
+    def size(self, index: int) -> int:
+        return self.segment_length
+
+    def ordered_indices(self) -> np.ndarray:
+        return np.arange(len(self))

@@ -1,0 +1,67 @@
+"""A split of a corpus as one long text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data import FairseqDataset
+from torch import Tensor
+
+
+class TokenCorpus(FairseqDataset):
+    """The lines of an indexed data set, end to end. Nothing is copied until it is asked for.
+
+    Args:
+        lines: an indexed data set of one-dimensional token tensors, with `sizes`.
+        eos: what stands before the first token.
+        name: of the split, for messages.
+
+    Raises:
+        ValueError: if there are no tokens.
+    """
+
+    def __init__(self, lines: Any, eos: int, name: str) -> None:
+        self.lines = lines
+        self.eos = eos
+        self.name = name
+        self.ends = np.cumsum(np.asarray(lines.sizes, dtype=np.int64))
+        if len(self) == 0:
+            raise ValueError(f"split {name!r} holds no tokens; it must hold at least one")
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.read(index, index + 1)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Tokens `start` to `stop` (exclusive), as int64."""
+        if stop <= start:
+            return torch.empty(0, dtype=torch.int64)
+        line = int(np.searchsorted(self.ends, start, side="right"))
+        pieces = []
+        while start < stop:
+            first = int(self.ends[line - 1]) if line else 0
+            end = min(stop, int(self.ends[line]))
+            if end > start:
+                pieces.append(self.lines[line][start - first : end - first].long())
+                start = end
+            line += 1
+        return torch.cat(pieces)
+
+    def read_inputs(self, start: int, stop: int) -> Tensor:
+        """What a language model reads in order to predict tokens `start` to `stop`: each one's predecessor."""
+        if stop <= start:
+            return torch.empty(0, dtype=torch.int64)
+        if start == 0:
+            return torch.cat([torch.tensor([self.eos]), self.read(0, stop - 1)])
+        return self.read(start - 1, stop - 1)
+
+    def num_tokens(self, index: int) -> int:
+        return 1
+
+    def size(self, index: int) -> int:
+        return 1

@@ -1,0 +1,358 @@
+"""Feature maps phi for queries and keys, and their sum normalisation.
+
+Equation numbers are those of Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast
+Weight Programmers" (ICML 2021), unless another paper is named.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class FeatureMap(nn.Module):
+    """Maps projected queries and keys to the vectors that address the state.
+
+    Attributes:
+        key_dim: numbers per head that the projections of q and k have to produce.
+        output_dim: numbers per head after the map; the state's key dimension.
+        positive: whether every output is at least 0, as attention normalisation (Eq. 26-28) needs.
+        may_vanish: whether an output vector can be all zero in exact arithmetic.
+    """
+
+    positive: bool
+    may_vanish: bool
+
+    def __init__(self, key_dim: int, output_dim: int) -> None:
+        super().__init__()
+        self.key_dim = key_dim
+        self.output_dim = output_dim
+
+    @property
+    def sum_eps(self) -> float:
+        """The `eps` for `sum_normalize`: 0 for maps that cannot vanish, 1e-5 for those that can."""
+        return 1e-5 if self.may_vanish else 0.0
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `(phi(q), phi(k))`.
+
+        Both go in together because a random map has to use one draw for the two.
+
+        Args:
+            q: (batch, time, heads, key_dim).
+            k: (batch, time, heads, key_dim); batch and time may differ from those of q.
+
+        Returns:
+            Two tensors (batch, time, heads, output_dim), float32 for half and bfloat16 inputs, else
+            of the inputs' dtype; `identity` hands back what it was given.
+
+        Raises:
+            ValueError: q or k has not four dimensions, the last of size `key_dim`.
+        """
+        self._check_inputs(q, k)
+        # Autocast would run the matrix products of float32 inputs in half precision again.
+        with torch.autocast(q.device.type, enabled=False):
+            return self._map_both(_at_least_float32(q), _at_least_float32(k))
+
+    def _check_inputs(self, q: Tensor, k: Tensor) -> None:
+        for name, x in (("q", q), ("k", k)):
+            if x.dim() != 4 or x.shape[-1] != self.key_dim:
+                expected = f"(batch, time, heads, {self.key_dim})"
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
+
+    def _map_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self._map(q), self._map(k)
+
+    def _map(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"key_dim={self.key_dim}, output_dim={self.output_dim}"
+
+
+class IdentityMap(FeatureMap):
+    """phi(x) = x, in whatever dtype x has."""
+
+    positive = False
+    may_vanish = True
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k as they are."""
+        self._check_inputs(q, k)
+        return q, k
+
+
+class EluMap(FeatureMap):
+    """phi(x) = ELU(x) + 1, elementwise (Eq. 30; Katharopoulos et al. 2020)."""
+
+    positive = True
+    may_vanish = False
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim)
+
+    def _map(self, x: Tensor) -> Tensor:
+        # Not F.elu(x) + 1: expm1(x) + 1 rounds to 0 below x = -17 in float32; the map would vanish.
+        return F.relu(x) + x.clamp(max=0).exp()
+
+
+class TanhMap(FeatureMap):
+    """phi(x) = tanh(x), elementwise (the baseline of Schlag et al. 2021, Sec. 6.1.2)."""
+
+    positive = False
+    may_vanish = True
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim)
+
+    def _map(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+class ReluMap(FeatureMap):
+    """phi(x) = ReLU(W_h x + b_h), learned, one per head h, shared by q and k (Kasai et al. 2021).
+
+    Parameters: `weight` (heads, output_dim, head_dim) and `bias` (heads, output_dim).
+    """
+
+    positive = True
+    may_vanish = True
+
+    def __init__(self, num_heads: int, head_dim: int, output_dim: int) -> None:
+        super().__init__(head_dim, output_dim)
+        self.weight = nn.Parameter(torch.empty(num_heads, output_dim, head_dim))
+        self.bias = nn.Parameter(torch.empty(num_heads, output_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw `weight` from Kaiming's uniform distribution, and set `bias` to 0.
+
+        Of the usual choices Kaiming's makes up for the half that ReLU cuts off, so that features
+        start at the scale of the projections. The bound is written out because `nn.init` would take
+        the outputs for the fan of a weight with three dimensions.
+        """
+        bound = math.sqrt(6 / self.key_dim)
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.zeros_(self.bias)
+
+    def _map(self, x: Tensor) -> Tensor:
+        projected = torch.einsum("bthi,hoi->btho", x, self.weight.to(x.dtype))
+        return F.relu(projected + self.bias.to(x.dtype))
+
+
+class FavorMap(FeatureMap):
+    """FAVOR+ (Eq. 31-32; Choromanski et al. 2021): random features of the softmax kernel.
+
+    With x scaled by head_dim^(-1/4), phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)], so
+    that phi(q) . phi(k) is an unbiased estimate of exp(q . k / sqrt(head_dim)), the softmax kernel
+    with its usual scale. The m rows of R come from `orthogonal_features`, one R for all heads.
+
+    In training mode every call draws a new R from torch's global generator of the input's device,
+    so activation checkpointing, which restores that generator, recomputes with the same draw. In
+    evaluation mode the buffer `features` (m, head_dim) is used: drawn once, at construction, and
+    kept in the state dict.
+    """
+
+    positive = True
+    may_vanish = False
+    features: Tensor
+
+    def __init__(self, head_dim: int, num_features: int) -> None:
+        super().__init__(head_dim, 2 * num_features)
+        self.num_features = num_features
+        self.register_buffer("features", orthogonal_features(num_features, head_dim))
+
+    def _map_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            features = orthogonal_features(self.num_features, self.key_dim, dtype=q.dtype, device=q.device)
+        else:
+            features = self.features.to(q.dtype)
+        return self._map_with(features, q), self._map_with(features, k)
+
+    def _map_with(self, features: Tensor, x: Tensor) -> Tensor:
+        x = x * self.key_dim**-0.25
+        projected = x @ features.t()
+        # One exponential of the sum: exp(R x) alone overflows where its product with
+        # exp(-|x|^2 / 2) does not.
+        log_scale = -0.5 * (x.square().sum(-1, keepdim=True) + math.log(self.output_dim))
+        return torch.cat([log_scale + projected, log_scale - projected], dim=-1).exp()
+
+
+class DpfpMap(FeatureMap):
+    """Deterministic parameter-free projection, DPFP-nu (Eq. 37), ordered as the listing in App. C.
+
+    With d = head_dim and z = [ReLU(x); ReLU(-x)] of size 2 d, output (j - 1) 2 d + i is z_i z_{i-j}
+    for j = 1 ... nu, indices modulo 2 d. Eq. 37 has z_{i+j} instead: the same products, each block
+    of 2 d rotated by j.
+
+    Only nu < d adds to the capacity: the products of j = d are ReLU(x_i) ReLU(-x_i) = 0, and those
+    of 2 d - j are those of j once more.
+    """
+
+    positive = True
+    may_vanish = True
+
+    def __init__(self, head_dim: int, nu: int) -> None:
+        super().__init__(head_dim, 2 * head_dim * nu)
+        self.nu = nu
+
+    def _map(self, x: Tensor) -> Tensor:
+        z = F.relu(torch.cat([x, -x], dim=-1))
+        # Every rotation is a view of this: the backward pass keeps z about twice, not nu + 1 times.
+        padded = torch.cat([z[..., -self.nu :], z], dim=-1)
+        size = z.shape[-1]
+        blocks = [z * padded.narrow(-1, self.nu - j, size) for j in range(1, self.nu + 1)]
+        return blocks[0] if self.nu == 1 else torch.cat(blocks, dim=-1)
+
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "identity": IdentityMap,
+    "elu": EluMap,
+    "relu": ReluMap,
+    "favor": FavorMap,
+    "dpfp": DpfpMap,
+    "tanh": TanhMap,
+}
+
+
+def build_feature_map(
+    name: str,
+    *,
+    num_heads: int,
+    head_dim: int,
+    feature_dim: int | None = None,
+    dpfp_nu: int = 1,
+    favor_features: int | None = None,
+) -> FeatureMap:
+    """Make the feature map `name` with the sizes that it needs.
+
+    | name                | key_dim    | output_dim                                          |
+    | ------------------- | ---------- | --------------------------------------------------- |
+    | identity, elu, tanh | output_dim | feature_dim, else head_dim                          |
+    | relu                | head_dim   | feature_dim, else head_dim                          |
+    | favor               | head_dim   | 2 favor_features, else feature_dim, else 2 round(m) |
+    | dpfp                | head_dim   | 2 head_dim dpfp_nu                                  |
+
+    where m = head_dim ln(head_dim), as Choromanski et al. recommend, and round(m) is at least 1.
+
+    Args:
+        name: a key of `FEATURE_MAPS`.
+        num_heads: number of heads.
+        head_dim: per-head size of a query or key in an ordinary Transformer of this width.
+        feature_dim: per-head size after the map, the state's key dimension; None for the map's own
+            choice.
+        dpfp_nu: nu of DPFP, 1 to 2 head_dim - 1; other maps ignore it.
+        favor_features: number m of random features of FAVOR+, half of its output size. None for
+            the choice of the table; other maps ignore it.
+
+    Raises:
+        ValueError: unknown name; a size that is not a positive integer; `dpfp_nu` out of range; a
+            `feature_dim` that the map cannot give, or that contradicts `dpfp_nu` or
+            `favor_features`.
+    """
+    if name not in FEATURE_MAPS:
+        raise ValueError(f"unknown feature map {name!r}; it must be one of {', '.join(FEATURE_MAPS)}")
+    _check_positive("num_heads", num_heads)
+    _check_positive("head_dim", head_dim)
+    if feature_dim is not None:
+        _check_positive("feature_dim", feature_dim)
+    dim = head_dim if feature_dim is None else feature_dim
+
+    if name == "identity":
+        return IdentityMap(dim)
+    if name == "elu":
+        return EluMap(dim)
+    if name == "tanh":
+        return TanhMap(dim)
+    if name == "relu":
+        return ReluMap(num_heads, head_dim, dim)
+    if name == "favor":
+        return FavorMap(head_dim, _favor_features(head_dim, feature_dim, favor_features))
+    _check_dpfp(head_dim, feature_dim, dpfp_nu)
+    return DpfpMap(head_dim, dpfp_nu)
+
+
+def sum_normalize(x: Tensor, *, eps: float) -> Tensor:
+    """Divide each vector by the sum of its components plus `eps` (Eq. 29).
+
+    Args:
+        x: (..., output_dim), what a feature map returned.
+        eps: `FeatureMap.sum_eps` of that map.
+
+    Returns:
+        The shape of x; float32 for half and bfloat16 x, else the dtype of x. A vector whose sum has
+        underflowed (FAVOR+ of a very long vector) becomes nearly zero, never NaN.
+    """
+    x = _at_least_float32(x)
+    total = x.sum(-1, keepdim=True) + eps
+    return x / torch.where(total.abs() < torch.finfo(x.dtype).tiny, 1.0, total)
+
+
+def orthogonal_features(
+    num_features: int,
+    dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Draw the random features of FAVOR+ from the global generator of `device`.
+
+    Returns:
+        (num_features, dim). Each row is distributed as N(0, I); rows within a block of `dim` are
+        orthogonal, blocks are independent. The last block is cut to what `num_features` leaves.
+    """
+    num_blocks = -(-num_features // dim)
+    q, r = torch.linalg.qr(torch.randn(num_blocks, dim, dim, dtype=dtype, device=device))
+    # QR leaves the signs of r's diagonal open; with all of them positive q is Haar distributed.
+    diagonal = r.diagonal(dim1=-2, dim2=-1)
+    q = q * torch.copysign(torch.ones_like(diagonal), diagonal).unsqueeze(-2)
+    # The norm of a normal vector: chi distributed with dim degrees of freedom.
+    norms = torch.randn(num_features, dim, dtype=dtype, device=device).norm(dim=-1, keepdim=True)
+    features: Tensor = q.flatten(0, 1)[:num_features] * norms
+    return features
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+
+
+def _favor_features(head_dim: int, feature_dim: int | None, favor_features: int | None) -> int:
+    if feature_dim is not None and feature_dim % 2:
+        raise ValueError(
+            f"feature_dim is {feature_dim}; for the feature map favor it must be even,"
+            " because each random feature gives two outputs"
+        )
+    if favor_features is not None:
+        _check_positive("favor_features", favor_features)
+        if feature_dim is not None and feature_dim != 2 * favor_features:
+            raise ValueError(
+                f"feature_dim is {feature_dim}; with favor_features {favor_features}"
+                f" it must be {2 * favor_features}, or left out"
+            )
+        return favor_features
+    if feature_dim is not None:
+        return feature_dim // 2
+    return max(1, round(head_dim * math.log(head_dim)))
+
+
+def _check_dpfp(head_dim: int, feature_dim: int | None, dpfp_nu: int) -> None:
+    largest = 2 * head_dim - 1
+    if not isinstance(dpfp_nu, int) or not 1 <= dpfp_nu <= largest:
+        raise ValueError(f"dpfp_nu is {dpfp_nu!r}; for head_dim {head_dim} it must be an integer from 1 to {largest}")
+    output_dim = 2 * head_dim * dpfp_nu
+    if feature_dim is not None and feature_dim != output_dim:
+        raise ValueError(
+            f"feature_dim is {feature_dim}; the feature map dpfp gives 2 * head_dim * dpfp_nu ="
+            f" {output_dim}: choose dpfp_nu for it, or leave feature_dim out"
+        )

@@ -1,0 +1,232 @@
+"""fairseq's Transformer decoder for language models, with fast weights in place of its self-attention."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.distributed import fsdp_wrap
+from fairseq.models.transformer import TransformerConfig, TransformerDecoder
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import Tensor, nn
+
+from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.modules.segment_state import SegmentState
+
+logger = logging.getLogger(__name__)
+
+AttentionBuilder = Callable[[int], FastWeightAttention]
+
+
+class FastWeightDecoderLayer(TransformerDecoderLayerBase):
+    """A decoder layer whose self-attention is what `build_attention` makes for its width."""
+
+    def __init__(self, cfg: TransformerConfig, build_attention: AttentionBuilder) -> None:
+        self._build_attention = build_attention
+        super().__init__(cfg, no_encoder_attn=True)
+
+    def build_self_attention(self, embed_dim: int, cfg: Any, **unused: Any) -> FastWeightAttention:
+        return self._build_attention(embed_dim)
+
+
+class FastWeightDecoder(TransformerDecoder):
+    """A language model's decoder: fast weights in all layers but `softmax_layers`.
+
+    Besides what fairseq's decoder does, it reads segment after segment of a text with the state that the segment
+    before left (`continues` of `forward`), and it leaves out the output layer for positions that nobody asked for
+    (`last_positions`).
+
+    Args:
+        args: the model's configuration.
+        dictionary, embed_tokens: as fairseq's.
+        build_attention: makes the attention of a layer, given the layer's width.
+        softmax_layers: numbers, from 1, of the layers that keep ordinary attention.
+        settings: what must be equal between a checkpoint and the model that loads it; it is kept in the checkpoint.
+    """
+
+    settings: Tensor
+
+    def __init__(
+        self,
+        args: Any,
+        dictionary: Dictionary,
+        embed_tokens: nn.Module,
+        *,
+        build_attention: AttentionBuilder,
+        softmax_layers: frozenset[int],
+        settings: dict[str, Any],
+    ) -> None:
+        self._build_attention = build_attention
+        self.softmax_layers = softmax_layers
+        self._layers_built = 0
+        super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
+        # A tensor of character codes, so that every tool that handles checkpoints (averaging, sharding, half
+        # precision, the safe loader) can handle it.
+        self.register_buffer("settings", _encode(settings | _describe(dictionary)))
+        # By training mode, so that a validation in mid-epoch leaves the training streams' states alone.
+        self._carried: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+
+    def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
+        self._layers_built += 1
+        if self._layers_built in self.softmax_layers:
+            return super().build_decoder_layer(args, no_encoder_attn)
+        cfg = TransformerConfig.from_namespace(args)
+        layer: nn.Module = FastWeightDecoderLayer(cfg, self._build_attention)
+        if cfg.checkpoint_activations:
+            layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+        # As in fairseq: a layer whose activations are checkpointed is always wrapped.
+        return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: None = None,
+        incremental_state: dict[str, Any] | None = None,
+        features_only: bool = False,
+        src_lengths: Tensor | None = None,
+        continues: Tensor | None = None,
+        last_positions: int | None = None,
+        return_all_hiddens: bool = False,
+        **unused: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Computes logits (or what the adaptive softmax takes) for every position, or for the last few.
+
+        Args:
+            prev_output_tokens: (batch, time).
+            incremental_state: for generation: only the last token is read, from the state that this holds.
+            features_only: whether to leave out the output layer.
+            continues: (batch,), true for rows that continue the same row of the batch before. Their states start as
+                that batch left them, without gradients; those of other rows start empty. None: all start empty and
+                nothing is kept.
+            last_positions: for how many positions at the end of each row something is returned; None for all.
+
+        Returns:
+            (batch, positions, vocabulary), and a dictionary with the layers' outputs under "inner_states".
+
+        Raises:
+            ValueError: if `continues` is given and a layer has ordinary attention, which has no state to carry, or
+                rows continue a batch of another size.
+        """
+        segment = None if continues is None else self._open_segment(continues)
+        x, extra = self.extract_features(
+            prev_output_tokens,
+            incremental_state=incremental_state if segment is None else segment,
+            last_positions=last_positions,
+        )
+        if segment is not None:
+            self._carried[self.training] = segment.detached()
+        if not features_only:
+            x = self.output_layer(x)
+        return x, extra
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: None = None,
+        incremental_state: dict[str, Any] | SegmentState | None = None,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+        last_positions: int | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """`forward` without the output layer.
+
+        fairseq's own version cuts the input down to its last token wherever there is an incremental state; this one
+        does so for generation only, not for segments.
+        """
+        generating = incremental_state is not None and not isinstance(incremental_state, SegmentState)
+        positions = None
+        if self.embed_positions is not None:
+            positions = self.embed_positions(
+                prev_output_tokens, incremental_state=incremental_state if generating else None
+            )
+        tokens = prev_output_tokens
+        if generating:
+            tokens = tokens[:, -1:]
+            positions = None if positions is None else positions[:, -1:]
+        x = self.embed_scale * self.embed_tokens(tokens.contiguous())
+        if self.quant_noise is not None:
+            x = self.quant_noise(x)
+        if self.project_in_dim is not None:
+            x = self.project_in_dim(x)
+        if positions is not None:
+            x = x + positions
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        x = self.dropout_module(x).transpose(0, 1)
+
+        padding_mask = tokens.eq(self.padding_idx)
+        future_mask = None
+        if self.softmax_layers and not generating:
+            future_mask = self.buffered_future_mask(x)
+        inner_states = [x]
+        for layer in self.layers:
+            x, _, _ = layer(
+                x,
+                incremental_state=incremental_state,
+                self_attn_mask=future_mask,
+                self_attn_padding_mask=padding_mask,
+            )
+            inner_states.append(x)
+        if last_positions is not None:
+            x = x[-last_positions:]
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        x = x.transpose(0, 1)
+        if self.project_out_dim is not None:
+            x = self.project_out_dim(x)
+        return x, {"attn": [None], "inner_states": inner_states}
+
+    def max_positions(self) -> int:
+        """The longest text the decoder can read; without limit where nothing depends on positions."""
+        if self.embed_positions is None and not self.softmax_layers:
+            return sys.maxsize
+        return super().max_positions()
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded.
+
+        Checkpoints of other models (fairseq's Transformer) carry no settings: they are taken as they are.
+        """
+        key = f"{name}.settings"
+        if key in state_dict:
+            saved, own = _decode(state_dict[key]), _decode(self.settings)
+            different = [
+                f"{setting} is {saved.get(setting)!r} in the checkpoint and {own.get(setting)!r} in the model"
+                for setting in sorted(saved | own)
+                if saved.get(setting) != own.get(setting)
+            ]
+            if different:
+                raise ValueError("the checkpoint does not fit the model: " + "; ".join(different))
+        else:
+            state_dict[key] = self.settings
+        return super().upgrade_state_dict_named(state_dict, name)
+
+    def _open_segment(self, continues: Tensor) -> SegmentState:
+        if self.softmax_layers:
+            numbers = ", ".join(map(str, sorted(self.softmax_layers)))
+            raise ValueError(
+                f"state cannot be carried over through layers with ordinary attention (layers {numbers}); use "
+                "--carry-over-state without --softmax-attention-layers"
+            )
+        return SegmentState(self._carried[self.training], continues)
+
+
+def _describe(dictionary: Dictionary) -> dict[str, Any]:
+    digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()[:16]
+    return {"dictionary size": len(dictionary), "dictionary digest": digest}
+
+
+def _encode(settings: dict[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(settings, sort_keys=True).encode()), dtype=torch.int64)
+
+
+def _decode(codes: Tensor) -> dict[str, Any]:
+    return json.loads(bytes(codes.tolist()).decode())

@@ -1,0 +1,282 @@
+"""The language model `fast_weight_lm`, and its named architectures."""
+
+# No `from __future__ import annotations` and no `X | None` here: fairseq reads the types of a configuration's fields as
+# they stand, and knows `Optional` alone.
+# ruff: noqa: UP045
+
+import ast
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Optional
+
+from fairseq.data import Dictionary
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer_lm import (
+    TransformerLanguageModel,
+    TransformerLanguageModelConfig,
+    base_lm_architecture,
+    transformer_lm_baevski_wiki103,
+)
+from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
+from fairseq.utils import safe_getattr
+from torch import nn
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
+from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.modules.update_rules import UPDATE_RULES, parse_normalization
+
+
+@dataclass
+class FastWeightLanguageModelConfig(TransformerLanguageModelConfig):
+    update_rule: ChoiceEnum(list(UPDATE_RULES)) = field(  # type: ignore[valid-type]
+        default="delta",
+        metadata={
+            "help": "how a layer's memory is written: sum adds each value under its key (linear Transformer, "
+            "Performer), gated decays the memory by one gate per head, decay by a gate per key and per value "
+            "dimension (Mao 2022), delta corrects what the key retrieves (Delta Network)"
+        },
+    )
+    feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
+        default="auto",
+        metadata={
+            "help": "phi of keys and queries; auto is what the rule's paper uses: elu for sum and delta, identity "
+            "for gated and decay"
+        },
+    )
+    feature_dim: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "size of each head's keys and queries after the feature map: the memory of a head is feature-dim "
+            "x head dim (default: the head dim for identity, elu, relu and tanh; 2 x favor-features; 2 x head dim "
+            "x dpfp-nu)"
+        },
+    )
+    dpfp_nu: int = field(default=1, metadata={"help": "nu of the feature map dpfp (Schlag et al. 2021, Eq. 37)"})
+    favor_features: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "m of the feature map favor, half its output's size (default: feature-dim / 2, or head dim x "
+            "log head dim)"
+        },
+    )
+    normalization: str = field(
+        default="auto",
+        metadata={
+            "help": "comma-separated: sum (keys and queries divided by their sums), attention (the read-out divided "
+            "by what a value of 1 would read), removal (delta rule only: the same for the value it removes); none; "
+            "auto is what the rule's paper uses: attention for sum, sum for delta, none for gated and decay"
+        },
+    )
+    softmax_attention_layers: str = field(
+        default="",
+        metadata={
+            "help": "comma-separated numbers, from 1, of layers that keep ordinary attention; all: every layer, "
+            "which is fairseq's Transformer"
+        },
+    )
+    no_attention_bias: bool = field(
+        default=False,
+        metadata={"help": "projections of fast weight layers have no bias (the gates that decay a memory keep theirs)"},
+    )
+    scale_read_out: bool = field(
+        default=False,
+        metadata={"help": "multiply what is read from the memory by 1 / sqrt(head dim) before the output projection"},
+    )
+    init_std: Optional[float] = field(
+        default=None,
+        metadata={
+            "help": "draw the weights of all projections and embeddings from N(0, this) instead of fairseq's "
+            "initial distributions"
+        },
+    )
+    fast_weight_backend: ChoiceEnum(list(ops.BACKENDS)) = field(  # type: ignore[valid-type]
+        default="auto",
+        metadata={"help": "implementation of the update rules"},
+    )
+
+
+@register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
+class FastWeightLanguageModel(TransformerLanguageModel):
+    """fairseq's Transformer language model with fast weight memories in place of self-attention.
+
+    Only the attention modules differ: all of fairseq's options for `transformer_lm` mean what they mean there, and
+    parameters have the names they have there.
+    """
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "FastWeightLanguageModel":
+        """Builds the model for a task's dictionaries.
+
+        Raises:
+            ValueError: for options that contradict each other, before anything is built.
+        """
+        softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
+        update_rule = str(args.update_rule)
+        feature_map = None if args.feature_map == "auto" else str(args.feature_map)
+        normalization = parse_normalization(args.normalization, update_rule)
+        settings: dict[str, Any] = {"softmax attention layers": sorted(softmax_layers)}
+        if len(softmax_layers) < args.decoder_layers:
+            settings |= {
+                "update rule": update_rule,
+                "feature map": feature_map or UPDATE_RULES[update_rule].feature_map,
+                "feature dim": args.feature_dim,
+                "dpfp nu": args.dpfp_nu,
+                "favor features": args.favor_features,
+                "normalization": ",".join(sorted(normalization)) or "none",
+                "scale read-out": args.scale_read_out,
+            }
+        if args.max_target_positions is None:
+            args.max_target_positions = args.tokens_per_sample
+        decoder = FastWeightDecoder(
+            args,
+            task.target_dictionary,
+            _build_embeddings(args, task.source_dictionary),
+            build_attention=partial(
+                FastWeightAttention,
+                num_heads=args.decoder_attention_heads,
+                update_rule=update_rule,
+                feature_map=feature_map,
+                feature_dim=args.feature_dim,
+                dpfp_nu=args.dpfp_nu,
+                favor_features=args.favor_features,
+                normalization=normalization,
+                bias=not args.no_attention_bias,
+                scale_read_out=args.scale_read_out,
+                dropout=args.attention_dropout,
+                q_noise=args.quant_noise_pq,
+                qn_block_size=args.quant_noise_pq_block_size,
+                backend=str(args.fast_weight_backend),
+            ),
+            softmax_layers=softmax_layers,
+            settings=settings,
+        )
+        if args.init_std is not None:
+            _draw_weights(decoder, args.init_std)
+        return cls(decoder)
+
+
+def parse_layers(text: str, layers: int) -> frozenset[int]:
+    """Reads --softmax-attention-layers: "all", or comma-separated layer numbers from 1; empty for none.
+
+    Raises:
+        ValueError: for anything else, or a number above `layers`.
+    """
+    if text.strip() == "all":
+        return frozenset(range(1, layers + 1))
+    numbers = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(n.isdecimal() and 1 <= int(n) <= layers for n in numbers):
+        raise ValueError(
+            f"softmax_attention_layers is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}"
+        )
+    return frozenset(int(n) for n in numbers)
+
+
+def _build_embeddings(args: Any, dictionary: Dictionary) -> nn.Module:
+    """The input embeddings that fairseq's options ask for."""
+    if args.character_embeddings:
+        return CharacterTokenEmbedder(
+            dictionary,
+            ast.literal_eval(args.character_filters),
+            args.character_embedding_dim,
+            args.decoder_embed_dim,
+            args.char_embedder_highway_layers,
+        )
+    if args.tie_adaptive_weights:
+        _check_tied_bands(args)
+    if not args.adaptive_input:
+        return FastWeightLanguageModel.build_embedding(args, dictionary, args.decoder_input_dim)
+    return AdaptiveInput(
+        len(dictionary),
+        dictionary.pad(),
+        args.decoder_input_dim,
+        args.adaptive_input_factor,
+        args.decoder_embed_dim,
+        _read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary)),
+        args.quant_noise_pq,
+        args.quant_noise_pq_block_size,
+    )
+
+
+def _check_tied_bands(args: Any) -> None:
+    if not args.adaptive_input:
+        raise ValueError("tie_adaptive_weights is set; it needs adaptive_input, which is not")
+    for name, own, other in (
+        ("adaptive_softmax_factor", args.adaptive_softmax_factor, args.adaptive_input_factor),
+        ("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, args.adaptive_input_cutoff),
+        ("decoder_output_dim", args.decoder_output_dim, args.decoder_input_dim),
+    ):
+        if own != other:
+            raise ValueError(f"{name} is {own!r}; with tie_adaptive_weights it must be that of the input, {other!r}")
+
+
+def _read_cutoffs(name: str, text: str | None, types: int) -> list[int]:
+    """Reads comma-separated cut-offs; the last band must not be empty."""
+    words = [] if text is None else [word.strip() for word in str(text).strip("[]").split(",")]
+    if not words or not all(word.isdecimal() for word in words):
+        raise ValueError(f"{name} is {text!r}; it must be comma-separated numbers of word types")
+    cutoffs = [int(word) for word in words]
+    if cutoffs != sorted(set(cutoffs)) or cutoffs[0] < 1 or cutoffs[-1] >= types:
+        raise ValueError(f"{name} is {text!r}; its numbers must rise and stay below the dictionary's {types} types")
+    return cutoffs
+
+
+def _draw_weights(decoder: nn.Module, std: float) -> None:
+    """Draws all projections and embeddings from N(0, std), as the models of Schlag et al. (2021) start."""
+    for module in decoder.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+            if module.padding_idx is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])
+    for module in decoder.modules():
+        if isinstance(module, FastWeightAttention):
+            module.reset_gate_biases()
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_small")
+def fast_weight_lm_wiki103_small(args: Any) -> None:
+    """Schlag et al. 2021, Sec. 6.3 and App. F, "small": D = 128, to be trained on segments of 256."""
+    # Embeddings of one size for all bands: a factor of 1. Post-norm, which fairseq's base would overrule.
+    defaults = {
+        "decoder_embed_dim": 128,
+        "decoder_ffn_embed_dim": 2048,
+        "decoder_layers": 16,
+        "decoder_attention_heads": 8,
+        "dropout": 0.1,
+        "activation_dropout": 0.1,
+        "attention_dropout": 0.0,
+        "adaptive_input": True,
+        "adaptive_input_factor": 1,
+        "adaptive_softmax_factor": 1,
+        "adaptive_input_cutoff": "20000,40000,200000",
+        "adaptive_softmax_cutoff": "20000,40000,200000",
+        "tie_adaptive_weights": True,
+        "tie_adaptive_proj": True,
+        "no_attention_bias": True,
+        "scale_read_out": True,
+        "init_std": 0.02,
+    }
+    for name, value in defaults.items():
+        setattr(args, name, safe_getattr(args, name, value))
+    normalize_before = safe_getattr(args, "decoder_normalize_before", False)
+    base_lm_architecture(args)
+    args.decoder_normalize_before = normalize_before
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_medium")
+def fast_weight_lm_wiki103_medium(args: Any) -> None:
+    """Schlag et al. 2021, Sec. 6.3 and App. F, "medium": D = 256, to be trained on segments of 384."""
+    args.decoder_embed_dim = safe_getattr(args, "decoder_embed_dim", 256)
+    fast_weight_lm_wiki103_small(args)
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_baevski_wiki103")
+def fast_weight_lm_baevski_wiki103(args: Any) -> None:
+    """Baevski & Auli 2019 as fairseq has it: 16 layers, 1024 wide, 8 heads, adaptive input and softmax."""
+    transformer_lm_baevski_wiki103(args)

@@ -1,0 +1,52 @@
+"""The state that passes from one segment of a text to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SegmentState(dict[str, Any]):
+    """An incremental state for whole segments: it reads what the last segment left and writes what this one leaves.
+
+    Reading never sees what was written, so that a layer that is computed twice (activation checkpointing) starts from
+    the same state both times.
+
+    Args:
+        carried: the states after the last segment, by the attention module's key; empty for none.
+        continues: (batch,), true for rows that continue theirs; the states of other rows start as zeros.
+
+    Raises:
+        ValueError: if rows continue a batch that had another number of rows.
+    """
+
+    def __init__(self, carried: dict[str, Any], continues: Tensor) -> None:
+        rows = {x.shape[0] for buffer in carried.values() for x in buffer.values()}
+        fits = rows <= {continues.shape[0]}
+        if not fits and bool(continues.any()):
+            raise ValueError(
+                f"continues has {continues.shape[0]} rows, but the segments before had {rows.pop()}; rows can only "
+                "continue a batch of the same size"
+            )
+        super().__init__(
+            {
+                key: {
+                    name: torch.where(continues.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x))
+                    for name, x in buffer.items()
+                }
+                for key, buffer in (carried.items() if fits else ())
+            }
+        )
+        self._written: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._written[key] = value
+
+    def detached(self) -> dict[str, Any]:
+        """What the next segment starts from. A layer that was dropped (LayerDrop) passes on what it was given."""
+        return {
+            key: {name: x.detach() for name, x in buffer.items()}
+            for key, buffer in {**dict(self.items()), **self._written}.items()
+        }

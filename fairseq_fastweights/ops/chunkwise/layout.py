@@ -1,0 +1,42 @@
+"""From (batch, time, heads, dim) to chunks and back, and through the states from chunk to chunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fairseq_fastweights.ops.checks import state_dtype
+
+# Longer chunks mean fewer sequential steps and fewer saved states, but time * chunk_length * dim work within chunks.
+LONGEST_CHUNK = 64
+
+
+def chunk_length(time: int) -> int:
+    """The chunk length for a sequence of `time` steps: a power of two, no longer than the sequence needs."""
+    return min(LONGEST_CHUNK, 1 << max(0, time - 1).bit_length())
+
+
+def to_chunks(x: Tensor, length: int) -> Tensor:
+    """(batch, time, heads, dim) -> (batch, heads, chunks, length, dim), in the dtype of states.
+
+    The last chunk is filled up with zeros: a key of 0 writes nothing, a log decay of 0 leaves the state as it is.
+    """
+    batch, time, heads, dim = x.shape
+    x = x.to(state_dtype(x.dtype)).transpose(1, 2)
+    x = F.pad(x, (0, 0, 0, -time % length))
+    return x.reshape(batch, heads, -1, length, dim)
+
+
+def from_chunks(x: Tensor, time: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `to_chunks`: (batch, heads, chunks, length, dim) -> (batch, time, heads, dim)."""
+    batch, heads, chunks, length, dim = x.shape
+    x = x.reshape(batch, heads, chunks * length, dim)[:, :, :time]
+    return x.transpose(1, 2).to(dtype).contiguous()
+
+
+def first_state(initial_state: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+    """The state before the first chunk, for k and v in chunks."""
+    if initial_state is not None:
+        return initial_state
+    return k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])

@@ -1,0 +1,1 @@
+"""fairseq tasks. fairseq imports every module of this folder, which registers what it holds."""

@@ -1,0 +1,199 @@
+"""The task `fast_weight_language_modeling`: contexts that slide, and contexts that are carried over."""
+
+# No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairseq import utils
+from fairseq.data import FairseqDataset, data_utils, iterators
+from fairseq.tasks import register_task
+from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+
+from fairseq_fastweights.data.segment_streams import SegmentStreams
+from fairseq_fastweights.data.sliding_windows import SlidingWindows
+from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
+
+
+@dataclass
+class FastWeightLanguageModelingConfig(LanguageModelingConfig):
+    carry_over_state: bool = field(
+        default=False,
+        metadata={
+            "help": "read the corpus as --batch-size contiguous streams, segment after segment of "
+            "--tokens-per-sample tokens, each starting with the state that the one before left; "
+            "backpropagation stops at the segment's edge. fairseq-eval-lm reads one stream unless --batch-size says "
+            "otherwise"
+        },
+    )
+
+
+@register_task("fast_weight_language_modeling", dataclass=FastWeightLanguageModelingConfig)
+class FastWeightLanguageModelingTask(LanguageModelingTask):
+    """fairseq's language modelling, with state carried from segment to segment (--carry-over-state), and with a
+    sliding window (fairseq-eval-lm --context-window) that computes no softmax for positions that are not scored.
+    """
+
+    def __init__(self, args: Any, *others: Any, **named: Any) -> None:
+        super().__init__(args, *others, **named)
+        # Whether every model built so far can be asked for its last positions only.
+        self._all_take_last_positions = True
+        if args.carry_over_state:
+            self._check_carry_over(args)
+
+    @staticmethod
+    def _check_carry_over(args: Any) -> None:
+        for name, wanted in (
+            ("sample_break_mode", ("none", None)),
+            ("pad_to_fixed_length", (False, None)),
+            ("pad_to_fixed_bsz", (False, None)),
+            ("shorten_method", ("none",)),
+            ("add_bos_token", (False,)),
+            ("self_target", (False,)),
+            ("past_target", (False,)),
+        ):
+            value = getattr(args, name)
+            if (None if value is None else getattr(value, "value", value)) not in wanted:
+                raise ValueError(
+                    f"{name} is {value}; with carry_over_state it must be {wanted[0]}: streams are contiguous text, "
+                    "neither shuffled nor padded"
+                )
+
+    def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
+        model = super().build_model(args, from_checkpoint)
+        ours = isinstance(getattr(model, "decoder", None), FastWeightDecoder)
+        self._all_take_last_positions &= ours
+        if self.args.carry_over_state and not ours:
+            raise ValueError(
+                f"carry_over_state is set, but {type(model).__name__} has no state to carry; it must be fast_weight_lm"
+            )
+        if self.args.carry_over_state and model.decoder.softmax_layers:
+            raise ValueError(
+                f"carry_over_state is set, but softmax_attention_layers is {sorted(model.decoder.softmax_layers)}: "
+                "ordinary attention has no state to carry; it must be empty"
+            )
+        return model
+
+    def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **others: Any) -> None:
+        """Loads a split; with --carry-over-state as one long text, otherwise as fairseq does."""
+        if self.args.carry_over_state:
+            self.datasets[split] = self._load_corpus(split, epoch, combine)
+        else:
+            self._load_corpus(split, epoch, combine)  # for its message if there is no token
+            super().load_dataset(split, epoch=epoch, combine=combine, **others)
+
+    def get_batch_iterator(
+        self,
+        dataset: FairseqDataset,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        num_workers: int = 0,
+        epoch: int = 1,
+        data_buffer_size: int = 0,
+        **others: Any,
+    ) -> iterators.EpochBatchIterating:
+        """fairseq's iterator; for a corpus to be carried over, one over its streams, never shuffled."""
+        if not isinstance(dataset, TokenCorpus):
+            return super().get_batch_iterator(
+                dataset,
+                max_tokens=max_tokens,
+                max_sentences=max_sentences,
+                num_shards=num_shards,
+                shard_id=shard_id,
+                num_workers=num_workers,
+                epoch=epoch,
+                data_buffer_size=data_buffer_size,
+                **others,
+            )
+        if max_sentences is None:
+            raise ValueError("batch_size is not set; with carry_over_state it must be the number of parallel streams")
+        streams = SegmentStreams(
+            dataset, max_sentences * num_shards, self.args.tokens_per_sample, self.dictionary.pad()
+        )
+        return iterators.EpochBatchIterator(
+            dataset=streams,
+            collate_fn=streams.collater,
+            batch_sampler=streams.batches(num_shards),
+            num_shards=num_shards,
+            shard_id=shard_id,
+            num_workers=num_workers,
+            epoch=epoch,
+            buffer_size=data_buffer_size,
+            disable_shuffling=True,
+        )
+
+    def eval_lm_dataloader(
+        self,
+        dataset: FairseqDataset,
+        max_tokens: int | None = 36000,
+        batch_size: int | None = None,
+        max_positions: int | None = None,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        num_workers: int = 1,
+        data_buffer_size: int = 10,
+        context_window: int = 0,
+    ) -> Any:
+        """The batches of `fairseq-eval-lm`. It has taken `context_window` off tokens_per_sample already.
+
+        Raises:
+            ValueError: for a window or a segment that is longer than the model's positions, and for a sliding window
+                together with carried-over state.
+        """
+        length = self.args.tokens_per_sample + context_window
+        if max_positions is not None and length > max_positions:
+            raise ValueError(
+                f"tokens_per_sample is {length}{' (context window included)' if context_window else ''}, but the "
+                f"model has {max_positions} positions; it must be at most that"
+            )
+        shared = {
+            "num_shards": num_shards,
+            "shard_id": shard_id,
+            "num_workers": num_workers,
+        }
+        if self.args.carry_over_state:
+            if context_window:
+                raise ValueError(
+                    f"context_window is {context_window}; with carry_over_state it must be 0: the context is the "
+                    "whole text before"
+                )
+            return self.get_batch_iterator(
+                dataset,
+                max_sentences=batch_size or 1,
+                data_buffer_size=data_buffer_size,
+                **shared,
+            ).next_epoch_itr(shuffle=False)
+        one_text = self.args.sample_break_mode in ("none", None)
+        if not (context_window and one_text and self._all_take_last_positions):
+            return super().eval_lm_dataloader(
+                dataset,
+                max_tokens=max_tokens,
+                batch_size=batch_size,
+                max_positions=max_positions,
+                data_buffer_size=data_buffer_size,
+                context_window=context_window,
+                **shared,
+            )
+        split = next(name for name, loaded in self.datasets.items() if loaded is dataset)
+        windows = SlidingWindows(self._load_corpus(split), self.args.tokens_per_sample, context_window)
+        most = max(1, (max_tokens or 36000) // length)
+        return iterators.EpochBatchIterator(
+            dataset=windows,
+            collate_fn=windows.collater,
+            batch_sampler=windows.batches(min(most, batch_size or most)),
+            buffer_size=data_buffer_size,
+            disable_shuffling=True,
+            **shared,
+        ).next_epoch_itr(shuffle=False)
+
+    def _load_corpus(self, split: str, epoch: int = 1, combine: bool = False) -> TokenCorpus:
+        paths = utils.split_paths(self.args.data)
+        path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+        lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
+        if lines is None:
+            raise FileNotFoundError(f"data: there is no split {split!r} at {path}")
+        return TokenCorpus(lines, self.dictionary.eos(), split)
