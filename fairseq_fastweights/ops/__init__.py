@@ -58,9 +58,10 @@ def sum_rule(
         BackendUnavailable: if the backend cannot do it.
     """
     check_inputs(q, k, v, initial_state)
+    implementation = _implementation(backend, v)
     if v.shape[1] == 0:
         return _nothing(k, v, initial_state)
-    return _implementation(backend, v).sum_rule(q, k, v, initial_state=initial_state)
+    return implementation.sum_rule(q, k, v, initial_state=initial_state)
 
 
 def gated_rule(
@@ -78,10 +79,11 @@ def gated_rule(
         log_gate: (batch, time, heads), log g_t, at most 0.
         others: as in `sum_rule`, which also says what is returned and raised.
     """
-    check_inputs(q, k, v, initial_state, log_decays={"log_gate": (log_gate, None)})
+    check_inputs(q, k, v, initial_state, log_gates={"log_gate": log_gate})
+    implementation = _implementation(backend, v)
     if v.shape[1] == 0:
         return _nothing(k, v, initial_state)
-    return _implementation(backend, v).gated_rule(q, k, v, log_gate, initial_state=initial_state)
+    return implementation.gated_rule(q, k, v, log_gate, initial_state=initial_state)
 
 
 def decay_rule(
@@ -101,19 +103,11 @@ def decay_rule(
         log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay.
         others: as in `sum_rule`, which also says what is returned and raised.
     """
-    check_inputs(
-        q,
-        k,
-        v,
-        initial_state,
-        log_decays={
-            "log_key_decay": (log_key_decay, k.shape[-1] if isinstance(k, Tensor) else None),
-            "log_value_decay": (log_value_decay, v.shape[-1] if isinstance(v, Tensor) else None),
-        },
-    )
+    check_inputs(q, k, v, initial_state, log_key_decay=log_key_decay, log_value_decay=log_value_decay)
+    implementation = _implementation(backend, v)
     if v.shape[1] == 0:
         return _nothing(k, v, initial_state)
-    return _implementation(backend, v).decay_rule(q, k, v, log_key_decay, log_value_decay, initial_state=initial_state)
+    return implementation.decay_rule(q, k, v, log_key_decay, log_value_decay, initial_state=initial_state)
 
 
 def delta_rule(
@@ -135,9 +129,10 @@ def delta_rule(
         others: as in `sum_rule`, which also says what is returned and raised.
     """
     check_inputs(q, k, v, initial_state, strengths={"beta": beta})
+    implementation = _implementation(backend, v)
     if v.shape[1] == 0:
         return _nothing(k, v, initial_state)
-    return _implementation(backend, v).delta_rule(q, k, v, beta, initial_state=initial_state)
+    return implementation.delta_rule(q, k, v, beta, initial_state=initial_state)
 
 
 def _implementation(backend: str, v: Tensor) -> ModuleType:
@@ -158,4 +153,4 @@ def _nothing(k: Tensor, v: Tensor, initial_state: Tensor | None) -> tuple[Tensor
     if initial_state is None:
         batch, _, heads, key_dim = k.shape
         initial_state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=state_dtype(v.dtype), device=v.device)
-    return torch.zeros_like(v), initial_state
+    return torch.zeros_like(v), initial_state.clone()

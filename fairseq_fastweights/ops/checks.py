@@ -52,7 +52,9 @@ def check_inputs(
     initial_state: Tensor | None,
     *,
     strengths: dict[str, Tensor] | None = None,
-    log_decays: dict[str, tuple[Tensor | None, int | None]] | None = None,
+    log_gates: dict[str, Tensor] | None = None,
+    log_key_decay: Tensor | None = None,
+    log_value_decay: Tensor | None = None,
 ) -> None:
     """Raises `ValueError` for inputs that an operation cannot take.
 
@@ -60,9 +62,8 @@ def check_inputs(
         q, k: (batch, time, heads, key_dim), of one dtype with v.
         v: (batch, time, heads, value_dim).
         initial_state: (batch, heads, key_dim, value_dim) or None.
-        strengths: write strengths by argument name, each (batch, time, heads).
-        log_decays: by argument name, the tensor (or None) and the size of its last dimension after
-            (batch, time, heads), None for a tensor that ends with the heads.
+        strengths, log_gates: by argument name, write strengths and logs of gates, each (batch, time, heads).
+        log_key_decay, log_value_decay: (batch, time, heads, key_dim) and (batch, time, heads, value_dim), or None.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
@@ -71,10 +72,11 @@ def check_inputs(
                 f"{name} has shape {tuple(tensor.shape)}; it must have four dimensions: "
                 f"(batch, time, heads, {'value_dim' if name == 'v' else 'key_dim'})"
             )
-    batch, time, heads, key_dim = k.shape
-    value_dim = v.shape[3]
-    _check_shape("q", q, (batch, time, heads, key_dim), "that of k")
-    _check_shape("v", v, (batch, time, heads, value_dim), "(batch, time, heads) as k has them")
+    steps = tuple(k.shape[:3])
+    batch, _, heads = steps
+    key_dim, value_dim = k.shape[3], v.shape[3]
+    _check_shape("q", q, (*steps, key_dim), "that of k")
+    _check_shape("v", v, (*steps, value_dim), "(batch, time, heads) as k has them")
     if key_dim < 1 or value_dim < 1 or heads < 1:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: heads, key_dim and value_dim must be at least 1"
@@ -82,37 +84,41 @@ def check_inputs(
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dtype != v.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of v, {v.dtype}")
-    state_type = state_dtype(v.dtype)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.shape[-1] > 1 and tensor.stride(-1) not in (0, 1):
+            raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous (stride 1)")
 
-    others: list[tuple[str, Tensor]] = [("q", q), ("k", k), ("v", v)]
-    per_step = [(name, tensor, None) for name, tensor in (strengths or {}).items()]
-    per_step += [(n, t, size) for n, (t, size) in (log_decays or {}).items() if t is not None]  # type: ignore[misc]
-    for name, tensor, size in per_step:
-        _check_tensor(name, tensor)
-        shape: tuple[int, ...] = (batch, time, heads) + (() if size is None else (size,))
-        _check_shape(name, tensor, shape, "(batch, time, heads" + (", dim)" if size else ")"))
-        if tensor.dtype not in (v.dtype, state_type):
-            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of v, {v.dtype}, or {state_type}")
-        others.append((name, tensor))
+    per_head = {**(strengths or {}), **(log_gates or {})}
+    gates = [(name, gate, steps, "(batch, time, heads)") for name, gate in per_head.items()]
+    if log_key_decay is not None:
+        shape = "(batch, time, heads, key_dim)"
+        gates.append(("log_key_decay", log_key_decay, (*steps, key_dim), shape))
+    if log_value_decay is not None:
+        shape = "(batch, time, heads, value_dim)"
+        gates.append(("log_value_decay", log_value_decay, (*steps, value_dim), shape))
+    for name, gate, wanted, meaning in gates:
+        _check_tensor(name, gate)
+        _check_shape(name, gate, wanted, meaning)
+        if gate.dtype not in (v.dtype, torch.float32):
+            raise ValueError(f"{name} has dtype {gate.dtype}; it must be that of v, {v.dtype}, or torch.float32")
+    others = {"q": q, "k": k, **{name: gate for name, gate, _, _ in gates}}
     if initial_state is not None:
         _check_tensor("initial_state", initial_state)
-        shape = (batch, heads, key_dim, value_dim)
-        _check_shape("initial_state", initial_state, shape, "(batch, heads, key_dim, value_dim)")
-        if initial_state.dtype != state_type:
+        wanted = (batch, heads, key_dim, value_dim)
+        _check_shape("initial_state", initial_state, wanted, "(batch, heads, key_dim, value_dim)")
+        if initial_state.dtype != state_dtype(v.dtype):
             raise ValueError(
-                f"initial_state has dtype {initial_state.dtype}; it must be {state_type} for inputs of {v.dtype}"
+                f"initial_state has dtype {initial_state.dtype}; it must be {state_dtype(v.dtype)} for inputs of "
+                f"{v.dtype}"
             )
-        others.append(("initial_state", initial_state))
-    for name, tensor in others:
+        others["initial_state"] = initial_state
+    for name, tensor in others.items():
         if tensor.device != v.device:
             raise ValueError(f"{name} is on device {tensor.device}; it must be on that of v, {v.device}")
-        if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) not in (0, 1):
-            if name in ("q", "k", "v"):
-                raise ValueError(
-                    f"{name} has strides {tensor.stride()}; its last dimension must be contiguous (stride 1)"
-                )
     if _values_checked:
-        _check_values(others, strengths or {}, log_decays or {})
+        decays = {"log_key_decay": log_key_decay, "log_value_decay": log_value_decay}
+        logs = {name: x for name, x in decays.items() if x is not None} | (log_gates or {})
+        _check_values({**others, "v": v}, strengths or {}, logs)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -133,23 +139,16 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}, {meaning}")
 
 
-def _check_values(
-    tensors: list[tuple[str, Tensor]],
-    strengths: dict[str, Tensor],
-    log_decays: dict[str, tuple[Tensor | None, int | None]],
-) -> None:
-    for name, tensor in tensors:
+def _check_values(tensors: dict[str, Tensor], strengths: dict[str, Tensor], log_decays: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
             raise ValueError(f"{name} holds {int((~finite).sum())} values that are not finite; all must be")
-    for name, (log_decay, _) in log_decays.items():
-        if log_decay is not None and log_decay.numel() and float(log_decay.max()) > 0:
-            raise ValueError(
-                f"{name} has a largest value of {float(log_decay.max()):g}; logs of decays must be at most 0"
-            )
+    for name, log_decay in log_decays.items():
+        if log_decay.numel() and (largest := float(log_decay.detach().max())) > 0:
+            raise ValueError(f"{name} has a largest value of {largest:g}; logs of decays must be at most 0")
     for name, strength in strengths.items():
-        if strength.numel() and not (0 <= float(strength.min()) and float(strength.max()) <= 1):
-            raise ValueError(
-                f"{name} ranges from {float(strength.min()):g} to {float(strength.max()):g}; "
-                "write strengths must be in [0, 1]"
-            )
+        if strength.numel():
+            least, most = (float(x) for x in torch.aminmax(strength.detach()))
+            if not 0 <= least <= most <= 1:
+                raise ValueError(f"{name} ranges from {least:g} to {most:g}; write strengths must be in [0, 1]")

@@ -8,6 +8,9 @@ float32 for all others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,8 +53,7 @@ def delta_rule(
     dtype = state_dtype(v.dtype)
     state = _start(k, v, initial_state)
     outputs = []
-    for t in range(k.shape[1]):
-        q_t, k_t, v_t, beta_t = (x[:, t].to(dtype) for x in (q, k, v, beta))
+    for q_t, k_t, v_t, beta_t in zip(*_steps(dtype, q, k, v, beta), strict=True):
         retrieved = torch.einsum("bhk,bhkv->bhv", k_t, state)
         error = beta_t[..., None] * (v_t - retrieved)
         state = state + k_t[..., :, None] * error[..., None, :]
@@ -73,14 +75,14 @@ def _decaying(
     dtype = state_dtype(v.dtype)
     state = _start(k, v, initial_state)
     outputs = []
-    for t in range(k.shape[1]):
-        q_t, k_t, v_t = (x[:, t].to(dtype) for x in (q, k, v))
-        if log_key_decay is not None:
-            state = state * log_key_decay[:, t].to(dtype).exp()[..., :, None]
-        if log_value_decay is not None:
-            state = state * log_value_decay[:, t].to(dtype).exp()[..., None, :]
-        if write is not None:
-            k_t = k_t * write[:, t]
+    steps = zip(*_steps(dtype, q, k, v, log_key_decay, log_value_decay, write), strict=True)
+    for q_t, k_t, v_t, log_f_t, log_z_t, w_t in steps:
+        if log_f_t is not None:
+            state = state * log_f_t.exp()[..., :, None]
+        if log_z_t is not None:
+            state = state * log_z_t.exp()[..., None, :]
+        if w_t is not None:
+            k_t = k_t * w_t
         state = state + k_t[..., :, None] * v_t[..., None, :]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
     return _stack(outputs, v), state
@@ -91,6 +93,14 @@ def _start(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
         return initial_state
     batch, _, heads, key_dim = k.shape
     return k.new_zeros(batch, heads, key_dim, v.shape[3], dtype=state_dtype(v.dtype))
+
+
+def _steps(dtype: torch.dtype, first: Tensor, *others: Tensor | None) -> list[Sequence[Any]]:
+    """Each input's steps. Taking them apart at once, not by index, keeps the backward pass linear in time."""
+    sequences: list[Sequence[Any]] = [first.to(dtype).unbind(1)]
+    for x in others:
+        sequences.append([None] * first.shape[1] if x is None else x.to(dtype).unbind(1))
+    return sequences
 
 
 def _stack(outputs: list[Tensor], v: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def _add_state_gradients(
         d_ends.append(d_state)
         d_state = _through_chunk(d_state, f, z, n) + read[:, :, n]
     starts = states[:, :, :-1]
-    d_end = torch.stack(d_ends[::-1], dim=2) if d_ends else torch.zeros_like(starts)
+    d_end = torch.stack(d_ends[::-1], dim=2)
     dq2, dk1, dv1 = dy @ starts.transpose(-1, -2), v @ d_end.transpose(-1, -2), k @ d_end
     dq += _times(dq2, in_f)
     dk += _times(dk1, out_f)
@@ -233,8 +233,9 @@ def _halves(length: int) -> list[int]:
 
 
 def _split(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """(..., length, dim) in blocks of 2 * half steps: views of their first and second halves, (..., blocks, half, dim)."""
-    blocks = x.view(*x.shape[:-2], -1, 2, half, x.shape[-1])
+    """Views of the first and second halves of the blocks of 2 * half steps: (..., blocks, half, dim) each."""
+    *others, length, dim = x.shape
+    blocks = x.view(*others, length // (2 * half), 2, half, dim)
     return blocks[..., 0, :, :], blocks[..., 1, :, :]
 
 

@@ -25,7 +25,7 @@ def to_chunks(x: Tensor, length: int) -> Tensor:
     batch, time, heads, dim = x.shape
     x = x.to(state_dtype(x.dtype)).transpose(1, 2)
     x = F.pad(x, (0, 0, 0, -time % length))
-    return x.reshape(batch, heads, -1, length, dim)
+    return x.reshape(batch, heads, x.shape[2] // length, length, dim)
 
 
 def from_chunks(x: Tensor, time: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,299 @@
+"""The update rules as one table, and what it takes to run a row of it.
+
+A new rule is one row of `RULES`; a new backend is one name in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights import ops
+
+# Backends with forward and backward passes of their own, held against the float64 reference.
+BACKENDS = ("chunkwise",)
+
+Inputs = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What the inputs of one test look like, and the generator that they come from."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    dtype: torch.dtype
+    regime: str
+    generator: torch.Generator
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
+
+    def log_decay(self, *shape: int) -> Tensor:
+        """Logs of gates, all at most 0. Float64; rounded later to what the test asks for."""
+        tiny = math.log(1e-6)
+        match self.regime:
+            case "ordinary":
+                return torch.nn.functional.logsigmoid(self.normal(*shape) + 1)
+            case "near one":
+                # From 1 - 1e-3 to 1 - 1e-8: 1 - exp(log g) has no digits left in float32 at the
+                # end of that range, where -expm1(log g) has all of them.
+                return -(10 ** -(3 + 5 * self.uniform(*shape)))
+            case "one":
+                return torch.zeros(*shape, dtype=torch.float64)
+            case "tiny":
+                return torch.full(shape, tiny, dtype=torch.float64)
+            case "one or tiny":
+                return torch.where(self.uniform(*shape) < 0.7, 0.0, tiny)
+            case "ordinary or tiny":
+                # Cumulative logs grow large while differences stay ordinary: whoever subtracts
+                # two float32 cumulative sums has lost the digits of the difference.
+                ordinary = torch.nn.functional.logsigmoid(self.normal(*shape) + 3)
+                return torch.where(self.uniform(*shape) < 0.7, ordinary, tiny)
+            case "ordinary or erased":
+                # exp(-1e4) is 0 in every float type: a reset of the state.
+                ordinary = torch.nn.functional.logsigmoid(self.normal(*shape) + 3)
+                return torch.where(self.uniform(*shape) < 0.9, ordinary, -1e4)
+        raise ValueError(f"no such regime of gates: {self.regime!r}")
+
+    def write_strength(self, *shape: int) -> Tensor:
+        match self.regime:
+            case "ordinary" | "repeated keys" | "positive keys":
+                return torch.sigmoid(self.normal(*shape))
+            case "near one":
+                return 1 - 10 ** -(3 + 5 * self.uniform(*shape))
+            case "one" | "repeated keys, one":
+                return torch.ones(*shape, dtype=torch.float64)
+            case "tiny":
+                return torch.full(shape, 1e-6, dtype=torch.float64)
+            case "zero":
+                return torch.zeros(*shape, dtype=torch.float64)
+            case "zero or one":
+                return (self.uniform(*shape) < 0.5).double()
+        raise ValueError(f"no such regime of write strengths: {self.regime!r}")
+
+    def free_keys(self) -> Tensor:
+        return self.normal(self.B, self.T, self.H, self.K)
+
+    def bounded_keys(self) -> Tensor:
+        """Keys of norm at most 1, as the delta rule needs them.
+
+        A step multiplies the state by I - beta k k^T, whose eigenvalue along k is 1 - beta |k|^2.
+        With beta in [0, 1] and |k| <= 1 that is a contraction; with |k|^2 > 2 and beta = 1 the
+        state would double at every step, in the reference as well, and nothing could be compared.
+        """
+        keys = self.free_keys()
+        if self.regime == "positive keys":  # sum normalisation, Schlag et al., Eq. 29
+            keys = keys.abs() + 1e-3
+            return keys / keys.sum(-1, keepdim=True)
+        keys = torch.nn.functional.normalize(keys, dim=-1)
+        if self.regime.startswith("repeated keys") and self.T:
+            # Two keys in turns and at random: the inverse in the WY form has entries of order 1,
+            # but the powers that a series for it would sum grow to 1e18 within a chunk of 64.
+            chosen = (self.uniform(self.T) < 0.5).long()
+            keys = keys[:, chosen.clamp(max=self.T - 1)]
+        return keys
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row: an operation, what it takes beside q, k and v, and where it is worth testing."""
+
+    name: str
+    operation: str
+    extras: Callable[[Draw], Inputs]
+    regimes: tuple[str, ...]
+    keys: Callable[[Draw], Tensor] = Draw.free_keys
+
+    def inputs(
+        self,
+        *,
+        B: int = 2,
+        T: int = 31,
+        H: int = 2,
+        K: int = 5,
+        V: int = 3,
+        dtype: torch.dtype = torch.float32,
+        extras_dtype: torch.dtype | None = None,
+        regime: str = "ordinary",
+        initial_state: bool = True,
+        requires_grad: bool = True,
+        seed: int = 0,
+    ) -> Inputs:
+        """Arguments by name, in the order of the signature, each a leaf tensor or None."""
+        draw = Draw(B, T, H, K, V, dtype, regime, torch.Generator().manual_seed(seed))
+        drawn: Inputs = {
+            "q": draw.normal(B, T, H, K).to(dtype),
+            "k": self.keys(draw).to(dtype),
+            "v": draw.normal(B, T, H, V).to(dtype),
+        }
+        for name, extra in self.extras(draw).items():
+            drawn[name] = None if extra is None else extra.to(extras_dtype or dtype)
+        state = draw.normal(B, H, K, V).to(state_dtype(dtype))
+        drawn["initial_state"] = state if initial_state else None
+        return {name: None if x is None else x.contiguous().requires_grad_(requires_grad) for name, x in drawn.items()}
+
+    def run(self, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+        return getattr(ops, self.operation)(**inputs, backend=backend)
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """The module of definitions, past the checks and the choice of a backend."""
+        return getattr(ops.reference, self.operation)(**inputs)
+
+
+GATES = (
+    "ordinary",
+    "near one",
+    "one",
+    "tiny",
+    "one or tiny",
+    "ordinary or tiny",
+    "ordinary or erased",
+)
+STRENGTHS = (
+    "ordinary",
+    "near one",
+    "one",
+    "tiny",
+    "zero",
+    "zero or one",
+    "repeated keys",
+    "repeated keys, one",
+    "positive keys",
+)
+
+
+def decays(*, key: bool, value: bool) -> Callable[[Draw], Inputs]:
+    def draw_decays(draw: Draw) -> Inputs:
+        shape = (draw.B, draw.T, draw.H)
+        return {
+            "log_key_decay": draw.log_decay(*shape, draw.K) if key else None,
+            "log_value_decay": draw.log_decay(*shape, draw.V) if value else None,
+        }
+
+    return draw_decays
+
+
+RULES = (
+    Rule("sum", "sum_rule", lambda draw: {}, ("ordinary",)),
+    Rule(
+        "gated",
+        "gated_rule",
+        lambda draw: {"log_gate": draw.log_decay(draw.B, draw.T, draw.H)},
+        GATES,
+    ),
+    Rule("decay", "decay_rule", decays(key=True, value=True), GATES),
+    Rule("decay of keys", "decay_rule", decays(key=True, value=False), GATES),
+    Rule("decay of values", "decay_rule", decays(key=False, value=True), GATES),
+    Rule("decay of neither", "decay_rule", decays(key=False, value=False), ("ordinary",)),
+    Rule(
+        "delta",
+        "delta_rule",
+        lambda draw: {"beta": draw.write_strength(draw.B, draw.T, draw.H)},
+        STRENGTHS,
+        Draw.bounded_keys,
+    ),
+)
+RULE = {rule.name: rule for rule in RULES}
+RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes]
+
+
+def label(value: object) -> str | None:
+    """A test's name for a parameter (pytest's `ids`)."""
+    if isinstance(value, Rule):
+        return value.name.replace(" ", "-")
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value.replace(" ", "-") if isinstance(value, str) else None
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cotangents(outputs: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Random gradients for out and final_state, of their own dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
+    return drawn[0].to(outputs[0].dtype), drawn[1].to(outputs[1].dtype)
+
+
+def differentiate(
+    outputs: tuple[Tensor, Tensor],
+    inputs: Inputs,
+    weights: tuple[Tensor | None, Tensor | None],
+) -> dict[str, Tensor | None]:
+    """Gradients by name of whatever in `inputs` needs one; None in `weights`: not used."""
+    leaves = {n: x for n, x in inputs.items() if x is not None and x.requires_grad}
+    used = [(y, w) for y, w in zip(outputs, weights, strict=True) if w is not None]
+    grads = torch.autograd.grad([y for y, _ in used], list(leaves.values()), [w for _, w in used], allow_unused=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def in_float64(tensors: Inputs) -> Inputs:
+    """The same values, rounded as they are, as new leaves in float64."""
+    return {
+        name: None if x is None else x.detach().double().requires_grad_(x.requires_grad) for name, x in tensors.items()
+    }
+
+
+def definition(
+    rule: Rule, inputs: Inputs, weights: tuple[Tensor | None, Tensor | None] | None
+) -> dict[str, Tensor | None]:
+    """Outputs and, where `weights` are given, gradients of the float64 reference, by name."""
+    inputs = in_float64(inputs)
+    outputs = rule.reference(inputs)
+    named: dict[str, Tensor | None] = dict(zip(("out", "final_state"), outputs, strict=True))
+    if weights is not None:
+        weights = tuple(None if w is None else w.double() for w in weights)
+        grads = differentiate(outputs, inputs, weights)
+        named |= {f"gradient of {name}": grad for name, grad in grads.items()}
+    return named
+
+
+def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
+    """Norm of the difference over the norm of `expected` (over 1 where that is exactly 0)."""
+    if expected is None:
+        return 0.0 if actual is None else actual.double().norm().item()
+    if actual is None:
+        return 1.0 if expected.norm() > 0 else 0.0
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)} != {tuple(expected.shape)}"
+    scale = expected.double().norm().item()
+    return (actual.double() - expected.double()).norm().item() / (scale or 1.0)
+
+
+def assert_close(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    # `not <=` and no `>`: a NaN is a failure.
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"relative errors above {tolerance:g}: {wrong}"
+
+
+def assert_agrees(rule: Rule, backend: str, inputs: Inputs, tolerance: float, *, use: str = "out, final_state") -> None:
+    """Outputs and every gradient of `backend` are those of the float64 reference.
+
+    `use` names the outputs that the loss depends on.
+    """
+    outputs = rule.run(inputs, backend)
+    out, final_state = outputs
+    dtype = inputs["v"].dtype
+    assert out.dtype == dtype and final_state.dtype == state_dtype(dtype)
+    drawn = cotangents(outputs)
+    weights = (drawn[0] if "out" in use else None, drawn[1] if "state" in use else None)
+    grads = differentiate(outputs, inputs, weights)
+    for name, grad in grads.items():
+        assert grad is None or grad.dtype == inputs[name].dtype, f"dtype of the gradient of {name}"
+    actual = {"out": out, "final_state": final_state}
+    actual |= {f"gradient of {name}": grad for name, grad in grads.items()}
+    assert_close(actual, definition(rule, inputs, weights), tolerance)
