@@ -48,7 +48,8 @@ class FastWeightDecoder(TransformerDecoder):
         dictionary, embed_tokens: as fairseq's.
         build_attention: makes the attention of a layer, given the layer's width.
         softmax_layers: numbers, from 1, of the layers that keep ordinary attention.
-        settings: what must be equal between a checkpoint and the model that loads it; it is kept in the checkpoint.
+
+    The buffer `settings` says what must be equal between a checkpoint and the model that loads it.
     """
 
     settings: Tensor
@@ -61,7 +62,6 @@ class FastWeightDecoder(TransformerDecoder):
         *,
         build_attention: AttentionBuilder,
         softmax_layers: frozenset[int],
-        settings: dict[str, Any],
     ) -> None:
         self._build_attention = build_attention
         self.softmax_layers = softmax_layers
@@ -69,9 +69,16 @@ class FastWeightDecoder(TransformerDecoder):
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
         # A tensor of character codes, so that every tool that handles checkpoints (averaging, sharding, half
         # precision, the safe loader) can handle it.
-        self.register_buffer("settings", _encode(settings | _describe(dictionary)))
+        settings = _describe(dictionary) | {"softmax attention layers": sorted(softmax_layers)}
+        for attention in self.attention_modules():
+            settings |= attention.settings()
+        self.register_buffer("settings", _encode(settings))
         # By training mode, so that a validation in mid-epoch leaves the training streams' states alone.
         self._carried: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+
+    def attention_modules(self) -> list[FastWeightAttention]:
+        """The fast weight attention of each layer that has it."""
+        return [module for module in self.modules() if isinstance(module, FastWeightAttention)]
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
         self._layers_built += 1
@@ -94,7 +101,9 @@ class FastWeightDecoder(TransformerDecoder):
         continues: Tensor | None = None,
         last_positions: int | None = None,
         return_all_hiddens: bool = False,
-        **unused: Any,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Computes logits (or what the adaptive softmax takes) for every position, or for the last few.
 
@@ -106,6 +115,7 @@ class FastWeightDecoder(TransformerDecoder):
                 that batch left them, without gradients; those of other rows start empty. None: all start empty and
                 nothing is kept.
             last_positions: for how many positions at the end of each row something is returned; None for all.
+            others: taken for fairseq's sake; there are no alignments.
 
         Returns:
             (batch, positions, vocabulary), and a dictionary with the layers' outputs under "inner_states".
@@ -162,7 +172,9 @@ class FastWeightDecoder(TransformerDecoder):
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x).transpose(0, 1)
 
-        padding_mask = tokens.eq(self.padding_idx)
+        padding_mask: Tensor | None = tokens.eq(self.padding_idx)
+        if padding_mask is not None and not bool(padding_mask.any()):
+            padding_mask = None
         future_mask = None
         if self.softmax_layers and not generating:
             future_mask = self.buffered_future_mask(x)
@@ -176,7 +188,7 @@ class FastWeightDecoder(TransformerDecoder):
             )
             inner_states.append(x)
         if last_positions is not None:
-            x = x[-last_positions:]
+            x = x[max(0, x.shape[0] - last_positions) :]
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         x = x.transpose(0, 1)

@@ -5,7 +5,7 @@
 # ruff: noqa: UP045
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Optional
 
@@ -113,21 +113,12 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         Raises:
             ValueError: for options that contradict each other, before anything is built.
         """
+        if args.decoder_layers_to_keep:
+            args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
         update_rule = str(args.update_rule)
-        feature_map = None if args.feature_map == "auto" else str(args.feature_map)
-        normalization = parse_normalization(args.normalization, update_rule)
-        settings: dict[str, Any] = {"softmax attention layers": sorted(softmax_layers)}
-        if len(softmax_layers) < args.decoder_layers:
-            settings |= {
-                "update rule": update_rule,
-                "feature map": feature_map or UPDATE_RULES[update_rule].feature_map,
-                "feature dim": args.feature_dim,
-                "dpfp nu": args.dpfp_nu,
-                "favor features": args.favor_features,
-                "normalization": ",".join(sorted(normalization)) or "none",
-                "scale read-out": args.scale_read_out,
-            }
+        if args.adaptive_softmax_cutoff is not None:
+            _read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, len(task.target_dictionary))
         if args.max_target_positions is None:
             args.max_target_positions = args.tokens_per_sample
         decoder = FastWeightDecoder(
@@ -138,11 +129,11 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                 FastWeightAttention,
                 num_heads=args.decoder_attention_heads,
                 update_rule=update_rule,
-                feature_map=feature_map,
+                feature_map=None if args.feature_map == "auto" else str(args.feature_map),
                 feature_dim=args.feature_dim,
                 dpfp_nu=args.dpfp_nu,
                 favor_features=args.favor_features,
-                normalization=normalization,
+                normalization=parse_normalization(args.normalization, update_rule),
                 bias=not args.no_attention_bias,
                 scale_read_out=args.scale_read_out,
                 dropout=args.attention_dropout,
@@ -151,7 +142,6 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                 backend=str(args.fast_weight_backend),
             ),
             softmax_layers=softmax_layers,
-            settings=settings,
         )
         if args.init_std is not None:
             _draw_weights(decoder, args.init_std)
@@ -213,13 +203,15 @@ def _check_tied_bands(args: Any) -> None:
 
 
 def _read_cutoffs(name: str, text: str | None, types: int) -> list[int]:
-    """Reads comma-separated cut-offs; the last band must not be empty."""
+    """Reads comma-separated cut-offs between bands of word types."""
     words = [] if text is None else [word.strip() for word in str(text).strip("[]").split(",")]
     if not words or not all(word.isdecimal() for word in words):
         raise ValueError(f"{name} is {text!r}; it must be comma-separated numbers of word types")
     cutoffs = [int(word) for word in words]
-    if cutoffs != sorted(set(cutoffs)) or cutoffs[0] < 1 or cutoffs[-1] >= types:
-        raise ValueError(f"{name} is {text!r}; its numbers must rise and stay below the dictionary's {types} types")
+    if cutoffs != sorted(set(cutoffs)) or cutoffs[0] < 1 or cutoffs[-1] > types:
+        raise ValueError(
+            f"{name} is {text!r}; its numbers must rise, from 1 at least to the dictionary's {types} types at most"
+        )
     return cutoffs
 
 
@@ -264,6 +256,7 @@ def fast_weight_lm_wiki103_small(args: Any) -> None:
     }
     for name, value in defaults.items():
         setattr(args, name, safe_getattr(args, name, value))
+    _set_own_defaults(args)
     normalize_before = safe_getattr(args, "decoder_normalize_before", False)
     base_lm_architecture(args)
     args.decoder_normalize_before = normalize_before
@@ -279,4 +272,13 @@ def fast_weight_lm_wiki103_medium(args: Any) -> None:
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_baevski_wiki103")
 def fast_weight_lm_baevski_wiki103(args: Any) -> None:
     """Baevski & Auli 2019 as fairseq has it: 16 layers, 1024 wide, 8 heads, adaptive input and softmax."""
+    _set_own_defaults(args)
     transformer_lm_baevski_wiki103(args)
+
+
+def _set_own_defaults(args: Any) -> None:
+    """Sets what this model adds to fairseq's options and nobody has set."""
+    inherited = {f.name for f in fields(TransformerLanguageModelConfig)}
+    for own in fields(FastWeightLanguageModelConfig):
+        if own.name not in inherited:
+            setattr(args, own.name, safe_getattr(args, own.name, own.default))

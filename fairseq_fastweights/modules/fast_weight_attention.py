@@ -97,6 +97,7 @@ class FastWeightAttention(nn.Module):
         self.normalization = normalization
         self.backend = backend
         feature_map = feature_map or rule.feature_map
+        self.feature_map_name = feature_map
         self.feature_map = build_feature_map(
             feature_map,
             num_heads=num_heads,
@@ -105,8 +106,16 @@ class FastWeightAttention(nn.Module):
             dpfp_nu=dpfp_nu,
             favor_features=favor_features,
         )
-        # exp() of FAVOR+'s exponents leaves float16's range unless sum normalisation brings it back.
-        self.needs_float32_range = feature_map == "favor" and "sum" not in normalization
+        if "removal" in normalization and not self.feature_map.positive:
+            raise ValueError(
+                f"normalization holds 'removal' and feature_map is {feature_map!r}; it must be a map without negative "
+                "outputs: what is removed is divided by a sum of them"
+            )
+        # Normalisers grow with time, their inverses shrink, and exp() of FAVOR+'s exponents is large unless sum
+        # normalisation takes it back: float16 has not the range for them.
+        self.needs_float32_range = bool(normalization & {"attention", "removal"}) or (
+            feature_map == "favor" and "sum" not in normalization
+        )
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
         _warn_once(update_rule, feature_map, normalization)
@@ -245,7 +254,8 @@ class FastWeightAttention(nn.Module):
         return out / divisor.masked_fill(divisor == 0, 1)
 
     def _gate(self, gate: Gate, x: Tensor) -> Tensor:
-        logits = self._gate_projection(gate)(x).float()
+        logits = self._gate_projection(gate)(x)
+        logits = logits.to(ops.state_dtype(logits.dtype))
         value = F.logsigmoid(logits) if gate.log else logits.sigmoid()
         if gate.per == "head":
             return value.transpose(0, 1)
@@ -275,6 +285,16 @@ class FastWeightAttention(nn.Module):
 
     def _set_input_buffer(self, incremental_state: dict[str, Any], buffer: dict[str, Tensor]) -> None:
         self.set_incremental_state(incremental_state, "memory", buffer)
+
+    def settings(self) -> dict[str, Any]:
+        """What tells this attention from another whose parameters have the same names and shapes, and their sizes."""
+        return {
+            "update rule": self.update_rule,
+            "feature map": self.feature_map_name,
+            "feature dim": self.feature_map.output_dim,
+            "normalization": ",".join(sorted(self.normalization)) or "none",
+            "read-out scale": self.scale,
+        }
 
     def extra_repr(self) -> str:
         normalization = ",".join(sorted(self.normalization)) or "none"

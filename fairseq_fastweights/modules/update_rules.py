@@ -126,3 +126,18 @@ def known_to_diverge(update_rule: str, feature_map: str, normalization: frozense
             "(Mao 2022, Sec. 4.1.2)"
         )
     return None
+
+
+def known_to_fail_when_carried(update_rule: str, feature_map: str, normalization: frozenset[str]) -> str | None:
+    """Why this combination is not for states that are carried from segment to segment in training, or None."""
+    if feature_map == "favor":
+        return (
+            "FAVOR+ draws new features for every training batch, so that a carried state is read with other features "
+            "than it was written with"
+        )
+    if update_rule in ("sum", "delta") and normalization & {"attention", "removal"}:
+        return (
+            "the normaliser of attention normalisation grows without bound; perplexities were above 260 "
+            "(Schlag et al. 2021, Table 4 and Sec. 6.3)"
+        )
+    return None

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
 
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
+from fairseq_fastweights.modules.update_rules import known_to_fail_when_carried
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -74,6 +78,13 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 f"carry_over_state is set, but softmax_attention_layers is {sorted(model.decoder.softmax_layers)}: "
                 "ordinary attention has no state to carry; it must be empty"
             )
+        if self.args.carry_over_state and not from_checkpoint:
+            attention = model.decoder.attention_modules()[0]
+            concern = known_to_fail_when_carried(
+                attention.update_rule, attention.feature_map_name, attention.normalization
+            )
+            if concern is not None:
+                logger.warning("carry_over_state: %s", concern)
         return model
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **others: Any) -> None:

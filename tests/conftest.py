@@ -1,0 +1,124 @@
+"""A tiny corpus, and fairseq's commands to run on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+TASK = ["--user-dir", str(ROOT / "fairseq_fastweights"), "--task", "fast_weight_language_modeling"]
+SMALL_MODEL = """--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32
+    --decoder-output-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2 --share-decoder-input-output-embed
+    --dropout 0""".split()
+QUIET = "--cpu --num-workers 0 --no-progress-bar --log-format json --log-interval 1".split()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny tensors gain nothing from more threads, and lose much where cores are shared."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Binarised text of 40 word types, in train, valid and test; its topics last longer than the tests' segments."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = [f"w{i}" for i in range(40)]
+    for split, topics in (("train", 30), ("valid", 5), ("test", 5)):
+        rows = []
+        for _ in range(topics):
+            topic = draw.sample(words, 5)
+            rows += [" ".join(draw.choices(topic, k=draw.randint(0, 14))) for _ in range(9)]
+        (folder / f"{split}.txt").write_text("\n".join(rows) + "\n")
+    return binarise(folder)
+
+
+def count_tokens(corpus: Path, split: str) -> int:
+    """Words and line ends of a split of `corpus`."""
+    text = (corpus.parent / f"{split}.txt").read_text()
+    return len(text.split()) + text.count("\n")
+
+
+def binarise(folder: Path, *flags: str) -> Path:
+    """Runs fairseq-preprocess on folder/{train,valid,test}.txt and returns where its output is."""
+    out = folder / "bin"
+    splits = [(name, folder / f"{name}.txt") for name in ("train", "valid", "test")]
+    prefixes = [word for name, path in splits if path.exists() for word in (f"--{name}pref", str(path))]
+    command("preprocess", "--only-source", "--destdir", str(out), *prefixes, *flags)
+    return out
+
+
+def command(name: str, *arguments: str, program: Callable[[], object] | None = None) -> str:
+    """Runs `fairseq-<name>` within this process, which saves its start, and returns what it logged."""
+    main = program or import_module(f"fairseq_cli.{name}").cli_main
+    lines: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Collector()
+    root, before = logging.getLogger(), sys.argv
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    sys.argv = [f"fairseq-{name}", *arguments]
+    try:
+        main()
+    finally:
+        sys.argv = before
+        root.setLevel(level)
+        root.removeHandler(handler)
+    return "\n".join(lines)
+
+
+def spawn(name: str, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs `fairseq-<name>` as a process of its own: for exit codes and for what a crash prints."""
+    start = f"import sys; from fairseq_cli.{name} import cli_main; sys.exit(cli_main())"
+    return subprocess.run(
+        [sys.executable, "-c", start, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        cwd=ROOT,
+    )
+
+
+def train(data: Path, save_dir: Path, *flags: str) -> str:
+    """Ten updates of a small model, unless the flags say otherwise."""
+    defaults = "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --max-update 10 --disable-validation"
+    return command(
+        "train", str(data), *TASK, *SMALL_MODEL, *QUIET, *defaults.split(), "--save-dir", str(save_dir), *flags
+    )
+
+
+def evaluate(data: Path, checkpoint: Path, *flags: str, task: list[str] = TASK) -> tuple[float, int]:
+    """The loss (base 2, from an unrounded perplexity where there is one) and the number of tokens that were scored."""
+    from fairseq_cli import eval_lm
+
+    results: dict[str, float] = {}
+    original = eval_lm.eval_lm
+
+    def keep(**arguments: object) -> dict[str, float]:
+        results.update(original(**arguments))
+        return results
+
+    eval_lm.eval_lm = keep  # the log rounds to four digits
+    try:
+        log = command("eval_lm", str(data), *task, *QUIET, "--path", str(checkpoint), *flags)
+    finally:
+        eval_lm.eval_lm = original
+    found = re.search(r"Evaluated ([\d,]+) tokens", log)
+    assert found is not None
+    return float(results["loss"]), int(found[1].replace(",", ""))

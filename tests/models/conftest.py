@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import MODEL_REGISTRY
+
+import fairseq_fastweights.models.fast_weight_lm
+import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
+
+WORDS = tuple(f"w{i}" for i in range(40))
+
+SIZES = {
+    "decoder-layers": 2,
+    "decoder-embed-dim": 16,
+    "decoder-input-dim": 16,
+    "decoder-output-dim": 16,
+    "decoder-ffn-embed-dim": 32,
+    "decoder-attention-heads": 2,
+    "tokens-per-sample": 64,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """The tensors here are tiny: on busy cores two threads wait for each other 40 times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Fairseq:
+    """Models as fairseq's command lines build them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tasks: dict[tuple[str, ...], Any] = {}
+
+    def data(self, words: Iterable[str] = WORDS) -> Path:
+        """A data folder with nothing but a dictionary: 4 special types and `words`, in order."""
+        words = list(words)
+        folder = self._folder / f"{abs(hash(tuple(words)))}"
+        folder.mkdir(exist_ok=True)
+        lines = [f"{word} {len(words) - i}\n" for i, word in enumerate(words)]
+        (folder / "dict.txt").write_text("".join(lines))
+        return folder
+
+    def parse(self, arch: str, flags: str = "", words: Iterable[str] = WORDS) -> Namespace:
+        """What `fairseq-train` makes of these flags. They are split at spaces."""
+        parser = options.get_training_parser("fast_weight_language_modeling")
+        return options.parse_args_and_arch(parser, [str(self.data(words)), "--arch", arch, *flags.split()])
+
+    def tiny(self, arch: str, flags: str = "", words: Iterable[str] = WORDS) -> Namespace:
+        """The same, at the sizes of `SIZES` where `flags` say nothing else."""
+        sizes = [f"--{name} {n}" for name, n in SIZES.items() if f"--{name} " not in f"{flags} "]
+        return self.parse(arch, " ".join([*sizes, flags]), words)
+
+    def task(self, words: Iterable[str] = WORDS) -> Any:
+        key = tuple(words)
+        if key not in self._tasks:
+            self._tasks[key] = tasks.setup_task(self.tiny("fast_weight_lm", words=key))
+        return self._tasks[key]
+
+    def build(
+        self,
+        flags: str = "",
+        *,
+        arch: str = "fast_weight_lm",
+        words: Iterable[str] = WORDS,
+        seed: int = 0,
+    ) -> Any:
+        """A tiny model, in evaluation mode."""
+        words = tuple(words)
+        args = self.tiny(arch, flags, words)
+        if arch in MODEL_REGISTRY:
+            config = args
+        else:  # what the command lines make of all arguments; it takes a third of a second
+            config = convert_namespace_to_omegaconf(args).model
+        torch.manual_seed(seed)
+        return self.task(words).build_model(config).eval()
+
+
+@pytest.fixture(scope="session")
+def fairseq(tmp_path_factory) -> Fairseq:
+    return Fairseq(tmp_path_factory.mktemp("fairseq"))
+
+
+@pytest.fixture(scope="session")
+def text():
+    """`text(batch, time)`: tokens without padding, special types left out."""
+
+    def draw(batch: int, time: int, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(4, 4 + len(WORDS), (batch, time), generator=generator)
+
+    return draw

@@ -1,0 +1,292 @@
+"""The named architectures are those of their papers; options that fit nothing are refused by name,
+before a model is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from torch import nn
+
+from fairseq_fastweights.models.fast_weight_lm import (
+    FastWeightLanguageModel,
+    FastWeightLanguageModelConfig,
+    parse_layers,
+)
+
+SMALL = "fast_weight_lm_wiki103_small"
+MEDIUM = "fast_weight_lm_wiki103_medium"
+BAEVSKI = "fast_weight_lm_baevski_wiki103"
+
+# Cut-offs of a vocabulary of 44, and two layers; all else as the architecture has it.
+REDUCED = (
+    "--decoder-layers 2 --adaptive-input-cutoff 10,20,30 --adaptive-softmax-cutoff 10,20,30 --tokens-per-sample 16"
+)
+
+
+@pytest.fixture(scope="module")
+def wikitext103():
+    """WikiText-103's 267,735 word types as fairseq's preparation leaves them: a multiple of 8."""
+    dictionary = Dictionary()
+    for i in range(267_735 - 2):  # <unk> and the end of line are among the types
+        dictionary.add_symbol(f"w{i}")
+    dictionary.pad_to_multiple_(8)
+    assert len(dictionary) == 267_744
+    return dictionary
+
+
+def configuration(fairseq, arch: str, flags: str = ""):
+    """What `--arch` and flags come to in fairseq-train."""
+    return convert_namespace_to_omegaconf(fairseq.parse(arch, flags)).model
+
+
+# ---------------------------------------------------------------------------- Schlag et al. 2021
+
+
+@pytest.mark.parametrize("arch, width, millions", [(SMALL, 128, 44), (MEDIUM, 256, 90)])
+def test_sizes_of_the_language_models_of_schlag_et_al(fairseq, wikitext103, arch, width, millions):
+    """Sec. 6.3: 16 layers, 8 heads, 2048 between; Table 2 rounds to 40 and 90 million."""
+    task = SimpleNamespace(source_dictionary=wikitext103, target_dictionary=wikitext103)
+    cfg = configuration(fairseq, arch, "--tokens-per-sample 256")
+    with torch.device("meta"):
+        model = FastWeightLanguageModel.build_model(cfg, task)
+    types, between, layers, heads, bands = len(wikitext103), 2048, 16, 8, 4
+    attention = 4 * width * width + width * heads  # q, k, v, out; the write strengths
+    feed_forward = 2 * width * between + between + width
+    norms = 2 * 2 * width
+    # One projection for each of 4 bands, shared by input and output; three classes of rare words.
+    embeddings = types * width + bands * width * width + width * (bands - 1)
+    expected = layers * (attention + feed_forward + norms) + embeddings
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert round(expected / 1e6) == millions
+    # "16 K and 33 K parameters respectively" more than with the sum rule (Table 2).
+    cfg.update_rule = "sum"
+    with torch.device("meta"):
+        plain = FastWeightLanguageModel.build_model(cfg, task)
+    assert expected - sum(p.numel() for p in plain.parameters()) == layers * width * heads
+
+
+@pytest.mark.parametrize("arch, width", [(SMALL, 128), (MEDIUM, 256)])
+def test_settings_of_the_language_models_of_schlag_et_al(fairseq, arch, width):
+    model = fairseq.build(f"{REDUCED} --decoder-embed-dim {width} {dims(width)}", arch=arch)
+    decoder = model.decoder
+    cfg = configuration(fairseq, arch)
+    assert (cfg.decoder_embed_dim, cfg.decoder_input_dim, cfg.decoder_output_dim) == (width,) * 3
+    assert (cfg.decoder_layers, cfg.decoder_attention_heads) == (16, 8)
+    assert cfg.decoder_ffn_embed_dim == 2048
+    assert (cfg.dropout, cfg.attention_dropout) == (0.1, 0.0)
+    assert cfg.adaptive_input_cutoff == cfg.adaptive_softmax_cutoff == "20000,40000,200000"
+    assert not cfg.no_token_positional_embeddings
+    assert decoder.layer_norm is None and not any(x.normalize_before for x in decoder.layers)
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj", "beta_proj"):
+            assert getattr(attention, name).bias is None, name
+        assert attention.beta_proj.weight.shape == (8, width)
+        assert attention.scale == (width / 8) ** -0.5
+        assert (attention.update_rule, attention.normalization) == ("delta", {"sum"})
+        assert type(attention.feature_map).__name__ == "EluMap"
+    for band in range(4):
+        embedding, projection = decoder.embed_tokens.weights_for_band(band)
+        assert embedding.shape[1] == width and projection.shape == (width, width)
+    softmax = decoder.adaptive_softmax
+    for band in range(1, 4):
+        own, shared = softmax.tail[band - 1], decoder.embed_tokens.weights_for_band(band)
+        tied = [module.weight for module in own.modules() if hasattr(module, "weight")]
+        assert all(any(weight is theirs for weight in tied) for theirs in shared)
+
+
+def dims(width: int) -> str:
+    return (
+        f"--decoder-input-dim {width} --decoder-output-dim {width} --decoder-ffn-embed-dim 2048"
+        " --decoder-attention-heads 8"
+    )
+
+
+@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "delta"])
+def test_weights_start_from_a_normal_distribution(fairseq, rule):
+    model = fairseq.build(f"{REDUCED} {dims(128)} --decoder-embed-dim 128 --update-rule {rule}", arch=SMALL)
+    checked = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        weight = module.weight.detach()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            assert not weight[module.padding_idx].any(), f"{name} of padding"
+            weight = weight[torch.arange(len(weight)) != module.padding_idx]
+        # Five standard errors of a standard deviation and of a mean, over some forty weights.
+        n = weight.numel()
+        assert abs(weight.std().item() / 0.02 - 1) <= 5 / (2 * n) ** 0.5, name
+        assert abs(weight.mean().item()) <= 5 * 0.02 / n**0.5, name
+        # Normal and not uniform, where there are enough to tell: a uniform one ends at 1.7.
+        if n > 1000:
+            assert 2.7 <= weight.abs().max().item() / 0.02 <= 6, name
+        checked += 1
+    assert checked >= 2 * 6 + 4
+    for layer in model.decoder.layers:
+        for gate in layer.self_attn.rule.gates:
+            bias = getattr(layer.self_attn, f"{gate.name}_proj").bias
+            if gate.log:  # decays start uniformly spread all the same
+                units = 8 if gate.per == "head" else 16
+                assert (bias.sigmoid() - 0.5).abs().max() <= 0.5 - 1 / units + 1e-6
+                assert bias.sigmoid().std() > 0.1
+            else:
+                assert bias is None
+
+
+@pytest.mark.parametrize("arch", [SMALL, MEDIUM, BAEVSKI])
+def test_flags_overrule_what_an_architecture_sets(fairseq, arch):
+    flags = (
+        "--dropout 0.25 --decoder-layers 3 --update-rule sum --adaptive-input-cutoff 5,6 --decoder-attention-heads 4"
+    )
+    cfg = configuration(fairseq, arch, flags)
+    assert (cfg.dropout, cfg.decoder_layers, cfg.update_rule) == (0.25, 3, "sum")
+    assert (cfg.adaptive_input_cutoff, cfg.decoder_attention_heads) == ("5,6", 4)
+
+
+def test_schlag_et_al_can_be_asked_to_normalise_before(fairseq):
+    assert configuration(fairseq, SMALL, "--decoder-normalize-before").decoder_normalize_before
+
+
+# ------------------------------------------------------------------------------- Baevski & Auli
+
+
+def test_every_field_of_baevski_and_auli_is_fairseqs(fairseq):
+    ours = configuration(fairseq, BAEVSKI)
+    theirs = configuration(fairseq, "transformer_lm_baevski_wiki103")
+    names = {f.name for f in dataclasses.fields(TransformerLanguageModelConfig)} - {"_name"}
+    assert len(names) >= 40
+    different = {n: (ours[n], theirs[n]) for n in names if ours[n] != theirs[n]}
+    assert not different
+    assert (ours.decoder_layers, ours.decoder_embed_dim, ours.decoder_attention_heads) == ((16, 1024, 8))
+
+
+@pytest.mark.parametrize("arch", [SMALL, MEDIUM, BAEVSKI])
+def test_named_architectures_can_be_built_from_plain_arguments(fairseq, arch):
+    """As fairseq's own can, without the detour through hydra."""
+    sizes = "--decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16"
+    args = fairseq.parse(arch, f"{REDUCED} {sizes} --decoder-ffn-embed-dim 16")
+    assert isinstance(fairseq.task().build_model(args), FastWeightLanguageModel)
+
+
+def test_help_documents_every_option_of_its_own():
+    own = {f.name: f for f in dataclasses.fields(FastWeightLanguageModelConfig)}
+    for theirs in dataclasses.fields(TransformerLanguageModelConfig):
+        del own[theirs.name]
+    assert "update_rule" in own and all(len(f.metadata["help"]) > 20 for f in own.values())
+
+
+# ------------------------------------------------------------------------------------ bad options
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("", set()),
+        (" ", set()),
+        (",", set()),
+        ("all", {1, 2, 3}),
+        (" all ", {1, 2, 3}),
+        ("1", {1}),
+        ("3,1", {1, 3}),
+        (" 1 , 2, ", {1, 2}),
+        ("2,2", {2}),
+    ],
+)
+def test_layers_are_read(text, expected):
+    assert parse_layers(text, 3) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "4", "-1", "1.5", "1-2", "1;2", "one", "all,1", "None", "²"])
+def test_other_layers_are_refused(text):
+    with pytest.raises(
+        ValueError,
+        match=r"softmax_attention_layers is .*; it must be 'all' or .* numbers from 1 to 3",
+    ) as error:
+        parse_layers(text, 3)
+    assert repr(text) in str(error.value)
+
+
+ADAPTIVE = {
+    "adaptive_input": True,
+    "adaptive_input_cutoff": "10,25",
+    "adaptive_softmax_cutoff": "10,25",
+}
+TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"softmax_attention_layers": "3"}, r"softmax_attention_layers is '3'; .* from 1 to 2"),
+        ({"update_rule": "hebb"}, r"update_rule is 'hebb'; .*sum, gated, decay, delta"),
+        ({"feature_map": "softmax"}, r"feature map 'softmax'.*identity, elu, relu, favor"),
+        ({"normalization": "layer"}, r"normalization is 'layer'; it must be auto, none"),
+        (
+            {"normalization": "removal", "update_rule": "sum"},
+            r"'removal', but the sum rule removes nothing",
+        ),
+        ({"fast_weight_backend": "cuda"}, r"backend is 'cuda'; .*auto, reference, chunkwise"),
+        ({"decoder_attention_heads": 3}, r"num_heads is 3; .*divisor of embed_dim, 16"),
+        # Feature dims that a map cannot give.
+        ({"feature_dim": 0}, r"feature_dim is 0; it must be a positive integer"),
+        ({"feature_map": "dpfp", "feature_dim": 48}, r"feature_dim is 48; .*dpfp_nu = 16"),
+        ({"feature_map": "dpfp", "dpfp_nu": 16}, r"dpfp_nu is 16; .*from 1 to 15"),
+        ({"feature_map": "favor", "feature_dim": 7}, r"feature_dim is 7; .*even"),
+        (
+            {"feature_map": "favor", "feature_dim": 8, "favor_features": 3},
+            r"feature_dim is 8; with favor_features 3 it must be 6",
+        ),
+        # Cut-offs, of the input and of the output.
+        *(
+            ({**ADAPTIVE, name: text}, rf"{name} is {text!r}")
+            for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
+            for text in ("", "abc", "10;20", "10,x", "20,10", "10,10", "0,10", "-5,10", "10,45")
+        ),
+        ({**ADAPTIVE, "adaptive_input_cutoff": None}, r"adaptive_input_cutoff is None"),
+        # Ties between what differs.
+        (
+            {"tie_adaptive_weights": True},
+            r"tie_adaptive_weights is set; it needs adaptive_input, which is not",
+        ),
+        (
+            {**TIED, "adaptive_softmax_cutoff": "10,20"},
+            r"adaptive_softmax_cutoff is '10,20'; .*must be that of the input, '10,25'",
+        ),
+        ({**TIED, "adaptive_softmax_cutoff": None}, r"adaptive_softmax_cutoff is None"),
+        (
+            {**TIED, "adaptive_input_factor": 2.0},
+            r"adaptive_softmax_factor is 4(\.0)?; .*that of the input, 2\.0",
+        ),
+        ({**TIED, "decoder_output_dim": 8}, r"decoder_output_dim is 8; .*that of the input, 16"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_by_name(fairseq, options, message):
+    args = fairseq.tiny("fast_weight_lm")
+    assert set(options) <= {f.name for f in dataclasses.fields(FastWeightLanguageModelConfig)}
+    for name, value in options.items():
+        setattr(args, name, value)
+    with pytest.raises(ValueError, match=message):
+        fairseq.task().build_model(args)
+
+
+def test_checked_options_fit(fairseq):
+    """The options that the cases above spoil one of build a model."""
+    for options in (ADAPTIVE, TIED):
+        args = fairseq.tiny("fast_weight_lm")
+        for name, value in options.items():
+            setattr(args, name, value)
+        fairseq.task().build_model(args)
+
+
+@pytest.mark.parametrize("flag", ["--update-rule hebb", "--feature-map softmax"])
+def test_the_command_line_lists_the_choices(fairseq, capsys, flag):
+    with pytest.raises(SystemExit) as stop:
+        fairseq.parse("fast_weight_lm", flag)
+    assert stop.value.code != 0 and "invalid choice" in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""A checkpoint loads into the model that it was made by, and into no other; fairseq's tools for
+checkpoints leave its settings intact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
+
+WORDS = tuple(f"w{i}" for i in range(40))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--update-rule sum",
+        "--update-rule gated",
+        "--update-rule decay",
+        "--update-rule delta",
+        "--update-rule sum --feature-map favor",
+        "--update-rule sum --feature-map relu --feature-dim 5",
+        "--softmax-attention-layers 2",
+        "--softmax-attention-layers all",
+        "--decoder-learned-pos --decoder-normalize-before",
+        "--adaptive-input --adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25",
+    ],
+)
+def test_a_checkpoint_loads_into_its_model(fairseq, text, flags):
+    saved, loaded = fairseq.build(flags), fairseq.build(flags, seed=1)
+    assert not torch.equal(saved(text(2, 6))[0], loaded(text(2, 6))[0])
+    loaded.load_state_dict(saved.state_dict(), strict=True)
+    assert torch.equal(saved(text(2, 6))[0], loaded(text(2, 6))[0])
+
+
+# What a checkpoint was made with, what loads it, and what has to be named.
+DIFFERENT = [
+    ("--update-rule delta", "--update-rule sum --normalization sum", ["update rule is 'delta'", "'sum'"]),
+    ("--update-rule gated", "--update-rule decay", ["update rule is 'gated'", "'decay'"]),
+    # With the same parameters, of the same sizes: nothing else would notice.
+    ("--feature-map elu", "--feature-map tanh", ["feature map is 'elu'", "'tanh'"]),
+    ("--normalization sum", "--normalization sum,attention", ["normalization is 'sum'", "attention"]),
+    ("--normalization none", "--normalization removal", ["normalization is 'none'", "removal"]),
+    ("", "--scale-read-out", ["scale read-out is False", "True"]),
+    ("--feature-map dpfp", "--feature-map dpfp --dpfp-nu 2", ["dpfp nu is 1", "2"]),
+    # Of other sizes.
+    ("--feature-dim 4", "--feature-dim 6", ["feature dim is 4", "6"]),
+    (
+        "--feature-map favor --favor-features 3",
+        "--feature-map favor --favor-features 5",
+        ["favor features is 3", "5"],
+    ),
+    # Softmax attention has q, k, v and out as the sum rule has.
+    ("--update-rule sum", "--softmax-attention-layers all", ["softmax attention layers is []", "[1, 2]"]),
+    (
+        "--update-rule sum --softmax-attention-layers 1",
+        "--update-rule sum --softmax-attention-layers 2",
+        ["softmax attention layers is [1]", "[2]"],
+    ),
+]
+
+
+@pytest.mark.parametrize("made_with, flags, named", DIFFERENT)
+def test_a_checkpoint_of_other_settings_is_refused_by_name(fairseq, made_with, flags, named):
+    saved, model = fairseq.build(made_with), fairseq.build(flags, seed=1)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match="the checkpoint does not fit the model") as error:
+        model.load_state_dict(saved.state_dict())
+    assert all(words in str(error.value) for words in named), error.value
+    # Nothing was loaded before the difference was seen.
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_every_difference_is_named(fairseq):
+    saved = fairseq.build("--update-rule delta --feature-map elu --normalization sum")
+    model = fairseq.build("--update-rule sum --feature-map dpfp --normalization attention")
+    with pytest.raises(ValueError) as error:
+        model.load_state_dict(saved.state_dict())
+    for setting in ("update rule", "feature map", "normalization"):
+        assert setting in str(error.value)
+    for setting in ("dpfp nu", "dictionary", "softmax attention layers"):
+        assert setting not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "made_with, flags",
+    [
+        ("--normalization auto", "--normalization sum"),
+        ("--feature-map auto", "--feature-map elu"),
+        ("--softmax-attention-layers 2,1", "--softmax-attention-layers all"),
+        ("--dropout 0.1", "--dropout 0.3 --fast-weight-backend reference"),
+        ("", "--feature-dim 8"),  # the head dim, which is what it is without
+        ("", "--dpfp-nu 3"),  # which this map does not have
+        ("--feature-map favor --feature-dim 6", "--feature-map favor --favor-features 3"),
+    ],
+)
+def test_another_way_to_say_the_same_fits(fairseq, text, made_with, flags):
+    saved, model = fairseq.build(made_with), fairseq.build(flags, seed=1)
+    model.load_state_dict(saved.state_dict())
+    # Backends may round differently.
+    assert torch.allclose(model(text(2, 6))[0], saved(text(2, 6))[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", ["", "--softmax-attention-layers all"])
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (WORDS[:-1], "dictionary size is 44 in the checkpoint and 43 in the model"),
+        ((*WORDS[:-2], WORDS[-1], WORDS[-2]), "dictionary digest is"),
+        ((*WORDS[:-1], "other"), "dictionary digest is"),
+    ],
+    ids=["smaller", "another order", "another word"],
+)
+def test_a_checkpoint_of_another_dictionary_is_refused_by_name(fairseq, flags, words, named):
+    saved = fairseq.build(flags)
+    with pytest.raises(ValueError, match=named):
+        fairseq.build(flags, words=words).load_state_dict(saved.state_dict())
+
+
+def test_transformers_checkpoints_carry_no_settings_and_load(fairseq, text):
+    theirs = fairseq.build(arch="transformer_lm")
+    ours = fairseq.build("--softmax-attention-layers all", seed=1)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.allclose(ours(text(2, 6))[0], theirs(text(2, 6))[0], rtol=1e-6, atol=1e-6)
+    # From there on it is a checkpoint of ours.
+    again = fairseq.build("--softmax-attention-layers all", seed=2)
+    again.load_state_dict(ours.state_dict())
+    with pytest.raises(ValueError, match="softmax attention layers"):
+        fairseq.build("--update-rule sum").load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("rule, missing", [("gated", "gate_proj"), ("delta", "beta_proj")])
+def test_weights_that_a_transformer_lacks_are_missed(fairseq, rule, missing):
+    theirs = fairseq.build(arch="transformer_lm")
+    ours = fairseq.build(f"--update-rule {rule}")
+    with pytest.raises(RuntimeError, match=rf"Missing key.*{missing}"):
+        ours.load_state_dict(theirs.state_dict())
+
+
+def average(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """As fairseq's `scripts/average_checkpoints.py`: sums, divided in place, whole numbers too."""
+    total: dict[str, torch.Tensor] = {}
+    for state in states:
+        for name, x in state.items():
+            x = x.float() if x.dtype == torch.float16 else x
+            total[name] = total[name] + x if name in total else x.clone()
+    for x in total.values():
+        if x.is_floating_point():
+            x.div_(len(states))
+        else:
+            x //= len(states)
+    return total
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["", "half"])
+@pytest.mark.parametrize("number", [2, 3])
+def test_averages_of_checkpoints_keep_their_settings(fairseq, text, number, half):
+    models = [fairseq.build("--feature-map relu", seed=seed) for seed in range(number)]
+    states = [(m.half() if half else m).state_dict() for m in models]
+    mean = average(states)
+    assert torch.equal(mean["decoder.settings"], states[0]["decoder.settings"])
+    model = fairseq.build("--feature-map relu", seed=9)
+    model.load_state_dict(mean)
+    expected = sum(state["decoder.layers.1.self_attn.v_proj.weight"].float() for state in states)
+    weight = model.decoder.layers[1].self_attn.v_proj.weight
+    assert torch.allclose(weight, expected / number, atol=1e-6)  # rounding of a mean of 3
+    with pytest.raises(ValueError, match="feature map is 'relu'"):
+        fairseq.build().load_state_dict(mean)
+
+
+@pytest.fixture
+def checkpoint(fairseq, tmp_path):
+    """A file as fairseq-train leaves it, and the model in it."""
+    flags = "--update-rule delta --no-token-positional-embeddings"
+    cfg = convert_namespace_to_omegaconf(fairseq.tiny("fast_weight_lm", flags))
+    cfg.common.user_dir = None
+    model = fairseq.build(flags)
+    path = str(tmp_path / "checkpoint.pt")
+    state = {
+        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        "args": None,
+        "model": model.state_dict(),
+        "optimizer_history": [
+            {
+                "criterion_name": "CrossEntropyCriterion",
+                "optimizer_name": "FairseqAdam",
+                "lr_scheduler_state": {},
+                "num_updates": 1,
+            }
+        ],
+        "extra_state": {},
+        "task_state": {},
+    }
+    checkpoint_utils.torch_persistent_save(state, path)
+    return path, model
+
+
+def test_fairseqs_loader_brings_the_model_back(checkpoint, text):
+    path, model = checkpoint
+    (loaded,), cfg, task = checkpoint_utils.load_model_ensemble_and_task([path])
+    assert cfg.model.update_rule == "delta" and len(task.dictionary) == 44
+    assert torch.equal(loaded.eval()(text(2, 6))[0], model(text(2, 6))[0])
+
+
+def test_overrides_of_what_the_weights_were_made_for_are_refused(checkpoint):
+    path, _ = checkpoint
+    with pytest.raises(ValueError, match=r"normalization is 'sum' .*'attention,sum'"):
+        checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides={"normalization": "sum,attention"})

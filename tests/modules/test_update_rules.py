@@ -1,0 +1,151 @@
+"""The table of update rules says what the papers say, and reads its users' words."""
+
+from __future__ import annotations
+
+import pytest
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.modules.update_rules import (
+    NORMALIZATIONS,
+    UPDATE_RULES,
+    known_to_diverge,
+    lookup,
+    parse_normalization,
+)
+
+# Operation, gates as (name, per, logarithm), what the rule's paper uses it with, whether a write
+# depends on what is stored. Mao 2022 drops feature map and normalisation for gated and decay
+# (Table 1); Schlag et al. 2021 use ELU + 1 (Sec. 6.3), and sum normalisation with delta (Table 3).
+ROWS = {
+    "sum": (ops.sum_rule, [], "elu", {"attention"}, False),
+    "gated": (ops.gated_rule, [("gate", "head", True)], "identity", set(), False),
+    "decay": (
+        ops.decay_rule,
+        [("key_decay", "key", True), ("value_decay", "value", True)],
+        "identity",
+        set(),
+        False,
+    ),
+    "delta": (ops.delta_rule, [("beta", "head", False)], "elu", {"sum"}, True),
+}
+
+
+def test_every_rule_has_a_row_here():
+    assert list(ROWS) == list(UPDATE_RULES)
+
+
+@pytest.mark.parametrize("name", UPDATE_RULES)
+def test_rules_are_as_their_papers_have_them(name):
+    rule = UPDATE_RULES[name]
+    gates = [(gate.name, gate.per, gate.log) for gate in rule.gates]
+    row = (rule.operation, gates, rule.feature_map, rule.normalization, rule.corrects)
+    assert row == ROWS[name]
+
+
+@pytest.mark.parametrize("name", UPDATE_RULES)
+def test_rows_fit_together(name):
+    rule = UPDATE_RULES[name]
+    assert rule.feature_map in FEATURE_MAPS
+    assert rule.normalization <= set(NORMALIZATIONS)
+    assert known_to_diverge(name, rule.feature_map, rule.normalization) is None
+
+
+# --------------------------------------------------------------------------------- the words
+
+
+@pytest.mark.parametrize(
+    "text, rule, expected",
+    [
+        ("auto", "sum", {"attention"}),
+        ("auto", "gated", set()),
+        ("auto", "decay", set()),
+        ("auto", "delta", {"sum"}),
+        ("none", "delta", set()),
+        (" none ", "sum", set()),
+        ("sum", "sum", {"sum"}),
+        ("attention", "decay", {"attention"}),
+        ("sum,attention", "gated", {"sum", "attention"}),
+        (" attention , sum,", "sum", {"sum", "attention"}),
+        ("sum,sum", "delta", {"sum"}),
+        ("removal", "delta", {"removal"}),
+        ("sum,attention,removal", "delta", {"sum", "attention", "removal"}),
+    ],
+)
+def test_normalisations_are_read(text, rule, expected):
+    assert parse_normalization(text, rule) == expected
+
+
+@pytest.mark.parametrize(
+    "text, rule, message",
+    [
+        ("", "sum", r"normalization is ''; it must be auto, none, or .* sum, attention, removal"),
+        (",", "delta", r"normalization is ','; it must be auto, none"),
+        ("layer", "delta", r"normalization is 'layer'; it must be auto, none"),
+        ("sum,layer", "delta", r"normalization is 'sum,layer'; it must be auto, none"),
+        ("none,sum", "delta", r"normalization is 'none,sum'; it must be auto, none"),
+        ("auto,sum", "delta", r"normalization is 'auto,sum'; it must be auto, none"),
+        ("SUM", "delta", r"normalization is 'SUM'; it must be auto, none"),
+        ("removal", "sum", r"'removal', but the sum rule removes nothing .* with delta$"),
+        ("sum,removal", "gated", r"'sum,removal', but the gated rule removes nothing"),
+        ("removal", "decay", r"the decay rule removes nothing"),
+        ("sum", "hebb", r"update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
+    ],
+)
+def test_other_words_are_refused_by_name(text, rule, message):
+    with pytest.raises(ValueError, match=message):
+        parse_normalization(text, rule)
+
+
+def test_lookup_finds_or_names_what_it_was_given():
+    assert lookup("update_rule", "delta", UPDATE_RULES) is UPDATE_RULES["delta"]
+    with pytest.raises(ValueError, match=r"^rule is 'Delta'; it must be one of sum, gated, decay"):
+        lookup("rule", "Delta", UPDATE_RULES)
+
+
+# ------------------------------------------------------------------------- what diverged where
+
+
+@pytest.mark.parametrize(
+    "rule, feature_map, normalization, source",
+    [
+        # Schlag et al., Sec. 6.3: "sum normalisation is used in all cases: the models diverged
+        # otherwise", with and without attention normalisation.
+        ("delta", "elu", "", "Schlag et al. 2021, Table 3"),
+        ("delta", "dpfp", "attention", "Schlag et al. 2021, Table 3"),
+        ("delta", "elu", "attention removal", "Schlag et al. 2021, Table 3"),
+        ("delta", "elu", "sum", None),
+        ("delta", "elu", "sum attention", None),
+        ("delta", "dpfp", "sum", None),
+        ("delta", "favor", "sum", "Schlag et al. 2021, App. D.2"),
+        # Mao, Table 1: rows Add, Delta, Gated, Decay; ReLU and attention normalisation, ReLU
+        # alone, neither.
+        ("sum", "relu", "attention", None),
+        ("sum", "relu", "", "Mao 2022, Table 1"),
+        ("sum", "identity", "", None),
+        ("delta", "relu", "sum attention", None),
+        ("delta", "relu", "sum", None),
+        ("delta", "identity", "sum", "Mao 2022, Table 1"),
+        ("gated", "relu", "attention", "Mao 2022, Table 1"),
+        ("gated", "relu", "", None),
+        ("gated", "identity", "", None),
+        ("decay", "relu", "", None),
+        ("decay", "identity", "", None),
+        # Mao, Sec. 4.1.2: "the additive rule with normalization but no feature map ... diverged".
+        ("sum", "identity", "attention", "Mao 2022, Sec. 4.1.2"),
+        ("sum", "tanh", "sum", "Mao 2022, Sec. 4.1.2"),
+        ("gated", "identity", "attention", "Mao 2022, Sec. 4.1.2"),
+        # Nothing of the kind is reported for these.
+        ("sum", "elu", "attention", None),
+        ("sum", "elu", "sum", None),
+        ("sum", "favor", "attention", None),
+        ("sum", "dpfp", "attention", None),
+        ("gated", "elu", "attention", None),
+    ],
+)
+def test_divergence_is_told_with_its_source(rule, feature_map, normalization, source):
+    reason = known_to_diverge(rule, feature_map, frozenset(normalization.split()))
+    if source is None:
+        assert reason is None
+    else:
+        assert reason is not None and source in reason
