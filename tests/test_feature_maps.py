@@ -68,10 +68,7 @@ CASES = [
     pytest.param("relu", {"feature_dim": 6}, relu_vector, id="relu"),
     pytest.param("favor", {"favor_features": 1}, favor_vector, id="favor-1"),
     pytest.param("favor", {"favor_features": 9}, favor_vector, id="favor-9"),
-    *(
-        pytest.param("dpfp", {"dpfp_nu": nu}, dpfp_vector, id=f"dpfp-{nu}")
-        for nu in range(1, 2 * DIM)
-    ),
+    *(pytest.param("dpfp", {"dpfp_nu": nu}, dpfp_vector, id=f"dpfp-{nu}") for nu in range(1, 2 * DIM)),
 ]
 
 
@@ -82,10 +79,7 @@ def test_map_is_its_equation_for_every_vector(name, options, equation):
         torch.nn.init.normal_(feature_map.bias)
     inputs = queries_and_keys(feature_map.key_dim)
     for x, phi in zip(inputs, feature_map(*inputs), strict=True):
-        vectors = [
-            equation(feature_map, i % HEADS, vector.tolist())
-            for i, vector in enumerate(x.flatten(0, 2))
-        ]
+        vectors = [equation(feature_map, i % HEADS, vector.tolist()) for i, vector in enumerate(x.flatten(0, 2))]
         expected = torch.tensor(vectors, dtype=torch.float64)
         torch.testing.assert_close(phi.flatten(0, 2), expected, **FLOAT64)
         assert phi.shape == (BATCH, TIME, HEADS, feature_map.output_dim)
@@ -304,9 +298,7 @@ def test_half_precision_inputs_are_mapped_in_float32(name, options, _, dtype):
 
 @pytest.mark.parametrize("name, options, _", CASES)
 @pytest.mark.parametrize("training", [True, False])
-def test_maps_whose_parameters_are_half_precision_still_answer_in_float32(
-    name, options, _, training
-):
+def test_maps_whose_parameters_are_half_precision_still_answer_in_float32(name, options, _, training):
     feature_map = build(name, **options).bfloat16().train(training)
     inputs = queries_and_keys(DIM, torch.bfloat16)
     expected_dtype = torch.bfloat16 if name == "identity" else torch.float32
@@ -360,9 +352,7 @@ def test_elu_keeps_very_small_features_apart():
     x = torch.tensor([-20.0, -21.0]).view(1, 1, 1, 2)
     phi, _ = build("elu", head_dim=2)(x, x)
     # float32 rounds exp and a quotient to 6e-8 each.
-    torch.testing.assert_close(
-        sum_normalize(phi, eps=0.0), torch.softmax(x, dim=-1), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(sum_normalize(phi, eps=0.0), torch.softmax(x, dim=-1), rtol=1e-6, atol=0)
 
 
 # ----------------------------------------------------------------------------------- sizes

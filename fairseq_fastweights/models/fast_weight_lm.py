@@ -178,13 +178,20 @@ def _build_embeddings(args: Any, dictionary: Dictionary) -> nn.Module:
         _check_tied_bands(args)
     if not args.adaptive_input:
         return FastWeightLanguageModel.build_embedding(args, dictionary, args.decoder_input_dim)
+    cutoffs = _read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary))
+    if int(args.decoder_input_dim // args.adaptive_input_factor ** len(cutoffs)) < 1:
+        raise ValueError(
+            f"adaptive_input_factor is {args.adaptive_input_factor:g}: with decoder_input_dim {args.decoder_input_dim} "
+            f"and {len(cutoffs)} cut-offs the rarest words' embeddings would have no dimension; it must be at most "
+            f"{args.decoder_input_dim ** (1 / len(cutoffs)):.3g}"
+        )
     return AdaptiveInput(
         len(dictionary),
         dictionary.pad(),
         args.decoder_input_dim,
         args.adaptive_input_factor,
         args.decoder_embed_dim,
-        _read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary)),
+        cutoffs,
         args.quant_noise_pq,
         args.quant_noise_pq_block_size,
     )

@@ -169,7 +169,7 @@ def test_every_field_of_baevski_and_auli_is_fairseqs(fairseq):
 @pytest.mark.parametrize("arch", [SMALL, MEDIUM, BAEVSKI])
 def test_named_architectures_can_be_built_from_plain_arguments(fairseq, arch):
     """As fairseq's own can, without the detour through hydra."""
-    sizes = "--decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16"
+    sizes = "--decoder-embed-dim 64 --decoder-input-dim 64 --decoder-output-dim 64"
     args = fairseq.parse(arch, f"{REDUCED} {sizes} --decoder-ffn-embed-dim 16")
     assert isinstance(fairseq.task().build_model(args), FastWeightLanguageModel)
 

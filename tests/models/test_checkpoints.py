@@ -42,14 +42,14 @@ DIFFERENT = [
     ("--feature-map elu", "--feature-map tanh", ["feature map is 'elu'", "'tanh'"]),
     ("--normalization sum", "--normalization sum,attention", ["normalization is 'sum'", "attention"]),
     ("--normalization none", "--normalization removal", ["normalization is 'none'", "removal"]),
-    ("", "--scale-read-out", ["scale read-out is False", "True"]),
-    ("--feature-map dpfp", "--feature-map dpfp --dpfp-nu 2", ["dpfp nu is 1", "2"]),
+    ("", "--scale-read-out", ["read-out scale is 1.0", "0.35"]),
+    ("--feature-map dpfp", "--feature-map dpfp --dpfp-nu 2", ["feature dim is 16", "32"]),
     # Of other sizes.
     ("--feature-dim 4", "--feature-dim 6", ["feature dim is 4", "6"]),
     (
         "--feature-map favor --favor-features 3",
         "--feature-map favor --favor-features 5",
-        ["favor features is 3", "5"],
+        ["feature dim is 6", "10"],
     ),
     # Softmax attention has q, k, v and out as the sum rule has.
     ("--update-rule sum", "--softmax-attention-layers all", ["softmax attention layers is []", "[1, 2]"]),

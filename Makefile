@@ -1,0 +1,42 @@
+# What a newcomer types. `make` alone lists it.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+DATA ?=
+
+# A finished .venv of another Python or torch will do, unless one was asked for.
+ANY := $(if $(filter file,$(origin PYTHON)),--any-python) $(if $(filter file,$(origin TORCH)),--any-torch)
+
+.PHONY: help setup test test-fast lint demo clean
+
+help:
+	@echo 'make setup      make the environment .venv, with torch, fairseq and this project in it'
+	@echo 'make demo       train and compare three small language models (DATA=folder: on your text)'
+	@echo 'make test       check style and types, run all tests'
+	@echo 'make test-fast  run the tests that are not marked slow'
+	@echo 'make lint       check style and types'
+	@echo 'make clean      remove .venv and what tools left behind'
+	@echo
+	@echo 'PYTHON=$(PYTHON) and TORCH=$(TORCH) choose what the environment is made from.'
+	@echo 'demo, test, test-fast and lint make it first where it is missing or unfinished.'
+
+setup:
+	@$(PYTHON) tools/setup_environment.py --torch $(TORCH) $(ANY)
+
+test: lint
+	.venv/bin/python -m pytest
+
+test-fast: setup
+	.venv/bin/python -m pytest -m 'not slow'
+
+lint: setup
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+demo: setup
+	.venv/bin/python examples/demo/run.py $(if $(DATA),--data '$(DATA)')
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

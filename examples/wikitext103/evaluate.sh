@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Scores a trained model on the validation and the test set.
+#
+#   evaluate.sh MODE LENGTH DATA OUT [OPTION ...]
+#
+# MODE    sliding   a window of LENGTH tokens that moves on by one token, the only one of it that is scored
+#         carried   segments of LENGTH tokens, each starting with the state that the one before left
+# LENGTH  256 for the small models, 384 for the medium ones
+# DATA    WikiText-103 as prepare.sh leaves it
+# OUT     the folder of the model: checkpoint_best.pt is read, MODE-valid.log and MODE-test.log are written
+# OPTION  of fairseq-eval-lm (--fp16, --max-tokens N for the size of batches, ...)
+#
+# A log that is there already stands for an evaluation that is done, and is kept.
+set -euo pipefail
+
+die() {
+    echo "evaluate.sh: $*" >&2
+    exit 1
+}
+
+if [ $# -lt 4 ]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+mode=$1 length=$2 data=$3 out=$4
+shift 4
+[[ $length =~ ^[1-9][0-9]*$ ]] || die "LENGTH is $length; it must be a positive number"
+case $mode in
+    sliding) flags=(--context-window $((length - 1))) ;;
+    carried) flags=(--carry-over-state) ;;
+    *) die "MODE is $mode; it must be sliding or carried" ;;
+esac
+[ -e "$data/dict.txt" ] || die "DATA is $data, which holds no dict.txt; prepare.sh makes it"
+[ -e "$out/checkpoint_best.pt" ] || die "OUT is $out, which holds no checkpoint_best.pt"
+
+for split in valid test; do
+    log=$out/$mode-$split.log
+    if [ ! -e "$log" ]; then
+        echo "$out: scoring $split, $mode"
+        # One process: with several, fairseq reports the perplexity of each one's share.
+        fairseq-eval-lm "$data" --path "$out/checkpoint_best.pt" --gen-subset "$split" \
+            --user-dir fairseq_fastweights --task fast_weight_language_modeling \
+            --tokens-per-sample "$length" "${flags[@]}" --distributed-world-size 1 --no-progress-bar "$@" \
+            > "$log.unfinished" 2>&1 || {
+            tail -n 3 "$log.unfinished" >&2
+            die "scoring failed; $log.unfinished says more"
+        }
+        mv "$log.unfinished" "$log"
+    fi
+    echo "$out: $split, $mode: $(grep -o 'Perplexity: .*' "$log" || echo 'no perplexity; delete the log and run again')"
+done

@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Prepares WikiText-103 or WikiText-2 for fairseq: fetches it if it is not there, checks its counts, binarises it.
+#
+#   prepare.sh OUT [FOLDER]
+#
+# OUT     where the binarised data goes; it appears when all is done, and a finished OUT is left as it is
+# FOLDER  the original files wiki.{train,valid,test}.tokens, plain or gzipped; without it WikiText-103 is downloaded
+#
+# The token counts tell which of the two corpora it is. SKIP_COUNTS=1 takes any other corpus in the same format.
+# Work in progress lies in OUT.unfinished. A download that was cut off is kept there, and the next run goes on with it.
+set -euo pipefail
+
+# The address in fairseq's own preparation script no longer serves the file; this is its author's.
+url=${WIKITEXT_URL:-https://wikitext.smerity.com/wikitext-103-v1.zip}
+
+die() {
+    echo "prepare.sh: $*" >&2
+    exit 1
+}
+
+if [ $# -lt 1 ] || [ $# -gt 2 ]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+out=${1%/} folder=${2:-}
+if [ -e "$out/dict.txt" ]; then
+    echo "$out is finished"
+    exit 0
+fi
+if [ -e "$out" ] && [ -n "$(ls -A "$out")" ]; then
+    die "$out is there, but is not what this script makes; name another folder, or delete it"
+fi
+command -v fairseq-preprocess > /dev/null || die "there is no fairseq-preprocess; is the environment activated?"
+
+work=$out.unfinished
+archive=$work/wikitext-103-v1.zip
+clear_work() { # all but the download
+    rm -rf "${work:?}/text" "${work:?}/bin"
+    rmdir "$work" 2> /dev/null || true
+}
+clear_work
+mkdir -p "$work/text"
+trap clear_work EXIT
+
+if [ -z "$folder" ]; then
+    if [ ! -e "$archive" ]; then
+        echo "downloading $url"
+        if ! curl --fail --location --show-error --continue-at - --output "$archive.part" "$url"; then
+            die "cannot download $url; run it again to go on, delete $work to begin anew, or give the folder of the" \
+                "files as second argument"
+        fi
+        mv "$archive.part" "$archive"
+    fi
+    if ! python -m zipfile -e "$archive" "$work/text"; then
+        rm "$archive"
+        die "what came from $url is damaged and was deleted; run it again"
+    fi
+    folder=$work/text/wikitext-103
+fi
+[ -d "$folder" ] || die "there is no folder $folder"
+folder=$(cd "$folder" && pwd)
+
+# Counts as fairseq does: not with wc, which takes a word of bytes above 127 for none at all in the C locale.
+count='
+import sys
+lines = words = 0
+for line in open(sys.argv[1], encoding="utf-8"):
+    lines += 1
+    words += len(line.split())
+print(lines + words)'
+counts=()
+for split in train valid test; do
+    name=wiki.$split.tokens
+    if [ -e "$folder/$name" ]; then
+        ln -s "$folder/$name" "$work/text/$name"
+    elif [ -e "$folder/$name.gz" ]; then
+        gzip --decompress --stdout "$folder/$name.gz" > "$work/text/$name"
+    else
+        die "$folder holds neither $name nor $name.gz"
+    fi
+    [ -s "$work/text/$name" ] || die "$folder/$name is empty"
+    counts+=("$(python -c "$count" "$work/text/$name" 2> /dev/null)") || die "$folder/$name is not text in UTF-8"
+done
+case ${counts[*]} in
+    "103227021 217646 245569") corpus=WikiText-103 types=267735 ;;
+    "2088628 217646 245569") corpus=WikiText-2 types=33278 ;;
+    *) corpus="unknown corpus" types= ;;
+esac
+if [ -z "$types" ] && [ "${SKIP_COUNTS:-0}" != 1 ]; then
+    die "train, valid and test have ${counts[*]} tokens with line ends, which is neither WikiText-103" \
+        "(103227021 217646 245569) nor WikiText-2 (2088628 217646 245569); SKIP_COUNTS=1 takes them all the same"
+fi
+
+fairseq-preprocess --only-source --workers "$(nproc)" --destdir "$work/bin" \
+    --trainpref "$work/text/wiki.train.tokens" --validpref "$work/text/wiki.valid.tokens" \
+    --testpref "$work/text/wiki.test.tokens"
+
+# <unk> and the line end are word types too; fairseq has them built in, without a line in dict.txt.
+found=$(($(LC_ALL=C grep --count --invert-match '^madeupword' "$work/bin/dict.txt") + 2))
+if [ -n "$types" ] && [ "$found" != "$types" ]; then
+    die "$corpus has $types word types with <unk> and line end, but these files have $found"
+fi
+[ ! -d "$out" ] || rmdir "$out"
+mv "$work/bin" "$out"
+rm -f "$archive"
+echo "$corpus in $out: ${counts[*]} tokens with line ends in train, valid and test; $found word types"

@@ -1,0 +1,218 @@
+"""Builds fairseq 0.12.2 with the cures of `fairseq_cures.py`, and installs it where it runs.
+
+    python tools/build_fairseq.py [--constraint FILE] [--wheel-dir DIR] [--sdist FILE] [--force]
+
+fairseq's last release cannot be installed on today's Python, and its repository is archived. This
+takes the release's own source from the package index, checks it by its hash, cures it, builds a
+wheel of version `0.12.2+fastweights.1` and installs that with its requirements into the
+environment of the Python that runs this file. It needs pip, a C++ compiler and Python's header
+files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from fairseq_cures import BUILD_REQUIREMENTS, VERSION, UnexpectedSourceError, apply_cures
+
+SDIST_SHA256 = "34f1b18426bf3844714534162f065ab733e049597476daa35fffb4d06a92b524"
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
+
+
+class BuildError(Exception):
+    """Something that ends the build; its text is for the person who started it."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Builds and installs fairseq unless a working one is there; returns the exit status."""
+    options = parse(arguments)
+    try:
+        check_python(sys.version_info[:2])
+        if options.force or must_install():
+            build_and_install(options)
+    except (BuildError, UnexpectedSourceError) as error:
+        print(f"error: {error}; nothing was installed", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(
+        description="Builds fairseq 0.12.2 for today's Python and PyTorch, and installs it."
+    )
+    parser.add_argument("--sdist", type=Path, metavar="FILE", help="fairseq-0.12.2.tar.gz; default: download it")
+    parser.add_argument(
+        "--constraint",
+        type=Path,
+        metavar="FILE",
+        help="pip's constraints for what fairseq requires",
+    )
+    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="keep the wheel there as well")
+    parser.add_argument("--force", action="store_true", help="build and install even where a fairseq works")
+    return parser.parse_args(arguments)
+
+
+def check_python(version: tuple[int, ...]) -> None:
+    """Raises `BuildError` for a Python on which the cured fairseq has not been tried."""
+    if not OLDEST_PYTHON <= version <= NEWEST_PYTHON:
+        raise BuildError(
+            f"this is Python {version[0]}.{version[1]}, and fairseq can be built for Python "
+            f"{OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} to {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]}"
+        )
+
+
+def must_install() -> bool:
+    """Whether this environment lacks a fairseq that works; says what it has."""
+    version = installed_version()
+    if version is None:
+        return True
+    failure = import_failure()
+    if failure is not None:
+        print(f"fairseq {version} is installed and cannot be imported ({failure}); replacing it")
+        return True
+    if version == VERSION:
+        print(f"fairseq {version} is installed and can be imported: nothing to do")
+    elif release(version) >= (0, 12):
+        print(f"fairseq {version} is installed and works: left as it is (--force replaces it)")
+    else:
+        raise BuildError(f"fairseq {version} is installed, and 0.12 or newer is needed (--force replaces it)")
+    return False
+
+
+def installed_version() -> str | None:
+    """The version of the fairseq in this environment, if there is one."""
+    try:
+        return metadata.version("fairseq")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Major and minor number: (0, 12) of "0.12.2+fastweights.1"."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def import_failure() -> str | None:
+    """Why fairseq and its compiled parts cannot be imported, in one line; None if they can."""
+    modules = "fairseq, fairseq.libbleu, fairseq.data.data_utils_fast, fairseq_cli.train"
+    # In a folder of its own, where nothing else is named fairseq.
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run([sys.executable, "-c", f"import {modules}"], cwd=folder, capture_output=True, text=True)
+    lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+    return None if result.returncode == 0 else lines[-1]
+
+
+def build_and_install(options: argparse.Namespace) -> None:
+    """Everything from the sdist to the check of what was installed."""
+    for option, file in (("--constraint", options.constraint), ("--sdist", options.sdist)):
+        if file is not None and not file.is_file():
+            raise BuildError(f"{option} {file}: there is no such file")
+    with tempfile.TemporaryDirectory(prefix="fairseq-") as folder:
+        work = Path(folder)
+        sdist = options.sdist
+        if sdist is None:
+            print("downloading the source of fairseq 0.12.2")
+            sdist = download(work / "download")
+        check_hash(sdist)
+        source = unpack(sdist, work / "source")
+        apply_cures(source)
+        print("building the wheel (about a minute)")
+        wheel = build_wheel(source, work / "wheel")
+        print(f"installing fairseq {VERSION}")
+        install(wheel, options.constraint)
+        if options.wheel_dir is not None:
+            options.wheel_dir.mkdir(parents=True, exist_ok=True)
+            shutil.copy(wheel, options.wheel_dir)
+            print(f"kept {options.wheel_dir / wheel.name}")
+    print(f"fairseq {VERSION} is installed")
+
+
+def download(folder: Path) -> Path:
+    """Fetches the sdist through pip, which knows this machine's mirrors and proxies."""
+    folder.mkdir()
+    requirement = folder / "fairseq.txt"
+    requirement.write_text(f"fairseq==0.12.2 --hash=sha256:{SDIST_SHA256}\n")
+    # pip also runs the source's setup.py for its metadata, in an environment for builds: what is
+    # installed there is pinned too, in the two ways that old and new releases of pip understand.
+    pins = folder / "build.txt"
+    pins.write_text("".join(f"{requirement}\n" for requirement in BUILD_REQUIREMENTS))
+    pip(
+        *("download", "--no-deps", "--no-binary", "fairseq", "--require-hashes"),
+        *("--dest", str(folder), "--requirement", str(requirement)),
+        doing="download the source of fairseq 0.12.2 (--sdist FILE takes a copy)",
+        environment={"PIP_CONSTRAINT": str(pins), "PIP_BUILD_CONSTRAINT": str(pins)},
+    )
+    return folder / "fairseq-0.12.2.tar.gz"
+
+
+def check_hash(sdist: Path) -> None:
+    """Raises `BuildError` unless `sdist` is the released source, bit by bit."""
+    try:
+        found = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    except OSError as error:
+        raise BuildError(f"cannot read {sdist}: {error.strerror}") from error
+    if found != SDIST_SHA256:
+        raise BuildError(f"{sdist} is not the sdist of fairseq 0.12.2: its sha256 is {found}, not {SDIST_SHA256}")
+
+
+def unpack(sdist: Path, folder: Path) -> Path:
+    """Unpacks `sdist` into `folder`, and returns the root of the source."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder)
+    return folder / "fairseq-0.12.2"
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    """Builds the wheel, in isolation: where setup.py finds torch it asks for more C++ files than
+    the sdist has."""
+    pip(
+        *("wheel", "--no-deps", "--wheel-dir", str(folder), str(source)),
+        doing="build fairseq (this needs a C++ compiler and Python's header files)",
+    )
+    (wheel,) = folder.glob("fairseq-*.whl")
+    return wheel
+
+
+def install(wheel: Path, constraint: Path | None) -> None:
+    """Installs the wheel with what it requires; takes it out again if it does not work."""
+    was_there = installed_version() is not None
+    constraints = [] if constraint is None else ["--constraint", str(constraint)]
+    pip("install", *constraints, str(wheel), doing="install what fairseq requires")
+    if was_there:  # pip takes a wheel of the version that is installed for done
+        pip("install", "--no-deps", "--force-reinstall", str(wheel), doing="install fairseq")
+    failure = import_failure()
+    if failure is not None:
+        pip("uninstall", "--yes", "fairseq", doing="remove fairseq again")
+        raise BuildError(f"the fairseq that was built cannot be imported: {failure}")
+
+
+def pip(*arguments: str, doing: str, environment: dict[str, str] | None = None) -> None:
+    """Runs pip; where it fails, shows the end of its output and raises `BuildError`."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    result = subprocess.run(
+        command,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if result.returncode:
+        lines = result.stdout.strip().splitlines()
+        print("\n".join(lines[-30:]), file=sys.stderr)
+        errors = [line for line in lines if re.match(r"\s*(ERROR|error):", line)] or lines[-1:]
+        raise BuildError(f"cannot {doing}: {' '.join(errors[-1:]).strip()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

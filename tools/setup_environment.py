@@ -1,0 +1,226 @@
+"""Makes `.venv`, the environment in which the tests and the demo run: what `make setup` does.
+
+    python tools/setup_environment.py [--torch VERSION] [--any-python] [--any-torch]
+
+The last thing that is written into a finished `.venv` is a stamp, which says what it was made
+from. A run that finds the stamp it would write is done at once; one that finds another, or none,
+has a set-up before it that is outdated or was interrupted, and makes it anew. Nothing else is
+changed or kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = (
+    "constraints.txt",
+    "pyproject.toml",
+    "setup.py",
+    "tools/build_fairseq.py",
+    "tools/fairseq_checkpoint_loader.py",
+    "tools/fairseq_cures.py",
+    "tools/setup_environment.py",
+)
+"""The files that decide what is in the environment."""
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
+STAMP, LOG = "setup-finished.json", "setup.log"
+
+
+class SetupError(Exception):
+    """Something that ends the set-up; its text is for the person who started it."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Makes the environment unless a finished one is there; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Makes .venv, with all that tests and demo need.")
+    parser.add_argument("--torch", default="2.13.0", metavar="VERSION", help="version of torch (default: 2.13.0)")
+    parser.add_argument("--any-python", action="store_true", help="a finished .venv of another Python will do")
+    parser.add_argument("--any-torch", action="store_true", help="a finished .venv with another torch will do")
+    options = parser.parse_args(arguments)
+    environment = Environment(ROOT, options.torch)
+    try:
+        if environment.is_finished(options.any_python, options.any_torch):
+            return 0
+        environment.check_this_python()
+        with environment.lock():
+            # Whoever held the lock may have finished it meanwhile.
+            if not environment.is_finished(options.any_python, options.any_torch):
+                environment.remove_what_is_there()
+                environment.make()
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the next run will begin again", file=sys.stderr)
+        return 130
+    return 0
+
+
+class Environment:
+    """The `.venv` of a checkout, finished or not."""
+
+    def __init__(self, root: Path, torch: str) -> None:
+        self.root = root
+        self.torch = torch
+        self.folder = root / ".venv"
+        self.python = self.folder / "bin" / "python"
+        self.inherited: tuple[int, ...] = ()
+
+    def stamp(self) -> dict[str, str]:
+        """What the environment is made from."""
+        digest = hashlib.sha256(str(self.root).encode())  # scripts in .venv contain its path
+        for source in SOURCES:
+            digest.update(source.encode() + b"\0" + (self.root / source).read_bytes() + b"\0")
+        return {
+            "python": platform.python_version(),
+            "torch": self.torch,
+            "sources": digest.hexdigest(),
+        }
+
+    def found_stamp(self) -> dict[str, str]:
+        """What the environment that is there was made from; empty if it is not finished."""
+        try:
+            stamp = json.loads((self.folder / STAMP).read_text())
+        except (OSError, ValueError):
+            return {}
+        usable = isinstance(stamp, dict) and os.access(self.python, os.X_OK)
+        return stamp if usable else {}
+
+    def is_finished(self, any_python: bool, any_torch: bool) -> bool:
+        """Whether a set-up ran to its end here and would not be another one today; says so."""
+        wanted, found = self.stamp(), self.found_stamp()
+        if any_python:
+            wanted.pop("python")
+        if any_torch:
+            wanted.pop("torch")
+        if not found or any(found.get(key) != value for key, value in wanted.items()):
+            return False
+        print(f".venv is ready: Python {found.get('python')}, torch {found.get('torch')}")
+        return True
+
+    def check_this_python(self) -> None:
+        """Raises `SetupError` if the Python that runs this cannot make the environment."""
+        version = sys.version_info[:2]
+        hint = "choose another one with `make setup PYTHON=...`"
+        if not OLDEST_PYTHON <= version <= NEWEST_PYTHON:
+            raise SetupError(
+                f"{sys.executable} is Python {platform.python_version()}; Python 3.10 to 3.13 will do: {hint}"
+            )
+        for module in ("venv", "ensurepip"):
+            if importlib.util.find_spec(module) is None:
+                raise SetupError(
+                    f"{sys.executable} lacks the module {module} (on Debian and Ubuntu it is in "
+                    f"the package python{version[0]}.{version[1]}-venv): install it, or {hint}"
+                )
+        if not re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", self.torch):
+            raise SetupError(f"TORCH={self.torch} is no version; it should be like 2.13.0")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps a second set-up of this checkout waiting until this one ends, however it ends.
+
+        The steps inherit the lock: one that outlives its killed parent still writes into `.venv`.
+        """
+        descriptor = os.open(self.root, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("another set-up is at work in this checkout; waiting for it", flush=True)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self.inherited = (descriptor,)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def remove_what_is_there(self) -> None:
+        """Removes an environment that was interrupted or is outdated, and says which it was."""
+        if self.folder.is_symlink() or self.folder.is_file():
+            raise SetupError(f"{self.folder} is no folder; move it away")
+        if not self.folder.exists():
+            return
+        found = self.found_stamp()
+        if found:
+            wanted = self.stamp()
+            changed = [key for key in wanted if found.get(key) != wanted[key]]
+            print(f".venv is of another {' and '.join(changed)}: making it anew", flush=True)
+        elif (self.folder / "pyvenv.cfg").exists() or (self.folder / LOG).exists():
+            print(".venv was not finished: making it anew", flush=True)
+        else:
+            raise SetupError(f"{self.folder} is no environment of Python; move it away")
+        shutil.rmtree(self.folder)
+
+    def make(self) -> None:
+        """Every step from an empty folder to the stamp."""
+        started = time.monotonic()
+        stamp = self.stamp()  # of the files as they are now, should one change meanwhile
+        self.folder.mkdir()
+        pip = [str(self.python), "-m", "pip", "--disable-pip-version-check", "install"]
+        constrained = [*pip, "--constraint", "constraints.txt"]
+        fairseq = [str(self.python), "tools/build_fairseq.py", "--constraint", "constraints.txt"]
+        check = "import torch, fairseq, fairseq_fastweights"
+        print(f"making .venv: Python {stamp['python']}, torch {self.torch}", flush=True)
+        with (self.folder / LOG).open("w") as log:
+            for title, command in (
+                ("an empty environment", [sys.executable, "-m", "venv", str(self.folder)]),
+                (f"torch {self.torch}", [*constrained, f"torch=={self.torch}"]),
+                ("the packages of constraints.txt", [*pip, "--requirement", "constraints.txt"]),
+                ("fairseq 0.12.2, cured", fairseq),
+                ("this project", [*constrained, "--no-build-isolation", "--editable", "."]),
+                ("a first import of all", [str(self.python), "-c", check]),
+            ):
+                self.step(title, command, log)
+        temporary = self.folder / f"{STAMP}.new"
+        temporary.write_text(json.dumps(stamp, indent=1) + "\n")
+        temporary.replace(self.folder / STAMP)
+        print(f".venv is ready ({time.monotonic() - started:.0f} s)")
+
+    def step(self, title: str, command: list[str], log: TextIO) -> None:
+        """Runs one command, its output in the log; shows the log's end if it fails."""
+        print(f"  {title} ...", end=" ", flush=True)
+        started = time.monotonic()
+        log.write(f"$ {' '.join(command)}\n")
+        log.flush()
+        result = subprocess.run(
+            command,
+            cwd=self.root,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=self.inherited,
+        )
+        if result.returncode == 0:
+            print(f"{time.monotonic() - started:.0f} s", flush=True)
+            return
+        print("failed", flush=True)
+        output = Path(log.name).read_text(errors="replace")
+        print("\n".join(output.splitlines()[-30:]), file=sys.stderr)
+        raise SetupError(f"could not install {title}{explanation(output)}; all output: {log.name}")
+
+
+def explanation(output: str) -> str:
+    """What most likely went wrong, as far as pip's output tells."""
+    if "from versions: none" in output or "NewConnectionError" in output:
+        return ": pip found no package index; is there a network?"
+    if (missing := re.search(r"No matching distribution found for (\S+)", output)) is not None:
+        return f": there is no {missing[1]} for this Python and this kind of machine"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
