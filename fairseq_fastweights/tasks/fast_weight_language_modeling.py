@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fairseq import utils
-from fairseq.data import FairseqDataset, data_utils, iterators
+from fairseq.data import FairseqDataset, data_utils, indexed_dataset, iterators
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
@@ -88,7 +88,16 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         return model
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **others: Any) -> None:
-        """Loads a split; with --carry-over-state as one long text, otherwise as fairseq does."""
+        """Loads a split; with --carry-over-state as one long text, otherwise as fairseq does.
+
+        Raises:
+            ValueError: if it holds no token, or the context window leaves none of a sample to score.
+            FileNotFoundError: if it is not there.
+        """
+        if self.args.tokens_per_sample < 1:
+            raise ValueError(
+                f"tokens_per_sample without the context window is {self.args.tokens_per_sample}; it must be at least 1"
+            )
         if self.args.carry_over_state:
             self.datasets[split] = self._load_corpus(split, epoch, combine)
         else:
@@ -156,7 +165,9 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 together with carried-over state.
         """
         length = self.args.tokens_per_sample + context_window
-        if max_positions is not None and length > max_positions:
+        one_text = self.args.sample_break_mode in ("none", None)
+        # Samples that end with a line may be shorter; fairseq leaves out those that are too long.
+        if one_text and max_positions is not None and length > max_positions:
             raise ValueError(
                 f"tokens_per_sample is {length}{' (context window included)' if context_window else ''}, but the "
                 f"model has {max_positions} positions; it must be at most that"
@@ -178,7 +189,6 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 data_buffer_size=data_buffer_size,
                 **shared,
             ).next_epoch_itr(shuffle=False)
-        one_text = self.args.sample_break_mode in ("none", None)
         if not (context_window and one_text and self._all_take_last_positions):
             return super().eval_lm_dataloader(
                 dataset,

@@ -70,6 +70,8 @@ from fairseq.data import data_utils
     "fairseq/modules/dynamic_crf_layer.py": 'np.float("inf")\n',
     "fairseq/distributed/utils.py": '        obj = torch.load(buffer, map_location="cpu")\n',
     "fairseq/config/model/transformer_lm/gpt.yaml": "# @package _group_\ndropout: 0.1\n",
+    "fairseq/options.py": "    if args.bf16:\n        args.tpu = True\n",
+    "fairseq/optim/fp16_optimizer.py": "devices = [torch.cuda.current_device()]\n",
     "fairseq_cli/score.py": "sacrebleu.corpus_bleu(fdsys, [fdref])\n",
 }
 
@@ -113,6 +115,8 @@ class TestCures:
             ("broadcast_objects", "fairseq/distributed/utils.py"),
             ("named_models", "fairseq/config/model/transformer_lm/gpt.yaml"),
             ("scores_from_lists", "fairseq_cli/score.py"),
+            ("bfloat16_without_tpu", "fairseq/options.py"),
+            ("half_precision_without_cuda", "fairseq/optim/fp16_optimizer.py"),
             ("honest_metadata", "fairseq/version.txt"),
             ("honest_metadata", "pyproject.toml"),
         ],
