@@ -214,6 +214,9 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
     def _load_corpus(self, split: str, epoch: int = 1, combine: bool = False) -> TokenCorpus:
         paths = utils.split_paths(self.args.data)
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+        binary = indexed_dataset.data_file_path(path)
+        if os.path.exists(binary) and os.path.getsize(binary) == 0:
+            raise ValueError(f"split {split!r} holds no tokens; {binary} must not be empty")
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
         if lines is None:
             raise FileNotFoundError(f"data: there is no split {split!r} at {path}")
