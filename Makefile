@@ -24,10 +24,10 @@ setup:
 	@$(PYTHON) tools/setup_environment.py --torch $(TORCH) $(ANY)
 
 test: lint
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n auto
 
 test-fast: setup
-	.venv/bin/python -m pytest -m 'not slow'
+	.venv/bin/python -m pytest -n auto -m 'not slow'
 
 lint: setup
 	.venv/bin/ruff format --check .

@@ -140,7 +140,7 @@ class Hostile:
 @pytest.mark.parametrize(
     "name, kind",
     [("eval_lm", kind) for kind in ("empty", "truncated", "hostile", "missing")]
-    + [("train", kind) for kind in ("empty", "truncated", "hostile")],
+    + [pytest.param("train", kind, marks=pytest.mark.slow) for kind in ("empty", "truncated", "hostile")],
 )
 def test_a_bad_checkpoint_stops_everything_and_runs_nothing(corpus, trained, tmp_path, name, kind):
     bad = tmp_path / "checkpoint_last.pt"
