@@ -228,7 +228,13 @@ class FastWeightDecoder(TransformerDecoder):
                 f"state cannot be carried over through layers with ordinary attention (layers {numbers}); use "
                 "--carry-over-state without --softmax-attention-layers"
             )
-        return SegmentState(self._carried[self.training], continues)
+        carried = self._carried[self.training]
+        if not carried and bool(continues.any()):
+            logger.warning(
+                "rows continue segments that this process has not seen, as after a restart in the middle of an epoch: "
+                "their states start empty"
+            )
+        return SegmentState(carried, continues)
 
 
 def _describe(dictionary: Dictionary) -> dict[str, Any]:

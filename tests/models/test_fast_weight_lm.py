@@ -441,3 +441,13 @@ def test_settings_survive_half_types(fairseq):
     low = fairseq.build().half()
     fairseq.build().load_state_dict(low.state_dict())
     low.load_state_dict(fairseq.build().state_dict())
+
+
+def test_rows_that_continue_what_was_never_seen_are_warned_of_once(fairseq, text, caplog):
+    model = fairseq.build("--no-token-positional-embeddings")
+    continues = torch.tensor([True, True])
+    out, _ = model(text(2, 6), continues=continues)
+    fresh, _ = model(text(2, 6))
+    assert torch.equal(out, fresh)
+    model(text(2, 6), continues=continues)
+    assert sum("start empty" in record.getMessage() for record in caplog.records) == 1

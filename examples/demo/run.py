@@ -1,0 +1,389 @@
+"""Trains three small language models on real English and compares them: what `make demo` does.
+
+    python examples/demo/run.py [--data FOLDER] [--out FOLDER] [--updates N] [--seed N] [--models ...]
+
+Every command that it runs is shown, ready to be copied. What is finished is kept in --out: the
+same call again, also after an interruption, goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from comparison import Row, Unigram, format_table, plot_curves
+from corpora import SPLITS, Corpus, CorpusError, corpus_in, english_corpus
+from fairseq_logs import (
+    describe_training,
+    read_continuations,
+    read_nothing,
+    read_perplexity,
+    read_training,
+)
+from steps import Runner, Step, StepError, claim, read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Where the commands run: --user-dir fairseq_fastweights is found there."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+"""Two commands of one thread each make better use of two cores than one of two threads."""
+
+SEGMENT, BATCH = 64, 16
+"""Tokens to a segment or a window, and segments to a batch."""
+PREPROCESS = "--only-source --thresholdsrc 2 --nwordssrc 8000"
+TASK = "--user-dir fairseq_fastweights --task fast_weight_language_modeling --cpu"
+MODEL = """
+    --arch fast_weight_lm --decoder-layers 3 --decoder-attention-heads 8
+    --decoder-embed-dim 128 --decoder-input-dim 128 --decoder-output-dim 128
+    --decoder-ffn-embed-dim 512 --share-decoder-input-output-embed
+    --no-token-positional-embeddings --dropout 0.2
+"""
+TRAINING = f"""
+    --tokens-per-sample {SEGMENT} --batch-size {BATCH}
+    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0.25 --lr 0.003 --lr-scheduler cosine
+    --num-workers 0 --log-format json --no-epoch-checkpoints --keep-interval-updates 1
+"""
+CARRY_OVER = "--carry-over-state --batch-size-valid 4"
+SAMPLING = "--sampling --sampling-topk 10 --beam 3 --nbest 3 --unkpen 100 --max-len-b 60"
+NEVER = 1_000_000
+"""Epochs between validations: they are counted in updates, for an epoch may be short or endless."""
+MOST_POSITIONS = 600_000
+"""About how many positions the sliding window may have to compute for a score."""
+PROMPT = 6
+"""Tokens to a prompt."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the models that are compared; the options are those in which they differ."""
+
+    title: str
+    options: str
+    carries: bool = True
+
+
+MODELS = {
+    "transformer": Model("Transformer", "--softmax-attention-layers all", carries=False),
+    "linear-transformer": Model("Linear Transformer", "--update-rule sum"),
+    "delta-network": Model("Delta Network", "--update-rule delta"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo; returns the exit status."""
+    options = _parse(arguments)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) is signal.SIG_DFL:
+            signal.signal(ending, signal.default_int_handler)  # the commands must not outlive this one
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
+    try:
+        corpus = english_corpus() if options.data is None else corpus_in(options.data)
+        with claim(options.out) as claimed:
+            Demo(options, corpus, claimed).run()
+    except (CorpusError, StepError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Trains a small Transformer, Linear Transformer and Delta Network on the same "
+        "text, scores and compares them. The same call again goes on where one was interrupted."
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder with train, valid and test text: train.txt, train or wiki.train.tokens, or "
+        "one of these with .gz, and so on; words are what stands between white space "
+        "(default: English that Python itself carries)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "out",
+        metavar="FOLDER",
+        help="where the results go (default: examples/demo/out)",
+    )
+    parser.add_argument(
+        "--updates",
+        type=_positive,
+        default=300,
+        metavar="N",
+        help=f"how long each training is, in batches of {BATCH * SEGMENT} tokens (default: 300)",
+    )
+    parser.add_argument("--seed", type=_positive, default=1, metavar="N", help="of training and sampling")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="NAME",
+        help=f"which models, of {', '.join(MODELS)} (default: all)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
+
+
+Steps = dict[tuple[str, bool], Step]
+"""By the name of the model, and whether its state is carried over."""
+
+
+class Demo:
+    """All that is done in one folder, for one corpus.
+
+    Args:
+        options: of the command line.
+        corpus: what the models learn from.
+        claimed: a descriptor that every command inherits (`steps.claim`).
+    """
+
+    def __init__(self, options: argparse.Namespace, corpus: Corpus, claimed: int) -> None:
+        self.out = options.out.resolve()
+        self.updates = options.updates
+        self.seed = options.seed
+        self.models = {name: MODELS[name] for name in MODELS if name in options.models}
+        self.corpus = corpus
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.runner = Runner(ROOT, cores or 1, sys.stdout, ENVIRONMENT, keep_open=[claimed])
+
+    def run(self) -> None:
+        """Goes from the text to the table.
+
+        Raises:
+            StepError: if a command fails.
+        """
+        started = time.monotonic()
+        counts = ", ".join(f"{self.corpus.tokens[split]:,} tokens of {split}" for split in SPLITS)
+        self.runner.say(f"{self.corpus.origin}: {counts}, line ends included")
+        self.write_text()
+        binarized = self.binarize()
+        self.runner.run([binarized])
+
+        vocabulary = read_vocabulary(binarized.folder / "dict.txt")
+        prompt = choose_prompt(self.corpus, vocabulary)
+        trained = {
+            (name, carries): self.train(name, carries, binarized)
+            for name, model in self.models.items()
+            for carries in ([False, True] if model.carries else [False])
+        }
+        scored = {key: self.score(*key, binarized, step) for key, step in trained.items()}
+        writer = list(self.models)[-1]
+        sampled = self.sample(writer, prompt, binarized, trained[writer, False])
+        self.runner.run([*trained.values(), *scored.values(), sampled])
+
+        rows = [self.unigram_row(vocabulary)]
+        rows += [self.row(name, trained, scored) for name in self.models]
+        curves = {self.label(*key): step.finished_result() for key, step in trained.items()}
+        write_json(self.out / "results.json", {"rows": [asdict(row) for row in rows], "curves": curves})
+        plot_curves(curves, rows[0], self.out / "curves.png")
+        self.report(rows, prompt, MODELS[writer].title, sampled.finished_result()["texts"])
+        self.runner.say(f"done in {time.monotonic() - started:.0f} s")
+
+    def write_text(self) -> None:
+        """Writes the corpus into the folder `text`, whole or not at all."""
+        folder, mark = self.out / "text", {"digest": self.corpus.digest}
+        if read_json(folder / "done.json") == mark:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self.corpus.write(folder)
+        write_json(folder / "done.json", mark)
+
+    def binarize(self) -> Step:
+        folder = self.out / "bin"
+        texts: list[str | Path] = []
+        for split in SPLITS:
+            texts += [f"--{split}pref", self.out / "text" / f"{split}.txt"]
+        return Step(
+            "turning the text into numbers",
+            folder,
+            _command("fairseq-preprocess", PREPROCESS, *texts, "--destdir", folder),
+            read_nothing,
+            depends_on=self.corpus.digest,
+        )
+
+    def train(self, name: str, carries: bool, binarized: Step) -> Step:
+        model, folder = self.models[name], self.out / name / _mode(carries)
+        schedule = (
+            f"--max-update {self.updates} --warmup-updates {min(50, self.updates // 5)} "
+            f"--log-interval {max(1, min(10, self.updates // 10))} --seed {self.seed} "
+            f"--validate-interval {NEVER} --validate-interval-updates {self.interval()} "
+            f"--save-interval {NEVER} --save-interval-updates {self.interval()}"
+        )
+        return Step(
+            f"training the {self.label(name, carries)}",
+            folder,
+            _command(
+                "fairseq-train",
+                binarized.folder,
+                TASK,
+                model.options,
+                CARRY_OVER if carries else "",
+                MODEL,
+                TRAINING,
+                schedule,
+                "--save-dir",
+                folder,
+            ),
+            read_training,
+            describe_progress=lambda log: describe_training(log, self.updates),
+            after=[binarized],
+            resumes=True,
+        )
+
+    def label(self, name: str, carries: bool) -> str:
+        return f"{self.models[name].title}{', carried over' if carries else ''}"
+
+    def interval(self) -> int:
+        """Updates between validations: at most ten, and in all no more than a third of the work.
+
+        A validation costs a third of what training on the same text does.
+        """
+        affordable = self.updates * SEGMENT * BATCH // self.corpus.tokens["valid"]
+        return -(-self.updates // max(1, min(10, affordable)))
+
+    def score(self, name: str, carries: bool, binarized: Step, trained: Step) -> Step:
+        if carries:
+            context = f"--carry-over-state --tokens-per-sample {SEGMENT}"
+        else:
+            new = window_step(self.corpus.tokens["test"])
+            context = f"--tokens-per-sample {SEGMENT} --context-window {SEGMENT - new} --max-tokens 4096"
+        return Step(
+            f"scoring the {self.label(name, carries)}",
+            self.out / name / f"{_mode(carries)}-test",
+            _command(
+                "fairseq-eval-lm",
+                binarized.folder,
+                TASK,
+                "--path",
+                trained.folder / "checkpoint_best.pt",
+                f"--gen-subset test {context} --num-workers 0 --no-progress-bar",
+            ),
+            read_perplexity,
+            after=[binarized, trained],
+        )
+
+    def sample(self, name: str, prompt: str, binarized: Step, trained: Step) -> Step:
+        file = self.out / "prompt.txt"
+        file.write_text(f"{prompt}\n", encoding="utf-8")
+        return Step(
+            f"sampling from the {self.label(name, False)}",
+            self.out / name / "sample",
+            _command(
+                "fairseq-interactive",
+                binarized.folder,
+                TASK,
+                "--path",
+                trained.folder / "checkpoint_best.pt",
+                SAMPLING,
+                f"--seed {self.seed} --input",
+                file,
+            ),
+            read_continuations,
+            after=[binarized, trained],
+            depends_on=prompt,
+        )
+
+    def unigram_row(self, vocabulary: list[str]) -> Row:
+        unigram = Unigram(vocabulary, self.corpus.lines("train"))
+        valid, test = (unigram.perplexity(self.corpus.lines(split)) for split in SPLITS[1:])
+        return Row("unigram", len(unigram.types), valid, test, test)
+
+    def row(self, name: str, trained: Steps, scored: Steps) -> Row:
+        training = trained[name, False].finished_result()
+        carried = scored.get((name, True))
+        return Row(
+            self.models[name].title,
+            training["parameters"],
+            training["best_valid_ppl"],
+            scored[name, False].finished_result()["ppl"],
+            None if carried is None else carried.finished_result()["ppl"],
+            training["tokens_per_second"],
+        )
+
+    def report(self, rows: list[Row], prompt: str, writer: str, texts: list[str]) -> None:
+        """Prints the results, and writes the same into `table.md`."""
+        new = window_step(self.corpus.tokens["test"])
+        lines = [
+            format_table(rows),
+            "",
+            f"- valid, sliding window: perplexity of models trained on separate segments of {SEGMENT} tokens;",
+            f"  a window of {SEGMENT} tokens moves over the test text by {new} at a time.",
+            "- carried over: of the same models, trained and scored with the state that all the text before has left.",
+            "- unigram: what knowing no context at all, only how frequent each token is, would give.",
+            "- tokens/s: of training, on one core.",
+            "",
+            f"The {writer} goes on after {prompt!r}:",
+            "",
+            *(f"- {text.removeprefix(prompt).strip()}" for text in texts),
+        ]
+        table = self.out / "table.md"
+        table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self.runner.say("\n" + "\n".join(lines))
+        self.runner.say(f"\ntable:  {_shown(table)}\ncurves: {_shown(self.out / 'curves.png')}")
+
+
+def read_vocabulary(path: Path) -> list[str]:
+    """The words of a fairseq dictionary."""
+    with path.open(encoding="utf-8") as file:
+        words = [line.rstrip("\n").rpartition(" ")[0] for line in file]
+    return [word for word in words if not word.startswith("madeupword")]
+
+
+def choose_prompt(corpus: Corpus, vocabulary: list[str]) -> str:
+    """The first words of the first long line of the test text of which the models know all."""
+    known = set(vocabulary)
+    for line in corpus.lines("test"):
+        words = line.split()
+        if len(words) >= 2 * PROMPT and known.issuperset(words[:PROMPT]):
+            return " ".join(words[:PROMPT])
+    return next(iter(vocabulary), "<unk>")
+
+
+def window_step(tokens: int) -> int:
+    """By how many tokens the sliding window moves on: by one, or by more if the text is long."""
+    step = 1
+    while step < SEGMENT // 2 and tokens * SEGMENT // step > MOST_POSITIONS:
+        step *= 2
+    return step
+
+
+def _mode(carries: bool) -> str:
+    return "carried" if carries else "segments"
+
+
+def _command(program: str, *parts: str | Path) -> list[str]:
+    """A command in words. Strings may hold several; paths are relative to `ROOT` if they are in it."""
+    path = Path(sys.executable).parent / program
+    if not path.exists():
+        raise StepError(f"there is no {program} beside {sys.executable}; `make setup` installs it")
+    words = [_shown(path)]
+    for part in parts:
+        words += [_shown(part)] if isinstance(part, Path) else shlex.split(part)
+    return words
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

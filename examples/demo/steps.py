@@ -1,0 +1,300 @@
+"""Commands that are run once: what is finished stays finished, what was interrupted goes on.
+
+Each step has a folder of its own. The first thing in it is `begun.json`, the last `done.json`; both hold a key, a
+digest of the command and of all that it depends on. A step with its key in `done.json` is not run again; one with its
+key in `begun.json` only goes on where it was, if its command can do that; any other begins with an empty folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
+LINE_EVERY = 10.0
+"""Seconds between two lines about the same step where the output is not a terminal."""
+_TAIL = 20_000
+
+
+class StepError(Exception):
+    """A step that failed; the message is for the person at the terminal."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A command, and what it takes to know whether it is done.
+
+    Attributes:
+        title: what it does, for people.
+        folder: where its log and its results are.
+        command: program and arguments. The program's folder is not part of the key.
+        read_result: reads the step's result from its log; raises ValueError if the log holds none.
+        describe_progress: says from the end of a log how far the step has come.
+        after: the steps whose results it uses.
+        depends_on: a digest of what else it uses.
+        resumes: whether the command goes on with what an interrupted one left in the folder.
+    """
+
+    title: str
+    folder: Path
+    command: Sequence[str]
+    read_result: Callable[[str], dict[str, Any]]
+    describe_progress: Callable[[str], str] = lambda log: ""
+    after: Sequence[Step] = ()
+    depends_on: str = ""
+    resumes: bool = False
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        program, *arguments = self.command
+        parts = [Path(program).name, arguments, self.depends_on, [step.key for step in self.after]]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        object.__setattr__(self, "key", key)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / LOG
+
+    def result(self) -> dict[str, Any] | None:
+        """The result of the finished step; None if it is not finished."""
+        mark = read_json(self.folder / DONE)
+        return mark["result"] if mark.get("key") == self.key else None
+
+    def finished_result(self) -> dict[str, Any]:
+        """The result of a step that must be finished."""
+        result = self.result()
+        if result is None:
+            raise StepError(f"{self.title} is not finished")
+        return result
+
+    def shell_command(self, environment: dict[str, str]) -> str:
+        """The command as one would type it, over several lines."""
+        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
+        lines = [f"  {variables}{shlex.quote(self.command[0])}"]
+        # An option stays on one line with its values.
+        for words in re.findall(r"(?:--\S+|\S+)(?: (?!--)\S+)*", shlex.join(self.command[1:])):
+            if len(lines[-1]) + len(words) + 3 > 100:
+                lines[-1] += " \\"
+                lines.append(f"      {words}")
+            else:
+                lines[-1] += f" {words}"
+        return "\n".join(lines)
+
+    def prepare_folder(self) -> bool:
+        """Makes the folder ready for a run; returns whether that goes on with an earlier one."""
+        begun = read_json(self.folder / BEGUN).get("key") == self.key
+        if begun and self.resumes and not _broken_checkpoints(self.folder):
+            return any(self.folder.glob("*.pt"))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        write_json(self.folder / BEGUN, {"key": self.key})
+        return False
+
+
+def _broken_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints that were being copied when the run was killed. Whole ones are zip files."""
+    return [path for path in folder.glob("*.pt") if not zipfile.is_zipfile(path)]
+
+
+class _Process:
+    """A step at work."""
+
+    def __init__(self, step: Step, cwd: Path, environment: dict[str, str], keep_open: Sequence[int]) -> None:
+        self.step = step
+        self.resumed = step.prepare_folder()
+        self.started = self.last_line = time.monotonic()
+        with step.log.open("a") as log:
+            # In a session of its own, so that Ctrl-C reaches this program only, which ends the others in order.
+            self.popen = subprocess.Popen(
+                step.command,
+                cwd=cwd,
+                # The log is read as UTF-8, whatever the terminal's encoding is.
+                env=os.environ | {"PYTHONIOENCODING": "utf-8"} | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=keep_open,
+            )
+
+    def describe(self) -> str:
+        progress = self.step.describe_progress(read_end(self.step.log))
+        return f"{self.step.title}: {progress or f'{time.monotonic() - self.started:.0f} s'}"
+
+    def stop(self) -> None:
+        """Waits for its end, which must have been asked for, but not for ever."""
+        try:
+            self.popen.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+
+    def finish(self) -> dict[str, Any]:
+        """Marks the step as done, if it is; raises StepError if it failed."""
+        code = self.popen.returncode
+        log = self.step.log.read_text(encoding="utf-8", errors="replace")
+        reason = f"exit status {code}" if code > 0 else f"signal {-code}"
+        if code == 0:
+            try:
+                result = self.step.read_result(log)
+                write_json(self.step.folder / DONE, {"key": self.step.key, "result": result})
+                return result
+            except ValueError as error:
+                reason = str(error)
+        end = "\n".join(f"  | {line}" for line in log.splitlines()[-8:])
+        hint = f"; remove {self.step.folder} to begin it anew" if self.resumed else ""
+        raise StepError(f"{self.step.title} failed: {reason}\n{end}\nall of its output: {self.step.log}{hint}")
+
+
+class Runner:
+    """Runs steps, several at a time, each after those that it uses, and shows how far they have come.
+
+    Args:
+        cwd: where the commands run.
+        slots: how many at a time.
+        output: where progress goes; a terminal gets live lines.
+        environment: variables for the commands, printed with them.
+        keep_open: file descriptors that the commands inherit.
+    """
+
+    def __init__(
+        self,
+        cwd: Path,
+        slots: int,
+        output: TextIO,
+        environment: dict[str, str],
+        keep_open: Sequence[int] = (),
+    ) -> None:
+        self.cwd = cwd
+        self.slots = slots
+        self.output = output
+        self.environment = environment
+        self.keep_open = keep_open
+        self._live_lines = 0
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Runs all steps that are not done. Earlier ones come first where there is a choice.
+
+        Raises:
+            StepError: if one fails. The others that were running are stopped then, as they are on any exception.
+        """
+        waiting = []
+        for step in steps:
+            if step.result() is None:
+                waiting.append(step)
+            else:
+                self.say(f"{step.title}: done before")
+        running: list[_Process] = []
+        try:
+            while waiting or running:
+                for step in [step for step in waiting if all(s.result() is not None for s in step.after)]:
+                    if len(running) < self.slots:
+                        waiting.remove(step)
+                        running.append(_Process(step, self.cwd, self.environment, self.keep_open))
+                        self._announce(running[-1])
+                self._show(running)
+                time.sleep(0.25)
+                for process in [process for process in running if process.popen.poll() is not None]:
+                    running.remove(process)
+                    process.finish()
+                    self.say(f"{process.step.title}: done ({time.monotonic() - process.started:.0f} s)")
+        finally:
+            self._clear()
+            for process in running:
+                process.popen.terminate()
+            for process in running:
+                process.stop()
+
+    def say(self, text: str) -> None:
+        """Prints something that stays."""
+        self._clear()
+        print(text, file=self.output, flush=True)
+
+    def _announce(self, process: _Process) -> None:
+        goes_on = ": goes on where it was" if process.resumed else ""
+        self.say(f"{process.step.title}{goes_on}\n{process.step.shell_command(self.environment)}")
+
+    def _show(self, running: list[_Process]) -> None:
+        if self.output.isatty():
+            self._clear()
+            width = shutil.get_terminal_size().columns - 1
+            for process in running:
+                print(f"> {process.describe()}"[:width], file=self.output)
+            self.output.flush()
+            self._live_lines = len(running)
+            return
+        for process in running:
+            if time.monotonic() - process.last_line >= LINE_EVERY:
+                process.last_line = time.monotonic()
+                self.say(f"  {process.describe()}")
+
+    def _clear(self) -> None:
+        if self._live_lines:
+            print(f"\x1b[{self._live_lines}F\x1b[J", end="", file=self.output, flush=True)
+            self._live_lines = 0
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[int]:
+    """Makes `folder` and keeps other runs out of it.
+
+    Yields:
+        A descriptor. Others stay out as long as a process that inherited it lives, should this one be killed.
+
+    Raises:
+        StepError: if another run has it, or it holds files that are not a demo's.
+    """
+    mark = folder / "made-by-the-demo"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not mark.exists():
+            if any(folder.iterdir()):
+                raise StepError(f"{folder} holds other files; choose a new or an empty folder with --out")
+            mark.touch()
+        descriptor = os.open(mark, os.O_RDONLY)
+    except OSError as error:
+        raise StepError(f"cannot use {folder} for the results: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StepError(f"another demo is at work in {folder}; wait for it or choose another --out") from None
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_end(path: Path) -> str:
+    """The last lines of a file that may be long."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        return file.read().decode(errors="replace")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file holds; empty if it is not there or no JSON object."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a file whole or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(value, indent=1) + "\n")
+    new.replace(path)
