@@ -37,18 +37,24 @@ class DeltaFunction(torch.autograd.Function):
         with torch.autocast(v.device.type, enabled=False):
             qc, kc, vc, bc = _chunks(q, k, v, beta)
             system = _system(kc, bc)
-            uv, w = _solve(system, bc * vc, bc * kc)
             state = first_state(initial_state, kc, vc)
-            states = [state]
-            for n in range(kc.shape[2]):
-                u = uv[:, :, n] - w[:, :, n] @ state
-                state = state + kc[:, :, n].transpose(-1, -2) @ u
-                states.append(state)
-            stacked = torch.stack(states, dim=2)
-            starts = stacked[:, :, :-1]
-            out = qc @ starts + (qc @ kc.transpose(-1, -2)).tril_() @ (uv - w @ starts)
+            scores = (qc @ kc.transpose(-1, -2)).tril_()
+            if initial_state is None and kc.shape[2] == 1:
+                # A single chunk that starts from nothing, as in sliding windows: U = Uv, and W is not needed.
+                (u,) = _solve(system, bc * vc)
+                out = scores @ u
+                stacked = torch.stack([state, (kc.transpose(-1, -2) @ u)[:, :, 0]], dim=2)
+            else:
+                uv, w = _solve(system, bc * vc, bc * kc)
+                states = [state]
+                for n in range(kc.shape[2]):
+                    u = uv[:, :, n] - w[:, :, n] @ states[-1]
+                    states.append(states[-1] + kc[:, :, n].transpose(-1, -2) @ u)
+                stacked = torch.stack(states, dim=2)
+                starts = stacked[:, :, :-1]
+                out = qc @ starts + scores @ (uv - w @ starts)
         ctx.save_for_backward(q, k, v, beta, stacked)
-        return from_chunks(out, v.shape[1], v.dtype), state.clone()
+        return from_chunks(out, v.shape[1], v.dtype), stacked[:, :, -1].clone()
 
     @staticmethod
     @once_differentiable
