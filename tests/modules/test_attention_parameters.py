@@ -270,7 +270,12 @@ def test_what_the_papers_use_gives_no_warning(warnings, rule):
         ({"feature_map": "dpfp", "feature_dim": 48}, r"feature_dim is 48; .*dpfp_nu = 32"),
         ({"feature_map": "dpfp", "dpfp_nu": 32}, r"dpfp_nu is 32; .*head_dim 16 .*from 1 to 31"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    # Sets in order: parallel workers must agree on the names of tests.
+    ids=lambda value: (
+        ",".join(f"{k}={sorted(v) if isinstance(v, frozenset) else v}" for k, v in value.items())
+        if isinstance(value, dict)
+        else ""
+    ),
 )
 def test_impossible_modules_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
