@@ -7,13 +7,16 @@ key in `begun.json` only goes on where it was, if its command can do that; any o
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import re
+import select
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 import zipfile
@@ -116,6 +119,8 @@ class _Process:
         self.step = step
         self.resumed = step.prepare_folder()
         self.started = self.last_line = time.monotonic()
+        # A pipe that nobody writes to: it ends when the last of the processes that the command started is gone.
+        self.alive, held = os.pipe()
         with step.log.open("a") as log:
             # In a session of its own, so that Ctrl-C reaches this program only, which ends the others in order.
             self.popen = subprocess.Popen(
@@ -127,23 +132,34 @@ class _Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=keep_open,
+                pass_fds=[*keep_open, held],
             )
+        os.close(held)
 
     def describe(self) -> str:
         progress = self.step.describe_progress(read_end(self.step.log))
         return f"{self.step.title}: {progress or f'{time.monotonic() - self.started:.0f} s'}"
 
+    def ask_to_stop(self) -> None:
+        """Asks it, and what it started (workers that load data), to end."""
+        self._signal(signal.SIGTERM)
+
     def stop(self) -> None:
-        """Waits for its end, which must have been asked for, but not for ever."""
-        try:
+        """Waits until all of it is gone, which must have been asked for, but not for ever."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
+        self._signal(signal.SIGKILL)
+        self.popen.wait()
+        select.select([self.alive], [], [], 10)
+        os.close(self.alive)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)
 
     def finish(self) -> dict[str, Any]:
         """Marks the step as done, if it is; raises StepError if it failed."""
+        os.close(self.alive)
         code = self.popen.returncode
         log = self.step.log.read_text(encoding="utf-8", errors="replace")
         reason = f"exit status {code}" if code > 0 else f"signal {-code}"
@@ -214,7 +230,7 @@ class Runner:
         finally:
             self._clear()
             for process in running:
-                process.popen.terminate()
+                process.ask_to_stop()
             for process in running:
                 process.stop()
 

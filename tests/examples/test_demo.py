@@ -320,6 +320,32 @@ def test_a_failure_ends_the_steps_beside_it(tmp_path: Path) -> None:
     assert slow.result() is None
 
 
+def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
+    """As a loader's workers do, which keep the folder claimed while they live and notice their parent's end late."""
+    out = tmp_path / "out"
+    with pytest.raises(steps.StepError, match="failing failed"), steps.claim(out) as claimed:
+        worker = (
+            "import signal, time\n"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "print('up', flush=True)\n"
+            "time.sleep(60)"
+        )
+        slow = make_step(
+            out / "slow",
+            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], close_fds=False)",
+        )
+        failing = make_step(
+            out / "failing",
+            "import sys, pathlib, time\n"
+            "log = pathlib.Path(sys.argv[1]).parent / 'slow' / 'log.txt'\n"
+            "while not log.read_text(): time.sleep(0.01)\n"
+            "sys.exit(1)",
+        )
+        steps.Runner(ROOT, 2, io.StringIO(), {}, keep_open=[claimed]).run([slow, failing])
+    with steps.claim(out):
+        pass
+
+
 HALF_THEN_WHOLE = """
 import pathlib, sys, zipfile
 checkpoint = pathlib.Path(sys.argv[1]) / "checkpoint_last.pt"
