@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import build_feature_map, sum_normalize
+from fairseq_fastweights.modules.segment_state import SegmentState
 from fairseq_fastweights.modules.update_rules import (
     NORMALIZATIONS,
     UPDATE_RULES,
@@ -204,37 +205,32 @@ class FastWeightAttention(nn.Module):
             k = k.masked_fill(padding, 0)
             gates = [g.masked_fill(padding.view(batch, time, *[1] * (g.dim() - 2)), 0) for g in gates]
 
-        buffer = self._get_input_buffer(incremental_state)
-        out, state = self._recall(q, k, v, gates, buffer.get("state"))
+        state = self._get_input_buffer(incremental_state).get("state")
+        # A segment may be computed twice from the same state; the state of a text that is being written is read once.
+        in_place = state is not None and not torch.is_grad_enabled() and not isinstance(incremental_state, SegmentState)
+        out, state = self._recall(q, k, v, gates, state, in_place)
         if incremental_state is not None:
             self._set_input_buffer(incremental_state, {"state": state})
         out = self.dropout_module(out.to(query.dtype) * self.scale)
         return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.embed_dim)), None
 
     def _recall(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: Tensor | None, in_place: bool
     ) -> tuple[Tensor, Tensor]:
         """Runs the rule; with attention normalisation the state's last value column holds the normaliser z."""
+        how: dict[str, Any] = {"in_place": in_place, "backend": self.backend}
         if not self.normalization & {"attention", "removal"}:
-            return self.rule.operation(q, k, v, *gates, initial_state=state, backend=self.backend)
+            return self.rule.operation(q, k, v, *gates, initial_state=state, **how)
         ones = v.new_ones(*v.shape[:3], 1)
         if not self.rule.corrects:
             gates = [
                 F.pad(g, (0, 1)) if gate.per == "value" else g for g, gate in zip(gates, self.rule.gates, strict=True)
             ]
-            both, state = self.rule.operation(
-                q,
-                k,
-                torch.cat([v, ones], dim=-1),
-                *gates,
-                initial_state=state,
-                backend=self.backend,
-            )
+            both, state = self.rule.operation(q, k, torch.cat([v, ones], dim=-1), *gates, initial_state=state, **how)
             out, z_q = both.split([self.head_dim, 1], dim=-1)
             return self._divide(out, z_q), state
 
         memory, z = (None, None) if state is None else state.split([self.head_dim, 1], dim=-1)
-        z_q, z_after = ops.sum_rule(q, k, ones, initial_state=z, backend=self.backend)
         k_written, v_written = k, v
         if "removal" in self.normalization:
             # S += beta (v - S k / d) k^T is the delta rule with keys k / sqrt(d) and values v sqrt(d); d = z_{t-1} k_t.
@@ -243,10 +239,13 @@ class FastWeightAttention(nn.Module):
             d, _ = ops.sum_rule(k, k_before, ones, initial_state=z, backend=self.backend)
             root = torch.where(d > self.feature_map.sum_eps, d, torch.ones_like(d)).sqrt()
             k_written, v_written = k / root, v * root
-        out, memory = self.rule.operation(q, k_written, v_written, *gates, initial_state=memory, backend=self.backend)
+        z_q, z = ops.sum_rule(q, k, ones, initial_state=z, **how)
+        out, memory = self.rule.operation(q, k_written, v_written, *gates, initial_state=memory, **how)
         if "attention" in self.normalization:
             out = self._divide(out, z_q)
-        return out, torch.cat([memory, z_after], dim=-1)
+        if state is None or not in_place:
+            state = torch.cat([memory, z], dim=-1)
+        return out, state
 
     def _divide(self, out: Tensor, z_q: Tensor) -> Tensor:
         divisor = z_q + self.feature_map.sum_eps

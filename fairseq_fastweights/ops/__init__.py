@@ -4,9 +4,12 @@ Sequences are (batch, time, heads, dim), states (batch, heads, key_dim, value_di
 ``(out, final_state)``: `out` is (batch, time, heads, value_dim) in the dtype of `v`, states are float32 (float64 for
 float64 inputs). Any strides will do as long as the last dimension of q, k and v is contiguous.
 
-`backend` is "auto", "reference" (one step at a time: the definition), "chunkwise" (chunk-parallel PyTorch) or
-"native" (compiled kernels). A backend that cannot do what is asked raises `BackendUnavailable`; none ever stands in
-for another in silence.
+`backend` is "reference" (one step at a time: the definition), "chunkwise" (chunk-parallel PyTorch), "native"
+(compiled kernels) or "auto" (`chosen_backend`: native where it was built). A backend that cannot do what is asked
+raises `BackendUnavailable`; none ever stands in for another in silence.
+
+With `in_place` the final state is written into `initial_state`, which is returned as the final state: generation, a
+token at a time, then moves no more than the state. Nothing of such a call can be differentiated.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops import chunkwise, native, reference
-from fairseq_fastweights.ops.checks import check_inputs, check_values, state_dtype
+from fairseq_fastweights.ops.checks import check_in_place, check_inputs, check_values, state_dtype
 from fairseq_fastweights.ops.native import BackendUnavailable
 
 BACKENDS = ("auto", "reference", "chunkwise", "native")
@@ -26,6 +29,7 @@ __all__ = [
     "BACKENDS",
     "BackendUnavailable",
     "check_values",
+    "chosen_backend",
     "decay_rule",
     "delta_rule",
     "gated_rule",
@@ -40,6 +44,7 @@ def sum_rule(
     v: Tensor,
     *,
     initial_state: Tensor | None = None,
+    in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Adds every value under its key: S_t = S_{t-1} + v_t k_t^T, y_t = S_t q_t (Schlag et al. 2021, Eq. 10-11, 17).
@@ -48,20 +53,19 @@ def sum_rule(
         q, k: (batch, time, heads, key_dim), already through the feature map and normalised.
         v: (batch, time, heads, value_dim).
         initial_state: (batch, heads, key_dim, value_dim), None for zeros.
+        in_place: whether the final state replaces the initial one where that lies.
         backend: one of `BACKENDS`.
 
     Returns:
         out (batch, time, heads, value_dim) and the final state (batch, heads, key_dim, value_dim).
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit; the message names the argument.
+        ValueError: for a shape, dtype or device that does not fit, or `in_place` without a state or where a gradient is
+            wanted; the message names the argument.
         BackendUnavailable: if the backend cannot do it.
     """
     check_inputs(q, k, v, initial_state)
-    implementation = _implementation(backend, v)
-    if v.shape[1] == 0:
-        return _nothing(k, v, initial_state)
-    return implementation.sum_rule(q, k, v, initial_state=initial_state)
+    return _run("sum", backend, in_place, initial_state, q, k, v)
 
 
 def gated_rule(
@@ -71,6 +75,7 @@ def gated_rule(
     log_gate: Tensor,
     *,
     initial_state: Tensor | None = None,
+    in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """One gate for old and new: S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 5).
@@ -80,10 +85,7 @@ def gated_rule(
         others: as in `sum_rule`, which also says what is returned and raised.
     """
     check_inputs(q, k, v, initial_state, log_gates={"log_gate": log_gate})
-    implementation = _implementation(backend, v)
-    if v.shape[1] == 0:
-        return _nothing(k, v, initial_state)
-    return implementation.gated_rule(q, k, v, log_gate, initial_state=initial_state)
+    return _run("gated", backend, in_place, initial_state, q, k, v, log_gate)
 
 
 def decay_rule(
@@ -94,6 +96,7 @@ def decay_rule(
     log_value_decay: Tensor | None,
     *,
     initial_state: Tensor | None = None,
+    in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """An elementwise decay of rank one: S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 7).
@@ -104,10 +107,7 @@ def decay_rule(
         others: as in `sum_rule`, which also says what is returned and raised.
     """
     check_inputs(q, k, v, initial_state, log_key_decay=log_key_decay, log_value_decay=log_value_decay)
-    implementation = _implementation(backend, v)
-    if v.shape[1] == 0:
-        return _nothing(k, v, initial_state)
-    return implementation.decay_rule(q, k, v, log_key_decay, log_value_decay, initial_state=initial_state)
+    return _run("decay", backend, in_place, initial_state, q, k, v, log_key_decay, log_value_decay)
 
 
 def delta_rule(
@@ -117,6 +117,7 @@ def delta_rule(
     beta: Tensor,
     *,
     initial_state: Tensor | None = None,
+    in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Corrects what the key retrieves: S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T, y_t = S_t q_t.
@@ -129,23 +130,46 @@ def delta_rule(
         others: as in `sum_rule`, which also says what is returned and raised.
     """
     check_inputs(q, k, v, initial_state, strengths={"beta": beta})
-    implementation = _implementation(backend, v)
-    if v.shape[1] == 0:
-        return _nothing(k, v, initial_state)
-    return implementation.delta_rule(q, k, v, beta, initial_state=initial_state)
+    return _run("delta", backend, in_place, initial_state, q, k, v, beta)
+
+
+def chosen_backend(device: torch.device | str, dtype: torch.dtype, time: int) -> str:
+    """What "auto" takes for tensors on `device`, of `dtype` and with `time` steps."""
+    if native.why_not(torch.device(device).type, dtype) is None:
+        return "native"
+    # A single step has nothing to chunk: the reference's loop over time is that step.
+    return "reference" if time == 1 else "chunkwise"
 
 
 def _implementation(backend: str, v: Tensor) -> ModuleType:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        # A single step has nothing to chunk: the reference's loop over time is that step.
-        return reference if v.shape[1] == 1 else chunkwise
-    if backend == "reference":
-        return reference
-    if backend == "chunkwise":
-        return chunkwise
+        backend = chosen_backend(v.device, v.dtype, v.shape[1])
     if backend == "native":
-        native.require()
-    raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+        native.require(v)
+        return native
+    return reference if backend == "reference" else chunkwise
+
+
+def _run(
+    rule: str, backend: str, in_place: bool, initial_state: Tensor | None, *inputs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Runs a rule, by its name, on inputs that were checked: q, k, v and the gates."""
+    _, k, v, *_ = inputs
+    assert k is not None and v is not None
+    implementation = _implementation(backend, v)
+    if not in_place:
+        if v.shape[1] == 0:
+            return _nothing(k, v, initial_state)
+        return getattr(implementation, f"{rule}_rule")(*inputs, initial_state=initial_state)
+    state = check_in_place(initial_state, *inputs)
+    if v.shape[1] == 0:
+        return torch.zeros_like(v), state
+    if implementation is native and v.shape[1] == 1 and native.can_change(state):
+        return getattr(native, f"{rule}_step_")(*inputs, state=state), state
+    out, final_state = getattr(implementation, f"{rule}_rule")(*inputs, initial_state=state)
+    return out, state.copy_(final_state)
 
 
 def _nothing(k: Tensor, v: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:

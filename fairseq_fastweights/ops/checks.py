@@ -121,6 +121,23 @@ def check_inputs(
         _check_values({**others, "v": v}, strengths or {}, logs)
 
 
+def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tensor:
+    """Returns the state that is to be changed in place, or raises `ValueError` if it cannot be."""
+    if initial_state is None:
+        raise ValueError("initial_state is None and in_place is True; there must be a state to write into")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (initial_state, *inputs)):
+        raise ValueError(
+            "in_place is True, but initial_state or an input requires a gradient; what changes in place cannot be "
+            "differentiated: call it under torch.no_grad()"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(initial_state.stride(), initial_state.shape, strict=True)):
+        raise ValueError(
+            f"initial_state has strides {initial_state.stride()} and in_place is True; its elements must not share "
+            "memory"
+        )
+    return initial_state
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states, and of all arithmetic, for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32

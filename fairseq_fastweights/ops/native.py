@@ -1,15 +1,384 @@
-"""The compiled kernels as torch operators. They are not built yet: asking for them raises, saying so."""
+"""The compiled kernels (`cpu/`, `cuda/`) as torch operators: `torch.ops.fairseq_fastweights`.
+
+The kernels keep, for the backward pass, the inputs and a state every `interval` steps; it computes those in between
+again. Every result has the same bits on every run, whatever the number of threads.
+"""
 
 from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.ops import libraries
+from fairseq_fastweights.ops.checks import state_dtype
+
+NAMESPACE = "fairseq_fastweights"
+DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+}
+"""By type of device, the dtypes that its kernels take."""
+
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 class BackendUnavailable(RuntimeError):
     """The backend that was asked for cannot do this, here; no other is taken in its place."""
 
 
-def require() -> None:
-    """Raises `BackendUnavailable`: this version of the package has no compiled kernels."""
-    raise BackendUnavailable(
-        "backend='native' was asked for, but this version of fairseq_fastweights has no compiled kernels; "
-        "use backend='chunkwise' (which 'auto' takes) or 'reference'"
+@torch.compiler.assume_constant_result
+def why_not(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why there are no kernels for tensors on such a device, with how to mend it; None if there are."""
+    if device_type not in DTYPES:
+        return f"there are no compiled kernels for devices of type {device_type}, only for {' and '.join(DTYPES)}"
+    if dtype not in DTYPES[device_type]:
+        return f"the {device_type} kernels do not take {dtype}"
+    return libraries.load(device_type)
+
+
+def require(v: Tensor) -> None:
+    """Raises `BackendUnavailable` if there are no kernels for `v`'s device and dtype."""
+    reason = why_not(v.device.type, v.dtype)
+    if reason is not None:
+        raise BackendUnavailable(
+            f"backend='native' was asked for: {reason}; or use backend='chunkwise' (which 'auto' takes then)"
+        )
+
+
+def cpu_instruction_set() -> str:
+    """The instruction set of the CPU kernels that run on this processor: "baseline", "avx2" or "avx512".
+
+    The environment variable ``FASTWEIGHTS_CPU_ISA`` asks for one of those that it has.
+
+    Raises:
+        BackendUnavailable: if there are no CPU kernels.
+    """
+    if (reason := libraries.load("cpu")) is not None:
+        raise BackendUnavailable(reason)
+    return torch.ops.fairseq_fastweights.cpu_instruction_set()
+
+
+def sum_rule(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S_t = S_{t-1} + v_t k_t^T."""
+    return _diagonal(q, k, v, None, False, None, None, initial_state)
+
+
+def gated_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T."""
+    return _diagonal(q, k, v, log_gate, True, None, None, initial_state)
+
+
+def decay_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_key_decay: Tensor | None,
+    log_value_decay: Tensor | None,
+    *,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T."""
+    return _diagonal(q, k, v, *_shared_or_separate(log_key_decay, log_value_decay), initial_state)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T."""
+    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    keeps = _differentiated(q, k, v, beta, initial_state)
+    if v.shape[1] == 1 and not keeps:
+        state = _state_of_its_own(k, v, initial_state)
+        return torch.ops.fairseq_fastweights.delta_step_(q, k, v, beta, state), state
+    out, final_state, _ = torch.ops.fairseq_fastweights.delta_forward(
+        q, k, v, beta, _last_contiguous(initial_state), _interval(v) if keeps else 0
+    )
+    return out, final_state
+
+
+def can_change(state: Tensor) -> bool:
+    """Whether the steps below take a state that lies in memory like this: its rows contiguous."""
+    return state.shape[-1] <= 1 or state.stride(-1) == 1
+
+
+def sum_step_(q: Tensor, k: Tensor, v: Tensor, *, state: Tensor) -> Tensor:
+    """One step of `sum_rule`, on a state that is changed where it lies."""
+    return _diagonal_step(q, k, v, None, False, None, None, state)
+
+
+def gated_step_(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, state: Tensor) -> Tensor:
+    """One step of `gated_rule`, on a state that is changed where it lies."""
+    return _diagonal_step(q, k, v, log_gate, True, None, None, state)
+
+
+def decay_step_(
+    q: Tensor, k: Tensor, v: Tensor, log_key_decay: Tensor | None, log_value_decay: Tensor | None, *, state: Tensor
+) -> Tensor:
+    """One step of `decay_rule`, on a state that is changed where it lies."""
+    return _diagonal_step(q, k, v, *_shared_or_separate(log_key_decay, log_value_decay), state)
+
+
+def delta_step_(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, state: Tensor) -> Tensor:
+    """One step of `delta_rule`, on a state that is changed where it lies."""
+    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    return torch.ops.fairseq_fastweights.delta_step_(q, k, v, beta, state)
+
+
+def _diagonal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    complement: bool,
+    log_key_decay: Tensor | None,
+    log_value_decay: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    keeps = _differentiated(q, k, v, log_gate, log_key_decay, log_value_decay, initial_state)
+    if v.shape[1] == 1 and not keeps:
+        state = _state_of_its_own(k, v, initial_state)
+        return _diagonal_step(q, k, v, log_gate, complement, log_key_decay, log_value_decay, state), state
+    out, final_state, _ = torch.ops.fairseq_fastweights.diagonal_forward(
+        _last_contiguous(q),
+        _last_contiguous(k),
+        _last_contiguous(v),
+        log_gate,
+        complement,
+        _last_contiguous(log_key_decay),
+        _last_contiguous(log_value_decay),
+        _last_contiguous(initial_state),
+        _interval(v) if keeps else 0,
+    )
+    return out, final_state
+
+
+def _diagonal_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    complement: bool,
+    log_key_decay: Tensor | None,
+    log_value_decay: Tensor | None,
+    state: Tensor,
+) -> Tensor:
+    return torch.ops.fairseq_fastweights.diagonal_step_(
+        _last_contiguous(q),
+        _last_contiguous(k),
+        _last_contiguous(v),
+        log_gate,
+        complement,
+        _last_contiguous(log_key_decay),
+        _last_contiguous(log_value_decay),
+        state,
+    )
+
+
+def _shared_or_separate(
+    log_key_decay: Tensor | None, log_value_decay: Tensor | None
+) -> tuple[Tensor | None, bool, Tensor | None, Tensor | None]:
+    """(log_gate, complement, log_key_decay, log_value_decay): one decay that all keys share is the cheaper log_gate.
+
+    Where it is differentiated it is not: each key's share of the gradient is asked for.
+    """
+    if log_key_decay is not None and log_value_decay is None and log_key_decay.stride(-1) == 0:
+        if not _differentiated(log_key_decay):
+            return log_key_decay[..., 0], False, None, None
+    return None, False, log_key_decay, log_value_decay
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _last_contiguous(x: Any) -> Any:
+    """`x`, or a copy whose last dimension is contiguous, as the kernels need it."""
+    return x if x is None or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _state_of_its_own(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
+    if initial_state is not None:
+        return initial_state.clone(memory_format=torch.contiguous_format)
+    batch, _, heads, key_dim = k.shape
+    return v.new_zeros(batch, heads, key_dim, v.shape[-1], dtype=state_dtype(v.dtype))
+
+
+def _interval(v: Tensor) -> int:
+    """Steps between the states that are kept for the backward pass.
+
+    64 keep an eighth of the bytes that inputs, outputs and their gradients take at K = V = 64 in float32; the states
+    between, which are computed again, stay in a core's cache.
+    """
+    return 64
+
+
+# The operators: schemas, shapes, derivatives
+
+_DIAGONAL = "Tensor? log_gate, bool complement, Tensor? log_key_decay, Tensor? log_value_decay"
+_SCHEMAS = (
+    f"diagonal_forward(Tensor q, Tensor k, Tensor v, {_DIAGONAL}, Tensor? initial_state, int interval)"
+    " -> (Tensor out, Tensor final_state, Tensor states)",
+    "diagonal_backward(Tensor d_out, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, "
+    f"{_DIAGONAL}, Tensor? initial_state, Tensor states, int interval)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_log_gate, Tensor d_log_key_decay, Tensor d_log_value_decay,"
+    " Tensor d_initial_state)",
+    "delta_forward(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? initial_state, int interval)"
+    " -> (Tensor out, Tensor final_state, Tensor states)",
+    "delta_backward(Tensor d_out, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor beta,"
+    " Tensor? initial_state, Tensor states, int interval)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_beta, Tensor d_initial_state)",
+    f"diagonal_step_(Tensor q, Tensor k, Tensor v, {_DIAGONAL}, Tensor(a!) state) -> Tensor out",
+    "delta_step_(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor(a!) state) -> Tensor out",
+    "cpu_instruction_set() -> str",
+)
+for _schema in _SCHEMAS:
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _shape_of_forward(k: Tensor, v: Tensor, interval: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, time, heads, key_dim = k.shape
+    kept = (time + interval - 1) // interval - 1 if interval else 0
+    dtype = state_dtype(v.dtype)
+    return (
+        torch.empty_like(v),
+        v.new_empty(batch, heads, key_dim, v.shape[-1], dtype=dtype),
+        v.new_empty(batch, heads, kept, key_dim, v.shape[-1], dtype=dtype),
+    )
+
+
+def _shape_of_gradient(x: Tensor | None, v: Tensor) -> Tensor:
+    return v.new_empty(0) if x is None else torch.empty_like(x)
+
+
+def _shape_of_state_gradient(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
+    batch, _, heads, key_dim = k.shape
+    shape = (0,) if initial_state is None else (batch, heads, key_dim, v.shape[-1])
+    return v.new_empty(shape, dtype=state_dtype(v.dtype))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::diagonal_forward", lib=_library)
+def _(q: Any, k: Any, v: Any, log_gate: Any, complement: Any, f: Any, z: Any, initial_state: Any, interval: int) -> Any:
+    return _shape_of_forward(k, v, interval)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::diagonal_backward", lib=_library)
+def _(
+    d_out: Any,
+    d_final_state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    log_gate: Any,
+    complement: Any,
+    f: Any,
+    z: Any,
+    initial_state: Any,
+    states: Any,
+    interval: int,
+) -> Any:
+    gradients = [_shape_of_gradient(x, v) for x in (q, k, v, log_gate, f, z)]
+    return (*gradients, _shape_of_state_gradient(k, v, initial_state))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::delta_forward", lib=_library)
+def _(q: Any, k: Any, v: Any, beta: Any, initial_state: Any, interval: int) -> Any:
+    return _shape_of_forward(k, v, interval)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::delta_backward", lib=_library)
+def _(
+    d_out: Any, d_final_state: Any, q: Any, k: Any, v: Any, beta: Any, initial_state: Any, states: Any, interval: int
+) -> Any:
+    gradients = [_shape_of_gradient(x, v) for x in (q, k, v, beta)]
+    return (*gradients, _shape_of_state_gradient(k, v, initial_state))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::diagonal_step_", lib=_library)
+def _(q: Any, k: Any, v: Any, log_gate: Any, complement: Any, f: Any, z: Any, state: Any) -> Any:
+    return torch.empty_like(v)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::delta_step_", lib=_library)
+def _(q: Any, k: Any, v: Any, beta: Any, state: Any) -> Any:
+    return torch.empty_like(v)
+
+
+def _keep_diagonal(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, log_gate, ctx.complement, f, z, initial_state, ctx.interval = inputs
+    ctx.save_for_backward(q, k, v, log_gate, f, z, initial_state, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_diagonal(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
+    q, k, v, log_gate, f, z, initial_state, states = ctx.saved_tensors
+    dq, dk, dv, d_gate, df, dz, d_initial = torch.ops.fairseq_fastweights.diagonal_backward(
+        torch.zeros_like(v) if d_out is None else d_out,
+        d_final_state,
+        q,
+        k,
+        v,
+        log_gate,
+        ctx.complement,
+        f,
+        z,
+        initial_state,
+        states,
+        ctx.interval,
+    )
+    return (
+        dq,
+        dk,
+        dv,
+        None if log_gate is None else d_gate,
+        None,
+        None if f is None else df,
+        None if z is None else dz,
+        None if initial_state is None else d_initial,
+        None,
+    )
+
+
+def _keep_delta(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, beta, initial_state, ctx.interval = inputs
+    ctx.save_for_backward(q, k, v, beta, initial_state, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_delta(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
+    q, k, v, beta, initial_state, states = ctx.saved_tensors
+    dq, dk, dv, d_beta, d_initial = torch.ops.fairseq_fastweights.delta_backward(
+        torch.zeros_like(v) if d_out is None else d_out,
+        d_final_state,
+        q,
+        k,
+        v,
+        beta,
+        initial_state,
+        states,
+        ctx.interval,
+    )
+    return dq, dk, dv, d_beta, None if initial_state is None else d_initial, None
+
+
+def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
+    raise RuntimeError("a compiled rule cannot be differentiated twice; backend='reference' can")
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::diagonal_forward", _differentiate_diagonal, setup_context=_keep_diagonal, lib=_library
+)
+torch.library.register_autograd(
+    f"{NAMESPACE}::delta_forward", _differentiate_delta, setup_context=_keep_delta, lib=_library
+)
+for _operator in ("diagonal_backward", "delta_backward"):
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{_operator}", _refuse_second_derivatives, setup_context=_keep_nothing, lib=_library
     )

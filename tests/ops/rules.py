@@ -6,6 +6,7 @@ A new rule is one row of `RULES`; a new backend is one name in `BACKENDS`.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,10 @@ from torch import Tensor
 from fairseq_fastweights import ops
 
 # Backends with forward and backward passes of their own, held against the float64 reference.
-BACKENDS = ("chunkwise",)
+BACKENDS = ("chunkwise", "native")
+
+# Where they run; the reference that they are held against runs on the CPU.
+DEVICE = torch.device(os.environ.get("FASTWEIGHTS_TEST_DEVICE", "cpu"))
 
 Inputs = dict[str, Tensor | None]
 
@@ -141,7 +145,10 @@ class Rule:
             drawn[name] = None if extra is None else extra.to(extras_dtype or dtype)
         state = draw.normal(B, H, K, V).to(state_dtype(dtype))
         drawn["initial_state"] = state if initial_state else None
-        return {name: None if x is None else x.contiguous().requires_grad_(requires_grad) for name, x in drawn.items()}
+        return {
+            name: None if x is None else x.contiguous().to(DEVICE).requires_grad_(requires_grad)
+            for name, x in drawn.items()
+        }
 
     def run(self, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
         return getattr(ops, self.operation)(**inputs, backend=backend)
@@ -225,7 +232,7 @@ def cotangents(outputs: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, T
     """Random gradients for out and final_state, of their own dtypes."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
-    return drawn[0].to(outputs[0].dtype), drawn[1].to(outputs[1].dtype)
+    return drawn[0].to(outputs[0]), drawn[1].to(outputs[1])
 
 
 def differentiate(
@@ -241,9 +248,10 @@ def differentiate(
 
 
 def in_float64(tensors: Inputs) -> Inputs:
-    """The same values, rounded as they are, as new leaves in float64."""
+    """The same values, rounded as they are, as new leaves in float64, on the CPU."""
     return {
-        name: None if x is None else x.detach().double().requires_grad_(x.requires_grad) for name, x in tensors.items()
+        name: None if x is None else x.detach().cpu().double().requires_grad_(x.requires_grad)
+        for name, x in tensors.items()
     }
 
 
@@ -255,7 +263,7 @@ def definition(
     outputs = rule.reference(inputs)
     named: dict[str, Tensor | None] = dict(zip(("out", "final_state"), outputs, strict=True))
     if weights is not None:
-        weights = tuple(None if w is None else w.double() for w in weights)
+        weights = tuple(None if w is None else w.cpu().double() for w in weights)
         grads = differentiate(outputs, inputs, weights)
         named |= {f"gradient of {name}": grad for name, grad in grads.items()}
     return named
@@ -268,8 +276,8 @@ def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
     if actual is None:
         return 1.0 if expected.norm() > 0 else 0.0
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} != {tuple(expected.shape)}"
-    scale = expected.double().norm().item()
-    return (actual.double() - expected.double()).norm().item() / (scale or 1.0)
+    actual, expected = actual.cpu().double(), expected.cpu().double()
+    return (actual - expected).norm().item() / (expected.norm().item() or 1.0)
 
 
 def assert_close(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], tolerance: float) -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ops.rules import (
     BACKENDS,
+    DEVICE,
     RULE,
     RULES,
     RULES_AND_REGIMES,
@@ -200,7 +201,7 @@ def as_fairseq(x: Tensor) -> Tensor:
 
 def as_slice(x: Tensor) -> Tensor:
     """A slice of one wide projection, as q is of a joint projection for q, k and v."""
-    wide = torch.full((*x.shape[:-1], 3 * x.shape[-1] + 1), torch.nan, dtype=x.dtype)
+    wide = x.new_full((*x.shape[:-1], 3 * x.shape[-1] + 1), torch.nan)
     middle = wide[..., x.shape[-1] : 2 * x.shape[-1]]
     return middle.copy_(x.detach())
 
@@ -283,7 +284,7 @@ def test_cotangents_in_fairseqs_layout(backend, rule):
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_a_last_dimension_of_one_is_contiguous_whatever_its_stride(backend, rule, name):
     inputs = rule.inputs(T=9, K=1, V=1)
-    strided = torch.empty(2, 9, 2, 4)[..., ::4].copy_(inputs[name].detach())
+    strided = inputs[name].new_empty(2, 9, 2, 4)[..., ::4].copy_(inputs[name].detach())
     assert strided.stride(-1) == 4
     inputs[name] = strided.requires_grad_()
     assert_agrees(rule, backend, inputs, TOLERANCE[torch.float32])
@@ -416,7 +417,7 @@ def test_autocast_does_not_reach_inside(backend, rule, dtype):
     """Autocast decides what the projections hand over; from there on, types are as outside it."""
     inputs = rule.inputs(T=70, dtype=dtype, extras_dtype=torch.float32)
     expected = outcome(rule, backend, inputs)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         inside = outcome(rule, backend, inputs)
         outputs = rule.run(inputs, backend)
     grads = differentiate(outputs, inputs, cotangents(outputs))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from tests.ops.rules import BACKENDS, RULE, RULES, RULES_AND_REGIMES, Inputs, Rule, label
+from tests.ops.rules import BACKENDS, DEVICE, RULE, RULES, RULES_AND_REGIMES, Inputs, Rule, label, relative_error
 
 # Each size another number, so that no wrong shape passes for the right one.
 SIZES = {"B": 2, "T": 7, "H": 3, "K": 5, "V": 6}
@@ -155,18 +155,79 @@ def test_unknown_backends(rule, backend, sizes):
 
 @pytest.mark.parametrize("sizes", SOME_OR_NONE)
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_native_is_unavailable_and_says_so(rule, sizes):
+def test_native_says_why_it_is_unavailable(rule, sizes, monkeypatch):
     """And nothing else runs in its place."""
+    monkeypatch.setitem(ops.libraries._outcomes, DEVICE.type, "the kernels were lost; build them with care")
     assert issubclass(ops.BackendUnavailable, RuntimeError)
-    with pytest.raises(ops.BackendUnavailable, match="native"):
+    with pytest.raises(ops.BackendUnavailable, match="'native' was asked for: the kernels were lost; build them with"):
         rule.run(rule.inputs(**SIZES | sizes), "native")
 
 
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("there", [True, False], ids=["built", "not-built"])
 @pytest.mark.parametrize("rule", RULES, ids=label)
-def test_auto_runs_chunkwise(rule):
-    inputs = rule.inputs(T=70)
-    for actual, expected in zip(rule.run(inputs, "auto"), rule.run(inputs, "chunkwise"), strict=True):
+def test_auto_takes_the_kernels_where_they_are(rule, there, T, monkeypatch):
+    monkeypatch.setitem(ops.libraries._outcomes, DEVICE.type, None if there else "not built")
+    wanted = "native" if there else "chunkwise" if T > 1 else "reference"
+    inputs = rule.inputs(T=T)
+    assert ops.chosen_backend(DEVICE, inputs["v"].dtype, T) == wanted
+    for actual, expected in zip(rule.run(inputs, "auto"), rule.run(inputs, wanted), strict=True):
         assert torch.equal(actual, expected)
+
+
+def test_there_are_no_kernels_for_other_devices():
+    with pytest.raises(ops.BackendUnavailable, match="no compiled kernels for devices of type meta, only for cpu and"):
+        x = torch.zeros(1, 2, 1, 3, device="meta")
+        ops.sum_rule(x, x, x, backend="native")
+
+
+# In place
+
+
+@pytest.mark.parametrize("backend", ("reference", *BACKENDS))
+@pytest.mark.parametrize("T", [0, 1, 5])
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_in_place_writes_the_final_state_into_the_initial_one(rule, T, backend):
+    inputs = rule.inputs(T=T, requires_grad=False)
+    expected = rule.run(inputs, backend)
+    state = inputs["initial_state"]
+    out, final_state = getattr(ops, rule.operation)(**inputs, backend=backend, in_place=True)
+    assert final_state is state
+    assert relative_error(out, expected[0]) <= 1e-6 and relative_error(state, expected[1]) <= 1e-6
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["rows-apart", "turned"])
+@pytest.mark.parametrize("backend", ("reference", *BACKENDS))
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_a_state_in_place_may_be_a_view(rule, backend, wide):
+    """Of some columns of a wider state, whose others stay; or with keys and values the other way round."""
+    inputs = rule.inputs(T=1, requires_grad=False)
+    expected = rule.run(inputs, backend)
+    start = inputs["initial_state"]
+    whole = start.new_full((*start.shape[:3], 7), 5.0) if wide else torch.empty_like(start.transpose(2, 3))
+    state = whole[..., 2:5] if wide else whole.transpose(2, 3)
+    state.copy_(start)
+    out, _ = getattr(ops, rule.operation)(**inputs | {"initial_state": state}, backend=backend, in_place=True)
+    assert relative_error(out, expected[0]) <= 1e-6 and relative_error(state, expected[1]) <= 1e-6
+    if wide:
+        assert torch.equal(whole[..., [0, 1, 5, 6]], torch.full_like(whole[..., :4], 5.0))
+
+
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_in_place_needs_a_state_that_can_be_written(rule):
+    inputs = rule.inputs(T=3, requires_grad=False)
+    run = getattr(ops, rule.operation)
+    with pytest.raises(ValueError, match="initial_state is None and in_place is True"):
+        run(**inputs | {"initial_state": None}, in_place=True)
+    for name, x in inputs.items():
+        if x is not None:
+            with pytest.raises(ValueError, match="in_place is True, but .* requires a gradient"):
+                run(**inputs | {name: x.clone().requires_grad_()}, in_place=True)
+    with torch.no_grad():
+        run(**rule.inputs(T=3), in_place=True)
+    shared = inputs["initial_state"][:1].expand(inputs["initial_state"].shape)
+    with pytest.raises(ValueError, match=r"initial_state has strides \(0, .*must not share memory"):
+        run(**inputs | {"initial_state": shared}, in_place=True)
 
 
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)

@@ -1,0 +1,231 @@
+// The CPU kernels as torch operators. Their schemas, shape functions and derivatives are in
+// fairseq_fastweights/ops/native.py; that module also makes last dimensions contiguous.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <tuple>
+
+#include "kernels.h"
+
+namespace {
+
+using at::Tensor;
+using c10::optional;
+using fast_weights::Problem;
+using fast_weights::Sequence;
+using fast_weights::Step;
+using fast_weights::Type;
+
+Type type_of(const Tensor& x) {
+    switch (x.scalar_type()) {
+        case at::kFloat: return Type::float32;
+        case at::kDouble: return Type::float64;
+        case at::kHalf: return Type::float16;
+        case at::kBFloat16: return Type::bfloat16;
+        default: TORCH_CHECK(false, "tensors must be of a floating-point type, not ", x.scalar_type());
+    }
+}
+
+at::ScalarType state_type(const Tensor& v) { return v.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// A tensor (batch, time, heads) or (batch, time, heads, dim) as kernels read it.
+Sequence sequence(const char* name, const Tensor& x) {
+    TORCH_CHECK(x.dim() == 3 || x.size(3) <= 1 || x.stride(3) == 1 || x.numel() == 0, name, " has strides ", x.strides(),
+                "; its last dimension must be contiguous");
+    return {x.data_ptr(), type_of(x), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+Sequence sequence(const char* name, const optional<Tensor>& x) { return x ? sequence(name, *x) : Sequence{}; }
+
+const fast_weights::Kernels& kernels() {
+    const char* available = nullptr;
+    const fast_weights::Kernels* found = fast_weights::kernels(&available);
+    TORCH_CHECK(found, "FASTWEIGHTS_CPU_ISA is ", std::getenv("FASTWEIGHTS_CPU_ISA"), "; here it may be one of ", available);
+    return *found;
+}
+
+// Heads that one task takes through time together: as many as have their states in a core's second-level cache, but so
+// few that every thread gets several tasks.
+int64_t heads_together(const Problem& p, int64_t bytes_of_number) {
+    const int64_t state = p.keys * p.values * bytes_of_number;
+    int64_t group = std::clamp<int64_t>((256 << 10) / std::max<int64_t>(state, 1), 1, p.heads);
+    const int64_t tasks = 3 * at::get_num_threads();
+    while (group > 1 && p.batch * ((p.heads + group - 1) / group) < tasks) group = (group + 1) / 2;
+    return group;
+}
+
+Problem problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t interval) {
+    TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval, "; it must be a multiple of 16, or 0");
+    Problem p;
+    p.batch = v.size(0), p.time = v.size(1), p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
+    p.interval = interval;
+    p.q = sequence("q", q), p.k = sequence("k", k), p.v = sequence("v", v);
+    p.group = heads_together(p, v.scalar_type() == at::kDouble ? 8 : 4);
+    return p;
+}
+
+int64_t kept_states(const Problem& p) { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
+
+// A state, contiguous; an undefined tensor for none. The result must outlive the pointer to its data.
+Tensor contiguous_state(const optional<Tensor>& state) { return state ? state->contiguous() : Tensor(); }
+
+const void* data_of(const Tensor& x) { return x.defined() ? x.data_ptr() : nullptr; }
+
+using Kernel = void (*)(const Problem&, int64_t, int64_t);
+
+void run(Kernel kernel, const Problem& p) {
+    at::parallel_for(0, p.tasks(), 1, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(Kernel kernel, Problem& p, const Tensor& v,
+                                           const optional<Tensor>& initial_state) {
+    const auto options = v.options().dtype(state_type(v));
+    const Tensor initial = contiguous_state(initial_state);
+    Tensor out = at::empty_like(v);
+    Tensor final_state = at::empty({p.batch, p.heads, p.keys, p.values}, options);
+    Tensor states = at::empty({p.batch, p.heads, kept_states(p), p.keys, p.values}, options);
+    p.initial_state = data_of(initial);
+    p.out = sequence("out", out), p.final_state = final_state.data_ptr(), p.states = states.data_ptr();
+    run(kernel, p);
+    return {out, final_state, states};
+}
+
+// What every backward pass takes beside the inputs, and the gradients that all rules have.
+struct Backward {
+    Tensor dy, initial, d_final, kept, dq, dk, dv, d_initial;
+
+    Backward(Problem& p, const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k,
+             const Tensor& v, const optional<Tensor>& initial_state, const Tensor& states)
+        : dy(d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous()),
+          initial(contiguous_state(initial_state)),
+          d_final(contiguous_state(d_final_state)),
+          kept(states.contiguous()),
+          dq(at::empty_like(q)),
+          dk(at::empty_like(k)),
+          dv(at::empty_like(v)) {
+        TORCH_CHECK(p.interval > 0, "the forward pass kept no states (interval 0)");
+        TORCH_CHECK(states.size(2) == kept_states(p), "states has shape ", states.sizes(), "; an interval of ",
+                    p.interval, " makes ", kept_states(p), " states of each head");
+        const auto options = v.options().dtype(state_type(v));
+        d_initial = initial_state ? at::empty({p.batch, p.heads, p.keys, p.values}, options) : at::empty({0}, options);
+        p.initial_state = data_of(initial), p.d_final_state = data_of(d_final), p.states = kept.data_ptr();
+        p.d_out = sequence("d_out", dy);
+        p.dq = sequence("dq", dq), p.dk = sequence("dk", dk), p.dv = sequence("dv", dv);
+        p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
+    }
+};
+
+// Where the gradient of a gate goes; empty if the gate is absent.
+Tensor gradient_of(const char* name, const optional<Tensor>& gate, const Tensor& v, Sequence& where) {
+    if (!gate) return at::empty({0}, v.options());
+    Tensor gradient = at::empty_like(*gate);
+    where = sequence(name, gradient);
+    return gradient;
+}
+
+std::tuple<Tensor, Tensor, Tensor> diagonal_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                    const optional<Tensor>& log_gate, bool complement,
+                                                    const optional<Tensor>& log_key_decay,
+                                                    const optional<Tensor>& log_value_decay,
+                                                    const optional<Tensor>& initial_state, int64_t interval) {
+    Problem p = problem(q, k, v, interval);
+    p.log_gate = sequence("log_gate", log_gate), p.complement = complement;
+    p.log_key_decay = sequence("log_key_decay", log_key_decay);
+    p.log_value_decay = sequence("log_value_decay", log_value_decay);
+    return forward(kernels().diagonal_forward, p, v, initial_state);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
+    const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k, const Tensor& v,
+    const optional<Tensor>& log_gate, bool complement, const optional<Tensor>& log_key_decay,
+    const optional<Tensor>& log_value_decay, const optional<Tensor>& initial_state, const Tensor& states,
+    int64_t interval) {
+    Problem p = problem(q, k, v, interval);
+    p.log_gate = sequence("log_gate", log_gate), p.complement = complement;
+    p.log_key_decay = sequence("log_key_decay", log_key_decay);
+    p.log_value_decay = sequence("log_value_decay", log_value_decay);
+    const Backward with(p, d_out, d_final_state, q, k, v, initial_state, states);
+    Tensor d_gate = gradient_of("d_log_gate", log_gate, v, p.d_log_gate);
+    Tensor d_keys = gradient_of("d_log_key_decay", log_key_decay, v, p.d_log_key_decay);
+    Tensor d_values = gradient_of("d_log_value_decay", log_value_decay, v, p.d_log_value_decay);
+    run(kernels().diagonal_backward, p);
+    return {with.dq, with.dk, with.dv, d_gate, d_keys, d_values, with.d_initial};
+}
+
+std::tuple<Tensor, Tensor, Tensor> delta_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                                                 const optional<Tensor>& initial_state, int64_t interval) {
+    Problem p = problem(q, k, v, interval);
+    p.beta = sequence("beta", beta);
+    return forward(kernels().delta_forward, p, v, initial_state);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_backward(
+    const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k, const Tensor& v,
+    const Tensor& beta, const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
+    Problem p = problem(q, k, v, interval);
+    p.beta = sequence("beta", beta);
+    const Backward with(p, d_out, d_final_state, q, k, v, initial_state, states);
+    Tensor d_beta = at::empty_like(beta);
+    p.d_beta = sequence("d_beta", d_beta);
+    run(kernels().delta_backward, p);
+    return {with.dq, with.dk, with.dv, d_beta, with.d_initial};
+}
+
+Step step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& state, const Tensor& out) {
+    TORCH_CHECK(v.size(1) == 1, "v has shape ", v.sizes(), "; a step takes one token");
+    TORCH_CHECK(state.scalar_type() == state_type(v), "state is of type ", state.scalar_type(), "; it must be ",
+                state_type(v), " for inputs of ", v.scalar_type());
+    TORCH_CHECK(state.size(3) <= 1 || state.stride(3) == 1, "state has strides ", state.strides(),
+                "; its last dimension must be contiguous");
+    Step p;
+    p.batch = v.size(0), p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
+    p.q = sequence("q", q), p.k = sequence("k", k), p.v = sequence("v", v), p.out = sequence("out", out);
+    p.state = state.data_ptr();
+    p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
+    return p;
+}
+
+void run(void (*kernel)(const Step&, int64_t, int64_t), const Step& p) {
+    // Less than this many numbers of state are not worth another thread.
+    const int64_t grain = std::max<int64_t>(1, 65536 / (p.keys * p.values));
+    at::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+Tensor diagonal_step(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& log_gate,
+                     bool complement, const optional<Tensor>& log_key_decay, const optional<Tensor>& log_value_decay,
+                     const Tensor& state) {
+    Tensor out = at::empty_like(v);
+    Step p = step(q, k, v, state, out);
+    p.log_gate = sequence("log_gate", log_gate), p.complement = complement;
+    p.log_key_decay = sequence("log_key_decay", log_key_decay);
+    p.log_value_decay = sequence("log_value_decay", log_value_decay);
+    run(kernels().diagonal_step, p);
+    return out;
+}
+
+Tensor delta_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& state) {
+    Tensor out = at::empty_like(v);
+    Step p = step(q, k, v, state, out);
+    p.beta = sequence("beta", beta);
+    run(kernels().delta_step, p);
+    return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fairseq_fastweights, CPU, m) {
+    m.impl("diagonal_forward", diagonal_forward);
+    m.impl("diagonal_backward", diagonal_backward);
+    m.impl("delta_forward", delta_forward);
+    m.impl("delta_backward", delta_backward);
+    m.impl("diagonal_step_", diagonal_step);
+    m.impl("delta_step_", delta_step);
+}
+
+TORCH_LIBRARY_IMPL(fairseq_fastweights, CompositeExplicitAutograd, m) {
+    m.impl("cpu_instruction_set", [] { return std::string(kernels().instruction_set); });
+}

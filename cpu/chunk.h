@@ -1,0 +1,129 @@
+// What all kernels share: scratch memory, the rows of a chunk, and states on their way in and out.
+#pragma once
+
+#include <cstddef>
+#include <new>
+
+#include "matrix.h"
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+// Steps that are computed at once. A product of a chunk's rows then fills one vector of 16 floats.
+constexpr index_t CHUNK = 16;
+
+// Scratch memory of one thread: counted first, then taken piece by piece.
+template <class real> class Scratch {
+   public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() { ::operator delete(memory_, std::align_val_t(64)); }
+
+    // The first time around every piece is null; `allocate` then makes them real for the second.
+    real* take(index_t n) {
+        real* piece = memory_ ? memory_ + taken_ : nullptr;
+        taken_ += padded(n);
+        return piece;
+    }
+    void allocate() {
+        memory_ = static_cast<real*>(::operator new(static_cast<size_t>(taken_) * sizeof(real), std::align_val_t(64)));
+        for (index_t i = 0; i < taken_; ++i) memory_[i] = 0;
+        taken_ = 0;
+    }
+
+   private:
+    real* memory_ = nullptr;
+    index_t taken_ = 0;
+};
+
+FAST_WEIGHTS_INLINE index_t minimum(index_t a, index_t b) { return a < b ? a : b; }
+
+FAST_WEIGHTS_INLINE index_t place(const Sequence& x, index_t b, index_t t, index_t h) {
+    return b * x.batch + t * x.time + h * x.head;
+}
+
+// The rows t .. t + rows of a head, and zeros up to CHUNK rows. `direction` is that in which time goes on, 1 or -1.
+template <class real>
+inline void load_steps(real* dst, const Sequence& x, index_t b, index_t t, index_t h, index_t rows, index_t n,
+                       index_t direction) {
+    load_rows(dst, x, place(x, b, t, h), x.time, rows, n, direction * CHUNK * x.time);
+    if (rows < CHUNK) fill(dst + rows * padded(n), real(0), (CHUNK - rows) * padded(n));
+}
+
+template <class real>
+inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, const real* src, index_t rows, index_t n) {
+    store_rows(x, place(x, b, t, h), x.time, src, rows, n);
+}
+
+// States: (keys, values) contiguous outside, (keys, padded values) in scratch memory.
+template <class real> inline void load_state(real* dst, const void* src, index_t index, index_t keys, index_t values) {
+    const index_t ld = padded(values);
+    if (src == nullptr) {
+        fill(dst, real(0), keys * ld);
+        return;
+    }
+    const real* from = static_cast<const real*>(src) + index * keys * values;
+    for (index_t e = 0; e < keys; ++e) {
+        for (index_t m = 0; m < values; ++m) dst[e * ld + m] = from[e * values + m];
+        for (index_t m = values; m < ld; ++m) dst[e * ld + m] = 0;
+    }
+}
+
+template <class real> inline void store_state(void* dst, index_t index, const real* src, index_t keys, index_t values) {
+    const index_t ld = padded(values);
+    real* to = static_cast<real*>(dst) + index * keys * values;
+    for (index_t e = 0; e < keys; ++e) {
+        for (index_t m = 0; m < values; ++m) to[e * values + m] = src[e * ld + m];
+    }
+}
+
+// x (CHUNK, CHUNK) keeps what is on and below its diagonal (`kept` 0), or below it only (`kept` -1). The rest is
+// replaced, not multiplied by 0: it may be infinite.
+template <class real> inline void lower_part(real* x, index_t kept) {
+    using index = typename Index<real>::type;
+    constexpr int W = Vector<real>::lanes;
+    for (int t = 0; t < CHUNK; ++t) {
+        for (int j = 0; j < CHUNK; j += W) {
+            const index lost = lane_numbers<real>() + j > index{} + (t + static_cast<int>(kept));
+            store(x + t * CHUNK + j, lost ? vec<real>{} : load(x + t * CHUNK + j));
+        }
+    }
+}
+
+// Which part of a call a task is: a row of the batch and some of its heads.
+struct Task {
+    index_t batch, first, last;
+    Task(const Problem& p, index_t task) {
+        const index_t groups = p.groups();
+        batch = task / groups;
+        first = task % groups * p.group;
+        last = minimum(first + p.group, p.heads);
+    }
+};
+
+// The stretches of time between kept states.
+struct Intervals {
+    index_t length, count;
+    explicit Intervals(const Problem& p)
+        : length(p.interval > 0 ? p.interval : padded(p.time)), count((p.time + length - 1) / length) {}
+    index_t begin(index_t n) const { return n * length; }
+    index_t end(const Problem& p, index_t n) const { return minimum(p.time, (n + 1) * length); }
+    // Of the state before interval n, n at least 1, in Problem::states.
+    index_t state(const Problem& p, index_t b, index_t h, index_t n) const {
+        return (b * p.heads + h) * (count - 1) + n - 1;
+    }
+};
+
+// The state before interval n: a kept one, or the initial one.
+template <class real>
+inline void load_start(real* dst, const Problem& p, const Intervals& intervals, index_t b, index_t h, index_t n) {
+    if (n == 0) {
+        load_state(dst, p.initial_state, b * p.heads + h, p.keys, p.values);
+    } else {
+        load_state(dst, p.states, intervals.state(p, b, h, n), p.keys, p.values);
+    }
+}
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights

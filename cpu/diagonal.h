@@ -1,0 +1,594 @@
+// The diagonal family: S_t = decay_t * S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, a chunk of 16 steps at a time.
+//
+// Without decays a chunk is a causal matrix product. A decay that the whole state shares multiplies its scores:
+// D[t][s] = g_{s+1} ... g_t, made row by row as running products. Decays of rows f and columns z, one for each key and
+// value dimension, cannot be pulled out of the scores; so the chunk is halved again and again, and in each block of
+// 2h steps every t of the second half reads every s of the first:
+//
+//     y_t += Pz_t * sum_s <q_t * Pf_t, k_s * Rf_s> v_s * Rz_s
+//     P_t = product of the decays of (m, t], R_s = product of those of (s, m], m the first half's last step
+//
+// No factor exceeds 1 and nothing is divided or subtracted, so gates of 1e-6, or 0, do no harm. Each pair s < t meets
+// in one block; the pairs s = t decay by nothing. Doubling h makes the factors of the next level out of these:
+// R_s *= P of the second half's last step (s in the first half), P_t *= P of the first half's last step (t in the second).
+// After the last level P reaches from the chunk's start to t and R from s to its end, which is what reading the state
+// before the chunk and writing the one after it take.
+//
+// The gradient of a log decay collects, for step u, the products of all pairs with s < u <= t: again plain sums.
+#pragma once
+
+#include "chunk.h"
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+enum class Decay { none, shared, separate };
+
+// One decay a step for the whole state, and what follows from it within a chunk.
+template <class real> struct SharedDecay {
+    real gate[CHUNK], write[CHUNK], prefix[CHUNK], suffix[CHUNK];
+    real between[CHUNK * CHUNK] __attribute__((aligned(64)));
+
+    void load(const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
+        for (index_t i = 0; i < CHUNK; ++i) {
+            const real log = i < rows ? load_one<real>(p.log_gate, place(p.log_gate, b, t + i, h)) : real(0);
+            gate[i] = exponential(log);
+            write[i] = p.complement ? -exponential_minus_one(log) : real(1);
+        }
+        real product = 1;
+        for (index_t i = 0; i < CHUNK; ++i) prefix[i] = product *= gate[i];
+        product = 1;
+        for (index_t i = CHUNK - 1; i >= 0; --i) {
+            suffix[i] = product;
+            product *= gate[i];
+        }
+        // Each row is the one before times a gate, with a 1 on the diagonal and still nothing after it.
+        constexpr int W = Vector<real>::lanes;
+        for (int j = 0; j < CHUNK; j += W) {
+            vec<real> row{};
+            for (int i = 0; i < CHUNK; ++i) {
+                row = lane_numbers<real>() + j == typename Index<real>::type{} + i ? vec<real>{} + 1 : row * gate[i];
+                store(between + i * CHUNK + j, row);
+            }
+        }
+    }
+};
+
+// Decays of rows (or columns) in a chunk, and the factors of the current level; null without decays.
+template <class real> struct Factors {
+    index_t n = 0, ld = 0;
+    real* gate = nullptr;    // exp of the logs
+    real* prefix = nullptr;  // P
+    real* suffix = nullptr;  // R
+
+    void take(Scratch<real>& scratch, const Sequence& logs, index_t dim) {
+        n = dim;
+        ld = padded(dim);
+        if (logs.data == nullptr) return;
+        gate = scratch.take(CHUNK * ld);
+        prefix = scratch.take(CHUNK * ld);
+        suffix = scratch.take(CHUNK * ld);
+    }
+
+    void load(const Sequence& logs, index_t b, index_t t, index_t h, index_t rows, index_t direction) {
+        if (logs.data == nullptr) return;
+        load_steps(gate, logs, b, t, h, rows, n, direction);
+        exponentiate(gate, rows * ld);
+        if (rows < CHUNK) fill(gate + rows * ld, real(1), (CHUNK - rows) * ld);
+        copy(prefix, gate, CHUNK * ld);
+        fill(suffix, real(1), CHUNK * ld);
+    }
+
+    // From blocks of 2 half steps to blocks of twice as many.
+    void widen(index_t half) {
+        for (index_t block = 0; gate != nullptr && block < CHUNK; block += 2 * half) {
+            const real* first = prefix + (block + half - 1) * ld;
+            const real* second = prefix + (block + 2 * half - 1) * ld;
+            for (index_t i = 0; i < half; ++i) {
+                multiply(suffix + (block + i) * ld, suffix + (block + i) * ld, second, ld);
+            }
+            for (index_t i = 0; i < half; ++i) {
+                real* row = prefix + (block + half + i) * ld;
+                if (row != second) multiply(row, row, first, ld);
+            }
+            multiply(prefix + (block + 2 * half - 1) * ld, second, first, ld);
+        }
+    }
+
+    // Past all levels: the factors of reading from before the chunk and of writing to after it.
+    void widen_to_chunk() {
+        for (index_t half = 1; half < CHUNK; half *= 2) widen(half);
+    }
+
+    const real* total() const { return gate ? prefix + (CHUNK - 1) * ld : nullptr; }
+
+    void apply_row(real* y, const real* x, const real* factor) const {
+        if (gate != nullptr) {
+            multiply(y, x, factor, ld);
+        } else {
+            copy(y, x, ld);
+        }
+    }
+    void apply(real* y, const real* x, const real* factors) const {
+        for (index_t i = 0; i < CHUNK; ++i) apply_row(y + i * ld, x + i * ld, factors + (gate ? i * ld : 0));
+    }
+    void apply_add(real* y, const real* x, const real* factors) const {
+        for (index_t i = 0; i < CHUNK; ++i) {
+            if (gate != nullptr) {
+                multiply_add(y + i * ld, x + i * ld, factors + i * ld, ld);
+            } else {
+                scale_add(y + i * ld, x + i * ld, real(1), ld);
+            }
+        }
+    }
+};
+
+// Two levels at a time fill 16 rows: of each the 8 steps in second halves, which read, and the 8 in first halves, which
+// are read. Row i is step reads(i) or is_read(i).
+struct Levels {
+    unsigned half_of_first;  // 1 or 4: the levels with this half and twice it
+    unsigned shift;          // its binary logarithm
+    index_t half(index_t i) const { return i < 8 ? half_of_first : 2 * half_of_first; }
+    index_t is_read(index_t i) const {
+        const unsigned j = i & 7, log = shift + (i >> 3);
+        return (j >> log << (log + 1)) | (j & ((1u << log) - 1));
+    }
+    index_t reads(index_t i) const { return is_read(i) + half(i); }
+    // The rows that meet reader i: those from first(i) on, half(i) of them.
+    index_t first(index_t i) const { return i & ~(half(i) - 1); }
+};
+constexpr Levels LEVELS[2] = {{1, 0}, {4, 2}};
+
+// What the rows of two levels are made of.
+template <class real> struct LevelRows {
+    real* readers;       // q * Pf, or dy * Pz
+    real* read;          // k * Rf, or v * Rz
+    real* of_readers;    // the factors Pf or Pz themselves
+    real* of_read;       // Rf or Rz
+
+    void take(Scratch<real>& scratch, index_t ld) {
+        readers = scratch.take(CHUNK * ld);
+        read = scratch.take(CHUNK * ld);
+        of_readers = scratch.take(CHUNK * ld);
+        of_read = scratch.take(CHUNK * ld);
+    }
+
+    // Fills the 8 rows of one level; `second` (q or dy) may be null.
+    void gather(const Factors<real>& factors, const Levels& levels, index_t from, const real* second,
+                const real* first) {
+        const index_t ld = factors.ld;
+        const bool decays = factors.gate != nullptr;
+        for (index_t i = from; i < from + 8; ++i) {
+            const index_t t = levels.reads(i), s = levels.is_read(i);
+            if (decays) {
+                copy(of_readers + i * ld, factors.prefix + t * ld, ld);
+                copy(of_read + i * ld, factors.suffix + s * ld, ld);
+            }
+            if (second) factors.apply_row(readers + i * ld, second + t * ld, of_readers + i * ld);
+            factors.apply_row(read + i * ld, first + s * ld, of_read + i * ld);
+        }
+    }
+};
+
+template <class real> inline void mask_levels(real* scores, const Levels& levels) {
+    using index = typename Index<real>::type;
+    constexpr int W = Vector<real>::lanes;
+    for (index_t i = 0; i < CHUNK; ++i) {
+        const int first = static_cast<int>(levels.first(i)), end = first + static_cast<int>(levels.half(i));
+        for (int j = 0; j < CHUNK; j += W) {
+            const index lane = lane_numbers<real>() + j;
+            const index kept = (lane >= index{} + first) & (lane < index{} + end);
+            store(scores + i * CHUNK + j, kept ? load(scores + i * CHUNK + j) : vec<real>{});
+        }
+    }
+}
+
+template <class real> inline void decay_state(real* state, const real* f, const real* z, index_t keys, index_t ld) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t e = 0; e < keys; ++e) {
+        const real factor = f ? f[e] : real(1);
+        for (index_t m = 0; m < ld; m += W) {
+            vec<real> x = load(state + e * ld + m) * factor;
+            if (z) x = x * load(z + m);
+            store(state + e * ld + m, x);
+        }
+    }
+}
+
+// The arithmetic of one chunk of one head.
+template <class real, Decay decay> class DiagonalChunk {
+   public:
+    DiagonalChunk(const Problem& p, Scratch<real>& scratch, bool backward)
+        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)) {
+        q = scratch.take(CHUNK * Kp);
+        k = scratch.take(CHUNK * Kp);
+        v = scratch.take(CHUNK * Vp);
+        y = scratch.take(CHUNK * Vp);  // out, or its gradient
+        keys_t = scratch.take(Kp * CHUNK);
+        scores = scratch.take(CHUNK * CHUNK);
+        scaled_q = scratch.take(CHUNK * Kp);
+        scaled_k = scratch.take(CHUNK * Kp);
+        scaled_v = scratch.take(CHUNK * Vp);
+        read_out = scratch.take(CHUNK * Vp);
+        if (decay == Decay::separate) {
+            f.take(scratch, p.log_key_decay, K);
+            z.take(scratch, p.log_value_decay, V);
+            key_rows.take(scratch, Kp);
+            value_rows.take(scratch, Vp);
+        }
+        if (!backward) return;
+        plain_k = scratch.take(CHUNK * Kp);
+        dq = scratch.take(CHUNK * Kp);
+        dk = scratch.take(CHUNK * Kp);
+        dv = scratch.take(CHUNK * Vp);
+        dq_t = scratch.take(Kp * CHUNK);
+        dk_t = scratch.take(Kp * CHUNK);
+        values_t = scratch.take(Vp * CHUNK);
+        dy_t = scratch.take(Vp * CHUNK);
+        d_scores = scratch.take(CHUNK * CHUNK);
+        more_k = scratch.take(CHUNK * Kp);
+        more_v = scratch.take(CHUNK * Vp);
+        scaled_y = scratch.take(CHUNK * Vp);
+        if (decay == Decay::separate) {
+            df = scratch.take(CHUNK * Kp);
+            dz = scratch.take(CHUNK * Vp);
+            run = scratch.take(Kp > Vp ? Kp : Vp);
+        }
+    }
+
+    // Reads keys, values and decays: what it takes to carry the state on.
+    void open(index_t b, index_t t, index_t h, index_t rows, index_t direction) {
+        b_ = b, t_ = t, h_ = h, rows_ = rows, direction_ = direction;
+        load_steps(k, p_.k, b, t, h, rows, K, direction);
+        load_steps(v, p_.v, b, t, h, rows, V, direction);
+        if (decay == Decay::shared) {
+            shared.load(p_, b, t, h, rows);
+            if (p_.complement) {
+                if (plain_k) copy(plain_k, k, CHUNK * Kp);
+                for (index_t i = 0; i < rows; ++i) scale(k + i * Kp, k + i * Kp, shared.write[i], Kp);
+            }
+        }
+        if (decay == Decay::separate) {
+            f.load(p_.log_key_decay, b, t, h, rows, direction);
+            z.load(p_.log_value_decay, b, t, h, rows, direction);
+        }
+    }
+
+    // out and the state after the chunk, `state` (K, Vp) being the one before it; `empty`: that one is all zeros.
+    void forward(real* state, bool empty) {
+        load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
+        if (decay == Decay::separate) {
+            read_within_chunk_by_levels();
+        } else {
+            transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
+            product<false, Into::set>(rows_, CHUNK, K, scores, CHUNK, q, Kp, keys_t, CHUNK);
+            mask_scores(scores);
+            product<false, Into::set, Shape::lower>(rows_, Vp, rows_, y, Vp, scores, CHUNK, v, Vp);
+        }
+        if (!empty) {
+            scale_queries();
+            if (z.gate) {
+                product<false, Into::set>(rows_, Vp, K, read_out, Vp, scaled(q, scaled_q), Kp, state, Vp);
+                z.apply_add(y, read_out, z.prefix);
+            } else {
+                product<false, Into::add>(rows_, Vp, K, y, Vp, scaled(q, scaled_q), Kp, state, Vp);
+            }
+        }
+        write(state);
+        store_steps(p_.out, b_, t_, h_, y, rows_, V);
+    }
+
+    // The state alone.
+    void carry(real* state) {
+        f.widen_to_chunk();
+        z.widen_to_chunk();
+        write(state);
+    }
+
+    // All gradients of the chunk. `state` is the one before the chunk; `d_state`, that of the state after it, becomes
+    // that of the state before it. `empty`, `d_empty`: these are all zeros.
+    void backward(const real* state, bool empty, real* d_state, bool d_empty) {
+        load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
+        load_steps(y, p_.d_out, b_, t_, h_, rows_, V, direction_);
+        if (decay == Decay::shared) fill(d_log, real(0), CHUNK);
+        if (decay == Decay::separate) {
+            backward_by_levels();
+        } else {
+            transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
+            transpose(dy_t, CHUNK, y, Vp, CHUNK, Vp);
+            transpose(values_t, CHUNK, v, Vp, CHUNK, Vp);
+            product<false, Into::set>(rows_, CHUNK, K, scores, CHUNK, q, Kp, keys_t, CHUNK);
+            product<false, Into::set>(rows_, CHUNK, V, d_scores, CHUNK, y, Vp, values_t, CHUNK);
+            mask_scores(scores);
+            if (decay == Decay::shared) gate_gradient_within_chunk();
+            mask_scores(d_scores);
+            product<false, Into::set, Shape::lower>(rows_, Kp, rows_, dq, Kp, d_scores, CHUNK, k, Kp);
+            product<true, Into::set, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_scores, CHUNK, q, Kp);
+            product<true, Into::set, Shape::upper>(rows_, Vp, rows_, dv, Vp, scores, CHUNK, y, Vp);
+        }
+        scale_queries();
+        scale_writes();
+        const real* qs = scaled(q, scaled_q);
+        const real* ys = y;
+        if (z.gate) {
+            z.apply(scaled_y, y, z.prefix);
+            ys = scaled_y;
+        }
+        if (!empty) {
+            // dq = dy S^T, by way of its transposed: S comes by rows.
+            if (z.gate || decay == Decay::separate) transpose(dy_t, CHUNK, ys, Vp, CHUNK, Vp);
+            product<false, Into::set>(K, CHUNK, V, dq_t, CHUNK, state, Vp, dy_t, CHUNK);
+            transpose(more_k, Kp, dq_t, CHUNK, Kp, CHUNK);
+            if (z.gate) product<false, Into::set>(rows_, Vp, K, more_v, Vp, qs, Kp, state, Vp);
+            add_readers_gradients();
+        }
+        if (!d_empty) {
+            const real* vs = z.gate ? scaled_v : v;
+            if (decay == Decay::separate) transpose(values_t, CHUNK, vs, Vp, CHUNK, Vp);
+            product<false, Into::set>(K, CHUNK, V, dk_t, CHUNK, d_state, Vp, values_t, CHUNK);
+            transpose(more_k, Kp, dk_t, CHUNK, Kp, CHUNK);
+            product<false, Into::set>(rows_, Vp, K, more_v, Vp, scaled(k, scaled_k), Kp, d_state, Vp);
+            add_writers_gradients();
+            if (!empty) add_gradient_of_passing(state, d_state);
+            if (decay == Decay::shared) scale(d_state, d_state, shared.prefix[CHUNK - 1], K * Vp);
+            if (decay == Decay::separate) decay_state(d_state, f.total(), z.total(), K, Vp);
+        }
+        product<true, Into::add>(K, Vp, rows_, d_state, Vp, qs, Kp, ys, Vp);
+        store_gradients();
+    }
+
+   private:
+    static const real* scaled(const real* plain, const real* multiplied) {
+        return decay == Decay::none ? plain : multiplied;
+    }
+
+    // The causal part, times the decays in between.
+    void mask_scores(real* x) {
+        lower_part(x, 0);
+        if (decay == Decay::shared) multiply(x, x, shared.between, rows_ * CHUNK);
+    }
+
+    // Queries as they read the state before the chunk.
+    void scale_queries() {
+        if (decay == Decay::shared) {
+            for (index_t i = 0; i < CHUNK; ++i) scale(scaled_q + i * Kp, q + i * Kp, shared.prefix[i], Kp);
+        }
+        if (decay == Decay::separate) f.apply(scaled_q, q, f.prefix);
+    }
+
+    // Keys and values as they are in the state after the chunk.
+    void scale_writes() {
+        if (decay == Decay::shared) {
+            for (index_t i = 0; i < CHUNK; ++i) scale(scaled_k + i * Kp, k + i * Kp, shared.suffix[i], Kp);
+        }
+        if (decay == Decay::separate) f.apply(scaled_k, k, f.suffix);
+        if (z.gate) z.apply(scaled_v, v, z.suffix);
+    }
+
+    void write(real* state) {
+        scale_writes();
+        if (decay == Decay::shared) scale(state, state, shared.prefix[CHUNK - 1], K * Vp);
+        if (decay == Decay::separate && (f.gate || z.gate)) decay_state(state, f.total(), z.total(), K, Vp);
+        product<true, Into::add>(K, Vp, rows_, state, Vp, scaled(k, scaled_k), Kp, z.gate ? scaled_v : v, Vp);
+    }
+
+    void gather_levels(const Levels& levels, const real* dy) {
+        for (index_t from = 0; from < CHUNK; from += 8) {
+            key_rows.gather(f, levels, from, q, k);
+            value_rows.gather(z, levels, from, dy, v);
+            f.widen(levels.half(from));
+            z.widen(levels.half(from));
+        }
+        transpose(keys_t, CHUNK, key_rows.read, Kp, CHUNK, Kp);
+        product<false, Into::set>(CHUNK, CHUNK, K, scores, CHUNK, key_rows.readers, Kp, keys_t, CHUNK);
+        mask_levels(scores, levels);
+    }
+
+    void read_within_chunk_by_levels() {
+        for (index_t t = 0; t < rows_; ++t) scale(y + t * Vp, v + t * Vp, dot(q + t * Kp, k + t * Kp, Kp), Vp);
+        for (const Levels& levels : LEVELS) {
+            gather_levels(levels, nullptr);
+            product<false, Into::set>(CHUNK, Vp, CHUNK, read_out, Vp, scores, CHUNK, value_rows.read, Vp);
+            for (index_t i = 0; i < CHUNK; ++i) {
+                const index_t t = levels.reads(i);
+                if (z.gate) {
+                    multiply_add(y + t * Vp, read_out + i * Vp, value_rows.of_readers + i * Vp, Vp);
+                } else {
+                    scale_add(y + t * Vp, read_out + i * Vp, real(1), Vp);
+                }
+            }
+        }
+    }
+
+    void backward_by_levels() {
+        if (f.gate) fill(df, real(0), CHUNK * Kp);
+        if (z.gate) fill(dz, real(0), CHUNK * Vp);
+        for (index_t t = 0; t < CHUNK; ++t) {
+            const real own = dot(y + t * Vp, v + t * Vp, Vp);
+            scale(dq + t * Kp, k + t * Kp, own, Kp);
+            scale(dk + t * Kp, q + t * Kp, own, Kp);
+            scale(dv + t * Vp, y + t * Vp, dot(q + t * Kp, k + t * Kp, Kp), Vp);
+        }
+        for (const Levels& levels : LEVELS) {
+            gather_levels(levels, y);
+            transpose(values_t, CHUNK, value_rows.read, Vp, CHUNK, Vp);
+            product<false, Into::set>(CHUNK, CHUNK, V, d_scores, CHUNK, value_rows.readers, Vp, values_t, CHUNK);
+            mask_levels(d_scores, levels);
+            // Of the readers' queries, then of what they read: keys, then values.
+            product<false, Into::set>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.read, Kp);
+            add_level(levels, f, true, more_k, key_rows, dq, df);
+            product<true, Into::set>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.readers, Kp);
+            add_level(levels, f, false, more_k, key_rows, dk, df);
+            product<true, Into::set>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.readers, Vp);
+            add_level(levels, z, false, more_v, value_rows, dv, dz);
+            if (z.gate) {
+                // The read-outs, whose products with their gradients are what the decays of values scale.
+                product<false, Into::set>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.read, Vp);
+                add_level(levels, z, true, more_v, value_rows, nullptr, dz);
+            }
+        }
+    }
+
+    // `gradient` (CHUNK, ld) is that of the rows that read (`second`) or are read. It goes to the steps it belongs to,
+    // and, times the rows, to the log decays that these rows passed through: those of (m, t] or of (s, m].
+    void add_level(const Levels& levels, const Factors<real>& factors, bool second, const real* gradient,
+                   const LevelRows<real>& rows, real* d_steps, real* d_logs) {
+        const index_t ld = factors.ld;
+        const real* scaled_rows = second ? rows.readers : rows.read;
+        const real* scales = second ? rows.of_readers : rows.of_read;
+        for (index_t i = 0; d_steps != nullptr && i < CHUNK; ++i) {
+            const index_t step = second ? levels.reads(i) : levels.is_read(i);
+            if (factors.gate) {
+                multiply_add(d_steps + step * ld, gradient + i * ld, scales + i * ld, ld);
+            } else {
+                scale_add(d_steps + step * ld, gradient + i * ld, real(1), ld);
+            }
+        }
+        if (!factors.gate) return;
+        for (index_t from = 0; from < CHUNK;) {
+            const index_t half = levels.half(from);
+            fill(run, real(0), ld);
+            for (index_t j = 0; j < half; ++j) {
+                // Backwards in time over the second half, forwards over the first: there step s is passed by s + 1.
+                const index_t i = second ? from + half - 1 - j : from + j;
+                if (second) multiply_add(run, gradient + i * ld, scaled_rows + i * ld, ld);
+                const index_t step = second ? levels.reads(i) : levels.is_read(i);
+                scale_add(d_logs + step * ld, run, real(1), ld);
+                if (!second) multiply_add(run, gradient + i * ld, scaled_rows + i * ld, ld);
+            }
+            from += half;
+        }
+    }
+
+    // more_k: the gradient of the scaled queries; more_v: the read-outs (only with decays of values).
+    void add_readers_gradients() {
+        if (decay == Decay::none) scale_add(dq, more_k, real(1), rows_ * Kp);
+        if (decay == Decay::shared) {
+            real total = 0;
+            for (index_t i = rows_ - 1; i >= 0; --i) {
+                scale_add(dq + i * Kp, more_k + i * Kp, shared.prefix[i], Kp);
+                d_log[i] += total += dot(scaled_q + i * Kp, more_k + i * Kp, Kp);
+            }
+        }
+        if (decay == Decay::separate) {
+            f.apply_add(dq, more_k, f.prefix);
+            if (f.gate) add_suffix_sums(df, scaled_q, more_k, Kp);
+            if (z.gate) add_suffix_sums(dz, scaled_y, more_v, Vp);
+        }
+    }
+
+    // more_k, more_v: the gradients of the scaled keys and values.
+    void add_writers_gradients() {
+        if (decay == Decay::none) {
+            scale_add(dk, more_k, real(1), rows_ * Kp);
+            scale_add(dv, more_v, real(1), rows_ * Vp);
+        }
+        if (decay == Decay::shared) {
+            real total = 0;
+            for (index_t i = 0; i < rows_; ++i) {
+                scale_add(dk + i * Kp, more_k + i * Kp, shared.suffix[i], Kp);
+                scale_add(dv + i * Vp, more_v + i * Vp, real(1), Vp);
+                d_log[i] += total;
+                total += dot(scaled_k + i * Kp, more_k + i * Kp, Kp);
+            }
+        }
+        if (decay == Decay::separate) {
+            f.apply_add(dk, more_k, f.suffix);
+            z.apply_add(dv, more_v, z.suffix);
+            if (f.gate) add_prefix_sums(df, scaled_k, more_k, Kp);
+            if (z.gate) add_prefix_sums(dz, scaled_v, more_v, Vp);
+        }
+    }
+
+    // What was in the state before the chunk and is still there after it has passed every decay.
+    void add_gradient_of_passing(const real* state, const real* d_state) {
+        if (decay == Decay::shared) {
+            const real total = shared.prefix[CHUNK - 1] * dot(state, d_state, K * Vp);
+            for (index_t i = 0; i < rows_; ++i) d_log[i] += total;
+        }
+        if (decay == Decay::separate && (f.gate || z.gate)) {
+            constexpr int W = Vector<real>::lanes;
+            fill(run, real(0), Vp);
+            for (index_t e = 0; e < K; ++e) {
+                const real factor = f.gate ? f.total()[e] : real(1);
+                vec<real> row{};
+                for (index_t m = 0; m < Vp; m += W) {
+                    vec<real> x = load(state + e * Vp + m) * load(d_state + e * Vp + m) * factor;
+                    if (z.gate) x = x * load(z.total() + m);
+                    row += x;
+                    store(run + m, load(run + m) + x);
+                }
+                if (f.gate) {
+                    const real total = sum<real>(row);
+                    for (index_t i = 0; i < rows_; ++i) df[i * Kp + e] += total;
+                }
+            }
+            for (index_t i = 0; z.gate && i < rows_; ++i) scale_add(dz + i * Vp, run, real(1), Vp);
+        }
+    }
+
+    // d[u] += sum over t >= u of a_t * b_t
+    void add_suffix_sums(real* d, const real* a, const real* b, index_t ld) {
+        fill(run, real(0), ld);
+        for (index_t i = rows_ - 1; i >= 0; --i) {
+            multiply_add(run, a + i * ld, b + i * ld, ld);
+            scale_add(d + i * ld, run, real(1), ld);
+        }
+    }
+
+    // d[u] += sum over s < u of a_s * b_s
+    void add_prefix_sums(real* d, const real* a, const real* b, index_t ld) {
+        fill(run, real(0), ld);
+        for (index_t i = 0; i < rows_; ++i) {
+            scale_add(d + i * ld, run, real(1), ld);
+            multiply_add(run, a + i * ld, b + i * ld, ld);
+        }
+    }
+
+    // d_log[u] += sum over s < u <= t of scores * d_scores: `scores` is masked and decayed, `d_scores` is not yet.
+    void gate_gradient_within_chunk() {
+        real column[CHUNK] = {};  // over the rows from t on: sums of scores * d_scores over s < u, for every u
+        for (index_t t = rows_ - 1; t > 0; --t) {
+            real row = 0;
+            for (index_t u = 1; u <= t; ++u) {
+                row += scores[t * CHUNK + u - 1] * d_scores[t * CHUNK + u - 1];
+                column[u] += row;
+            }
+        }
+        for (index_t u = 1; u < rows_; ++u) d_log[u] += column[u];
+    }
+
+    void store_gradients() {
+        if (decay == Decay::shared) {
+            if (p_.complement) {
+                // k (1 - g): d(1 - g) / d log g = -g.
+                for (index_t i = 0; i < rows_; ++i) {
+                    d_log[i] -= shared.gate[i] * dot(dk + i * Kp, plain_k + i * Kp, Kp);
+                    scale(dk + i * Kp, dk + i * Kp, shared.write[i], Kp);
+                }
+            }
+            const Sequence& to = p_.d_log_gate;
+            for (index_t i = 0; i < rows_; ++i) store_one(to, place(to, b_, t_ + i, h_), d_log[i]);
+        }
+        store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
+        store_steps(p_.dk, b_, t_, h_, dk, rows_, K);
+        store_steps(p_.dv, b_, t_, h_, dv, rows_, V);
+        if (f.gate) store_steps(p_.d_log_key_decay, b_, t_, h_, df, rows_, K);
+        if (z.gate) store_steps(p_.d_log_value_decay, b_, t_, h_, dz, rows_, V);
+    }
+
+    const Problem& p_;
+    const index_t K, V, Kp, Vp;
+    index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
+    SharedDecay<real> shared;
+    Factors<real> f, z;
+    LevelRows<real> key_rows, value_rows;
+    real d_log[CHUNK] __attribute__((aligned(64)));
+    real *q, *k, *v, *y, *keys_t, *scores, *scaled_q, *scaled_k, *scaled_v, *read_out;
+    real *plain_k = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_t = nullptr, *dk_t = nullptr,
+         *values_t = nullptr, *dy_t = nullptr, *d_scores = nullptr, *more_k = nullptr, *more_v = nullptr,
+         *scaled_y = nullptr, *df = nullptr, *dz = nullptr, *run = nullptr;
+};
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights

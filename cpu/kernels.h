@@ -1,0 +1,72 @@
+// What crosses between the binding, which knows torch, and the kernels, which do not.
+#pragma once
+
+#include <cstdint>
+
+namespace fast_weights {
+
+enum class Type : int { float32, float64, float16, bfloat16 };
+
+// A tensor (batch, time, heads[, dim]); strides count elements, those of the last dimension are 1. No data: absent.
+struct Sequence {
+    void* data = nullptr;
+    Type type = Type::float32;
+    int64_t batch = 0, time = 0, head = 0;
+};
+
+// One call of a kernel. States are contiguous (batch, heads, keys, values), float64 if `v` is and float32 otherwise.
+struct Problem {
+    int64_t batch = 0, time = 0, heads = 0, keys = 0, values = 0;
+    // Heads that one task walks through time with: `tasks()` tasks, in any order and on any thread, are the call.
+    int64_t group = 1;
+    // A state is kept before every step that is a multiple of `interval`, but not before step 0; 0 keeps none.
+    int64_t interval = 0;
+
+    Sequence q, k, v;
+    Sequence log_gate;                        // diagonal: one decay for the whole state ...
+    bool complement = false;                  // ... which writes with 1 - gate
+    Sequence log_key_decay, log_value_decay;  // diagonal: or one for each row, and for each column, of the state
+    Sequence beta;                            // delta: the write strength
+    const void* initial_state = nullptr;      // null: zeros
+
+    Sequence out;
+    void* final_state = nullptr;
+    void* states = nullptr;  // (batch, heads, ceil(time / interval) - 1, keys, values)
+
+    Sequence d_out;
+    const void* d_final_state = nullptr;  // null: zeros
+    Sequence dq, dk, dv, d_log_gate, d_log_key_decay, d_log_value_decay, d_beta;
+    void* d_initial_state = nullptr;  // null: not wanted
+
+    int64_t groups() const { return (heads + group - 1) / group; }
+    int64_t tasks() const { return batch * groups(); }
+};
+
+// A single step that changes the state where it lies; its rows are `state_key` elements apart.
+struct Step {
+    int64_t batch = 0, heads = 0, keys = 0, values = 0;
+    Sequence q, k, v, log_gate;
+    bool complement = false;
+    Sequence log_key_decay, log_value_decay, beta, out;
+    void* state = nullptr;
+    int64_t state_batch = 0, state_head = 0, state_key = 0;
+
+    int64_t tasks() const { return batch * heads; }
+};
+
+// Each runs the tasks [begin, end).
+struct Kernels {
+    const char* instruction_set;
+    void (*diagonal_forward)(const Problem&, int64_t begin, int64_t end);
+    void (*diagonal_backward)(const Problem&, int64_t begin, int64_t end);
+    void (*delta_forward)(const Problem&, int64_t begin, int64_t end);
+    void (*delta_backward)(const Problem&, int64_t begin, int64_t end);
+    void (*diagonal_step)(const Step&, int64_t begin, int64_t end);
+    void (*delta_step)(const Step&, int64_t begin, int64_t end);
+};
+
+// Those for the processor at hand; the environment variable FASTWEIGHTS_CPU_ISA (baseline, avx2, avx512) may ask for
+// less. Null if it asks for what is not there, and `*available` then lists what is.
+const Kernels* kernels(const char** available = nullptr);
+
+}  // namespace fast_weights

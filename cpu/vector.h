@@ -1,0 +1,320 @@
+// Vectors of the instruction set that this file is compiled for, and rows of numbers made of them.
+//
+// Everything here lives in a namespace named after the instruction set, and no inline function of the standard library
+// is used: the linker keeps one copy of such a function, and might keep one that this processor cannot run.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+#if defined(__AVX512F__)
+#define FAST_WEIGHTS_VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define FAST_WEIGHTS_VECTOR_BYTES 32
+#else
+#define FAST_WEIGHTS_VECTOR_BYTES 16  // SSE2, NEON
+#endif
+
+#define FAST_WEIGHTS_INLINE inline __attribute__((always_inline))
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+using index_t = int64_t;
+
+template <class real> struct Vector {
+    static constexpr int lanes = FAST_WEIGHTS_VECTOR_BYTES / sizeof(real);
+    typedef real type __attribute__((vector_size(FAST_WEIGHTS_VECTOR_BYTES), may_alias));
+};
+template <class real> using vec = typename Vector<real>::type;
+typedef int32_t ivec __attribute__((vector_size(FAST_WEIGHTS_VECTOR_BYTES), may_alias));
+typedef int64_t lvec __attribute__((vector_size(FAST_WEIGHTS_VECTOR_BYTES), may_alias));
+template <class real> struct Index;
+template <> struct Index<float> {
+    typedef ivec type;
+};
+template <> struct Index<double> {
+    typedef lvec type;
+};
+
+// Rows in scratch memory begin at multiples of this many numbers: 64 bytes, whatever the instruction set.
+constexpr index_t ROW = 16;
+constexpr index_t padded(index_t n) { return (n + ROW - 1) / ROW * ROW; }
+
+template <class real> FAST_WEIGHTS_INLINE vec<real> load(const real* p) {
+    return *reinterpret_cast<const vec<real>*>(p);
+}
+template <class real> FAST_WEIGHTS_INLINE void store(real* p, vec<real> x) { *reinterpret_cast<vec<real>*>(p) = x; }
+
+// Two vectors interleaved: the lower halves (a0 b0 a1 b1 ...) or the upper ones.
+template <class real, bool upper> FAST_WEIGHTS_INLINE vec<real> interleave(vec<real> a, vec<real> b) {
+    constexpr int W = Vector<real>::lanes;
+    constexpr int o = upper ? W / 2 : 0;
+#if defined(__clang__)
+    if constexpr (W == 2) return __builtin_shufflevector(a, b, o, W + o);
+    if constexpr (W == 4) return __builtin_shufflevector(a, b, o, W + o, o + 1, W + o + 1);
+    if constexpr (W == 8)
+        return __builtin_shufflevector(a, b, o, W + o, o + 1, W + o + 1, o + 2, W + o + 2, o + 3, W + o + 3);
+    if constexpr (W == 16)
+        return __builtin_shufflevector(a, b, o, W + o, o + 1, W + o + 1, o + 2, W + o + 2, o + 3, W + o + 3, o + 4,
+                                       W + o + 4, o + 5, W + o + 5, o + 6, W + o + 6, o + 7, W + o + 7);
+#else
+    typename Index<real>::type places{};
+    for (int i = 0; i < W; ++i) places[i] = o + i / 2 + (i % 2 ? W : 0);
+    return __builtin_shuffle(a, b, places);
+#endif
+}
+
+// dst (16, 16) = src (16, 16) transposed.
+template <class real> inline void transpose_tile(real* dst, index_t ldd, const real* src, index_t lds) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t r = 0; r < 16; r += W) {
+        for (index_t c = 0; c < 16; c += W) {
+            vec<real> a[W], b[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) a[i] = load(src + (r + i) * lds + c);
+#pragma GCC unroll 4
+            for (int stage = 1; stage < W; stage *= 2) {
+#pragma GCC unroll 8
+                for (int i = 0; i < W / 2; ++i) {
+                    b[2 * i] = interleave<real, false>(a[i], a[i + W / 2]);
+                    b[2 * i + 1] = interleave<real, true>(a[i], a[i + W / 2]);
+                }
+#pragma GCC unroll 16
+                for (int i = 0; i < W; ++i) a[i] = b[i];
+            }
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) store(dst + (c + i) * ldd + r, a[i]);
+        }
+    }
+}
+
+// dst (cols, rows) = src (rows, cols) transposed; both sizes are multiples of 16.
+template <class real>
+inline void transpose(real* dst, index_t ldd, const real* src, index_t lds, index_t rows, index_t cols) {
+    for (index_t r = 0; r < rows; r += 16) {
+        for (index_t c = 0; c < cols; c += 16) transpose_tile(dst + c * ldd + r, ldd, src + r * lds + c, lds);
+    }
+}
+
+// Row operations on n numbers, n a multiple of ROW.
+
+template <class real> inline void fill(real* x, real value, index_t n) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t i = 0; i < n; i += W) store(x + i, vec<real>{} + value);
+}
+
+template <class real> inline void copy(real* y, const real* x, index_t n) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t i = 0; i < n; i += W) store(y + i, load(x + i));
+}
+
+// y = a * b
+template <class real> inline void multiply(real* y, const real* a, const real* b, index_t n) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t i = 0; i < n; i += W) store(y + i, load(a + i) * load(b + i));
+}
+
+// y += a * b
+template <class real> inline void multiply_add(real* y, const real* a, const real* b, index_t n) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t i = 0; i < n; i += W) store(y + i, load(y + i) + load(a + i) * load(b + i));
+}
+
+// y = s * a
+template <class real> inline void scale(real* y, const real* a, real s, index_t n) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t i = 0; i < n; i += W) store(y + i, load(a + i) * s);
+}
+
+// y += s * a
+template <class real> inline void scale_add(real* y, const real* a, real s, index_t n) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t i = 0; i < n; i += W) store(y + i, load(y + i) + load(a + i) * s);
+}
+
+// The lanes' numbers 0, 1, 2 ...
+template <class real> FAST_WEIGHTS_INLINE typename Index<real>::type lane_numbers() {
+    typename Index<real>::type numbers{};
+    for (int i = 0; i < Vector<real>::lanes; ++i) numbers[i] = i;
+    return numbers;
+}
+
+template <class real> FAST_WEIGHTS_INLINE real sum(vec<real> x) {
+    constexpr int W = Vector<real>::lanes;
+#if defined(__clang__)
+    real total = 0;
+    for (int i = 0; i < W; ++i) total += x[i];
+    return total;
+#else
+#pragma GCC unroll 4
+    for (int half = W / 2; half > 0; half /= 2) x += __builtin_shuffle(x, lane_numbers<real>() ^ half);
+    return x[0];
+#endif
+}
+
+template <class real> inline real dot(const real* a, const real* b, index_t n) {
+    constexpr int W = Vector<real>::lanes;
+    vec<real> total{};
+    for (index_t i = 0; i < n; i += W) total += load(a + i) * load(b + i);
+    return sum<real>(total);
+}
+
+// x = exp(x) for x at most 0, to about an ulp; what is below the smallest denormal number becomes 0, NaN stays NaN.
+inline void exponentiate(float* x, index_t n) {
+    constexpr int W = Vector<float>::lanes;
+    constexpr float round_off = 12582912.f;  // 1.5 * 2^23: adding it leaves no fraction
+    for (index_t i = 0; i < n; i += W) {
+        vec<float> y = load(x + i);
+        y = y < -104.f ? vec<float>{} - 104.f : y;
+        y = y > 88.f ? vec<float>{} + 88.f : y;
+        const vec<float> whole = (y * 1.44269504088896341f + round_off) - round_off;
+        vec<float> r = y - whole * 0.693359375f;
+        r = r - whole * -2.12194440054690583e-4f;
+        vec<float> p = vec<float>{} + 1.9875691500e-4f;
+        p = p * r + 1.3981999507e-3f;
+        p = p * r + 8.3334519073e-3f;
+        p = p * r + 4.1665795894e-2f;
+        p = p * r + 1.6666665459e-1f;
+        p = p * r + 5.0000001201e-1f;
+        p = p * (r * r) + r + 1.f;
+        // 2^whole in two factors: the result may be denormal where 2^whole itself is none.
+        const ivec e = __builtin_convertvector(whole, ivec);
+        const ivec half = e >> 1, rest = e - half;
+        const ivec b1 = (half + 127) << 23, b2 = (rest + 127) << 23;
+        store(x + i, p * reinterpret_cast<const vec<float>&>(b1) * reinterpret_cast<const vec<float>&>(b2));
+    }
+}
+
+inline void exponentiate(double* x, index_t n) {
+    for (index_t i = 0; i < n; ++i) x[i] = __builtin_exp(x[i]);
+}
+
+FAST_WEIGHTS_INLINE float bits_to_float(uint32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+FAST_WEIGHTS_INLINE uint32_t float_to_bits(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+FAST_WEIGHTS_INLINE float from_bfloat16(uint16_t x) { return bits_to_float(static_cast<uint32_t>(x) << 16); }
+
+FAST_WEIGHTS_INLINE uint16_t to_bfloat16(float x) {
+    const uint32_t bits = float_to_bits(x);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+}
+
+FAST_WEIGHTS_INLINE float from_float16(uint16_t x) {
+    const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16, rest = x & 0x7fffu;
+    // Multiplying by 2^112 moves the exponent to where float32 has it, denormal numbers included.
+    const float magnitude = bits_to_float(rest << 13) * 5.192296858534828e33f;
+    const uint32_t bits = rest >= 0x7c00u ? 0x7f800000u | (rest << 13) : float_to_bits(magnitude);
+    return bits_to_float(bits | sign);
+}
+
+FAST_WEIGHTS_INLINE uint16_t to_float16(float x) {
+    const uint32_t bits = float_to_bits(x), sign = bits & 0x80000000u, magnitude = bits ^ sign;
+    uint32_t half;
+    if (magnitude >= 0x47800000u) {  // 2^16 and above, infinite or NaN
+        half = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    } else if (magnitude < 0x38800000u) {  // below 2^-14: denormal; adding 0.5 rounds it into the lowest bits
+        half = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u;
+    } else {
+        half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    }
+    return static_cast<uint16_t>(half | (sign >> 16));
+}
+
+FAST_WEIGHTS_INLINE float from_stored(float x) { return x; }
+FAST_WEIGHTS_INLINE double from_stored(double x) { return x; }
+
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+FAST_WEIGHTS_INLINE float from_stored(Bfloat16 x) { return from_bfloat16(x.bits); }
+FAST_WEIGHTS_INLINE float from_stored(Float16 x) { return from_float16(x.bits); }
+template <class real> FAST_WEIGHTS_INLINE void to_stored(float& y, real x) { y = static_cast<float>(x); }
+template <class real> FAST_WEIGHTS_INLINE void to_stored(double& y, real x) { y = x; }
+template <class real> FAST_WEIGHTS_INLINE void to_stored(Bfloat16& y, real x) {
+    y.bits = to_bfloat16(static_cast<float>(x));
+}
+template <class real> FAST_WEIGHTS_INLINE void to_stored(Float16& y, real x) {
+    y.bits = to_float16(static_cast<float>(x));
+}
+
+// Calls work(p), p being x's elements from `offset` on, as their type.
+template <class Work> FAST_WEIGHTS_INLINE void with_type(const Sequence& x, index_t offset, const Work& work) {
+    switch (x.type) {
+        case Type::float32: return work(static_cast<float*>(x.data) + offset);
+        case Type::float64: return work(static_cast<double*>(x.data) + offset);
+        case Type::bfloat16: return work(static_cast<Bfloat16*>(x.data) + offset);
+        case Type::float16: return work(static_cast<Float16*>(x.data) + offset);
+    }
+}
+
+// `rows` rows of n numbers that are `step` elements apart, to rows of padded(n) numbers whose rest becomes 0. Those
+// `ahead` elements further are fetched into the cache: rows of short heads lie too far apart for the processor to guess.
+template <class real>
+inline void load_rows(real* dst, const Sequence& x, index_t offset, index_t step, index_t rows, index_t n,
+                      index_t ahead) {
+    const index_t ld = padded(n);
+    with_type(x, offset, [=](const auto* p) {
+        constexpr index_t line = 64 / sizeof(*p);
+        for (index_t r = 0; r < rows; ++r) {
+            const auto* from = p + r * step;
+            for (index_t i = 0; ahead != 0 && i < n; i += line) __builtin_prefetch(from + ahead + i);
+            real* row = dst + r * ld;
+            index_t i = 0;
+            for (; i + ROW <= n; i += ROW) {
+                for (index_t j = 0; j < ROW; ++j) row[i + j] = static_cast<real>(from_stored(from[i + j]));
+            }
+            for (; i < n; ++i) row[i] = static_cast<real>(from_stored(from[i]));
+            for (; i < ld; ++i) row[i] = 0;
+        }
+    });
+}
+
+template <class real>
+inline void store_rows(const Sequence& x, index_t offset, index_t step, const real* src, index_t rows, index_t n) {
+    const index_t ld = padded(n);
+    with_type(x, offset, [=](auto* p) {
+        for (index_t r = 0; r < rows; ++r) {
+            auto* to = p + r * step;
+            const real* row = src + r * ld;
+            index_t i = 0;
+            for (; i + ROW <= n; i += ROW) {
+                for (index_t j = 0; j < ROW; ++j) to_stored(to[i + j], row[i + j]);
+            }
+            for (; i < n; ++i) to_stored(to[i], row[i]);
+        }
+    });
+}
+
+// One number: what a gate or a write strength is at a step.
+template <class real> FAST_WEIGHTS_INLINE real load_one(const Sequence& x, index_t offset) {
+    real value = 0;
+    with_type(x, offset, [&](const auto* p) { value = static_cast<real>(from_stored(*p)); });
+    return value;
+}
+
+template <class real> FAST_WEIGHTS_INLINE void store_one(const Sequence& x, index_t offset, real value) {
+    with_type(x, offset, [=](auto* p) { to_stored(*p, value); });
+}
+
+FAST_WEIGHTS_INLINE float exponential(float x) { return __builtin_expf(x); }
+FAST_WEIGHTS_INLINE double exponential(double x) { return __builtin_exp(x); }
+FAST_WEIGHTS_INLINE float exponential_minus_one(float x) { return __builtin_expm1f(x); }
+FAST_WEIGHTS_INLINE double exponential_minus_one(double x) { return __builtin_expm1(x); }
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights

@@ -1,0 +1,158 @@
+"""The compiled kernels' libraries: whether they are there, are of this torch and of these sources; loading them.
+
+`tools/native_build.py` builds up to two libraries beside the package's modules, ``_native_cpu.so`` and
+``_native_cuda.so``, and writes ``_native_build.json``, a record of what it built, for which torch, from which sources,
+or why it did not. They are plain libraries that register torch operators, bound to one version of torch: loading them
+into another one could crash the process, so the record is read first.
+
+The environment variables ``FASTWEIGHTS_NATIVE_CPU`` and ``FASTWEIGHTS_NATIVE_CUDA`` name a library to load instead,
+unchecked: one that was built with sanitizers, say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CHECKOUT = PACKAGE.parent
+RECORD = "_native_build.json"
+PARTS = {"cpu": "CPU", "cuda": "CUDA"}
+SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".inl", ".cu", ".cuh")
+
+_lock = threading.Lock()
+_outcomes: dict[str, str | None] = {}
+
+
+def load(part: str) -> str | None:
+    """Loads the library of `part` ("cpu" or "cuda") into torch, the first time that it is asked for.
+
+    Returns:
+        None if it is loaded, otherwise one line that says why not and how to mend it. It raises nothing, and answers
+        from memory from the second call on: what was not loaded once is not loaded later in the same process.
+    """
+    if part not in _outcomes:
+        with _lock:
+            if part not in _outcomes:
+                _outcomes[part] = _load(part)
+    return _outcomes[part]
+
+
+def library(part: str) -> Path:
+    """Where the library of `part` is, if it was built."""
+    return PACKAGE / f"_native_{part}.so"
+
+
+def log(part: str) -> Path:
+    """Where the compilers' output of a build of `part` that failed is."""
+    return PACKAGE / f"_native_{part}.log"
+
+
+def record() -> dict[str, Any]:
+    """What the last build wrote: by part, "state" ("built" or "missing"), "reason" and how it was made; or nothing."""
+    try:
+        found = json.loads((PACKAGE / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def why_not(part: str, torch_version: str) -> str | None:
+    """Why the library of `part` would not be loaded into torch `torch_version`: one line, or None.
+
+    Reads files only, and needs no torch.
+    """
+    entry = record().get(part)
+    name = f"the {PARTS[part]} kernels"
+    if not isinstance(entry, dict):
+        return f"{name} were not built; {_rebuild(part)}"
+    if entry.get("state") != "built":
+        output = f"; the compiler's whole output: {log(part)}" if log(part).is_file() else ""
+        return f"{name} were not built: {entry.get('reason')}{output}"
+    if entry.get("torch") != torch_version:
+        return f"{name} were built for torch {entry.get('torch')} and this is torch {torch_version}; {_rebuild(part)}"
+    if not library(part).is_file():
+        return f"{name} were built, but {library(part)} is gone; {_rebuild(part)}"
+    if _in_checkout() and entry.get("sources") != source_digest(CHECKOUT / part):
+        return f"{name} are outdated, {part}/ has changed since they were built; {_rebuild(part)}"
+    return None
+
+
+def source_digest(folder: Path) -> str:
+    """A digest of the names and contents of the kernels' sources in `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in SOURCE_SUFFIXES):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
+    """Whether code for these architectures ("sm_80", "sm_90a", "compute_90") runs on a GPU of this capability."""
+    for architecture in architectures:
+        kind, _, number = architecture.partition("_")
+        digits = number.rstrip("af")
+        built_for = int(digits[:-1]), int(digits[-1])
+        if number != digits:  # features of one GPU, which no later one need have
+            runs = built_for == capability
+        elif kind == "sm":
+            runs = built_for[0] == capability[0] and built_for <= capability
+        else:  # PTX, which the driver compiles
+            runs = built_for <= capability
+        if runs:
+            return True
+    return False
+
+
+def _load(part: str) -> str | None:
+    import torch
+
+    name = f"the {PARTS[part]} kernels"
+    try:
+        path = os.environ.get(f"FASTWEIGHTS_NATIVE_{part.upper()}")
+        if not path:
+            reason = why_not(part, str(torch.__version__))
+            if reason is None and part == "cuda":
+                reason = _wrong_gpu(record()[part].get("architectures", []))
+            if reason is not None:
+                return reason
+            path = str(library(part))
+        torch.ops.load_library(path)
+    except Exception as error:  # whatever it is, there is chunkwise
+        told = (str(error).splitlines() or [""])[0]
+        return f"{name} could not be loaded: {type(error).__name__}: {told}; {_rebuild(part)}"
+    return None
+
+
+def _wrong_gpu(architectures: list[str]) -> str | None:
+    """Why code for `architectures` runs on none, or not on all, of the GPUs that torch sees."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "the CUDA kernels were built, but torch sees no GPU"
+    for device in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(device)
+        if not runs_on(architectures, capability):
+            return (
+                f"the CUDA kernels were built for {', '.join(architectures)}, which GPU {device} of compute capability "
+                f"{capability[0]}.{capability[1]} does not run; {_rebuild('cuda')}"
+            )
+    return None
+
+
+def _in_checkout() -> bool:
+    return (CHECKOUT / "tools" / "native_build.py").is_file()
+
+
+def _rebuild(part: str) -> str:
+    """How to build them (again)."""
+    if _in_checkout():
+        return f"build them with `python {CHECKOUT / 'tools' / 'native_build.py'}`"
+    return (
+        f"build them with `FASTWEIGHTS_BUILD={part} pip install --no-cache-dir --force-reinstall --no-deps .` in the "
+        "project's sources"
+    )

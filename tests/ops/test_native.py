@@ -1,0 +1,380 @@
+"""The compiled kernels as torch operators, and what only they promise. What every backend does is in test_backends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.ops import libraries, native
+from tests.ops.rules import (
+    DEVICE,
+    RULE,
+    RULES,
+    RULES_AND_REGIMES,
+    Inputs,
+    Rule,
+    assert_agrees,
+    assert_close,
+    cotangents,
+    differentiate,
+    label,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
+OPERATORS = torch.ops.fairseq_fastweights
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="about the CPU kernels")
+
+
+def outcome(rule: Rule, inputs: Inputs) -> dict[str, Tensor | None]:
+    outputs = rule.run(inputs, "native")
+    return dict(zip(("out", "final_state"), outputs, strict=True)) | differentiate(outputs, inputs, cotangents(outputs))
+
+
+# Shapes and sizes
+
+# The papers' (K, V), each with T that fills no chunk.
+PAPERS = [(16, 16), (32, 32), (64, 64), (256, 64), (512, 64), (4, 64), (32, 128), (256, 512)]
+
+
+@pytest.mark.parametrize(("K", "V"), PAPERS)
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_the_papers_sizes(rule, K, V):
+    inputs = rule.inputs(B=1, T=147, H=2, K=K, V=V)
+    assert_agrees(rule, "native", inputs, 1e-5)
+
+
+@pytest.mark.parametrize("T", [*range(1, 35), 63, 64, 65, 79, 80, 81, 128, 129, 193])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_every_way_to_fill_chunks_and_intervals(rule, T):
+    inputs = rule.inputs(B=1, T=T, H=3, K=17, V=18, dtype=torch.float64)
+    assert_agrees(rule, "native", inputs, 1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [*range(1, 36), 47, 48, 49, 63, 65, 100, 127, 129, 255, 257, 511, 512])
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_every_size_of_keys_and_values(rule, size):
+    for K, V in ((size, 5), (3, size)):
+        assert_agrees(rule, "native", rule.inputs(B=1, T=37, H=1, K=K, V=V), 1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_heads_are_taken_together_and_stay_apart(rule, heads):
+    """As many at a time as fit into a cache; here 64 KiB of state each, so that there are groups."""
+    assert_agrees(rule, "native", rule.inputs(B=2, T=33, H=heads, K=128, V=128), 1e-5)
+
+
+@pytest.mark.parametrize("complement", [True, False])
+def test_one_decay_for_all_keys_is_the_same_without_a_copy(complement):
+    """Retention: a decay per head, expanded. It runs as the gate that it is."""
+    inputs = RULE["decay of keys"].inputs(T=70, K=6, requires_grad=False)
+    one = inputs["log_key_decay"][..., :1]
+    outputs = ops.decay_rule(**inputs | {"log_key_decay": one.expand_as(inputs["k"])}, backend="native")
+    expected = ops.decay_rule(**inputs | {"log_key_decay": one.repeat(1, 1, 1, 6)}, backend="native")
+    for actual, wanted in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+    assert native._shared_or_separate(one.expand_as(inputs["k"]), None)[0] is not None
+    # A gradient is asked for by key: no single gate has it.
+    decays = one.expand_as(inputs["k"]).requires_grad_()
+    assert native._shared_or_separate(decays, None)[0] is None
+
+
+# torch.library
+
+
+def arguments_of(rule: Rule, inputs: Inputs) -> tuple[str, tuple]:
+    """The forward operator that a rule runs, and its arguments."""
+    q, k, v, state = (inputs[name] for name in ("q", "k", "v", "initial_state"))
+    if rule.operation == "delta_rule":
+        return "delta", (q, k, v, inputs["beta"], state)
+    gates = [inputs.get(name) for name in ("log_key_decay", "log_value_decay")]
+    return "diagonal", (q, k, v, inputs.get("log_gate"), rule.operation == "gated_rule", *gates, state)
+
+
+@pytest.mark.parametrize("initial_state", [True, False], ids=["state", "no-state"])
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_operators_pass_torchs_own_checks(rule, T, initial_state):
+    """Schemas, shapes without data, registration with autograd, and compilation with dynamic shapes."""
+    inputs = rule.inputs(B=2, T=T, H=2, K=5, V=3, initial_state=initial_state)
+    kind, arguments = arguments_of(rule, inputs)
+    forward = getattr(OPERATORS, f"{kind}_forward").default
+    torch.library.opcheck(forward, (*arguments, 64))
+    with torch.no_grad():
+        torch.library.opcheck(forward, (*arguments, 0))
+        out, final_state, states = forward(*arguments, 64)
+        plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+        backward = getattr(OPERATORS, f"{kind}_backward").default
+        torch.library.opcheck(backward, (out, final_state, *plain, states, 64))
+        torch.library.opcheck(backward, (out, None, *plain, states, 64))
+        if T == 1 and initial_state:
+            torch.library.opcheck(getattr(OPERATORS, f"{kind}_step_").default, (*plain[:-1], plain[-1].clone()))
+
+
+@pytest.mark.parametrize("layout", ["as it is", "time first", "wide"])
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_shapes_without_data_are_those_with_it(rule, layout):
+    """Strides too: out comes as v does, so that fairseq's (time, batch, channel) needs no copy."""
+    inputs = rule.inputs(T=20)
+
+    def lay(x: Tensor) -> Tensor:
+        if layout == "time first":
+            return x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        if layout == "wide":
+            return torch.cat([x.detach(), x.detach()], -1)[..., : x.shape[-1]].requires_grad_()
+        return x
+
+    inputs |= {name: lay(inputs[name]) for name in ("q", "k", "v")}
+    kind, arguments = arguments_of(rule, inputs)
+    real = getattr(OPERATORS, f"{kind}_forward")(*arguments, 64)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = getattr(OPERATORS, f"{kind}_forward")(*arguments, 64)
+    for x, y in zip(real, fake, strict=True):
+        assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+    if layout == "time first":
+        out = real[0]
+        assert out.transpose(0, 1).is_contiguous()
+
+
+class Layer(torch.nn.Module):
+    """A rule between projections, with state in and out."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__()
+        self.rule = rule
+        self.project = torch.nn.Linear(12, 3 * 12 + 2)
+        self.out = torch.nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, gate = self.project(x).split([12, 12, 12, 2], -1)
+        q, k, v = (y.view(*y.shape[:2], 2, 6) for y in (q, k, v))
+        gate = torch.nn.functional.logsigmoid(gate.float())
+        if self.rule == "decay":
+            gates = [gate[..., None].expand(*k.shape), gate[..., None] * torch.ones_like(v)]
+        else:
+            gates = {"sum": [], "gated": [gate], "delta": [gate.exp()]}[self.rule]
+        k = torch.nn.functional.normalize(k, dim=-1)
+        y, state = getattr(ops, f"{self.rule}_rule")(q, k, v, *gates, initial_state=state, backend="native")
+        return self.out(y.flatten(2)), state
+
+
+def gradients(layer: torch.nn.Module, run, x: Tensor, state: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    x, state = x.clone().requires_grad_(), state.clone().requires_grad_()
+    out, final_state = run(x, state)
+    (out.float().square().sum() + final_state.square().sum()).backward()
+    return [out, final_state, x.grad, state.grad, *[p.grad.clone() for p in layer.parameters()]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", ["sum", "gated", "decay", "delta"])
+def test_torch_compile(name, autocast):
+    """One graph, forward and backward, which stays right when shapes change; "aot_eager" needs no compiler."""
+    torch.manual_seed(0)
+    layer = Layer(name).to(DEVICE)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+        for B, T in ((2, 20), (2, 20), (3, 33), (1, 70)):
+            x, state = torch.randn(B, T, 12, device=DEVICE), torch.randn(B, 2, 6, 6, device=DEVICE)
+            for actual, expected in zip(
+                gradients(layer, compiled, x, state), gradients(layer, layer, x, state), strict=True
+            ):
+                torch.testing.assert_close(actual, expected)
+        with torch.no_grad():
+            x, state = torch.randn(2, 1, 12, device=DEVICE), torch.randn(2, 2, 6, 6, device=DEVICE)
+            for actual, expected in zip(compiled(x, state), layer(x, state), strict=True):
+                torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_no_gradient_is_no_gradient(rule):
+    """Steps between kept states are kept for a backward pass only."""
+    inputs = rule.inputs(T=200)
+    kind, arguments = arguments_of(rule, inputs)
+    assert getattr(OPERATORS, f"{kind}_forward")(*arguments, 64)[2].shape[2] == 3
+    assert getattr(OPERATORS, f"{kind}_forward")(*arguments, 0)[2].shape[2] == 0
+    with pytest.raises(RuntimeError, match="kept no states"):
+        outputs = getattr(OPERATORS, f"{kind}_forward")(*arguments, 0)
+        outputs[0].sum().backward()
+
+
+@pytest.mark.parametrize("interval", [16, 32, 48, 64, 128, 512])
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_how_many_states_are_kept_changes_no_bit(rule, interval, monkeypatch):
+    if DEVICE.type != "cpu" and interval % 64:
+        pytest.skip("on a GPU intervals are multiples of 64")
+    inputs = rule.inputs(T=150, K=9, V=10)
+    expected = outcome(rule, inputs)
+    monkeypatch.setattr(native, "_interval", lambda *_: interval)
+    for name, x in outcome(rule, inputs).items():
+        assert torch.equal(x, expected[name]), name
+
+
+# Threads and instruction sets
+
+
+@on_cpu
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_threads_change_no_bit(rule):
+    inputs = rule.inputs(B=3, T=80, H=5, K=33, V=20)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(outcome(rule, inputs))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        for name, x in result.items():
+            assert torch.equal(x, results[0][name]), name
+
+
+def variants() -> list[str]:
+    """The instruction sets that this processor has kernels for."""
+    known = ["baseline", "avx2", "avx512"]
+    if DEVICE.type != "cpu" or libraries.load("cpu") is not None:
+        return []
+    environment = os.environ | {"FASTWEIGHTS_CPU_ISA": ""}
+    code = "from fairseq_fastweights.ops import native; print(native.cpu_instruction_set())"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return known[: known.index(result.stdout.strip()) + 1]
+
+
+@on_cpu
+def test_the_instruction_set_is_one_that_there_is():
+    assert native.cpu_instruction_set() in variants()
+
+
+@on_cpu
+@pytest.mark.slow
+def test_every_instruction_set_agrees():
+    """Each in a process of its own, over all rules and regimes."""
+    for name in variants():
+        result = subprocess.run(
+            [sys.executable, "-m", "tests.ops.test_native"],
+            cwd=ROOT,
+            env=os.environ | {"FASTWEIGHTS_CPU_ISA": name, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.strip() == f"{name}: all agree"
+
+
+@on_cpu
+def test_an_instruction_set_that_is_not_there_is_named():
+    result = subprocess.run(
+        [sys.executable, "-c", "from fairseq_fastweights.ops import native; native.cpu_instruction_set()"],
+        cwd=ROOT,
+        env=os.environ | {"FASTWEIGHTS_CPU_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0
+    assert "FASTWEIGHTS_CPU_ISA is mmx; here it may be one of baseline" in result.stderr
+
+
+# The first call
+
+FIRST_CALL = """
+import time, torch
+from fairseq_fastweights import ops
+device = {device!r}
+x = torch.randn(2, 64, 4, 16, device=device, requires_grad=True)
+b = torch.rand(2, 64, 4, device=device)
+x.square().sum().backward()  # torch's own first time
+
+def call():
+    start = time.perf_counter()
+    out, _ = ops.delta_rule(x, torch.nn.functional.normalize(x, dim=-1), x, b, backend="native")
+    out.sum().backward()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+first, second = call(), call()
+print(first - second)
+"""
+
+
+def test_the_first_call_costs_no_more_than_a_moment():
+    """Nothing is compiled or tuned. The best of three processes: others may be at work on the machine."""
+    extra = []
+    for _ in range(3):
+        begun = time.monotonic()
+        result = subprocess.run(
+            [sys.executable, "-c", FIRST_CALL.format(device=DEVICE.type)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        extra.append(float(result.stdout))
+        assert time.monotonic() - begun < 300
+    assert min(extra) <= 0.05
+
+
+# Processes that train together
+
+
+@on_cpu
+@pytest.mark.slow
+def test_distributed_data_parallel():
+    """Two processes, half of the batch each, have the gradients of one with the whole."""
+    torch.multiprocessing.spawn(_train_half, nprocs=2)
+
+
+def _train_half(rank: int) -> None:
+    import tempfile
+
+    torch.set_num_threads(1)
+    store = Path(tempfile.gettempdir()) / f"fast-weights-{os.getppid()}"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        for name in ("sum", "gated", "decay", "delta"):
+            torch.manual_seed(0)
+            layer = Layer(name)
+            x, state = torch.randn(4, 20, 12), torch.zeros(4, 2, 6, 6)
+            layer(x, state)[0].square().mean().backward()
+            expected = [p.grad.clone() for p in layer.parameters()]
+            layer.zero_grad()
+            parallel = torch.nn.parallel.DistributedDataParallel(layer)
+            half = slice(2 * rank, 2 * rank + 2)
+            parallel(x[half], state[half])[0].square().mean().backward()
+            for p, grad in zip(layer.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad, grad)
+    finally:
+        torch.distributed.destroy_process_group()
+        if rank == 0:
+            store.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """What `test_every_instruction_set_agrees` runs: all rules and regimes, with what the environment names."""
+    for rule, regime in RULES_AND_REGIMES:
+        for T, K, V in ((3, 5, 3), (100, 16, 16), (70, 33, 50)):
+            for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
+                assert_agrees(rule, "native", rule.inputs(T=T, K=K, V=V, dtype=dtype, regime=regime), tolerance)
+    for rule in RULES:
+        for dtype in (torch.bfloat16, torch.float16):
+            assert_agrees(rule, "native", rule.inputs(T=70, K=20, V=33, dtype=dtype), 2e-2)
+        inputs = rule.inputs(T=1, K=20, V=33, requires_grad=False)
+        step = dict(zip(("out", "final_state"), rule.run(inputs, "native"), strict=True))
+        whole = dict(zip(("out", "final_state"), rule.reference(inputs), strict=True))
+        assert_close(step, whole, 1e-6)
+    print(f"{native.cpu_instruction_set()}: all agree")
+
+
+if __name__ == "__main__":
+    main()
