@@ -50,18 +50,19 @@ inline void substitute(real* x, index_t ld, const real* a, index_t rows, index_t
 // The arithmetic of one chunk of one head.
 template <class real> class DeltaChunk {
    public:
-    DeltaChunk(const Problem& p, Scratch<real>& scratch, bool backward)
+    // With `slots` for as many chunks: what `open` and `prepare` leave in one stays until it is opened again.
+    DeltaChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
         : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)) {
         // Two blocks of 16 rows each that are multiplied as one: queries over keys, dy over -dv.
-        q = scratch.take(2 * CHUNK * Kp);
-        k = q + CHUNK * Kp;
-        v = scratch.take(CHUNK * Vp);
-        u = scratch.take(CHUNK * Vp);
+        q_slots = scratch.take(slots * 2 * CHUNK * Kp);
         y = scratch.take(2 * CHUNK * Vp);
-        keys_t = scratch.take(Kp * CHUNK);
+        v_slots = scratch.take(slots * CHUNK * Vp);
+        u_slots = scratch.take(slots * CHUNK * Vp);
+        keys_t_slots = scratch.take(slots * Kp * CHUNK);
+        products_slots = scratch.take(slots * CHUNK * CHUNK);
+        system_slots = scratch.take(slots * CHUNK * CHUNK);
+        beta_slots = scratch.take(slots * CHUNK);
         scores = scratch.take(CHUNK * CHUNK);
-        products = scratch.take(CHUNK * CHUNK);
-        system = scratch.take(CHUNK * CHUNK);
         if (!backward) return;
         dv = y + CHUNK * Vp;
         right = scratch.take(CHUNK * Vp);
@@ -76,18 +77,33 @@ template <class real> class DeltaChunk {
         d_products = scratch.take(CHUNK * CHUNK);
     }
 
-    void open(index_t b, index_t t, index_t h, index_t rows, index_t direction) {
-        b_ = b, t_ = t, h_ = h, rows_ = rows, direction_ = direction;
-        load_steps(k, p_.k, b, t, h, rows, K, direction);
-        load_steps(v, p_.v, b, t, h, rows, V, direction);
+    // Reads keys, values and write strengths, what it takes to carry the state on, into a slot.
+    void open(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
+        reopen(b, t, h, rows, slot);
+        direction_ = 1;
+        load_steps(k, p_.k, b, t, h, rows, K, 1);
+        load_steps(v, p_.v, b, t, h, rows, V, 1);
         for (index_t i = 0; i < CHUNK; ++i) {
             beta[i] = i < rows ? load_one<real>(p_.beta, place(p_.beta, b, t + i, h)) : real(0);
         }
     }
 
+    // Goes back to a chunk that was opened and prepared before, in the same slot.
+    void reopen(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
+        b_ = b, t_ = t, h_ = h, rows_ = rows, direction_ = -1;
+        q = q_slots + slot * 2 * CHUNK * Kp;
+        k = q + CHUNK * Kp;
+        v = v_slots + slot * CHUNK * Vp;
+        u = u_slots + slot * CHUNK * Vp;
+        keys_t = keys_t_slots + slot * Kp * CHUNK;
+        products = products_slots + slot * CHUNK * CHUNK;
+        system = system_slots + slot * CHUNK * CHUNK;
+        beta = beta_slots + slot * CHUNK;
+    }
+
     void forward(real* state, bool empty) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
-        solve(state, empty);
+        prepare(state, empty);
         score_queries();
         product<false, Into::set, Shape::lower>(rows_, Vp, rows_, y, Vp, scores, CHUNK, u, Vp);
         if (!empty) product<false, Into::add>(rows_, Vp, K, y, Vp, q, Kp, state, Vp);
@@ -96,14 +112,29 @@ template <class real> class DeltaChunk {
     }
 
     void carry(real* state) {
-        solve(state, false);
+        prepare(state, false);
         product<true, Into::add>(K, Vp, rows_, state, Vp, k, Kp, u, Vp);
     }
 
+    // u from v, which becomes V - K S; also K K^T, and A.
+    void prepare(const real* state, bool empty) {
+        transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
+        product<false, Into::set>(rows_, CHUNK, K, products, CHUNK, k, Kp, keys_t, CHUNK);
+        lower_part(products, -1);
+        for (index_t i = 0; i < rows_; ++i) scale(system + i * CHUNK, products + i * CHUNK, beta[i], CHUNK);
+        if (!empty) {
+            product<false, Into::set>(rows_, Vp, K, u, Vp, k, Kp, state, Vp);
+            scale_add(v, u, real(-1), rows_ * Vp);
+        }
+        for (index_t i = 0; i < rows_; ++i) scale(u + i * Vp, v + i * Vp, beta[i], Vp);
+        substitute<false>(u, Vp, system, rows_, Vp);
+    }
+
+    // All gradients of a prepared chunk. `state` is the one before the chunk; `d_state`, that of the state after it,
+    // becomes that of the state before it. `empty`, `d_empty`: these are all zeros.
     void backward(const real* state, bool empty, real* d_state, bool d_empty) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
         load_steps(y, p_.d_out, b_, t_, h_, rows_, V, direction_);
-        solve(state, empty);  // leaves V - K S in v
         score_queries();
         transpose(u_t, CHUNK, u, Vp, CHUNK, Vp);
 
@@ -131,14 +162,14 @@ template <class real> class DeltaChunk {
             transpose(values_t, 2 * CHUNK, y, Vp, 2 * CHUNK, Vp);
             product<false, Into::set>(K, 2 * CHUNK, V, through_state, 2 * CHUNK, state, Vp, values_t, 2 * CHUNK);
             transpose(more_k, Kp, through_state, 2 * CHUNK, Kp, CHUNK);
-            scale_add(dq, more_k, real(1), rows_ * Kp);
+            add(dq, more_k, rows_ * Kp);
             transpose(more_k, Kp, through_state + CHUNK, 2 * CHUNK, Kp, CHUNK);
-            scale_add(dk, more_k, real(1), rows_ * Kp);
+            add(dk, more_k, rows_ * Kp);
         }
         if (!d_empty) {
             product<false, Into::set>(K, CHUNK, V, dk_t, CHUNK, d_state, Vp, u_t, CHUNK);
             transpose(more_k, Kp, dk_t, CHUNK, Kp, CHUNK);
-            scale_add(dk, more_k, real(1), rows_ * Kp);
+            add(dk, more_k, rows_ * Kp);
         }
         product<true, Into::add>(K, Vp, CHUNK + rows_, d_state, Vp, q, Kp, y, Vp);
         for (index_t i = 0; i < rows_; ++i) scale(right + i * Vp, right + i * Vp, beta[i], Vp);
@@ -149,20 +180,6 @@ template <class real> class DeltaChunk {
     }
 
    private:
-    // u from v, which becomes V - K S; also K K^T, and A.
-    void solve(const real* state, bool empty) {
-        transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
-        product<false, Into::set>(rows_, CHUNK, K, products, CHUNK, k, Kp, keys_t, CHUNK);
-        lower_part(products, -1);
-        for (index_t i = 0; i < rows_; ++i) scale(system + i * CHUNK, products + i * CHUNK, beta[i], CHUNK);
-        if (!empty) {
-            product<false, Into::set>(rows_, Vp, K, u, Vp, k, Kp, state, Vp);
-            scale_add(v, u, real(-1), rows_ * Vp);
-        }
-        for (index_t i = 0; i < rows_; ++i) scale(u + i * Vp, v + i * Vp, beta[i], Vp);
-        substitute<false>(u, Vp, system, rows_, Vp);
-    }
-
     void score_queries() {
         product<false, Into::set>(rows_, CHUNK, K, scores, CHUNK, q, Kp, keys_t, CHUNK);
         lower_part(scores, 0);
@@ -171,8 +188,9 @@ template <class real> class DeltaChunk {
     const Problem& p_;
     const index_t K, V, Kp, Vp;
     index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
-    real beta[CHUNK] = {}, d_beta[CHUNK] = {};
-    real *q, *k, *v, *u, *y, *keys_t, *scores, *products, *system;
+    real d_beta[CHUNK] = {};
+    real *q_slots, *v_slots, *u_slots, *keys_t_slots, *products_slots, *system_slots, *beta_slots;
+    real *q, *k, *v, *u, *y, *keys_t, *scores, *products, *system, *beta;
     real *dv = nullptr, *right = nullptr, *dq = nullptr, *dk = nullptr, *more_k = nullptr, *through_state = nullptr,
          *values_t = nullptr, *u_t = nullptr, *dk_t = nullptr, *d_scores = nullptr, *d_products = nullptr;
 };

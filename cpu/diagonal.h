@@ -57,24 +57,34 @@ template <class real> struct SharedDecay {
 // Decays of rows (or columns) in a chunk, and the factors of the current level; null without decays.
 template <class real> struct Factors {
     index_t n = 0, ld = 0;
-    real* gate = nullptr;    // exp of the logs
+    real* gates = nullptr;   // exp of the logs, a slot for each chunk
+    real* gate = nullptr;    // those of the chunk at hand
     real* prefix = nullptr;  // P
     real* suffix = nullptr;  // R
 
-    void take(Scratch<real>& scratch, const Sequence& logs, index_t dim) {
+    void take(Scratch<real>& scratch, const Sequence& logs, index_t dim, index_t slots) {
         n = dim;
         ld = padded(dim);
         if (logs.data == nullptr) return;
-        gate = scratch.take(CHUNK * ld);
+        gates = scratch.take(slots * CHUNK * ld);
         prefix = scratch.take(CHUNK * ld);
         suffix = scratch.take(CHUNK * ld);
     }
 
-    void load(const Sequence& logs, index_t b, index_t t, index_t h, index_t rows, index_t direction) {
-        if (logs.data == nullptr) return;
-        load_steps(gate, logs, b, t, h, rows, n, direction);
+    void choose(index_t slot) {
+        if (gates != nullptr) gate = gates + slot * CHUNK * ld;
+    }
+
+    void load(const Sequence& logs, index_t b, index_t t, index_t h, index_t rows) {
+        if (gate == nullptr) return;
+        load_steps(gate, logs, b, t, h, rows, n, 1);
         exponentiate(gate, rows * ld);
         if (rows < CHUNK) fill(gate + rows * ld, real(1), (CHUNK - rows) * ld);
+    }
+
+    // The factors of the first level.
+    void begin() {
+        if (gate == nullptr) return;
         copy(prefix, gate, CHUNK * ld);
         fill(suffix, real(1), CHUNK * ld);
     }
@@ -110,16 +120,10 @@ template <class real> struct Factors {
         }
     }
     void apply(real* y, const real* x, const real* factors) const {
-        for (index_t i = 0; i < CHUNK; ++i) apply_row(y + i * ld, x + i * ld, factors + (gate ? i * ld : 0));
+        gate ? multiply(y, x, factors, CHUNK * ld) : copy(y, x, CHUNK * ld);
     }
     void apply_add(real* y, const real* x, const real* factors) const {
-        for (index_t i = 0; i < CHUNK; ++i) {
-            if (gate != nullptr) {
-                multiply_add(y + i * ld, x + i * ld, factors + i * ld, ld);
-            } else {
-                scale_add(y + i * ld, x + i * ld, real(1), ld);
-            }
-        }
+        gate ? multiply_add(y, x, factors, CHUNK * ld) : add(y, x, CHUNK * ld);
     }
 };
 
@@ -198,11 +202,12 @@ template <class real> inline void decay_state(real* state, const real* f, const 
 // The arithmetic of one chunk of one head.
 template <class real, Decay decay> class DiagonalChunk {
    public:
-    DiagonalChunk(const Problem& p, Scratch<real>& scratch, bool backward)
+    // With `slots` for as many chunks: what `open` reads into one stays there until it is opened again.
+    DiagonalChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
         : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)) {
         q = scratch.take(CHUNK * Kp);
-        k = scratch.take(CHUNK * Kp);
-        v = scratch.take(CHUNK * Vp);
+        k_slots = scratch.take(slots * CHUNK * Kp);
+        v_slots = scratch.take(slots * CHUNK * Vp);
         y = scratch.take(CHUNK * Vp);  // out, or its gradient
         keys_t = scratch.take(Kp * CHUNK);
         scores = scratch.take(CHUNK * CHUNK);
@@ -211,13 +216,13 @@ template <class real, Decay decay> class DiagonalChunk {
         scaled_v = scratch.take(CHUNK * Vp);
         read_out = scratch.take(CHUNK * Vp);
         if (decay == Decay::separate) {
-            f.take(scratch, p.log_key_decay, K);
-            z.take(scratch, p.log_value_decay, V);
+            f.take(scratch, p.log_key_decay, K, slots);
+            z.take(scratch, p.log_value_decay, V, slots);
             key_rows.take(scratch, Kp);
             value_rows.take(scratch, Vp);
         }
         if (!backward) return;
-        plain_k = scratch.take(CHUNK * Kp);
+        plain_k_slots = scratch.take(slots * CHUNK * Kp);
         dq = scratch.take(CHUNK * Kp);
         dk = scratch.take(CHUNK * Kp);
         dv = scratch.take(CHUNK * Vp);
@@ -232,15 +237,16 @@ template <class real, Decay decay> class DiagonalChunk {
         if (decay == Decay::separate) {
             df = scratch.take(CHUNK * Kp);
             dz = scratch.take(CHUNK * Vp);
-            run = scratch.take(Kp > Vp ? Kp : Vp);
+            run = scratch.take(Vp);
         }
     }
 
-    // Reads keys, values and decays: what it takes to carry the state on.
-    void open(index_t b, index_t t, index_t h, index_t rows, index_t direction) {
-        b_ = b, t_ = t, h_ = h, rows_ = rows, direction_ = direction;
-        load_steps(k, p_.k, b, t, h, rows, K, direction);
-        load_steps(v, p_.v, b, t, h, rows, V, direction);
+    // Reads keys, values and decays, what it takes to carry the state on, into a slot.
+    void open(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
+        reopen(b, t, h, rows, slot);
+        direction_ = 1;
+        load_steps(k, p_.k, b, t, h, rows, K, 1);
+        load_steps(v, p_.v, b, t, h, rows, V, 1);
         if (decay == Decay::shared) {
             shared.load(p_, b, t, h, rows);
             if (p_.complement) {
@@ -249,15 +255,27 @@ template <class real, Decay decay> class DiagonalChunk {
             }
         }
         if (decay == Decay::separate) {
-            f.load(p_.log_key_decay, b, t, h, rows, direction);
-            z.load(p_.log_value_decay, b, t, h, rows, direction);
+            f.load(p_.log_key_decay, b, t, h, rows);
+            z.load(p_.log_value_decay, b, t, h, rows);
         }
+    }
+
+    // Goes back to a chunk that was opened before, in the same slot.
+    void reopen(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
+        b_ = b, t_ = t, h_ = h, rows_ = rows, direction_ = -1;
+        k = k_slots + slot * CHUNK * Kp;
+        v = v_slots + slot * CHUNK * Vp;
+        if (plain_k_slots) plain_k = plain_k_slots + slot * CHUNK * Kp;
+        f.choose(slot);
+        z.choose(slot);
     }
 
     // out and the state after the chunk, `state` (K, Vp) being the one before it; `empty`: that one is all zeros.
     void forward(real* state, bool empty) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
         if (decay == Decay::separate) {
+            f.begin();
+            z.begin();
             read_within_chunk_by_levels();
         } else {
             transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
@@ -280,18 +298,28 @@ template <class real, Decay decay> class DiagonalChunk {
 
     // The state alone.
     void carry(real* state) {
+        f.begin();
+        z.begin();
         f.widen_to_chunk();
         z.widen_to_chunk();
         write(state);
     }
+
+    // What `carry` does beside carrying, for a chunk that is only to be differentiated.
+    void prepare(const real*, bool) {}
 
     // All gradients of the chunk. `state` is the one before the chunk; `d_state`, that of the state after it, becomes
     // that of the state before it. `empty`, `d_empty`: these are all zeros.
     void backward(const real* state, bool empty, real* d_state, bool d_empty) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
         load_steps(y, p_.d_out, b_, t_, h_, rows_, V, direction_);
-        if (decay == Decay::shared) fill(d_log, real(0), CHUNK);
+        if (decay == Decay::shared) {
+            shared.load(p_, b_, t_, h_, rows_);
+            fill(d_log, real(0), CHUNK);
+        }
         if (decay == Decay::separate) {
+            f.begin();
+            z.begin();
             backward_by_levels();
         } else {
             transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
@@ -388,13 +416,13 @@ template <class real, Decay decay> class DiagonalChunk {
         for (index_t t = 0; t < rows_; ++t) scale(y + t * Vp, v + t * Vp, dot(q + t * Kp, k + t * Kp, Kp), Vp);
         for (const Levels& levels : LEVELS) {
             gather_levels(levels, nullptr);
-            product<false, Into::set>(CHUNK, Vp, CHUNK, read_out, Vp, scores, CHUNK, value_rows.read, Vp);
+            product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, read_out, Vp, scores, CHUNK, value_rows.read, Vp);
             for (index_t i = 0; i < CHUNK; ++i) {
                 const index_t t = levels.reads(i);
                 if (z.gate) {
                     multiply_add(y + t * Vp, read_out + i * Vp, value_rows.of_readers + i * Vp, Vp);
                 } else {
-                    scale_add(y + t * Vp, read_out + i * Vp, real(1), Vp);
+                    add(y + t * Vp, read_out + i * Vp, Vp);
                 }
             }
         }
@@ -415,15 +443,15 @@ template <class real, Decay decay> class DiagonalChunk {
             product<false, Into::set>(CHUNK, CHUNK, V, d_scores, CHUNK, value_rows.readers, Vp, values_t, CHUNK);
             mask_levels(d_scores, levels);
             // Of the readers' queries, then of what they read: keys, then values.
-            product<false, Into::set>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.read, Kp);
+            product<false, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.read, Kp);
             add_level(levels, f, true, more_k, key_rows, dq, df);
-            product<true, Into::set>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.readers, Kp);
+            product<true, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.readers, Kp);
             add_level(levels, f, false, more_k, key_rows, dk, df);
-            product<true, Into::set>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.readers, Vp);
+            product<true, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.readers, Vp);
             add_level(levels, z, false, more_v, value_rows, dv, dz);
             if (z.gate) {
                 // The read-outs, whose products with their gradients are what the decays of values scale.
-                product<false, Into::set>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.read, Vp);
+                product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.read, Vp);
                 add_level(levels, z, true, more_v, value_rows, nullptr, dz);
             }
         }
@@ -433,36 +461,34 @@ template <class real, Decay decay> class DiagonalChunk {
     // and, times the rows, to the log decays that these rows passed through: those of (m, t] or of (s, m].
     void add_level(const Levels& levels, const Factors<real>& factors, bool second, const real* gradient,
                    const LevelRows<real>& rows, real* d_steps, real* d_logs) {
+        constexpr int W = Vector<real>::lanes;
         const index_t ld = factors.ld;
         const real* scaled_rows = second ? rows.readers : rows.read;
         const real* scales = second ? rows.of_readers : rows.of_read;
-        for (index_t i = 0; d_steps != nullptr && i < CHUNK; ++i) {
-            const index_t step = second ? levels.reads(i) : levels.is_read(i);
-            if (factors.gate) {
-                multiply_add(d_steps + step * ld, gradient + i * ld, scales + i * ld, ld);
-            } else {
-                scale_add(d_steps + step * ld, gradient + i * ld, real(1), ld);
+        for (index_t m = 0; m < ld; m += W) {
+            for (index_t i = 0; d_steps != nullptr && i < CHUNK; ++i) {
+                real* step = d_steps + (second ? levels.reads(i) : levels.is_read(i)) * ld + m;
+                const vec<real> x = load(gradient + i * ld + m);
+                store(step, load(step) + (factors.gate ? x * load(scales + i * ld + m) : x));
             }
-        }
-        if (!factors.gate) return;
-        for (index_t from = 0; from < CHUNK;) {
-            const index_t half = levels.half(from);
-            fill(run, real(0), ld);
-            for (index_t j = 0; j < half; ++j) {
+            for (index_t from = 0; factors.gate && from < CHUNK; from += levels.half(from)) {
                 // Backwards in time over the second half, forwards over the first: there step s is passed by s + 1.
-                const index_t i = second ? from + half - 1 - j : from + j;
-                if (second) multiply_add(run, gradient + i * ld, scaled_rows + i * ld, ld);
-                const index_t step = second ? levels.reads(i) : levels.is_read(i);
-                scale_add(d_logs + step * ld, run, real(1), ld);
-                if (!second) multiply_add(run, gradient + i * ld, scaled_rows + i * ld, ld);
+                vec<real> run{};
+                for (index_t j = 0, half = levels.half(from); j < half; ++j) {
+                    const index_t i = second ? from + half - 1 - j : from + j;
+                    const vec<real> x = load(gradient + i * ld + m) * load(scaled_rows + i * ld + m);
+                    real* log = d_logs + (second ? levels.reads(i) : levels.is_read(i)) * ld + m;
+                    if (second) run += x;
+                    store(log, load(log) + run);
+                    if (!second) run += x;
+                }
             }
-            from += half;
         }
     }
 
     // more_k: the gradient of the scaled queries; more_v: the read-outs (only with decays of values).
     void add_readers_gradients() {
-        if (decay == Decay::none) scale_add(dq, more_k, real(1), rows_ * Kp);
+        if (decay == Decay::none) add(dq, more_k, rows_ * Kp);
         if (decay == Decay::shared) {
             real total = 0;
             for (index_t i = rows_ - 1; i >= 0; --i) {
@@ -480,14 +506,14 @@ template <class real, Decay decay> class DiagonalChunk {
     // more_k, more_v: the gradients of the scaled keys and values.
     void add_writers_gradients() {
         if (decay == Decay::none) {
-            scale_add(dk, more_k, real(1), rows_ * Kp);
-            scale_add(dv, more_v, real(1), rows_ * Vp);
+            add(dk, more_k, rows_ * Kp);
+            add(dv, more_v, rows_ * Vp);
         }
         if (decay == Decay::shared) {
             real total = 0;
             for (index_t i = 0; i < rows_; ++i) {
                 scale_add(dk + i * Kp, more_k + i * Kp, shared.suffix[i], Kp);
-                scale_add(dv + i * Vp, more_v + i * Vp, real(1), Vp);
+                add(dv + i * Vp, more_v + i * Vp, Vp);
                 d_log[i] += total;
                 total += dot(scaled_k + i * Kp, more_k + i * Kp, Kp);
             }
@@ -523,25 +549,29 @@ template <class real, Decay decay> class DiagonalChunk {
                     for (index_t i = 0; i < rows_; ++i) df[i * Kp + e] += total;
                 }
             }
-            for (index_t i = 0; z.gate && i < rows_; ++i) scale_add(dz + i * Vp, run, real(1), Vp);
+            for (index_t i = 0; z.gate && i < rows_; ++i) add(dz + i * Vp, run, Vp);
         }
     }
 
     // d[u] += sum over t >= u of a_t * b_t
     void add_suffix_sums(real* d, const real* a, const real* b, index_t ld) {
-        fill(run, real(0), ld);
-        for (index_t i = rows_ - 1; i >= 0; --i) {
-            multiply_add(run, a + i * ld, b + i * ld, ld);
-            scale_add(d + i * ld, run, real(1), ld);
+        for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
+            vec<real> run{};
+            for (index_t i = (rows_ - 1) * ld + m; i >= 0; i -= ld) {
+                run += load(a + i) * load(b + i);
+                store(d + i, load(d + i) + run);
+            }
         }
     }
 
     // d[u] += sum over s < u of a_s * b_s
     void add_prefix_sums(real* d, const real* a, const real* b, index_t ld) {
-        fill(run, real(0), ld);
-        for (index_t i = 0; i < rows_; ++i) {
-            scale_add(d + i * ld, run, real(1), ld);
-            multiply_add(run, a + i * ld, b + i * ld, ld);
+        for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
+            vec<real> run{};
+            for (index_t i = m; i < rows_ * ld; i += ld) {
+                store(d + i, load(d + i) + run);
+                run += load(a + i) * load(b + i);
+            }
         }
     }
 
@@ -584,8 +614,8 @@ template <class real, Decay decay> class DiagonalChunk {
     Factors<real> f, z;
     LevelRows<real> key_rows, value_rows;
     real d_log[CHUNK] __attribute__((aligned(64)));
-    real *q, *k, *v, *y, *keys_t, *scores, *scaled_q, *scaled_k, *scaled_v, *read_out;
-    real *plain_k = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_t = nullptr, *dk_t = nullptr,
+    real *q, *k_slots, *v_slots, *k, *v, *y, *keys_t, *scores, *scaled_q, *scaled_k, *scaled_v, *read_out;
+    real *plain_k_slots = nullptr, *plain_k = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_t = nullptr, *dk_t = nullptr,
          *values_t = nullptr, *dy_t = nullptr, *d_scores = nullptr, *more_k = nullptr, *more_v = nullptr,
          *scaled_y = nullptr, *df = nullptr, *dz = nullptr, *run = nullptr;
 };

@@ -1,4 +1,5 @@
 // The table of kernels for one instruction set. It is compiled once for each, with FAST_WEIGHTS_ISA as its name.
+#include "decay.h"
 #include "delta.h"
 #include "diagonal.h"
 #include "march.h"
@@ -11,10 +12,15 @@ namespace {
 #define FAST_WEIGHTS_STRING_(name) #name
 #define FAST_WEIGHTS_STRING(name) FAST_WEIGHTS_STRING_(name)
 
+// Up to this size of state a decay goes step by step through registers; beyond it, the products of matrices that halving
+// chunks leads to are faster.
+bool steps_through_registers(const Problem& p) { return p.keys * p.values <= 64 * 64; }
+
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (p.log_key_decay.data || p.log_value_decay.data) {
-        return march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
+        return steps_through_registers(p) ? march_forward<real, DecayChunk<real>>(p, begin, end)
+                                          : march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
     }
     march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
@@ -22,7 +28,8 @@ template <class real> void diagonal_forward_as(const Problem& p, index_t begin, 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (p.log_key_decay.data || p.log_value_decay.data) {
-        return march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
+        return steps_through_registers(p) ? march_backward<real, DecayChunk<real>>(p, begin, end)
+                                          : march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
     }
     march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }

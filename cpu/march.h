@@ -1,6 +1,7 @@
 // A sequence, chunk by chunk: forwards in time, and backwards over intervals whose states are computed again.
 //
-// `Chunk` is the arithmetic of one chunk of one head (`DiagonalChunk`, `DeltaChunk`): open, forward, carry, backward.
+// `Chunk` is the arithmetic of one chunk of one head (`DiagonalChunk`, `DeltaChunk`): open it, then forward; or open it,
+// carry (or prepare), and later reopen and backward.
 #pragma once
 
 #include "chunk.h"
@@ -9,13 +10,13 @@ namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
 template <class real, class Chunk> void march_forward(const Problem& p, index_t begin, index_t end) {
-    const index_t size = p.keys * padded(p.values);
+    const index_t size = padded(p.keys) * padded(p.values);  // rows beyond the keys stay zero
     Scratch<real> scratch;
     scratch.take(p.group * size);
-    { Chunk counted(p, scratch, false); }
+    { Chunk counted(p, scratch, false, 1); }
     scratch.allocate();
     real* states = scratch.take(p.group * size);
-    Chunk chunk(p, scratch, false);
+    Chunk chunk(p, scratch, false, 1);
     const Intervals intervals(p);
     for (index_t number = begin; number < end; ++number) {
         const Task task(p, number);
@@ -31,7 +32,7 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
                 if (p.interval > 0 && t > 0 && t % p.interval == 0) {
                     store_state(p.states, intervals.state(p, b, h, t / p.interval), state, p.keys, p.values);
                 }
-                chunk.open(b, t, h, rows, 1);
+                chunk.open(b, t, h, rows, 0);
                 chunk.forward(state, t == 0 && p.initial_state == nullptr);
             }
         }
@@ -43,16 +44,16 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
 }
 
 template <class real, class Chunk> void march_backward(const Problem& p, index_t begin, index_t end) {
-    const index_t size = p.keys * padded(p.values);
+    const index_t size = padded(p.keys) * padded(p.values);  // rows beyond the keys stay zero
     const Intervals intervals(p);
     const index_t chunks = minimum(intervals.length, padded(p.time)) / CHUNK;
     Scratch<real> scratch;
     scratch.take((p.group + chunks) * size);
-    { Chunk counted(p, scratch, true); }
+    { Chunk counted(p, scratch, true, chunks); }
     scratch.allocate();
     real* d_states = scratch.take((p.group + chunks) * size);
     real* starts = d_states + p.group * size;
-    Chunk chunk(p, scratch, true);
+    Chunk chunk(p, scratch, true, chunks);
     for (index_t number = begin; number < end; ++number) {
         const Task task(p, number);
         const index_t b = task.batch;
@@ -64,15 +65,22 @@ template <class real, class Chunk> void march_backward(const Problem& p, index_t
             for (index_t h = task.first; h < task.last; ++h) {
                 real* d_state = d_states + (h - task.first) * size;
                 load_start(starts, p, intervals, b, h, n);
-                for (index_t t = first; t + CHUNK < last; t += CHUNK) {
-                    real* state = starts + (t - first) / CHUNK * size;
-                    copy(state + size, state, size);
-                    chunk.open(b, t, h, CHUNK, 1);
-                    chunk.carry(state + size);
+                const index_t final_slot = (last - first - 1) / CHUNK;
+                for (index_t slot = 0; slot <= final_slot; ++slot) {
+                    const index_t t = first + slot * CHUNK;
+                    real* state = starts + slot * size;
+                    chunk.open(b, t, h, minimum(CHUNK, last - t), slot);
+                    if (slot == final_slot) {
+                        chunk.prepare(state, t == 0 && p.initial_state == nullptr);
+                    } else {
+                        copy(state + size, state, size);
+                        chunk.carry(state + size);
+                    }
                 }
-                for (index_t t = first + (last - first - 1) / CHUNK * CHUNK; t >= first; t -= CHUNK) {
-                    chunk.open(b, t, h, minimum(CHUNK, last - t), -1);
-                    chunk.backward(starts + (t - first) / CHUNK * size, t == 0 && p.initial_state == nullptr, d_state,
+                for (index_t slot = final_slot; slot >= 0; --slot) {
+                    const index_t t = first + slot * CHUNK;
+                    chunk.reopen(b, t, h, minimum(CHUNK, last - t), slot);
+                    chunk.backward(starts + slot * size, t == 0 && p.initial_state == nullptr, d_state,
                                    t + CHUNK >= p.time && p.d_final_state == nullptr);
                 }
             }

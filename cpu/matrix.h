@@ -13,8 +13,9 @@ namespace FAST_WEIGHTS_ISA {
 
 enum class Into { set, add };
 
-// What is known to be zero in the left factor: nothing, the part above its diagonal, or the part below it.
-enum class Shape { full, lower, upper };
+// What is known to be zero in the left factor: nothing, the part above its diagonal, the part below it, or all but the
+// blocks of 8 x 8 on its diagonal.
+enum class Shape { full, lower, upper, blocks };
 
 // A tile of MR rows and NV vectors, in registers. `a` is read as a[row * row_step + p * inner_step].
 template <int MR, int NV, bool transposed, Into into, class real>
@@ -49,8 +50,8 @@ template <int MR, int NV, bool transposed, Into into, Shape shape, class real>
 FAST_WEIGHTS_INLINE void tiles(index_t& i, index_t rows, index_t inner, real* c, index_t ldc, const real* a,
                                index_t lda, const real* b, index_t ldb) {
     for (; i + MR <= rows; i += MR) {
-        const index_t first = shape == Shape::upper ? i : 0;
-        const index_t last = shape == Shape::lower && i + MR < inner ? i + MR : inner;
+        const index_t first = shape == Shape::upper ? i : shape == Shape::blocks ? i / 8 * 8 : 0;
+        const index_t last = shape == Shape::lower && i + MR < inner ? i + MR : shape == Shape::blocks ? first + 8 : inner;
         tile<MR, NV, transposed, into>(c + i * ldc, ldc, a + (transposed ? i : i * lda), lda, b, ldb, first, last);
     }
 }
@@ -64,7 +65,7 @@ inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t 
     // As many sums as it takes to keep two multiply-add units with a latency of four busy, and no more than there are
     // registers for.
     constexpr int wide = FAST_WEIGHTS_VECTOR_BYTES == 64 ? 8 : 4;
-    constexpr int narrow = FAST_WEIGHTS_VECTOR_BYTES == 64 ? 16 : 8;
+    constexpr int narrow = FAST_WEIGHTS_VECTOR_BYTES == 64 && shape != Shape::blocks ? 16 : 8;
     index_t j = 0;
     for (; j + 2 * W <= cols; j += 2 * W) {
         index_t i = 0;

@@ -110,6 +110,12 @@ template <class real> inline void copy(real* y, const real* x, index_t n) {
     for (index_t i = 0; i < n; i += W) store(y + i, load(x + i));
 }
 
+// y += a
+template <class real> inline void add(real* y, const real* a, index_t n) {
+    constexpr int W = Vector<real>::lanes;
+    for (index_t i = 0; i < n; i += W) store(y + i, load(y + i) + load(a + i));
+}
+
 // y = a * b
 template <class real> inline void multiply(real* y, const real* a, const real* b, index_t n) {
     constexpr int W = Vector<real>::lanes;

@@ -1,0 +1,228 @@
+// Decays of rows and columns, S_t = (f_t z_t^T) * S_{t-1} + k_t v_t^T, step by step with the state in registers.
+//
+// The elements of the state do not depend on one another, so a tile of it passes through a whole chunk on its own. Where
+// states are small this beats halving chunks (diagonal.h): three multiplications an element and step against the many
+// short rows of the levels. Products with everything in the other dimension are sums over the tile's rows; so the
+// backward pass goes over the state twice, once with columns in the lanes of a vector (for v and z) and once, on
+// transposed states, with rows (for q, k and f). With G the gradient of S:
+//
+//     G_t = q_t dy_t^T + (f_{t+1} z_{t+1}^T) * G_{t+1}      dv_t = G_t^T k_t     dq_t = S_t dy_t     dk_t = G_t v_t
+//     d log z_t = column sums of S_{t-1} * (f_t z_t^T) * G_t,    d log f_t = its row sums
+//
+// S_{t-1} is computed again, forwards through the chunk, and kept in a buffer that a core's first cache holds.
+#pragma once
+
+#include "chunk.h"
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+// Rows of a tile that fit into registers.
+constexpr int TILE = FAST_WEIGHTS_VECTOR_BYTES == 64 ? 16 : 8;
+
+// One side of a chunk: the rows of the state (keys), or its columns (values); by steps, `ld` numbers apart.
+template <class real> struct Side {
+    index_t ld;
+    const real *write, *read, *decay;  // k, q, f; or v, dy, z; no decay: null
+};
+
+// Takes a tile of R rows and one vector of lanes through the chunk. `out` += what is read; `history`: S_{t-1}.
+template <int R, bool row_decay, bool lane_decay, bool reads, bool keeps, class real>
+FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, const Side<real>& rows,
+                                      const Side<real>& lanes, index_t row, index_t lane, real* out, real* history) {
+    constexpr int W = Vector<real>::lanes;
+    vec<real> s[R];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) s[i] = load(state + i * ld);
+    for (index_t t = 0; t < steps; ++t) {
+        const real *k = rows.write + t * rows.ld + row, *q = rows.read + t * rows.ld + row;
+        const real* f = row_decay ? rows.decay + t * rows.ld + row : nullptr;
+        const vec<real> v = load(lanes.write + t * lanes.ld + lane);
+        const vec<real> z = lane_decay ? load(lanes.decay + t * lanes.ld + lane) : vec<real>{};
+        vec<real> y[2] = {reads ? load(out + t * lanes.ld) : vec<real>{}, vec<real>{}};
+#pragma GCC unroll 16
+        for (int i = 0; i < R; ++i) {
+            if (keeps) store(history + (t * R + i) * W, s[i]);
+            const vec<real> kept = lane_decay ? s[i] * z : s[i];
+            s[i] = row_decay ? kept * f[i] + v * k[i] : kept + v * k[i];
+            if (reads) y[i % 2] += s[i] * q[i];
+        }
+        if (reads) store(out + t * lanes.ld, y[0] + y[1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) store(state + i * ld, s[i]);
+}
+
+// Takes the gradient of a tile back through the chunk. `d_write` += dv (or dk), `d_log` += d log z (or f).
+template <int R, bool row_decay, bool lane_decay, class real>
+FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld, const Side<real>& rows,
+                                       const Side<real>& lanes, index_t row, index_t lane, real* d_write, real* d_log,
+                                       const real* history) {
+    constexpr int W = Vector<real>::lanes;
+    vec<real> g[R];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) g[i] = load(d_state + i * ld);
+    for (index_t t = steps - 1; t >= 0; --t) {
+        const real *k = rows.write + t * rows.ld + row, *q = rows.read + t * rows.ld + row;
+        const real* f = row_decay ? rows.decay + t * rows.ld + row : nullptr;
+        const vec<real> dy = load(lanes.read + t * lanes.ld + lane);
+        const vec<real> z = lane_decay ? load(lanes.decay + t * lanes.ld + lane) : vec<real>{};
+        vec<real> dv[2] = {load(d_write + t * lanes.ld), vec<real>{}};
+        vec<real> dz[2] = {lane_decay ? load(d_log + t * lanes.ld) : vec<real>{}, vec<real>{}};
+#pragma GCC unroll 16
+        for (int i = 0; i < R; ++i) {
+            g[i] += dy * q[i];
+            dv[i % 2] += g[i] * k[i];
+            if (row_decay) g[i] *= f[i];
+            if (lane_decay) {
+                g[i] *= z;
+                dz[i % 2] += g[i] * load(history + (t * R + i) * W);
+            }
+        }
+        store(d_write + t * lanes.ld, dv[0] + dv[1]);
+        if (lane_decay) store(d_log + t * lanes.ld, dz[0] + dz[1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) store(d_state + i * ld, g[i]);
+}
+
+// The arithmetic of one chunk of one head.
+template <class real> class DecayChunk {
+   public:
+    // With `slots` for as many chunks: what `open` reads into one stays there until it is opened again.
+    DecayChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
+        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), f_(p.log_key_decay.data != nullptr),
+          z_(p.log_value_decay.data != nullptr) {
+        k_slots = scratch.take(slots * CHUNK * Kp);
+        v_slots = scratch.take(slots * CHUNK * Vp);
+        f_slots = scratch.take(f_ ? slots * CHUNK * Kp : 0);
+        z_slots = scratch.take(z_ ? slots * CHUNK * Vp : 0);
+        q = scratch.take(CHUNK * Kp);
+        y = scratch.take(CHUNK * Vp);
+        if (!backward) return;
+        dq = scratch.take(3 * CHUNK * Kp);
+        dk = dq + CHUNK * Kp;
+        df = dk + CHUNK * Kp;
+        dv = scratch.take(2 * CHUNK * Vp);
+        dz = dv + CHUNK * Vp;
+        turned = scratch.take(Vp * Kp);
+        d_turned = scratch.take(Vp * Kp);
+        again = scratch.take(Kp * Vp);
+        history = scratch.take(CHUNK * TILE * Vector<real>::lanes);
+    }
+
+    void open(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
+        reopen(b, t, h, rows, slot);
+        direction_ = 1;
+        load_steps(k, p_.k, b, t, h, rows, K, 1);
+        load_steps(v, p_.v, b, t, h, rows, V, 1);
+        if (f_) load_decays(f, p_.log_key_decay, K);
+        if (z_) load_decays(z, p_.log_value_decay, V);
+    }
+
+    void reopen(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
+        b_ = b, t_ = t, h_ = h, rows_ = rows, direction_ = -1;
+        k = k_slots + slot * CHUNK * Kp;
+        v = v_slots + slot * CHUNK * Vp;
+        f = f_ ? f_slots + slot * CHUNK * Kp : nullptr;
+        z = z_ ? z_slots + slot * CHUNK * Vp : nullptr;
+    }
+
+    void forward(real* state, bool) {
+        load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
+        fill(y, real(0), CHUNK * Vp);
+        pass<true>(state);
+        store_steps(p_.out, b_, t_, h_, y, rows_, V);
+    }
+
+    void carry(real* state) { pass<false>(state); }
+
+    void prepare(const real*, bool) {}
+
+    void backward(const real* state, bool, real* d_state, bool) {
+        load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
+        load_steps(y, p_.d_out, b_, t_, h_, rows_, V, direction_);
+        fill(dq, real(0), 3 * CHUNK * Kp);  // dk and df lie behind it
+        fill(dv, real(0), 2 * CHUNK * Vp);  // and dz behind this
+        const Side<real> keys{Kp, k, q, f}, values{Vp, v, y, z};
+        transpose(turned, Kp, state, Vp, Kp, Vp);
+        transpose(d_turned, Kp, d_state, Vp, Kp, Vp);
+        copy(again, state, Kp * Vp);
+        // Rows in the lanes: what is read forwards is dq, of which dy is the query.
+        f_ ? (z_ ? passes<true, true, true>(V, Kp, values, keys, turned, d_turned, dq, dk, df)
+                 : passes<false, true, true>(V, Kp, values, keys, turned, d_turned, dq, dk, df))
+           : passes<true, false, true>(V, Kp, values, keys, turned, d_turned, dq, dk, df);
+        // Columns in the lanes: what is read forwards would be the output.
+        z_ ? (f_ ? passes<true, true, false>(K, Vp, keys, values, again, d_state, nullptr, dv, dz)
+                 : passes<false, true, false>(K, Vp, keys, values, again, d_state, nullptr, dv, dz))
+           : passes<true, false, false>(K, Vp, keys, values, again, d_state, nullptr, dv, dz);
+        store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
+        store_steps(p_.dk, b_, t_, h_, dk, rows_, K);
+        store_steps(p_.dv, b_, t_, h_, dv, rows_, V);
+        if (f_) store_steps(p_.d_log_key_decay, b_, t_, h_, df, rows_, K);
+        if (z_) store_steps(p_.d_log_value_decay, b_, t_, h_, dz, rows_, V);
+    }
+
+   private:
+    void load_decays(real* gates, const Sequence& logs, index_t n) {
+        load_steps(gates, logs, b_, t_, h_, rows_, n, 1);
+        exponentiate(gates, rows_ * padded(n));
+    }
+
+    // Calls work(number of rows, first row) for tiles that cover `rows` rows, and a few of zeros.
+    template <class Work> static FAST_WEIGHTS_INLINE void for_tiles(index_t rows, const Work& work) {
+        index_t i = 0;
+        for (; rows - i > TILE / 2; i += TILE) work(Constant<TILE>(), i);
+        for (; rows - i > TILE / 4; i += TILE / 2) work(Constant<TILE / 2>(), i);
+        for (; i < rows; i += TILE / 4) work(Constant<TILE / 4>(), i);
+    }
+    template <int n> struct Constant {
+        static constexpr int value = n;
+    };
+
+    // The state through the chunk, with or without its output.
+    template <bool reads> void pass(real* state) {
+        const Side<real> keys{Kp, k, q, f}, values{Vp, v, y, z};
+        if (f_ && z_) return pass_as<reads, true, true>(state, keys, values);
+        f_ ? pass_as<reads, true, false>(state, keys, values) : pass_as<reads, false, true>(state, keys, values);
+    }
+
+    template <bool reads, bool row_decay, bool lane_decay>
+    void pass_as(real* state, const Side<real>& keys, const Side<real>& values) {
+        for (index_t m = 0; m < Vp; m += Vector<real>::lanes) {
+            for_tiles(K, [&](auto tile, index_t e) {
+                forward_tile<decltype(tile)::value, row_decay, lane_decay, reads, false>(
+                    rows_, state + e * Vp + m, Vp, keys, values, e, m, y + m, history);
+            });
+        }
+    }
+
+    // Forwards and backwards, tile by tile.
+    template <bool row_decay, bool lane_decay, bool reads>
+    void passes(index_t rows, index_t lanes, const Side<real>& row_side, const Side<real>& lane_side, real* state,
+                real* d_state, real* out, real* d_write, real* d_log) {
+        for (index_t m = 0; m < lanes; m += Vector<real>::lanes) {
+            for_tiles(rows, [&](auto tile, index_t e) {
+                constexpr int R = decltype(tile)::value;
+                if (reads || lane_decay) {
+                    forward_tile<R, row_decay, lane_decay, reads, lane_decay>(
+                        rows_, state + e * lanes + m, lanes, row_side, lane_side, e, m, reads ? out + m : nullptr,
+                        history);
+                }
+                backward_tile<R, row_decay, lane_decay>(rows_, d_state + e * lanes + m, lanes, row_side, lane_side, e,
+                                                        m, d_write + m, d_log + m, history);
+            });
+        }
+    }
+
+    const Problem& p_;
+    const index_t K, V, Kp, Vp;
+    const bool f_, z_;
+    index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
+    real *k_slots, *v_slots, *f_slots, *z_slots, *q, *y, *k, *v, *f, *z;
+    real *dq = nullptr, *dk = nullptr, *df = nullptr, *dv = nullptr, *dz = nullptr, *turned = nullptr,
+         *d_turned = nullptr, *again = nullptr, *history = nullptr;
+};
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights
