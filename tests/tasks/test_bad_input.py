@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# fairseq registers what --user-dir names only if the package has not been imported yet: all of it, then.
+from fairseq_fastweights import models, ops, tasks  # noqa: F401
+from fairseq_fastweights.ops import libraries
 from tests.conftest import QUIET, SMALL_MODEL, TASK, binarise, evaluate, spawn, train
 
 CARRY = "--carry-over-state"
@@ -56,12 +59,18 @@ def test_unknown_choices_are_refused_by_the_command_line(corpus, tmp_path, capsy
         (f"{CARRY} --softmax-attention-layers all", r"softmax_attention_layers is \[1, 2\]"),
         (f"{CARRY} --batch-size 5000", "batch size times the number of processes is 5000"),
         (f"{CARRY} --arch transformer_lm", "TransformerLanguageModel has no state to carry"),
-        ("--fast-weight-backend native", "backend='native' was asked for, but"),
     ],
 )
 def test_options_that_cannot_work_are_named(corpus, tmp_path, flags, message):
     with pytest.raises((ValueError, RuntimeError), match=re.compile(message, re.DOTALL)):
         train(corpus, tmp_path / "new", *flags.split())
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_backend_that_was_not_built_is_named(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(libraries._outcomes, "cpu", "the CPU kernels were not built; build them")
+    with pytest.raises(ops.BackendUnavailable, match="'native' was asked for: the CPU kernels were not built; build"):
+        train(corpus, tmp_path / "new", "--fast-weight-backend", "native")
     assert not list(tmp_path.rglob("*.pt"))
 
 
