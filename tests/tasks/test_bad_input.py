@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-# fairseq registers what --user-dir names only if the package has not been imported yet: all of it, then.
-from fairseq_fastweights import models, ops, tasks  # noqa: F401
-from fairseq_fastweights.ops import libraries
 from tests.conftest import QUIET, SMALL_MODEL, TASK, binarise, evaluate, spawn, train
 
 CARRY = "--carry-over-state"
@@ -67,10 +64,13 @@ def test_options_that_cannot_work_are_named(corpus, tmp_path, flags, message):
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_a_backend_that_was_not_built_is_named(corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(libraries._outcomes, "cpu", "the CPU kernels were not built; build them")
-    with pytest.raises(ops.BackendUnavailable, match="'native' was asked for: the CPU kernels were not built; build"):
-        train(corpus, tmp_path / "new", "--fast-weight-backend", "native")
+def test_a_backend_that_is_not_there_is_named(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTWEIGHTS_NATIVE_CPU", str(tmp_path / "lost.so"))
+    flags = [*SMALL_MODEL, *QUIET, "--optimizer", "adam", "--batch-size", "2", "--tokens-per-sample", "16"]
+    flags += ["--fast-weight-backend", "native", "--save-dir", str(tmp_path / "new")]
+    result = spawn("train", str(corpus), *TASK, *flags)
+    assert result.returncode != 0
+    assert "'native' was asked for: the CPU kernels could not be loaded" in result.stderr
     assert not list(tmp_path.rglob("*.pt"))
 
 
