@@ -7,7 +7,7 @@ DATA ?=
 # A finished .venv of another Python or torch will do, unless one was asked for.
 ANY := $(if $(filter file,$(origin PYTHON)),--any-python) $(if $(filter file,$(origin TORCH)),--any-torch)
 
-.PHONY: help setup test test-fast lint demo clean
+.PHONY: help setup test test-fast lint gpu-check demo clean
 
 help:
 	@echo 'make setup      make the environment .venv, with torch, fairseq and this project in it'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test       check style and types, run all tests'
 	@echo 'make test-fast  run the tests that are not marked slow'
 	@echo 'make lint       check style and types'
+	@echo 'make gpu-check  build, test, sanitize and measure on a GPU, with the torch of PYTHON'
 	@echo 'make clean      remove .venv and what tools left behind'
 	@echo
 	@echo 'PYTHON=$(PYTHON) and TORCH=$(TORCH) choose what the environment is made from.'
@@ -25,6 +26,7 @@ setup:
 
 test: lint
 	.venv/bin/python -m pytest -n auto
+	.venv/bin/python tools/check_sanitizers.py -n auto
 
 test-fast: setup
 	.venv/bin/python -m pytest -n auto -m 'not slow'
@@ -34,9 +36,13 @@ lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
+# On a machine without a network: no set-up, whatever torch there is.
+gpu-check:
+	@$(PYTHON) tools/gpu_check.py
+
 demo: setup
 	.venv/bin/python examples/demo/run.py $(if $(DATA),--data '$(DATA)')
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info fairseq_fastweights/_native_* .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,8 @@
 The last thing that is written into a finished `.venv` is a stamp, which says what it was made
 from. A run that finds the stamp it would write is done at once; one that finds another, or none,
 has a set-up before it that is outdated or was interrupted, and makes it anew. Nothing else is
-changed or kept.
+changed or kept, but for the compiled kernels, which lie in the sources' folder: every run builds
+what of them changed (tools/native_build.py), which takes no time if nothing did.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     environment = Environment(ROOT, options.torch)
     try:
-        if environment.is_finished(options.any_python, options.any_torch):
-            return 0
-        environment.check_this_python()
-        with environment.lock():
-            # Whoever held the lock may have finished it meanwhile.
-            if not environment.is_finished(options.any_python, options.any_torch):
-                environment.remove_what_is_there()
-                environment.make()
+        if not environment.is_finished(options.any_python, options.any_torch):
+            environment.check_this_python()
+            with environment.lock():
+                # Whoever held the lock may have finished it meanwhile.
+                if not environment.is_finished(options.any_python, options.any_torch):
+                    environment.remove_what_is_there()
+                    environment.make()
+        environment.build_kernels()
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -190,6 +191,14 @@ class Environment:
         temporary.write_text(json.dumps(stamp, indent=1) + "\n")
         temporary.replace(self.folder / STAMP)
         print(f".venv is ready ({time.monotonic() - started:.0f} s)")
+
+    def build_kernels(self) -> None:
+        """Compiles what of the kernels changed; says what was not compiled, and why.
+
+        Raises `SetupError` if FASTWEIGHTS_BUILD asks for kernels that cannot be compiled.
+        """
+        if subprocess.run([str(self.python), "tools/native_build.py"], cwd=self.root).returncode:
+            raise SetupError("the kernels that FASTWEIGHTS_BUILD asks for were not built")
 
     def step(self, title: str, command: list[str], log: TextIO) -> None:
         """Runs one command, its output in the log; shows the log's end if it fails."""

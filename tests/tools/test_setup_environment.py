@@ -1,5 +1,6 @@
 """`make setup` is done, or it begins again: never half of it."""
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (self.folder / "pyvenv.cfg").touch()
 
     monkeypatch.setattr(setup_environment.Environment, "step", step)
+    monkeypatch.setattr(setup_environment.Environment, "build_kernels", lambda self: None)
     return taken
 
 
@@ -56,6 +58,28 @@ def test_a_finished_environment_is_left_alone(root: Path, steps: list[str], caps
     assert setup_environment.main([]) == 0
     assert not steps and (root / ".venv" / "witness").exists()
     assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("status", [0, 1])
+def test_every_run_builds_what_changed_of_the_kernels(
+    root: Path, steps: list[str], finished: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    if finished:
+        setup_environment.main([])
+    monkeypatch.undo()
+    monkeypatch.setattr(setup_environment, "ROOT", root)
+    monkeypatch.setattr(setup_environment.Environment, "make", lambda self: self.folder.mkdir())
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(setup_environment.subprocess, "run", run)
+    assert setup_environment.main([]) == status
+    assert commands == [[str(root / ".venv/bin/python"), "tools/native_build.py"]]
+    assert ("FASTWEIGHTS_BUILD" in capsys.readouterr().err) == bool(status)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, setup_environment.SetupError, SystemExit])

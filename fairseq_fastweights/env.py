@@ -1,0 +1,131 @@
+"""What this machine has, what was built for it, and which backend ``auto`` takes here.
+
+    python -m fairseq_fastweights.env [--json]
+
+Asks the operations themselves, and imports no fairseq. To report a problem, send its output along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.ops import libraries, native
+
+RULES = ("sum", "gated", "decay", "delta")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STEPS = {"sequence": 256, "step": 1}
+"""For how many time steps at once a backend is asked for: training or a prompt, and a generated token."""
+
+
+def report() -> dict[str, Any]:
+    """All of it, for `json.dumps`.
+
+    "versions", "gpus" and "cpu" describe the machine. "kernels" has, by part, "ready", "reason" (why not, and how to
+    mend it; None if they are ready) and "build" (what the build's record says). "backends" has a row for each rule,
+    device and dtype: the backend that "auto" takes for a "sequence" and for a "step".
+    """
+    reasons = {part: libraries.load(part) for part in libraries.PARTS}
+    record = libraries.record()
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [torch.device("cpu")] + ([torch.device("cuda", 0)] if gpus else [])
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "CUDA of torch": torch.version.cuda,
+            "fairseq": version("fairseq"),
+            "fairseq-fastweights": version("fairseq-fastweights"),
+            "package": str(libraries.PACKAGE),
+            "system": platform.platform(),
+        },
+        "gpus": [
+            {
+                "name": gpu.name,
+                "capability": f"{gpu.major}.{gpu.minor}",
+                "memory_gib": round(gpu.total_memory / 2**30, 1),
+            }
+            for gpu in gpus
+        ],
+        "cpu": {
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "instruction_set": native.cpu_instruction_set() if reasons["cpu"] is None else None,
+        },
+        "kernels": {
+            part: {"ready": reason is None, "reason": reason, "build": record.get(part)}
+            for part, reason in reasons.items()
+        },
+        "backends": [
+            {
+                "rule": rule,
+                "device": device.type,
+                "dtype": str(dtype).removeprefix("torch."),
+                **{name: ops.chosen_backend(device, dtype, time) for name, time in STEPS.items()},
+            }
+            for rule in RULES
+            for device in devices
+            for dtype in DTYPES
+        ],
+    }
+
+
+def version(package: str) -> str | None:
+    """That of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The report, to be read."""
+    lines = [f"{name:20} {value or 'none'}" for name, value in found["versions"].items()]
+    for index, gpu in enumerate(found["gpus"]):
+        text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_gib']} GiB"
+        lines.append(f"{f'GPU {index}':20} {text}")
+    if not found["gpus"]:
+        lines.append(f"{'GPU':20} none that torch sees")
+    cpu = found["cpu"]
+    lines.append(f"{'CPU':20} {cpu['machine']}, {cpu['threads']} threads")
+    for part, kernels in found["kernels"].items():
+        if kernels["ready"]:
+            build = kernels["build"] or {}
+            text = f"ready: {', '.join(build.get('variants', build.get('architectures', ())))}"
+            text += f"; this processor takes {cpu['instruction_set']}" if part == "cpu" else ""
+            text += f"; {build.get('compiler')}"
+        else:
+            text = kernels["reason"].removeprefix(f"the {libraries.PARTS[part]} kernels ")
+        lines.append(f"{libraries.PARTS[part] + ' kernels':20} {text}")
+
+    dtypes = list(dict.fromkeys(row["dtype"] for row in found["backends"]))
+    lines += ["", "backend that auto takes, for a sequence / for a single step"]
+    lines.append("".join(f"{title:23}" for title in ("rule, device", *dtypes)).rstrip())
+    cells: dict[str, dict[str, str]] = {}
+    for row in found["backends"]:
+        title = f"{row['rule']}, {row['device']}"
+        cells.setdefault(title, {})[row["dtype"]] = f"{row['sequence']} / {row['step']}"
+    for title, row in cells.items():
+        lines.append("".join(f"{cell:23}" for cell in (title, *(row[dtype] for dtype in dtypes))).rstrip())
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fairseq_fastweights.env",
+        description="Shows what this machine has, what was built for it, and which backend 'auto' takes here.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs to read: one line")
+    options = parser.parse_args(arguments)
+    found = report()
+    print(json.dumps(found) if options.json else as_text(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`python -m fairseq_fastweights.env` says what there is, and what is missing and how to mend it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_fastweights import env, ops
+from fairseq_fastweights.ops import libraries
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_table_is_what_the_operations_take() -> None:
+    rows = env.report()["backends"]
+    on_cpu = [row for row in rows if row["device"] == "cpu"]
+    assert {(row["rule"], row["dtype"]) for row in on_cpu} == {
+        (rule, dtype) for rule in env.RULES for dtype in ("float32", "bfloat16", "float16", "float64")
+    }
+    for row in rows:
+        dtype = getattr(torch, row["dtype"])
+        assert row["sequence"] == ops.chosen_backend(row["device"], dtype, 256)
+        assert row["step"] == ops.chosen_backend(row["device"], dtype, 1)
+
+
+def test_the_text_has_all_of_it(capsys) -> None:
+    env.main([])
+    text = capsys.readouterr().out
+    found = env.report()
+    assert torch.__version__ in text and f"{torch.get_num_threads()} threads" in text
+    for part, name in libraries.PARTS.items():
+        reason = found["kernels"][part]["reason"]
+        line = next(line for line in text.splitlines() if line.startswith(f"{name} kernels"))
+        assert ("ready" in line) if reason is None else (reason.partition("kernels ")[2] in line)
+    if found["kernels"]["cpu"]["ready"]:
+        assert found["cpu"]["instruction_set"] in found["kernels"]["cpu"]["build"]["variants"]
+    for row in found["backends"]:
+        line = next(line for line in text.splitlines() if line.startswith(f"{row['rule']}, {row['device']}"))
+        assert f"{row['sequence']} / {row['step']}" in line
+
+
+def test_a_bare_clone_works_on_chunkwise_and_says_how_to_build(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    built = shutil.ignore_patterns("_native_*", "__pycache__")
+    shutil.copytree(ROOT / "fairseq_fastweights", clone / "fairseq_fastweights", ignore=built)
+    for folder in ("cpu", "cuda", "tools"):
+        shutil.copytree(ROOT / folder, clone / folder, ignore=built)
+    command = [sys.executable, "-m", "fairseq_fastweights.env", "--json"]
+    result = subprocess.run(command, cwd=clone, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["versions"]["package"] == str(clone / "fairseq_fastweights")
+    for kernels in found["kernels"].values():
+        assert not kernels["ready"] and f"python {clone / 'tools/native_build.py'}" in kernels["reason"]
+    assert {row["sequence"] for row in found["backends"]} == {"chunkwise"}
+    assert {row["step"] for row in found["backends"]} == {"reference"}
+
+
+@pytest.mark.parametrize("part", list(libraries.PARTS))
+def test_a_reason_is_passed_on(part: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    reason = f"the {libraries.PARTS[part]} kernels were built for torch 1; build them again"
+    monkeypatch.setattr(libraries, "load", lambda asked: reason if asked == part else "other")
+    monkeypatch.setattr(env.native, "cpu_instruction_set", lambda: pytest.fail("there is none"))
+    env.main([])
+    assert "were built for torch 1; build them again" in capsys.readouterr().out
+
+
+def test_imports_no_fairseq() -> None:
+    program = "import sys, fairseq_fastweights.env; sys.exit('fairseq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

@@ -1,0 +1,114 @@
+"""ptxas says what a kernel takes; registers that spill where a shape is tuned for are a fault."""
+
+import os
+from pathlib import Path
+
+import check_cuda_kernels
+import pytest
+from check_cuda_kernels import Kernel, Report, faults, read_compiler_output, short, table
+from native_toolchain import Nvcc, Unavailable
+
+OUTPUT = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z5tunedPf' for 'sm_80'
+ptxas info    : Function properties for _Z5tunedPf
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 8 bytes cumulative stack size, 2048 bytes smem, 360 bytes cmem[0]
+ptxas info    : Compile time = 12.3 ms
+ptxas info    : Compiling entry function '_Z13large_genericPf' for 'sm_80'
+ptxas info    : Function properties for _Z13large_genericPf
+    16 bytes stack frame, 16 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 255 registers, 360 bytes cmem[0]
+ptxas info    : Function properties for __internal_accurate_pow
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+
+
+def test_what_ptxas_says_is_read() -> None:
+    tuned, generic = read_compiler_output(OUTPUT).kernels
+    assert tuned.architecture == generic.architecture == "sm_80"
+    assert (tuned.registers, tuned.shared_memory, tuned.stack) == (128, 2048, 8)
+    assert (tuned.spill_stores, tuned.spill_loads) == (4, 12)
+    assert (generic.registers, generic.shared_memory, generic.spill_stores) == (255, 0, 16)
+    assert "128" in table([tuned, generic]) and "4 + 12" in table([tuned, generic])
+
+
+def test_spills_are_a_fault_where_a_shape_is_tuned_for() -> None:
+    spilling = {"architecture": "sm_80", "spill_stores": 4}
+    kernels = [
+        Kernel("forward<float, 64>", "sm_80"),
+        Kernel("forward<float, 128>", **spilling),
+        Kernel("forward_generic<float>", **spilling),
+        Kernel("Generic<float>::forward", **spilling),
+        Kernel("forward<double, 64>", **spilling),
+    ]
+    (line,) = faults({("forward.cu", 80): Report(kernels)})
+    assert "forward.cu, sm_80" in line and "forward<float, 128>" in line and "4 bytes" in line
+
+
+def test_warnings_and_errors_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    warning = 'kernel.cu(3): warning #177-D: variable "x" was declared but never referenced'
+    report = read_compiler_output(OUTPUT.replace("tuned", "generic") + warning + "\n")
+    assert report.warnings == [warning]
+    assert faults({("kernel.cu", 80): report})
+    assert "no such name" in faults({("kernel.cu", 80): Report(error="no such name")})[0]
+    monkeypatch.setattr(check_cuda_kernels, "EXPECTED_WARNINGS", (("#177-D", "for this test"),))
+    assert not read_compiler_output(warning).warnings
+
+
+@pytest.mark.parametrize(
+    ("name", "shortened"),
+    [
+        (
+            "void fairseq_fastweights::(anonymous namespace)::f<Tile<float, 8>, (int)2>(Call, int)",
+            "f<Tile<float, 8>, (int)2>",
+        ),
+        ("add_partials(float*, int)", "add_partials"),
+        ("_Z3foo", "_Z3foo"),
+    ],
+)
+def test_names_are_short(name: str, shortened: str) -> None:
+    assert short(name) == shortened
+
+
+class TestWithNvcc:
+    @pytest.fixture(autouse=True)
+    def nvcc(self) -> None:
+        try:
+            Nvcc.find()
+        except Unavailable as reason:
+            pytest.skip(str(reason))
+
+    def test_a_spill_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+        """128 numbers in 32 registers; and the second time, the report of the first."""
+        source = tmp_path / "cuda" / "spilling.cu"
+        source.parent.mkdir()
+        source.write_text(
+            "__global__ void __launch_bounds__(1024, 2) spilling(float *data) {\n"
+            "    float x[128];\n"
+            "#pragma unroll\n"
+            "    for (int i = 0; i < 128; ++i) x[i] = data[i * 1024 + threadIdx.x];\n"
+            "    __syncthreads();\n"
+            "#pragma unroll\n"
+            "    for (int i = 0; i < 128; ++i) data[(127 - i) * 1024 + threadIdx.x] = x[i] * x[(i * 7) % 128];\n"
+            "}\n"
+        )
+        monkeypatch.setattr(check_cuda_kernels, "ROOT", tmp_path)
+        assert check_cuda_kernels.main(["--architectures", "80"]) == 1
+        assert "spilling spills registers" in capsys.readouterr().err
+        monkeypatch.setattr(check_cuda_kernels, "read_compiler_output", lambda text: pytest.fail("it compiled again"))
+        assert check_cuda_kernels.main(["--architectures", "80"]) == 1
+
+    def test_what_does_not_compile_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+        source = tmp_path / "broken.cu"
+        source.write_text("__global__ void kernel() { no_such_thing(); }\n")
+        monkeypatch.setattr(check_cuda_kernels, "ROOT", tmp_path)
+        assert check_cuda_kernels.main(["--architectures", "80", "--", str(source)]) == 1
+        assert "no_such_thing" in capsys.readouterr().err
+
+    @pytest.mark.slow
+    def test_the_kernels_compile_and_do_not_spill(self, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            monkeypatch.setenv("MAX_JOBS", "1")  # the other cores have other tests to run
+        status = check_cuda_kernels.main([])
+        printed = capsys.readouterr()
+        assert status == 0, f"{printed.err}\n{printed.out}"

@@ -1,0 +1,200 @@
+"""Compiles the CUDA kernels for each architecture that counts, and reads what ptxas says of them. Needs no GPU.
+
+    python tools/check_cuda_kernels.py [--architectures 80 90] [FILE ...]
+
+Prints a table of registers, static shared memory and spills, a row for each kernel and architecture. Fails on errors,
+on warnings that `EXPECTED_WARNINGS` does not name, and on registers that are spilled to memory, except in kernels whose
+name says `generic`, which take every shape and are the slow way out for those that nothing is tuned for, or `double`,
+which is there to check gradients with.
+
+What was compiled without a change since is not compiled again: the reports are kept in build/native/reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from native_build import NVCC_FLAGS, ROOT, Compilation, jobs
+from native_toolchain import Nvcc, Unavailable, generate_code_flags
+
+ARCHITECTURES = (80, 90)
+EXPECTED_WARNINGS: tuple[tuple[str, str], ...] = ()
+"""Regular expressions for warnings that are no fault, each with the reason why it is none."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel, compiled for one architecture. Sizes are in bytes, those of memory per thread."""
+
+    name: str
+    architecture: str
+    registers: int = 0
+    shared_memory: int = 0
+    stack: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+
+    @property
+    def tuned(self) -> bool:
+        return "generic" not in self.name.lower() and "double" not in self.name
+
+    @property
+    def spills(self) -> bool:
+        return self.spill_stores + self.spill_loads > 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of one source, compiled for one architecture."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    error: str | None = None
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        found = json.loads(text)
+        return cls([Kernel(**kernel) for kernel in found["kernels"]], found["warnings"], found["error"])
+
+
+def read_compiler_output(text: str) -> Report:
+    """The kernels and warnings in the output of ``nvcc -Xptxas -v``."""
+    kernels: dict[tuple[str, str], dict[str, int]] = {}
+    properties: dict[str, int] = {}  # of the function that ptxas spoke of last
+    warnings = []
+    for line in text.splitlines():
+        if re.search(r"\bwarning\b", line, re.IGNORECASE) and not line.startswith("ptxas info"):
+            if not any(re.search(pattern, line) for pattern, _ in EXPECTED_WARNINGS):
+                warnings.append(line.strip())
+        elif found := re.search(r"Compiling entry function '(\S+)' for '(\w+)'", line):
+            properties = kernels[found[1], found[2]] = {}
+        elif re.search(r"Function properties for (\S+)", line):
+            # Those of a function that was not inlined come after those of the kernel that calls it.
+            if "registers" in properties:
+                properties = {}
+        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            for name, number in zip(("stack", "spill_stores", "spill_loads"), found.groups(), strict=True):
+                properties[name] = properties.get(name, 0) + int(number)
+        elif found := re.search(r"Used (\d+) registers", line):
+            properties["registers"] = int(found[1])
+            shared = re.search(r"(\d+) bytes smem", line)
+            properties["shared_memory"] = int(shared[1]) if shared else 0
+    names = demangled([name for name, _ in kernels])
+    return Report(
+        [
+            Kernel(name=name, architecture=architecture, **facts)
+            for name, ((_, architecture), facts) in zip(names, kernels.items(), strict=True)
+        ],
+        warnings,
+    )
+
+
+def demangled(names: list[str]) -> list[str]:
+    """C++ names without parameters and return types: as they are, where no c++filt is installed."""
+    if not names or shutil.which("c++filt") is None:
+        return names
+    result = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
+    return [short(name) for name in result.stdout.splitlines()]
+
+
+def short(name: str) -> str:
+    """`space::kernel<Traits<64>, true>` of `void space::kernel<Traits<64>, true>(Problem, int)`."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("fairseq_fastweights::", "")
+    depth = 0
+    for position, character in enumerate(name):
+        depth += {"<": 1, ">": -1}.get(character, 0)
+        if character == "(" and depth == 0:
+            return name[:position]
+    return name
+
+
+def check(nvcc: Nvcc, source: Path, architecture: int) -> Report:
+    """The report on `source`, from the last time if nothing changed since."""
+    reports = ROOT / "build" / "native" / "reports"
+    flags = [*NVCC_FLAGS, "-Xptxas=-v", *generate_code_flags([f"sm_{architecture}"])]
+    patterns = "\n".join(pattern for pattern, _ in EXPECTED_WARNINGS)
+    work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}\n{patterns}", source.stem)
+    kept = reports / f"{work.key()}.json"
+    if kept.is_file():
+        return Report.from_json(kept.read_text())
+    reports.mkdir(parents=True, exist_ok=True)
+    target = kept.with_suffix(".o")
+    command = [*work.command, "-c", str(source), "-o", str(target)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    target.unlink(missing_ok=True)
+    if result.returncode:
+        return Report(error=result.stdout)
+    report = read_compiler_output(result.stdout)
+    temporary = kept.with_suffix(".new")
+    temporary.write_text(report.as_json())
+    temporary.replace(kept)
+    return report
+
+
+def table(kernels: Sequence[Kernel]) -> str:
+    """A row for each kernel and architecture."""
+    rows: list[tuple[str, ...]] = [("kernel", "for", "registers", "smem", "stack", "spilled (stores + loads)")]
+    for kernel in sorted(kernels, key=lambda kernel: (kernel.name, kernel.architecture)):
+        spilled = f"{kernel.spill_stores} + {kernel.spill_loads}" if kernel.spills else "-"
+        numbers = (kernel.registers, kernel.shared_memory, kernel.stack)
+        rows.append((kernel.name, kernel.architecture, *map(str, numbers), spilled))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def faults(reports: dict[tuple[str, int], Report]) -> list[str]:
+    """What must not be, a line for each; reports are by source and architecture."""
+    lines = []
+    for (source, architecture), report in reports.items():
+        where = f"{source}, sm_{architecture}"
+        if report.error is not None:
+            lines.append(f"{where}: does not compile:\n{report.error}")
+        lines += [f"{where}: {warning}" for warning in report.warnings]
+        lines += [
+            f"{where}: {kernel.name} spills registers: {kernel.spill_stores} bytes stored, {kernel.spill_loads} loaded"
+            for kernel in report.kernels
+            if kernel.tuned and kernel.spills
+        ]
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Checks, prints the table, and returns the exit status."""
+    parser = argparse.ArgumentParser(description="Compiles the CUDA kernels and fails where they spill registers.")
+    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, metavar="SM")
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="default: all of cuda/")
+    options = parser.parse_args(arguments)
+    sources = [path.resolve() for path in options.files] or sorted((ROOT / "cuda").rglob("*.cu"))
+    try:
+        nvcc = Nvcc.find()
+    except Unavailable as reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    work = [(source, architecture) for source in sources for architecture in options.architectures]
+    with ThreadPoolExecutor(jobs()) as pool:
+        found = list(pool.map(lambda item: check(nvcc, *item), work))
+    reports = {(source.name, architecture): report for (source, architecture), report in zip(work, found, strict=True)}
+    kernels = [kernel for report in found for kernel in report.kernels]
+    print(table(kernels))
+    wrong = faults(reports)
+    print("\n".join(wrong), file=sys.stderr)
+    print(f"{len(kernels)} kernels of {len(sources)} files (each architecture counted), {len(wrong)} faults")
+    return 1 if wrong or not kernels else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

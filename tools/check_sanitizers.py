@@ -1,0 +1,75 @@
+"""Runs the operations' tests on CPU kernels that AddressSanitizer and UndefinedBehaviorSanitizer watch.
+
+    python tools/check_sanitizers.py [PYTEST OPTIONS ...]
+
+Builds the kernels with both into build/sanitized, and runs the tests of tests/ops that have "native" in their names on
+them, with two threads. The first error of either sanitizer ends the run. Leaks are not looked for: Python frees little
+of what it holds at its end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from native_build import LIBRARIES, ROOT
+from native_toolchain import HostCompiler, Unavailable, first_line
+
+FOLDER = ROOT / "build" / "sanitized"
+
+
+def runtime_libraries(compiler: HostCompiler) -> list[Path]:
+    """What must be loaded before Python, since Python itself was not compiled with sanitizers.
+
+    Raises `Unavailable` where the compiler came without them.
+    """
+    # libstdc++ too: AddressSanitizer looks for what throws exceptions when it starts, and Python brings none along.
+    found = []
+    for name in ("libasan.so", "libubsan.so", "libstdc++.so"):
+        path = Path(first_line([*compiler.command, f"-print-file-name={name}"]))
+        if not path.is_absolute():
+            raise Unavailable(
+                f"{compiler.name} has no {name}; install g++ with its sanitizers, or name it with CXX=..."
+            )
+        found.append(path.resolve())
+    return found
+
+
+def environment(preloaded: list[Path]) -> dict[str, str]:
+    """That of a Python that loads the sanitized kernels."""
+    return {
+        **os.environ,
+        "FASTWEIGHTS_NATIVE_CPU": str(FOLDER / LIBRARIES.library("cpu").name),
+        "LD_PRELOAD": ":".join(map(str, preloaded)),
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",  # threads that wait must not keep the cores from those that other tests have
+        "FASTWEIGHTS_TEST_THREADS": "2",
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Builds and tests; returns the exit status. Where there are no sanitizers, that is an error in CI alone."""
+    try:
+        preloaded = runtime_libraries(HostCompiler.find())
+    except Unavailable as reason:
+        print(f"sanitizers: not run: {reason}", file=sys.stderr)
+        return 1 if os.environ.get("CI") else 0
+    build = [sys.executable, "tools/native_build.py", "--sanitize", "--into", str(FOLDER)]
+    if subprocess.run(build, cwd=ROOT).returncode:
+        return 1
+    # Kernels that cannot be loaded would leave tests that skip themselves.
+    probe = "import sys; from fairseq_fastweights.ops import libraries; sys.exit(libraries.load('cpu'))"
+    pytest = ["-m", "pytest", "tests/ops", "-k", "native", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    for command in (["-c", probe], pytest):
+        status = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(preloaded)).returncode
+        if status:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,246 @@
+"""All that is to be done on a GPU, unattended and in less than nine minutes: what `make gpu-check` runs.
+
+    python tools/gpu_check.py [--minutes 9] [--dry-run]
+
+Builds the kernels for the GPU that is there, runs the operations' tests on it, captures, compares and times small
+programs, lets compute-sanitizer watch every operator, and measures. It needs CUDA's compiler, a torch with CUDA and
+pytest, and no network; fairseq may be missing. Each stage has a time limit of its own and none stops the others. The
+results go to ``benchmarks/results/<device>.json``, with whatever else that file holds, and, if the environment variable
+OUT names a folder, there too, with the output of all stages. The exit status is 1 if a stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+WORK = ROOT / "build" / "gpu-check"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command with a time limit.
+
+    Attributes:
+        limit: seconds that it may take; less where less are left.
+        output: a JSON file that it writes, whose content belongs to the results under `name`.
+        budgeted: whether it takes `--budget SECONDS`, and with it all the time that is left.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit: float
+    environment: dict[str, str] = field(default_factory=dict)
+    output: Path | None = None
+    budgeted: bool = False
+
+
+def stages() -> list[Stage]:
+    """What is done, in this order. The limits leave the last a minute at the very least, and four or five as a rule."""
+    python = sys.executable
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A GPU's tests wait for the GPU, not for the cores: more processes than these only take its memory.
+    parallel = ["-n", str(min(6, cores))] if importlib.util.find_spec("xdist") else []
+    exercise = [python, "tools/gpu_exercise.py"]
+    sanitizer = ["compute-sanitizer", "--error-exitcode", "86", "--print-limit", "20"]
+    kernels = WORK / "kernels.json"
+    return [
+        Stage(
+            "build",
+            [python, "tools/native_build.py"],
+            150,
+            {"FASTWEIGHTS_BUILD": "cuda", "MAX_JOBS": str(cores)},
+        ),
+        Stage("environment", [python, "-m", "fairseq_fastweights.env", "--json"], 20),
+        Stage(
+            "tests",
+            [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel],
+            100,
+            {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"},
+        ),
+        Stage("first call", [*exercise, "first-call"], 20),
+        Stage("CUDA graph", [*exercise, "graph"], 20),
+        Stage("determinism", [*exercise, "determinism"], 30),
+        Stage("memcheck", [*sanitizer, "--tool", "memcheck", *exercise, "memory"], 60),
+        Stage("racecheck", [*sanitizer, "--tool", "racecheck", *exercise, "memory"], 60),
+        Stage(
+            "kernels",
+            [python, "benchmarks/kernels.py", "--device", "cuda", "--out", str(kernels)],
+            400,
+            output=kernels,
+            budgeted=True,
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a stage: `status` is "passed", "failed" or "timed out", `summary` its last line of output."""
+
+    name: str
+    status: str
+    seconds: float
+    summary: str
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"name": self.name, "status": self.status, "seconds": round(self.seconds, 1)}
+        try:
+            return {**found, "found": json.loads(self.summary)}
+        except ValueError:
+            return {**found, "summary": self.summary}
+
+
+def run(stage: Stage, left: float, log: Path) -> Outcome:
+    """Runs a stage, its output in the file `log`, for no longer than `left` seconds."""
+    limit = min(stage.limit, left)
+    command = list(stage.command)
+    if stage.budgeted:
+        # What is over is for starting, and for the last case, which no budget cuts short.
+        command += ["--budget", f"{max(limit - 20, 1):.0f}"]
+    if stage.output is not None:
+        stage.output.unlink(missing_ok=True)
+    if shutil.which(command[0]) is None:
+        return Outcome(stage.name, "failed", 0.0, f"{command[0]} is not on PATH")
+    if limit <= 0:
+        return Outcome(stage.name, "failed", 0.0, "no time was left for it")
+    started = time.monotonic()
+    with log.open("w") as file:
+        file.write(f"$ {' '.join(command)}\n")
+        file.flush()
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **stage.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+            status = "passed" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "timed out"
+        finally:
+            # What it started may outlive it, and would disturb the stages that follow.
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+    lines = [line for line in log.read_text(errors="replace").splitlines()[1:] if line.strip()]
+    return Outcome(stage.name, status, time.monotonic() - started, lines[-1] if lines else "")
+
+
+def device_name() -> str:
+    """The GPU's name. Raises `SystemExit`, with what is missing, where there is nothing to check."""
+    probe = (
+        "import json, torch\n"
+        "print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.is_available()"
+        " and torch.cuda.get_device_name()]))"
+    )
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or [""])[-1]
+        raise SystemExit(f"error: {sys.executable} cannot import torch ({last}); name another with `make PYTHON=...`")
+    version, cuda, name = json.loads(result.stdout.splitlines()[-1])
+    if cuda is None:
+        raise SystemExit(f"error: torch {version} has no CUDA; there is nothing that this could check")
+    if not name:
+        raise SystemExit(f"error: torch {version} sees no GPU; there is nothing that this could check")
+    return name
+
+
+def slug(name: str) -> str:
+    """`nvidia-h200` of `NVIDIA H200`."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def merge(path: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """Writes `new` into the JSON object that a file holds, entry by entry; returns all that is in it then."""
+    try:
+        old = json.loads(path.read_text())
+    except FileNotFoundError:
+        old = {}
+    except ValueError:
+        path.replace(path.with_suffix(".unreadable"))
+        old = {}
+    merged = {**(old if isinstance(old, dict) else {}), **new}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(merged, indent=1) + "\n")
+    temporary.replace(path)
+    return merged
+
+
+def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[Outcome]:
+    """Runs all stages within so many seconds; every outcome is in the file `results` before the next stage begins."""
+    deadline = time.monotonic() + seconds
+    WORK.mkdir(parents=True, exist_ok=True)
+    out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
+    outcomes: list[Outcome] = []
+    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    whole_log = WORK / "gpu-check.log"
+    whole_log.write_text("")
+    for stage in plan:
+        print(f"{stage.name} ...", end=" ", flush=True)
+        log = WORK / f"{slug(stage.name)}.log"
+        log.write_text("")
+        outcome = run(stage, deadline - time.monotonic(), log)
+        outcomes.append(outcome)
+        print(f"{outcome.status}, {outcome.seconds:.0f} s: {outcome.summary[:300]}", flush=True)
+        text = log.read_text(errors="replace")
+        if outcome.status != "passed":
+            print("\n".join(f"    {line[:300]}" for line in text.splitlines()[-25:]), flush=True)
+        with whole_log.open("a") as file:
+            file.write(f"== {stage.name}: {outcome.status}\n{text}\n")
+        new: dict[str, Any] = {"gpu check": {"date": started, "stages": [each.as_json() for each in outcomes]}}
+        if stage.output is not None and stage.output.is_file():
+            new[stage.name] = json.loads(stage.output.read_text())
+        merge(results, new)
+        if out is not None:
+            shutil.copy(results, out / results.name)
+            shutil.copy(whole_log, out / whole_log.name)
+    return outcomes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Checks, prints a summary, and returns the exit status."""
+    parser = argparse.ArgumentParser(description="Builds, tests and measures on the GPU that is there.")
+    parser.add_argument("--minutes", type=float, default=8.75, help="that it may take in all (default: 8.75)")
+    parser.add_argument("--dry-run", action="store_true", help="list the stages and run nothing")
+    options = parser.parse_args(arguments)
+    plan = stages()
+    if options.dry_run:
+        for stage in plan:
+            environment = "".join(f"{name}={value} " for name, value in stage.environment.items())
+            print(f"{stage.name:12} {stage.limit:4.0f} s  {environment}{' '.join(stage.command)}")
+        return 0
+    name = device_name()
+    results = RESULTS / f"{slug(name)}.json"
+    print(f"{name}: results go to {results.relative_to(ROOT)}", flush=True)
+    started = time.monotonic()
+    outcomes = check(plan, results, 60 * options.minutes)
+    bad = [outcome.name for outcome in outcomes if outcome.status != "passed"]
+    told = f"not passed: {', '.join(bad)}" if bad else "all passed"
+    print(f"{len(outcomes)} stages in {time.monotonic() - started:.0f} s, {told}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

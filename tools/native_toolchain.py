@@ -1,0 +1,234 @@
+"""What the kernels are compiled with and for: the torch that is installed, a C++ compiler, nvcc.
+
+Each is found without importing torch, so that a build with nothing to do takes no time; what is missing raises
+`Unavailable`, whose text is one line for the user: what is missing and how to mend it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+OLDEST_TORCH = (2, 4)
+OLDEST_GCC = 9
+DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
+ARCHITECTURES = (70, 75, 80, 86, 90)
+"""Compute capabilities that are built for where neither TORCH_CUDA_ARCH_LIST nor a GPU says which: from the first
+with tensor cores on. Machine code for 8.6 also runs on 8.9; later ones run the PTX of the newest."""
+
+
+class Unavailable(Exception):
+    """Why something cannot be built, and how to mend it: one line."""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The torch that this Python would import."""
+
+    folder: Path
+    version: str
+    cuda: str | None
+    """The version of CUDA that it is for, such as "13.0"."""
+
+    @classmethod
+    def find(cls) -> Torch:
+        """Raises `Unavailable` if there is none, or one that is too old."""
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            raise Unavailable(
+                "the build saw no torch; install torch and build again (other tools than pip: with "
+                "--no-build-isolation)"
+            )
+        folder = Path(spec.origin).parent
+        facts = runpy.run_path(str(folder / "version.py"))
+        found = cls(folder, str(facts["__version__"]), facts.get("cuda"))
+        if numbers(found.version) < OLDEST_TORCH:
+            raise Unavailable(f"torch is {found.version}; install 2.4 or later and build again")
+        return found
+
+    @property
+    def include_flags(self) -> list[str]:
+        """As system headers, whose warnings are not ours."""
+        include = self.folder / "include"
+        return ["-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
+
+    @property
+    def compile_flags(self) -> list[str]:
+        """Standard and ABI of its headers, as torch's own files for builds say."""
+        extensions = (self.folder / "utils" / "cpp_extension.py").read_text()
+        standards = [int(standard) for standard in re.findall(r"-std=c\+\+(\d\d)\b", extensions)]
+        config = self.folder / "share" / "cmake" / "Torch" / "TorchConfig.cmake"
+        abi = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", config.read_text() if config.is_file() else "")
+        return [f"-std=c++{max(standards, default=17)}", f"-D_GLIBCXX_USE_CXX11_ABI={abi[1] if abi else 1}"]
+
+    @property
+    def library_folder(self) -> Path:
+        return self.folder / "lib"
+
+    @property
+    def openmp_library(self) -> Path | None:
+        """The libgomp that its wheels bring along under a name of its own: a second one would be a second set of
+        threads, and the idle ones of either set keep the cores of the other busy."""
+        found = sorted(
+            (*self.library_folder.glob("libgomp*.so*"), *self.folder.with_name("torch.libs").glob("libgomp*"))
+        )
+        return found[0] if found else None
+
+    def capabilities(self) -> list[int]:
+        """Those of the GPUs that are there, as 80 for 8.0. Imports torch."""
+        try:
+            import torch
+
+            devices = range(torch.cuda.device_count())
+            return sorted({10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)})
+        except Exception:  # a GPU without a driver that works: as if there were none
+            return []
+
+
+@dataclass(frozen=True)
+class HostCompiler:
+    """The C++ compiler: CXX, or the first of c++, g++ and clang++."""
+
+    command: tuple[str, ...]
+    version: str
+    """The first line of what --version prints."""
+
+    @classmethod
+    def find(cls) -> HostCompiler:
+        """Raises `Unavailable` if there is none, or one that is too old."""
+        named = os.environ.get("CXX", "").split()
+        for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+            if shutil.which(command[0]) is None:
+                continue
+            version = first_line([*command, "--version"])
+            if "clang" not in version:
+                number = first_line([*command, "-dumpfullversion"])
+                if not number or numbers(number)[0] < OLDEST_GCC:
+                    raise Unavailable(
+                        f"{' '.join(command)} is {version or 'no compiler that runs'}; install g++ {OLDEST_GCC} or "
+                        "later or clang, name it with CXX=... and build again"
+                    )
+            return cls(tuple(command), version)
+        raise Unavailable(
+            f"there is no C++ compiler{f' {named[0]}, which CXX names' if named else ''}; install one (on Debian and "
+            "Ubuntu: apt install g++) and build again"
+        )
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.command)
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """CUDA's compiler, of the CUDA that torch is for."""
+
+    command: str
+    version: str
+    include_folder: Path
+    supported: tuple[int, ...]
+    """The compute capabilities that it compiles for."""
+
+    @classmethod
+    def find(cls, cuda: str | None = None) -> Nvcc:
+        """The one in CUDA_HOME, on PATH or where CUDA is installed by default.
+
+        Raises `Unavailable` if there is none, or if its major version is not that of `cuda`.
+        """
+        homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+        candidates = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
+        candidates += ["nvcc", DEFAULT_NVCC]
+        command = next((found for candidate in candidates if (found := shutil.which(candidate))), None)
+        wanted = f" {numbers(cuda)[0]} (torch is for CUDA {cuda})" if cuda else ""
+        if command is None:
+            raise Unavailable(
+                f"there is no nvcc in CUDA_HOME or on PATH; install the CUDA toolkit{wanted} and build again"
+            )
+        release = re.search(r"release (\d+\.\d+)", output([command, "--version"]))
+        if release is None:
+            raise Unavailable(f"{command} does not run; install the CUDA toolkit{wanted} and build again")
+        version = release[1]
+        if cuda and numbers(cuda)[0] != numbers(version)[0]:
+            raise Unavailable(
+                f"{command} is of CUDA {version} and torch is for CUDA {cuda}; let CUDA_HOME name a CUDA "
+                f"{numbers(cuda)[0]} toolkit and build again"
+            )
+        # nvcc may be a script that starts another one: it alone knows where its headers are.
+        dry_run = output([command, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
+        top = re.search(r"^#\$ TOP=(.+)$", dry_run, re.MULTILINE)
+        home = Path(top[1].strip()) if top else Path(command).resolve().parents[1]
+        supported = re.findall(r"compute_(\d+)\b", output([command, "--list-gpu-arch"]))
+        return cls(command, version, home / "include", tuple(sorted({int(number) for number in supported})))
+
+    @property
+    def more_flags(self) -> str:
+        """What nvcc adds to its command line of its own accord."""
+        return " ".join(filter(None, (os.environ.get(f"NVCC_{place}_FLAGS") for place in ("PREPEND", "APPEND"))))
+
+    def architectures(self, torch: Torch) -> list[str]:
+        """What to compile for: of TORCH_CUDA_ARCH_LIST, of the GPUs that are there, or of all that are common.
+
+        Returns names like "sm_80" for machine code and "compute_90" for PTX. Raises `Unavailable` for a list that
+        cannot be read.
+        """
+        listed = re.split(r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip())
+        if listed != [""]:
+            return self._listed(listed)
+        present = torch.capabilities()
+        if present and set(present) <= set(self.supported):
+            return [f"sm_{capability}" for capability in present]
+        common = [capability for capability in ARCHITECTURES if capability in self.supported]
+        return [*(f"sm_{capability}" for capability in common), f"compute_{common[-1]}"]
+
+    def _listed(self, names: list[str]) -> list[str]:
+        architectures = []
+        for name in names:
+            found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
+            if found is None or int(found[1] + found[2]) not in self.supported:
+                known = ", ".join(f"{number // 10}.{number % 10}" for number in self.supported)
+                raise Unavailable(
+                    f"TORCH_CUDA_ARCH_LIST names {name!r}; let it name some of {known}, as in '8.0;9.0+PTX', and "
+                    "build again"
+                )
+            number = found[1] + found[2] + found[3]
+            architectures += [f"sm_{number}"] + ([f"compute_{number}"] if found[4] else [])
+        return architectures
+
+
+def generate_code_flags(architectures: list[str]) -> list[str]:
+    """nvcc's -gencode options for names like "sm_80" and "compute_90"."""
+    return [
+        f"-gencode=arch=compute_{architecture.partition('_')[2]},code={architecture}" for architecture in architectures
+    ]
+
+
+def is_x86() -> bool:
+    """Whether what is compiled here runs on x86-64, of which some have AVX2 and AVX-512."""
+    return platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 11, 0) for 2.11.0+cu130."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in found[0].split(".")) if found else (0,)
+
+
+def output(command: list[str]) -> str:
+    """What a command prints, on either stream; nothing if it cannot be run or fails."""
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    except OSError:
+        return ""
+    return result.stdout if result.returncode == 0 else ""
+
+
+def first_line(command: list[str]) -> str:
+    return (output(command).splitlines() or [""])[0]
