@@ -1,0 +1,66 @@
+"""Measures again all that docs/performance.md says of a CPU, draws the figures and writes the page.
+
+    python benchmarks/all_cpu.py [--budget 660] [--threads 2]
+
+Wants a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.peers.causal_product import DEFAULT_FOLDER
+from report import PAGE, RESULTS
+
+HERE = Path(__file__).resolve().parent
+
+# The programs' shares of the budget.
+SHARES = {"kernels": 0.55, "generation": 0.15, "training_length": 0.3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--budget", type=float, default=660, metavar="SECONDS", help="for measuring (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
+    parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, metavar="FOLDER", help="default: build/peers")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
+    parser.add_argument("--quick", action="store_true", help="tiny cases, to see that the programs run")
+    options = parser.parse_args()
+
+    results = options.results.resolve()
+    outputs = {
+        "kernels": ["--out", str(results / "kernels_cpu.json"), "--peers", str(options.peers)],
+        "generation": ["--out", str(results / "next_token.json"), "--figure", str(results / "next_token.png")],
+        "training_length": [
+            *("--out", str(results / "training_length.json"), "--figure", str(results / "training_length.png")),
+            *("--peers", str(options.peers)),
+        ],
+    }
+    quick = ["--quick"] if options.quick else []
+    for program, share in SHARES.items():
+        run(
+            f"{program}.py",
+            *("--budget", str(share * options.budget), "--threads", str(options.threads)),
+            *outputs[program],
+            *quick,
+        )
+    run("report.py", "--results", str(results), "--page", str(options.page))
+
+
+def run(program: str, *arguments: str) -> None:
+    """Runs a program of this folder in a process of its own; ends this one where it fails."""
+    print(f"benchmarks/{program} {' '.join(arguments)}", file=sys.stderr, flush=True)
+    result = subprocess.run([sys.executable, str(HERE / program), *arguments])
+    if result.returncode != 0:
+        sys.exit(f"{program} failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Builds the causal_product kernel of pytorch-fast-transformers 0.4.0 from PyPI, a peer of the sum rule on the CPU.
+
+    python benchmarks/build_causal_product.py [FOLDER]
+
+The one extension that is compared is compiled with -O3 -march=native -ffast-math -fopenmp (the package's own flags are
+-fopenmp -ffast-math and what Python was built with) and put into FOLDER (default: build/peers), where the benchmarks
+look for it; nothing is installed. Needs this Python's torch, setuptools and ninja, a C++ compiler and PyPI, and about a
+minute. FOLDER/fast_transformers/BUILD.json says how it was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import torch
+from harness.peers.causal_product import BUILD_RECORD, DEFAULT_FOLDER, FLAGS, PACKAGE, VERSION
+from torch.utils import cpp_extension
+
+
+def download(folder: Path) -> Path:
+    """Fetches the package's source and returns the folder that it was unpacked to."""
+    # Its setup.py, which pip runs for the metadata, asks for CUDA where it can start nvcc.
+    path = os.pathsep.join(
+        part for part in os.environ.get("PATH", "").split(os.pathsep) if not (Path(part) / "nvcc").exists()
+    )
+    flags = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", *flags, str(folder), f"{PACKAGE}=={VERSION}"],
+        check=True,
+        env={**os.environ, "PATH": path},
+    )
+    [archive] = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    return folder / f"{PACKAGE}-{VERSION}"
+
+
+def build(source: Path, target: Path) -> None:
+    """Puts the package's Python files and the compiled kernel into target/fast_transformers."""
+    compiled = source / "compiled"
+    compiled.mkdir()
+    cpp_extension.load(
+        "causal_product_cpu",
+        [str(source / "fast_transformers" / "causal_product" / "causal_product_cpu.cpp")],
+        extra_cflags=list(FLAGS),
+        extra_ldflags=["-fopenmp"],
+        build_directory=str(compiled),
+        with_cuda=False,
+        verbose=True,
+    )
+    package = source / "fast_transformers"
+    shutil.copy(compiled / "causal_product_cpu.so", package / "causal_product")
+    compiler = subprocess.run(
+        [os.environ.get("CXX", "c++"), "--version"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[0]
+    record = {"flags": list(FLAGS), "compiler": compiler, "torch": torch.__version__}
+    (package / BUILD_RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    shutil.rmtree(target / "fast_transformers", ignore_errors=True)
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(package, target / "fast_transformers")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="default: %(default)s")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        build(download(Path(name)), options.folder.resolve())
+    print(f"{options.folder}: {PACKAGE} {VERSION}'s causal_product, compiled with {' '.join(FLAGS)}")
+
+
+if __name__ == "__main__":
+    main()

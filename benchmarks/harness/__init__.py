@@ -1,0 +1,10 @@
+"""What the programs of this folder share: cases, contestants, timing, limits, records, targets and tables."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A clone can be measured without being installed.
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))

@@ -1,0 +1,126 @@
+"""How fast a machine could be: what a case must move and compute, over the rates measured in the same run."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.cases import Inputs, Pass, Shape
+from harness.timing import Clock
+
+# Multiplications and additions per entry of the state and step, of the recurrence one step at a time. Forward, what
+# writes and reads S; backward, S once more (its inner states are not kept), then the gradients:
+#   sum    S += k v, y = S q;  S += k v, dq = S dy, dS += q dy, dk = dS v, dv = dS k
+#   gated  and g S; g S, g dS, dg = dS . S
+#   decay  and f z S; f z S, f z dS, df and dz from P = dS . S
+#   delta  and S k; S k, dk takes S du too, dv = du = dS k, dS -= k du
+# A chunked form does other operations: this is a yardstick, the same for everybody.
+OPERATIONS = {"sum": (4, 10), "gated": (5, 14), "decay": (6, 17), "delta": (6, 16)}
+
+_COPY_BYTES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
+_MATRIX = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The least that a case takes.
+
+    Attributes:
+        bytes: every input read once per pass, every output and gradient written once; a step's state both.
+        operations: by `OPERATIONS`; for softmax attention its matrix products over the causal half.
+        seconds: the larger of bytes over bandwidth and operations over rate.
+        binding: which of them it is, "bandwidth" or "arithmetic".
+    """
+
+    bytes: int
+    operations: int
+    seconds: float
+    binding: str
+
+
+def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, quick: bool = False) -> dict[str, Any]:
+    """Measures this machine.
+
+    Returns:
+        "copy": bytes per second of a copy, by its bytes read and written ("268435456"); "matmul": operations per
+        second of a square matrix product by dtype, float32 in full precision.
+    """
+    sizes = _COPY_BYTES[:1] if quick else _COPY_BYTES
+    if device == "cuda" and not quick:
+        sizes = (4 << 30,)  # far beyond the cache
+    patience = 0.05 if quick else 0.5
+    copies = {}
+    for size in sizes:
+        source = torch.rand(size // 8, device=device)
+        target = torch.empty_like(source)
+        copies[str(size)] = size / _best(lambda s=source, t=target: t.copy_(s), clock, patience)
+    width = 128 if quick else _MATRIX[device]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        products = {}
+        for name, dtype in dtypes.items():
+            a, b = (torch.randn(width, width, device=device).to(dtype) for _ in "ab")
+            products[name] = 2 * width**3 / _best(lambda a=a, b=b: a @ b, clock, patience)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return {"copy": copies, "matmul": products}
+
+
+def _best(call: Any, clock: Clock, patience: float) -> float:
+    """The least time of at least three calls, and of as many as fit in so many seconds."""
+    call()
+    end = time.perf_counter() + patience
+    times: list[float] = []
+    while len(times) < 3 or time.perf_counter() < end:
+        times.append(clock.seconds(call, 1))
+    return min(times)
+
+
+def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> Limit:
+    """The limit of a case on a machine of these rates. `rule` may be "softmax"."""
+    moved = _bytes(rule, kind, inputs)
+    operations = _operations(shape, rule, kind)
+    by_bandwidth = moved / bandwidth(rates, moved)
+    by_arithmetic = operations / rates["matmul"][dtype]
+    binding = "bandwidth" if by_bandwidth >= by_arithmetic else "arithmetic"
+    return Limit(moved, operations, max(by_bandwidth, by_arithmetic), binding)
+
+
+def bandwidth(rates: dict[str, Any], moved: int) -> float:
+    """The rate of the measured copy whose size is next to this: a small one stays in the caches, as small inputs do."""
+    size = min(rates["copy"], key=lambda size: abs(math.log(int(size) / moved)))
+    return rates["copy"][size]
+
+
+def _size(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _bytes(rule: str, kind: Pass, inputs: Inputs) -> int:
+    if rule == "softmax":
+        read = _size(inputs.wide_q, inputs.wide_k, inputs.v)
+    else:
+        read = _size(inputs.q, inputs.k, inputs.v, *inputs.gates(rule))
+    out = _size(inputs.d_out)
+    forward = read + out
+    if inputs.state is not None:
+        forward += 2 * _size(inputs.state)
+    # Backward reads the inputs again and the output's gradient, and writes a gradient for each input.
+    return forward if kind != "forward+backward" else forward + 2 * read + out
+
+
+def _operations(shape: Shape, rule: str, kind: Pass) -> int:
+    per_head = shape.batch * shape.heads
+    if rule == "softmax":
+        # Two products forward, five backward (the scores once more), each over the pairs on and below the diagonal.
+        pairs = shape.time * (shape.time + 1) // 2
+        return per_head * pairs * 2 * shape.value_dim * (7 if kind == "forward+backward" else 2)
+    forward, backward = OPERATIONS[rule]
+    per_entry = forward + (backward if kind == "forward+backward" else 0)
+    return per_head * shape.time * shape.key_dim * shape.value_dim * per_entry

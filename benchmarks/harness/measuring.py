@@ -1,0 +1,141 @@
+"""Cases one after the other within a budget, and the command-line options that choose them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import records
+from harness.cases import DTYPES, RULES, Pass, Shape
+from harness.comparison import Row, compare
+from harness.contestants import Contestant
+from harness.limits import measure_rates
+from harness.peers import causal_product, flash_linear_attention, ours, softmax
+from harness.timing import ROUNDS, Budget, clock_for
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison to make: a shape with the batch of this device, a dtype and a pass."""
+
+    shape: Shape
+    dtype: str
+    kind: Pass
+
+    def __str__(self) -> str:
+        return f"{self.shape.name}, {self.dtype}, {self.kind}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that the programs share."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, help="threads on the CPU (default: torch's)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="cut rounds, then cases, to take no longer")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="times that each call is measured (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to this JSON file")
+    parser.add_argument("--quick", action="store_true", help="tiny cases, to see that the program runs")
+
+
+def add_peer_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rules", type=list_of("rules", RULES), default=RULES, metavar="LIST", help=f"of {','.join(RULES)}"
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=causal_product.DEFAULT_FOLDER,
+        metavar="FOLDER",
+        help="where build_causal_product.py put its kernel (default: build/peers)",
+    )
+
+
+def list_of(what: str, names: Sequence[str]) -> Any:
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(word.strip() for word in text.split(","))
+        unknown = [word for word in chosen if word not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"no such {what}: {', '.join(unknown)}; there are {', '.join(names)}")
+        return chosen
+
+    return parse
+
+
+def set_up(options: argparse.Namespace) -> None:
+    """Sets threads, and ends the program where the device that was asked for is not there."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device is cuda, and torch sees no GPU")
+
+
+def all_contestants(options: argparse.Namespace) -> list[Contestant]:
+    """Everybody who does the chosen rules on the chosen device."""
+    contestants = [*ours.contestants(options.rules), *softmax.contestants()]
+    if options.device == "cuda":
+        contestants += flash_linear_attention.contestants(options.rules)
+    elif "sum" in options.rules:
+        contestants += causal_product.contestants(options.peers)
+    return contestants
+
+
+def measure_all(
+    cases: Sequence[Case],
+    contestants: Sequence[Contestant],
+    options: argparse.Namespace,
+    longest_call: float,
+    make_record: Callable[..., dict[str, Any]],
+) -> dict[str, Any]:
+    """Measures the cases in order, and writes what there is after each of them: who is stopped leaves that much.
+
+    Args:
+        longest_call: of `compare`.
+        make_record: makes a record of rates, cut and rows: the machine's rates, what was cut to keep to the budget, and
+            the rows of `compare`.
+
+    Returns:
+        the record.
+    """
+    budget = Budget(options.budget)
+    clock = clock_for(options.device)
+    rates = measure_rates(options.device, {c.dtype: DTYPES[c.dtype] for c in cases}, clock, options.quick)
+    rows: list[Row] = []
+    for number, case in enumerate(cases):
+        if budget.left <= 0:
+            budget.cut.append(f"{case}: not measured")
+            continue
+        compared, made = compare(
+            case.shape,
+            case.dtype,
+            case.kind,
+            contestants,
+            device=options.device,
+            clock=clock,
+            rates=rates,
+            rounds=options.rounds,
+            allowed=budget.share(len(cases) - number),
+            longest_call=longest_call,
+        )
+        if made < options.rounds:
+            budget.cut.append(f"{case}: {made} rounds of {options.rounds}")
+        rows += compared
+        medians = {
+            f"{row['implementation']} {row['rule']}": row["seconds"]["median"]
+            for row in compared
+            if row["status"] == "measured"
+        }
+        shown = ", ".join(f"{name} {median * 1e3:.3g}" for name, median in medians.items())
+        print(f"{case}: {shown} ms", file=sys.stderr, flush=True)
+        if options.out is not None:
+            records.write(make_record(rates=rates, cut=budget.cut, rows=rows), options.out)
+    record = make_record(rates=rates, cut=budget.cut, rows=rows)
+    if options.out is not None:
+        records.write(record, options.out)
+    return record

@@ -1,0 +1,115 @@
+"""Results as JSON: what was measured, and on what."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "fairseq",
+    "pytorch-fast-transformers",
+    "flash-linear-attention",
+    "fla-core",
+    "triton",
+)
+
+
+def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
+    """The head of a record: program, date, machine, threads and versions, and `facts` after them."""
+    return {
+        "program": program,
+        "device": device,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": _machine(device),
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        **facts,
+    }
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    """Writes a record whole or not at all. Numbers that JSON has no word for are refused."""
+    text = _dump(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def _dump(record: dict[str, Any]) -> str:
+    """JSON with a line for each entry, and for each entry of an entry that is a list."""
+    lines = []
+    for name, value in record.items():
+        if isinstance(value, list) and value:
+            items = ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value)
+            text = f"[\n{items}\n ]"
+        else:
+            text = json.dumps(value, allow_nan=False)
+        lines.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _machine(device: str) -> dict[str, Any]:
+    """Names and sizes; the load says whether the machine had other work when the run began."""
+    machine: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if hasattr(os, "getloadavg"):
+        machine["load before"] = round(os.getloadavg()[0], 2)
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        machine["gpu"] = properties.name
+        machine["gpu memory"] = properties.total_memory
+        machine["compute capability"] = f"{properties.major}.{properties.minor}"
+    return machine
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        versions["commit"] = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude", "*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    return versions

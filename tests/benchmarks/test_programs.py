@@ -1,0 +1,124 @@
+"""The programs run, on tiny cases, and leave results that can be read; the committed page says what the results say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import kernels
+import pytest
+import report
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def program(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT.parent,  # they work from anywhere
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.slow
+def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    result = program("all_cpu.py", "--quick", "--threads", 1, "--results", tmp_path, "--page", page)
+    assert result.returncode == 0, result.stderr
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert set(found) == {"kernels_cpu.json", "next_token.json", "training_length.json"}
+    for record in found.values():
+        assert record["device"] == "cpu" and record["threads"] == 1 and record["cut"] == []
+        assert record["machine"]["cpu"] and record["versions"]["torch"] == torch.__version__
+
+    rows = found["kernels_cpu.json"]["rows"]
+    assert {row["pass"] for row in rows} == {"forward", "forward+backward", "step"}
+    measured = {(row["implementation"], row["rule"]) for row in rows if row["status"] == "measured"}
+    for rule in ("sum", "gated", "decay", "delta"):
+        assert {("chunkwise", rule), ("reference", rule)} <= measured
+    assert ("SDPA", "softmax") in measured
+    for row in rows:  # who was not measured says why
+        assert row["status"] == "measured" or (row["status"] == "unavailable" and row["message"])
+        if row["status"] == "measured":
+            seconds = row["seconds"]
+            assert 0 < seconds["min"] <= seconds["lower"] <= seconds["median"] <= seconds["upper"]
+            assert row["limit"]["seconds"] > 0
+
+    tokens = found["next_token.json"]["rows"]
+    assert {(row["model"], row["length"]) for row in tokens} == {
+        (model, length) for model in ("transformer", "delta", "decay", "sum") for length in (1, 8)
+    }
+    for name in ("next_token.png", "training_length.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert f"]({name})" in page.read_text()
+
+
+@pytest.mark.slow
+def test_training_counts_the_words_that_fairseq_counts(tmp_path: Path) -> None:
+    out = tmp_path / "training.json"
+    arguments = ("--quick", "--rounds", 1, "--models", "delta", "--threads", 1, "--out", out)
+    result = program("training.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    rows = {row["model"]: row["words per second"] for row in json.loads(out.read_text())["rows"]}
+    assert set(rows) == {"softmax", "delta"}
+    assert all(speed["min"] > 0 and speed["rounds"] == 2 for speed in rows.values())  # updates 3 and 4 of 4
+
+
+def run_here(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    """Runs a program in this process, which saves its start."""
+    monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
+    main()
+
+
+def test_the_page_says_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(report.main, monkeypatch, "--check")
+
+
+def test_a_page_out_of_date_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    for old in (None, "old\n"):
+        if old is not None:
+            page.write_text(old)
+        with pytest.raises(SystemExit, match="report.py writes it"):
+            run_here(report.main, monkeypatch, "--check", "--page", page)
+    assert page.read_text() == "old\n"
+    run_here(report.main, monkeypatch, "--page", page)
+    run_here(report.main, monkeypatch, "--check", "--page", page)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rules", "sum,product"], "no such rules: product"),
+        (["--shapes", "tiny"], "no such shapes: tiny"),
+        pytest.param(
+            ["--device", "cuda"],
+            "torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_is_not_there_is_named(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        run_here(kernels.main, monkeypatch, *arguments)
+    assert message in f"{error.value} {capsys.readouterr().err}"
+
+
+def test_results_are_found_within_those_of_a_device(tmp_path: Path) -> None:
+    record = {"program": "kernels", "device": "cuda", "date": "2026-01-02"}
+    later = {"program": "training", "device": "cuda", "date": "2026-01-01"}
+    (tmp_path / "a.json").write_text(json.dumps({"tests": {"passed": 3}, "end to end": later, "kernels": record}))
+    (tmp_path / "b.json").write_text(json.dumps(record | {"device": "cpu"}))
+    (tmp_path / "c.json").write_text(json.dumps({"tokens": 3}))
+    found = [(path.name, record["device"], record["program"]) for path, record in report.find_records(tmp_path)]
+    assert found == [("b.json", "cpu", "kernels"), ("a.json", "cuda", "kernels"), ("a.json", "cuda", "training")]
