@@ -1,0 +1,376 @@
+// The CUDA kernels as torch operators: checks, allocation, the current stream. The only file here with torch's headers.
+//
+// The operators are defined, with their autograd and fake kernels, in fairseq_fastweights/ops/native.py; this registers
+// what they do for CUDA tensors. Sequences are (batch, time, heads, dim), gates (batch, time, heads), states
+// (batch, heads, key_dim, value_dim).
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "kernels.h"
+
+namespace fairseq_fastweights {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kMostDim = 512;
+
+int32_t dtype_of(const Tensor& x, const char* name) {
+    switch (x.scalar_type()) {
+        case at::kFloat:
+            return kFloat32;
+        case at::kHalf:
+            return kFloat16;
+        case at::kBFloat16:
+            return kBFloat16;
+        case at::kDouble:
+            return kFloat64;
+        default:
+            TORCH_CHECK(false, name, " has dtype ", x.scalar_type(),
+                        "; it must be float32, float16, bfloat16 or float64");
+    }
+}
+
+at::ScalarType state_type(const Tensor& v) { return v.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, int64_t interval) {
+    TORCH_CHECK(k.dim() == 4 && v.dim() == 4, "k and v must be (batch, time, heads, dim); they have ", k.dim(), " and ",
+                v.dim(), " dimensions");
+    TORCH_CHECK(q.sizes() == k.sizes(), "q has shape ", q.sizes(), "; it must be that of k, ", k.sizes());
+    TORCH_CHECK(v.sizes().slice(0, 3) == k.sizes().slice(0, 3), "v has shape ", v.sizes(),
+                "; batch, time and heads must be those of k, ", k.sizes());
+    TORCH_CHECK(k.size(1) >= 1 && k.size(2) >= 1, "k has shape ", k.sizes(), "; time and heads must be at least 1");
+    for (const int64_t dim : {k.size(3), v.size(3)})
+        TORCH_CHECK(dim >= 1 && dim <= kMostDim, "key_dim is ", k.size(3), " and value_dim ", v.size(3),
+                    "; each must be from 1 to ", kMostDim);
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK(k.size(0) * k.size(2) <= most && k.size(1) <= most, "k has shape ", k.sizes(), ", which is too large");
+    TORCH_CHECK(interval >= 0, "interval is ", interval, "; it must be at least 0");
+    return {static_cast<int32_t>(k.size(0)), static_cast<int32_t>(k.size(1)),
+            static_cast<int32_t>(k.size(2)), static_cast<int32_t>(k.size(3)),
+            static_cast<int32_t>(v.size(3)), static_cast<int32_t>(std::min(interval, most))};
+}
+
+void check_device(const Tensor& x, const Tensor& v, const char* name) {
+    TORCH_CHECK(x.device() == v.device(), name, " is on ", x.device(), "; it must be on ", v.device(), " as v is");
+}
+
+Sequence sequence(const Tensor& x, const char* name) {
+    TORCH_CHECK(x.dim() < 4 || x.size(3) == 1 || x.stride(3) == 1, name, " has strides ", x.strides(),
+                "; its last dimension must be contiguous");
+    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), dtype_of(x, name)};
+}
+
+// q, k, v and what has their shapes.
+Sequence sequence_like(const Tensor& x, const Tensor& like, const Tensor& v, const char* name) {
+    TORCH_CHECK(x.sizes() == like.sizes(), name, " has shape ", x.sizes(), "; it must be ", like.sizes());
+    TORCH_CHECK(x.scalar_type() == v.scalar_type(), name, " has dtype ", x.scalar_type(), "; it must be that of v, ",
+                v.scalar_type());
+    check_device(x, v, name);
+    return sequence(x, name);
+}
+
+// log_gate, beta and log decays: of v's dtype or float32. `dim` is 0 for (batch, time, heads).
+Sequence gate(const OptionalTensor& x, const Tensor& v, int64_t dim, const char* name) {
+    if (!x.has_value() || !x->defined()) return {};
+    TORCH_CHECK(x->dim() == (dim ? 4 : 3) && x->sizes().slice(0, 3) == v.sizes().slice(0, 3) &&
+                    (dim == 0 || x->size(3) == dim),
+                name, " has shape ", x->sizes(), ", which does not fit v, ", v.sizes());
+    TORCH_CHECK(x->scalar_type() == v.scalar_type() || x->scalar_type() == at::kFloat, name, " has dtype ",
+                x->scalar_type(), "; it must be that of v, ", v.scalar_type(), ", or float32");
+    check_device(*x, v, name);
+    return sequence(*x, name);
+}
+
+void check_gates(const OptionalTensor& log_gate, const OptionalTensor& key_decay, const OptionalTensor& value_decay) {
+    const auto given = [](const OptionalTensor& x) { return x.has_value() && x->defined(); };
+    TORCH_CHECK(!given(log_gate) || (!given(key_decay) && !given(value_decay)),
+                "log_gate comes without log_key_decay and log_value_decay");
+}
+
+// A state as the kernels read it, contiguous; undefined where there is none.
+Tensor state_input(const OptionalTensor& x, const Sizes& sizes, const Tensor& v, const char* name) {
+    if (!x.has_value() || !x->defined()) return {};
+    const std::array<int64_t, 4> shape{sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim};
+    TORCH_CHECK(x->sizes() == at::IntArrayRef(shape), name, " has shape ", x->sizes(), "; it must be ",
+                at::IntArrayRef(shape));
+    TORCH_CHECK(x->scalar_type() == state_type(v), name, " has dtype ", x->scalar_type(), "; it must be ",
+                state_type(v));
+    check_device(*x, v, name);
+    return x->contiguous();
+}
+
+const void* pointer(const Tensor& x) { return x.defined() && x.numel() ? x.data_ptr() : nullptr; }
+void* mutable_pointer(const Tensor& x) { return x.defined() && x.numel() ? x.data_ptr() : nullptr; }
+
+// An output of x's shape and layout, but for a layout in which the last dimension is not contiguous.
+Tensor output_like(const Tensor& x) {
+    Tensor made = at::empty_like(x);
+    if (made.dim() == 4 && made.size(3) > 1 && made.stride(3) != 1) made = at::empty(x.sizes(), x.options());
+    return made;
+}
+
+Tensor gradient_like(const OptionalTensor& x, const Tensor& v) {
+    return x.has_value() && x->defined() ? output_like(*x) : at::empty({0}, v.options());
+}
+
+Sequence gradient(const OptionalTensor& of, const Tensor& made, const char* name) {
+    return of.has_value() && of->defined() ? sequence(made, name) : Sequence{};
+}
+
+Tensor kept_states(const Sizes& sizes, const Tensor& v) {
+    const int64_t kept = sizes.interval ? (sizes.time - 1) / sizes.interval : 0;
+    return at::empty({sizes.batch, sizes.heads, kept, sizes.key_dim, sizes.value_dim},
+                     v.options().dtype(state_type(v)));
+}
+
+const void* kept_states_input(const Tensor& states, const Sizes& sizes, const Tensor& v) {
+    const int64_t kept = sizes.interval ? (sizes.time - 1) / sizes.interval : 0;
+    const std::array<int64_t, 5> shape{sizes.batch, sizes.heads, kept, sizes.key_dim, sizes.value_dim};
+    TORCH_CHECK(states.sizes() == at::IntArrayRef(shape) && states.is_contiguous() &&
+                    states.scalar_type() == state_type(v),
+                "states must be what the forward pass returned, contiguous ", at::IntArrayRef(shape), " of ",
+                state_type(v), "; it is ", states.sizes(), " of ", states.scalar_type());
+    check_device(states, v, "states");
+    return pointer(states);
+}
+
+template <typename Params>
+struct Algorithms {
+    cudaError_t (*launch[2])(const Params*, cudaStream_t);  // by Algorithm
+    size_t (*workspace[2])(const Params*);
+};
+
+// Chooses, allocates the workspace and launches.
+template <typename Params>
+void run(Operation operation, const char* name, const Algorithms<Params>& algorithms, Params& params, const Tensor& v,
+         bool separate_decays = false) {
+    int major = 0, minor = 0;
+    const int device = v.get_device();
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    const int32_t chosen = fastweights_choose(operation, &params.sizes, params.v.dtype, separate_decays,
+                                              10 * major + minor);
+    const auto bytes = static_cast<int64_t>(algorithms.workspace[chosen](&params));
+    Tensor workspace;
+    if (bytes) {
+        workspace = at::empty({bytes}, v.options().dtype(at::kByte));
+        params.workspace = workspace.data_ptr();
+    }
+    const cudaError_t error = algorithms.launch[chosen](&params, c10::cuda::getCurrentCUDAStream(device).stream());
+    TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::", name, ": ", cudaGetErrorString(error));
+}
+
+std::tuple<Tensor, Tensor, Tensor> diagonal_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                    const OptionalTensor& log_gate, bool complement,
+                                                    const OptionalTensor& log_key_decay,
+                                                    const OptionalTensor& log_value_decay,
+                                                    const OptionalTensor& initial_state, int64_t interval) {
+    const c10::cuda::CUDAGuard guard(v.device());
+    DiagonalForward params{};
+    const Sizes sizes = params.sizes = sizes_of(q, k, v, interval);
+    params.complement = complement;
+    check_gates(log_gate, log_key_decay, log_value_decay);
+    params.q = sequence_like(q, k, v, "q");
+    params.k = sequence_like(k, k, v, "k");
+    params.v = sequence_like(v, v, v, "v");
+    params.log_gate = gate(log_gate, v, 0, "log_gate");
+    params.log_key_decay = gate(log_key_decay, v, sizes.key_dim, "log_key_decay");
+    params.log_value_decay = gate(log_value_decay, v, sizes.value_dim, "log_value_decay");
+    const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
+    Tensor out = output_like(v), states = kept_states(sizes, v);
+    Tensor final_state =
+        at::empty({sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim}, v.options().dtype(state_type(v)));
+    if (sizes.batch == 0) return {out, final_state, states};
+    params.initial_state = pointer(initial);
+    params.out = sequence(out, "out");
+    params.final_state = mutable_pointer(final_state);
+    params.states = mutable_pointer(states);
+    run(kDiagonalForward, "diagonal_forward",
+        {{fastweights_diagonal_forward_recurrent, fastweights_diagonal_forward_chunked},
+         {fastweights_diagonal_forward_recurrent_workspace, fastweights_diagonal_forward_chunked_workspace}},
+        params, v, log_key_decay.has_value() || log_value_decay.has_value());
+    return {out, final_state, states};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
+    const Tensor& d_out, const OptionalTensor& d_final_state, const Tensor& q, const Tensor& k, const Tensor& v,
+    const OptionalTensor& log_gate, bool complement, const OptionalTensor& log_key_decay,
+    const OptionalTensor& log_value_decay, const OptionalTensor& initial_state, const Tensor& states,
+    int64_t interval) {
+    const c10::cuda::CUDAGuard guard(v.device());
+    DiagonalBackward params{};
+    const Sizes sizes = params.sizes = sizes_of(q, k, v, interval);
+    params.complement = complement;
+    check_gates(log_gate, log_key_decay, log_value_decay);
+    params.q = sequence_like(q, k, v, "q");
+    params.k = sequence_like(k, k, v, "k");
+    params.v = sequence_like(v, v, v, "v");
+    params.log_gate = gate(log_gate, v, 0, "log_gate");
+    params.log_key_decay = gate(log_key_decay, v, sizes.key_dim, "log_key_decay");
+    params.log_value_decay = gate(log_value_decay, v, sizes.value_dim, "log_value_decay");
+    // Autograd hands on what it has: an expanded scalar, a transposed view.
+    const Tensor dy = d_out.size(-1) == 1 || d_out.stride(-1) == 1 ? d_out : d_out.contiguous();
+    params.d_out = sequence_like(dy, v, v, "d_out");
+    const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
+    const Tensor d_final = state_input(d_final_state, sizes, v, "d_final_state");
+    Tensor dq = output_like(q), dk = output_like(k), dv = output_like(v);
+    Tensor d_gate = gradient_like(log_gate, v), d_key = gradient_like(log_key_decay, v);
+    Tensor d_value = gradient_like(log_value_decay, v);
+    Tensor d_initial = initial.defined() ? at::empty(initial.sizes(), initial.options())
+                                         : at::empty({0}, v.options().dtype(state_type(v)));
+    params.states = kept_states_input(states, sizes, v);
+    if (sizes.batch == 0) return {dq, dk, dv, d_gate, d_key, d_value, d_initial};
+    params.initial_state = pointer(initial);
+    params.d_final_state = pointer(d_final);
+    params.dq = sequence(dq, "dq");
+    params.dk = sequence(dk, "dk");
+    params.dv = sequence(dv, "dv");
+    params.d_log_gate = gradient(log_gate, d_gate, "d_log_gate");
+    params.d_log_key_decay = gradient(log_key_decay, d_key, "d_log_key_decay");
+    params.d_log_value_decay = gradient(log_value_decay, d_value, "d_log_value_decay");
+    params.d_initial_state = mutable_pointer(d_initial);
+    run(kDiagonalBackward, "diagonal_backward",
+        {{fastweights_diagonal_backward_recurrent, fastweights_diagonal_backward_chunked},
+         {fastweights_diagonal_backward_recurrent_workspace, fastweights_diagonal_backward_chunked_workspace}},
+        params, v, log_key_decay.has_value() || log_value_decay.has_value());
+    return {dq, dk, dv, d_gate, d_key, d_value, d_initial};
+}
+
+std::tuple<Tensor, Tensor, Tensor> delta_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                                                 const OptionalTensor& initial_state, int64_t interval) {
+    const c10::cuda::CUDAGuard guard(v.device());
+    DeltaForward params{};
+    const Sizes sizes = params.sizes = sizes_of(q, k, v, interval);
+    params.q = sequence_like(q, k, v, "q");
+    params.k = sequence_like(k, k, v, "k");
+    params.v = sequence_like(v, v, v, "v");
+    params.beta = gate(beta, v, 0, "beta");
+    const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
+    Tensor out = output_like(v), states = kept_states(sizes, v);
+    Tensor final_state =
+        at::empty({sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim}, v.options().dtype(state_type(v)));
+    if (sizes.batch == 0) return {out, final_state, states};
+    params.initial_state = pointer(initial);
+    params.out = sequence(out, "out");
+    params.final_state = mutable_pointer(final_state);
+    params.states = mutable_pointer(states);
+    run(kDeltaForward, "delta_forward",
+        {{fastweights_delta_forward_recurrent, fastweights_delta_forward_chunked},
+         {fastweights_delta_forward_recurrent_workspace, fastweights_delta_forward_chunked_workspace}},
+        params, v);
+    return {out, final_state, states};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_backward(const Tensor& d_out,
+                                                                  const OptionalTensor& d_final_state, const Tensor& q,
+                                                                  const Tensor& k, const Tensor& v, const Tensor& beta,
+                                                                  const OptionalTensor& initial_state,
+                                                                  const Tensor& states, int64_t interval) {
+    const c10::cuda::CUDAGuard guard(v.device());
+    DeltaBackward params{};
+    const Sizes sizes = params.sizes = sizes_of(q, k, v, interval);
+    params.q = sequence_like(q, k, v, "q");
+    params.k = sequence_like(k, k, v, "k");
+    params.v = sequence_like(v, v, v, "v");
+    params.beta = gate(beta, v, 0, "beta");
+    const Tensor dy = d_out.size(-1) == 1 || d_out.stride(-1) == 1 ? d_out : d_out.contiguous();
+    params.d_out = sequence_like(dy, v, v, "d_out");
+    const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
+    const Tensor d_final = state_input(d_final_state, sizes, v, "d_final_state");
+    Tensor dq = output_like(q), dk = output_like(k), dv = output_like(v), d_beta = output_like(beta);
+    Tensor d_initial = initial.defined() ? at::empty(initial.sizes(), initial.options())
+                                         : at::empty({0}, v.options().dtype(state_type(v)));
+    params.states = kept_states_input(states, sizes, v);
+    if (sizes.batch == 0) return {dq, dk, dv, d_beta, d_initial};
+    params.initial_state = pointer(initial);
+    params.d_final_state = pointer(d_final);
+    params.dq = sequence(dq, "dq");
+    params.dk = sequence(dk, "dk");
+    params.dv = sequence(dv, "dv");
+    params.d_beta = sequence(d_beta, "d_beta");
+    params.d_initial_state = mutable_pointer(d_initial);
+    run(kDeltaBackward, "delta_backward",
+        {{fastweights_delta_backward_recurrent, fastweights_delta_backward_chunked},
+         {fastweights_delta_backward_recurrent_workspace, fastweights_delta_backward_chunked_workspace}},
+        params, v);
+    return {dq, dk, dv, d_beta, d_initial};
+}
+
+StepState step_state(const Tensor& state, const Sizes& sizes, const Tensor& v) {
+    const std::array<int64_t, 4> shape{sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim};
+    TORCH_CHECK(sizes.time == 1, "k has ", sizes.time, " steps; a step takes one");
+    TORCH_CHECK(state.sizes() == at::IntArrayRef(shape), "state has shape ", state.sizes(), "; it must be ",
+                at::IntArrayRef(shape));
+    TORCH_CHECK(state.scalar_type() == state_type(v), "state has dtype ", state.scalar_type(), "; it must be ",
+                state_type(v));
+    check_device(state, v, "state");
+    TORCH_CHECK(state.size(3) == 1 || state.stride(3) == 1, "state has strides ", state.strides(),
+                "; its last dimension must be contiguous");
+    for (int i = 0; i < 3; ++i)
+        TORCH_CHECK(state.size(i) <= 1 || state.stride(i) != 0, "state has strides ", state.strides(),
+                    "; it is updated in place, so no two of its elements may share memory");
+    return {state.data_ptr(), state.stride(0), state.stride(1), state.stride(2)};
+}
+
+Tensor diagonal_step_(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& log_gate,
+                      bool complement, const OptionalTensor& log_key_decay, const OptionalTensor& log_value_decay,
+                      Tensor state) {
+    const c10::cuda::CUDAGuard guard(v.device());
+    DiagonalStep params{};
+    params.sizes = sizes_of(q, k, v, 0);
+    params.complement = complement;
+    check_gates(log_gate, log_key_decay, log_value_decay);
+    params.q = sequence_like(q, k, v, "q");
+    params.k = sequence_like(k, k, v, "k");
+    params.v = sequence_like(v, v, v, "v");
+    params.log_gate = gate(log_gate, v, 0, "log_gate");
+    params.log_key_decay = gate(log_key_decay, v, params.sizes.key_dim, "log_key_decay");
+    params.log_value_decay = gate(log_value_decay, v, params.sizes.value_dim, "log_value_decay");
+    params.state = step_state(state, params.sizes, v);
+    Tensor out = output_like(v);
+    params.out = sequence(out, "out");
+    const cudaError_t error =
+        fastweights_diagonal_step(&params, c10::cuda::getCurrentCUDAStream(v.get_device()).stream());
+    TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::diagonal_step_: ", cudaGetErrorString(error));
+    return out;
+}
+
+Tensor delta_step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, Tensor state) {
+    const c10::cuda::CUDAGuard guard(v.device());
+    DeltaStep params{};
+    params.sizes = sizes_of(q, k, v, 0);
+    params.q = sequence_like(q, k, v, "q");
+    params.k = sequence_like(k, k, v, "k");
+    params.v = sequence_like(v, v, v, "v");
+    params.beta = gate(beta, v, 0, "beta");
+    params.state = step_state(state, params.sizes, v);
+    Tensor out = output_like(v);
+    params.out = sequence(out, "out");
+    const cudaError_t error = fastweights_delta_step(&params, c10::cuda::getCurrentCUDAStream(v.get_device()).stream());
+    TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::delta_step_: ", cudaGetErrorString(error));
+    return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fairseq_fastweights, CUDA, m) {
+    m.impl("diagonal_forward", &diagonal_forward);
+    m.impl("diagonal_backward", &diagonal_backward);
+    m.impl("delta_forward", &delta_forward);
+    m.impl("delta_backward", &delta_backward);
+    m.impl("diagonal_step_", &diagonal_step_);
+    m.impl("delta_step_", &delta_step_);
+}
+
+}  // namespace fairseq_fastweights

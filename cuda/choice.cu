@@ -1,0 +1,85 @@
+// Which algorithm runs, recurrent or chunked: what the chunked kernels take, and where they should be faster.
+#include "choice.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace fairseq_fastweights {
+
+namespace {
+
+// Shared memory that a block may have, in bytes, from the CUDA programming guide's table of compute capabilities.
+int shared_memory_of(int32_t capability) {
+    switch (capability) {
+        case 80:
+        case 87:
+            return 163 * 1024;
+        case 86:
+        case 89:
+        case 120:
+        case 121:
+            return 99 * 1024;
+        default:
+            return 227 * 1024;
+    }
+}
+
+// Counted, not measured; a benchmark's numbers should replace these. Cycles of a multiprocessor for a step of a head,
+// forwards (backwards both about treble):
+//   recurrent  key_dim * value_dim elements, each multiplied twice (delta: four times), at 128 a cycle
+//   chunked    products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, and twice the first
+//   term),
+//              1024 to an instruction whose operands take 3 cycles to read from shared memory; and some 3000 cycles a
+//              chunk in which a block waits for memory and at barriers, while two or three others work
+// Where a device is not full, steps follow one another at some 150 cycles in either, unless time is divided among
+// blocks (chunked_segments.cuh), which only the chunked kernels do.
+//
+// The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides the estimate, so that a
+// benchmark can time both.
+bool chunked_is_faster(int32_t operation, const Sizes& sizes) {
+    if (const char* forced = std::getenv("FASTWEIGHTS_CUDA_ALGORITHM")) {
+        if (std::strcmp(forced, "chunked") == 0) return true;
+        if (std::strcmp(forced, "recurrent") == 0) return false;
+    }
+    if (sizes.batch * sizes.heads <= 32 && sizes.time >= 1024) return true;
+    const bool delta = operation == kDeltaForward || operation == kDeltaBackward;
+    const double keys = sizes.key_dim, values = sizes.value_dim, steps = sizes.time;
+    const double length = delta ? 32 : 64, chunks = static_cast<int>((steps + length - 1) / length);
+    const double recurrent = steps * (delta ? 4 : 2) * keys * values / 128;
+    const double products =
+        delta ? length * (keys + values) + 3 * keys * values : length / 2 * (keys + values) + 2 * keys * values;
+    const double chunked = chunks * (length * products * 3 / 1024 + 3000 / 2.5);
+    return chunked < recurrent;
+}
+
+}  // namespace
+
+extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype,
+                                                int32_t capability) {
+    // Before 8.0 tensor cores multiply float16 alone: no tf32, no bfloat16, and no asynchronous copies either.
+    if (capability < 80 || dtype == kFloat64) return 0;
+    if (sizes->time < 1 || sizes->key_dim < 1 || sizes->value_dim < 1) return 0;
+    const int limit = shared_memory_of(capability);
+    switch (operation) {
+        case kDiagonalForward:
+            return chunked_fits_diagonal_forward(*sizes, dtype, limit);
+        case kDiagonalBackward:
+            return chunked_fits_diagonal_backward(*sizes, dtype, limit);
+        case kDeltaForward:
+            return chunked_fits_delta_forward(*sizes, dtype, limit);
+        case kDeltaBackward:
+            return chunked_fits_delta_backward(*sizes, dtype, limit);
+        default:
+            return 0;
+    }
+}
+
+extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
+                                      int32_t capability) {
+    // Decays by dimension have no chunked kernels: the factors that halving a chunk takes would cost about as much as
+    // the whole recurrent pass, but for large states or few heads.
+    if (separate_decays || !fastweights_chunked_supports(operation, sizes, dtype, capability)) return kRecurrent;
+    return chunked_is_faster(operation, *sizes) ? kChunked : kRecurrent;
+}
+
+}  // namespace fairseq_fastweights

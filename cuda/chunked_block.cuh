@@ -1,0 +1,233 @@
+// What the blocks of all chunked kernels share: how they divide the work, their shared memory, and rows of sequences on
+// their way to it and back.
+//
+// A block owns one (batch, head) and `columns` of the state's value columns, and marches over the chunks of the
+// sequence with its part of the state in shared memory, in float32. Key dimensions are not divided. Rows past the
+// sequence's end and columns past a dimension's are zeros in shared memory: a key of 0 writes nothing.
+#pragma once
+
+#include "tensor_core.cuh"
+
+namespace fairseq_fastweights {
+
+struct Plan {
+    int chunk;     // steps, a multiple of 16
+    int key_rows;  // key_dim, rounded up to a multiple of 16
+    int columns;   // value columns of a block, a multiple of 16
+    int blocks;    // that share a (batch, head)
+    int stages;    // buffers for inputs: with 2, the next chunk is on its way while this one is worked on
+    int threads;
+    size_t shared;  // bytes
+};
+
+__host__ __device__ constexpr int round_up(int x, int multiple) {
+    return (x + multiple - 1) / multiple * multiple;
+}
+
+// Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
+struct Carver {
+    unsigned char* base;
+    size_t used;
+    __host__ __device__ explicit Carver(unsigned char* base) : base(base), used(0) {}
+
+    template <typename T>
+    __host__ __device__ T* take(int count) {
+        T* piece = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
+        used += (static_cast<size_t>(count) * sizeof(T) + 15) / 16 * 16;
+        return piece;
+    }
+
+    // A matrix whose rows are 16 bytes longer than its columns: rows start in different banks, aligned for ldmatrix.
+    template <typename T>
+    __host__ __device__ Matrix<T> matrix(int rows, int columns) {
+        const int stride = columns + 16 / static_cast<int>(sizeof(T));
+        return Matrix<T>{take<T>(rows * stride), stride};
+    }
+};
+
+// Matrices of one shape, one after another.
+template <typename T>
+struct Stages {
+    Matrix<T> first;
+    int distance;
+
+    __host__ __device__ Stages(Carver& carver, int stages, int rows, int columns) {
+        first = carver.matrix<T>(stages * rows, columns);
+        distance = rows * first.stride;
+    }
+    __device__ __forceinline__ Matrix<T> operator[](int stage) const {
+        return Matrix<T>{first.data + stage * distance, first.stride};
+    }
+};
+
+// Cycles of a multiprocessor for a step of one head, counted, not measured: a product of 16 x 8 x 8 takes 3 to read its
+// operands from shared memory, and a chunk some 3000 in which its block waits for memory and at barriers, 1000 more if
+// its inputs are not on their way before, while the other blocks that fit work. `backward`: with the states computed
+// again between those that are kept.
+inline double estimate(const Plan& plan, const Sizes& sizes, int limit, bool backward) {
+    const double area = static_cast<double>(plan.key_rows) * plan.columns, length = plan.chunk;
+    double products = length / 2 * (plan.key_rows + plan.columns) + 2 * area;
+    if (backward) {
+        const int span = sizes.interval > 0 && sizes.interval < sizes.time ? sizes.interval : sizes.time;
+        products = 2.5 * products + (span / length - 1) / 2 * area;
+    }
+    const size_t blocks_that_fit = (static_cast<size_t>(limit) + 1024) / (plan.shared + 1024);
+    const double waiting = (plan.stages == 2 ? 3000 : 4000) / length / (blocks_that_fit < 4 ? blocks_that_fit : 4);
+    return plan.blocks * (products * 3 / 1024 + waiting);
+}
+
+// The plan of the least estimate; measure(plan) gives a plan's bytes. `chunk` is 0 if none fits.
+template <typename Measure>
+Plan find_plan(const Sizes& sizes, int longest_chunk, int limit, bool backward, Measure measure) {
+    const int value_columns = round_up(sizes.value_dim, 16);
+    const bool keeps = sizes.interval > 0 && sizes.interval < sizes.time;
+    Plan best{};
+    for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
+        for (int chunk = longest_chunk; chunk >= 16; chunk /= 2) {
+            if (chunk > 16 && chunk >= 2 * sizes.time) continue;  // it would be half empty
+            if (keeps && sizes.interval % chunk != 0) continue;
+            for (int stages = backward || sizes.time <= chunk ? 1 : 2; stages >= 1; --stages) {
+                Plan plan{
+                    chunk, round_up(sizes.key_dim, 16), columns, (sizes.value_dim + columns - 1) / columns, stages, 128,
+                    0};
+                if (plan.key_rows * columns > 32 * 64 && chunk * columns >= 32 * 32) plan.threads = 256;
+                plan.shared = measure(plan);
+                if (plan.shared > static_cast<size_t>(limit)) continue;
+                if (best.chunk == 0 || estimate(plan, sizes, limit, backward) < estimate(best, sizes, limit, backward))
+                    best = plan;
+            }
+        }
+        if (columns == 16) return best;
+    }
+}
+
+// ---- Rows of sequences -------------------------------------------------------------------------------------------
+
+// One head of a (batch, time, heads, dim) tensor, from a column on. `dim` counts the columns left.
+template <typename T>
+struct Head {
+    T* data;
+    int64_t stride;  // of time
+    int dim;
+
+    __device__ __forceinline__ Head(const Sequence& x, int batch, int head, int column, int dim)
+        : data(static_cast<T*>(x.data) + batch * x.batch + head * x.head + column), stride(x.time), dim(dim - column) {}
+    __device__ __forceinline__ Head(T* data, int64_t stride, int dim) : data(data), stride(stride), dim(dim) {}
+};
+
+// Starts to copy `rows` steps from `start` on, `columns` wide, to shared memory; zeros where the tensor ends.
+template <typename T>
+__device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& from, int rows, int columns, int start,
+                                          int time) {
+    constexpr int kPiece = 16 / sizeof(T);
+    const bool aligned = (reinterpret_cast<uintptr_t>(from.data) | from.stride * sizeof(T)) % 16 == 0 &&
+                         (from.dim % kPiece == 0 || from.dim >= columns);
+    if (aligned) {
+        const int pieces = columns / kPiece;
+        for (int i = threadIdx.x; i < rows * pieces; i += blockDim.x) {
+            const int row = i / pieces, column = i % pieces * kPiece;
+            T* const target = &to(row, column);
+            if (start + row < time && column < from.dim)
+                copy_async<16>(target, from.data + (start + row) * from.stride + column);
+            else
+                *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
+        }
+    } else {
+        for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
+            const int row = i / columns, column = i % columns;
+            to(row, column) = start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column]
+                                                                      : narrow<T>(0.0f);
+        }
+    }
+}
+
+// The value of a (batch, time, heads) tensor at this thread's step of a chunk; 0 past the chunk's or the tensor's end.
+__device__ __forceinline__ float load_step(const Sequence& x, int batch, int head, int start, int chunk, int time) {
+    const int step = threadIdx.x, t = start + step;
+    if (step >= chunk || t >= time) return 0.0f;
+    return load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head);
+}
+
+// Writes a tile's elements, rows counting from step `start`.
+template <typename T>
+__device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int start, int time) {
+    const bool paired =
+        (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0 && to.dim % 2 == 0;
+    tile.each_pair([&](int row, int column, float x, float y) {
+        if (start + row >= time) return;
+        struct alignas(2 * sizeof(T)) Pair {
+            T x, y;
+        };
+        T* const target = to.data + (start + row) * to.stride + column;
+        if (paired && column < to.dim) {
+            *reinterpret_cast<Pair*>(target) = Pair{narrow<T>(x), narrow<T>(y)};
+        } else {
+            if (column < to.dim) target[0] = narrow<T>(x);
+            if (column + 1 < to.dim) target[1] = narrow<T>(y);
+        }
+    });
+}
+
+// ---- States ------------------------------------------------------------------------------------------------------
+
+// Where the block's part of one of the (..., key_dim, value_dim) states lies.
+struct StatePart {
+    int key_dim, value_dim, first, columns, key_rows;
+
+    // Whether the part divides into pieces of 16 bytes that are aligned.
+    __device__ __forceinline__ bool aligned(const float* states) const {
+        return reinterpret_cast<uintptr_t>(states) % 16 == 0 && value_dim % 4 == 0;
+    }
+
+    // Starts to copy the part to shared memory; zeros where the state ends, or if `from` is null. It has arrived when
+    // copies have been waited for.
+    __device__ __forceinline__ void load(const Matrix<float>& to, const float* from, int64_t index) const {
+        if (from == nullptr || aligned(from)) {
+            for (int i = threadIdx.x; i < key_rows * columns / 4; i += blockDim.x) {
+                const int row = i / (columns / 4), column = i % (columns / 4) * 4;
+                if (from != nullptr && row < key_dim && first + column < value_dim)
+                    copy_async<16>(&to(row, column), from + (index * key_dim + row) * value_dim + first + column);
+                else
+                    *reinterpret_cast<float4*>(&to(row, column)) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
+        } else {
+            for (int i = threadIdx.x; i < key_rows * columns; i += blockDim.x) {
+                const int row = i / columns, column = i % columns;
+                const bool inside = row < key_dim && first + column < value_dim;
+                to(row, column) = inside ? from[(index * key_dim + row) * value_dim + first + column] : 0.0f;
+            }
+        }
+    }
+
+    // The part's columns of the identity.
+    __device__ __forceinline__ void load_identity(const Matrix<float>& to) const {
+        for (int i = threadIdx.x; i < key_rows * columns; i += blockDim.x) {
+            const int row = i / columns, column = i % columns;
+            to(row, column) = row == first + column ? 1.0f : 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void store(const Matrix<float>& from, float* to, int64_t index) const {
+        if (aligned(to)) {
+            for (int i = threadIdx.x; i < key_rows * columns / 4; i += blockDim.x) {
+                const int row = i / (columns / 4), column = i % (columns / 4) * 4;
+                if (row < key_dim && first + column < value_dim)
+                    *reinterpret_cast<float4*>(to + (index * key_dim + row) * value_dim + first + column) =
+                        *reinterpret_cast<const float4*>(&from(row, column));
+            }
+        } else {
+            for (int i = threadIdx.x; i < key_rows * columns; i += blockDim.x) {
+                const int row = i / columns, column = i % columns;
+                if (row < key_dim && first + column < value_dim)
+                    to[(index * key_dim + row) * value_dim + first + column] = from(row, column);
+            }
+        }
+    }
+};
+
+// States kept for a (batch, head).
+__host__ __device__ __forceinline__ int kept_states(const Sizes& sizes) {
+    return sizes.interval == 0 ? 0 : (sizes.time - 1) / sizes.interval;
+}
+
+}  // namespace fairseq_fastweights

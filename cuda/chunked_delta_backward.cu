@@ -1,0 +1,286 @@
+// The backward pass of the delta rule, chunk-parallel on tensor cores, in the notation of chunked_delta.cuh.
+//
+// Chunks are taken from the last to the first. The state at a chunk's start is computed again from the last one that
+// the forward pass kept. With T = (I + B G)^-1, P = tril(Q K^T) and dS the gradient of the state at the chunk's end:
+//   dU = P^T dY + K dS         dR = T^T dU           (R = B E, the right side of the system)
+//   dP = tril(dY U^T)          dA = -dR U^T below the diagonal           (A = B G)
+//   dQ = dY S_0^T + dP K       dV = B dR             d beta_t = <dR_t, E_t> + <dA_t, G_t>
+//   dK = dP^T Q + U dS^T + (B dA + (B dA)^T) K - dV S_0^T
+//   dS_0 = dS + Q^T dY - K^T dV
+#include "choice.h"
+#include "chunked_delta.cuh"
+#include "chunked_partial.cuh"
+#include "chunked_segments.cuh"
+
+namespace fairseq_fastweights {
+namespace {
+
+template <typename T>
+struct Layout {
+    Stages<T> q, k, v, d_out;
+    DeltaChunk delta;
+    Matrix<float> d_state, scores, d_update;
+    float *d_beta_right, *d_beta_system;  // by step, for each tile across
+    size_t bytes;
+
+    __host__ __device__ Layout(Carver carver, const Plan& plan)
+        : q(carver, 1, plan.chunk, plan.key_rows),
+          k(carver, 1, plan.chunk, plan.key_rows),
+          v(carver, 1, plan.chunk, plan.columns),
+          d_out(carver, 1, plan.chunk, plan.columns),
+          delta(carver, plan) {
+        d_state = carver.matrix<float>(plan.key_rows, plan.columns);
+        scores = carver.matrix<float>(plan.chunk, plan.chunk);
+        d_update = Matrix<float>{carver.take<float>(plan.chunk * (plan.columns + 8)), plan.columns + 8};
+        d_beta_right = carver.take<float>(plan.chunk * round_up(plan.columns, kTileColumns) / kTileColumns);
+        d_beta_system = carver.take<float>(plan.chunk * round_up(plan.chunk, kTileColumns) / kTileColumns);
+        bytes = carver.used;
+    }
+};
+
+struct Workspace {
+    Partial dq, dk, d_beta;
+
+    __host__ __device__ Workspace(float* data, const Plan& plan, const Sizes& sizes)
+        : dq(data, plan, sizes, sizes.key_dim),
+          dk(data + dq.size(), plan, sizes, sizes.key_dim),
+          d_beta(data + dq.size() + dk.size(), plan, sizes, 1) {}
+    __host__ __device__ int64_t size() const { return dq.size() + dk.size() + d_beta.size(); }
+};
+
+// `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
+// gradient of zeros, in the first `plan.blocks` blocks of a head, and what it makes of the identity when all of dY is
+// 0, in the others.
+template <typename T, bool Outputs>
+__global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
+    delta_backward(const DeltaBackward p, const Plan plan, const Segments segments, const Workspace workspace,
+                   const int value_block) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const Layout<T> shared(Carver(memory), plan);
+    const DeltaChunk& delta = shared.delta;
+    const Matrix<T> q = shared.q[0], k = shared.k[0], v = shared.v[0], d_out = shared.d_out[0];
+    const Matrix<float>&state = delta.state, &d_state = shared.d_state, &update = delta.update;
+    const Matrix<float>&scores = shared.scores, &d_update = shared.d_update;
+    // Each takes the place of what is no longer needed when it is computed.
+    const Matrix<float>&d_right = delta.error, &d_scores = shared.scores, &d_system = delta.inverse;
+
+    const int thread = threadIdx.x;
+    const int blocks = gridDim.x / segments.heads, head_index = blockIdx.x / blocks;
+    const int block = Outputs ? value_block : blockIdx.x % blocks;
+    const bool transformation = !Outputs && block >= plan.blocks;
+    const int first = (transformation ? block - plan.blocks : block) * plan.columns;
+    const int columns = transformation ? p.sizes.key_dim : p.sizes.value_dim;
+    const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
+    const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk, kept = kept_states(p.sizes);
+    // Found anew at each use: kept, these would hold some 40 registers.
+    const auto key_head = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, p.sizes.key_dim); };
+    const auto value_head = [&](const Sequence& x) {
+        return Head<T>(x, batch, head, first, transformation ? 0 : columns);
+    };
+    const StatePart part{p.sizes.key_dim, columns, first, plan.columns, plan.key_rows};
+
+    // Nobody asks what the first segment makes of zeros: no segment comes before it.
+    const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
+    const int end = min(chunks, begin + segments.chunks);
+    const int64_t segment_index = segments.index(segment, head_index);
+    if (transformation)
+        part.load_identity(d_state);
+    else if (Outputs && segments.count > 1)
+        part.load(d_state, segments.states, segment_index);
+    else
+        part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
+    for (int n = end - 1; n >= begin; --n) {
+        const int start = n * chunk;
+        const int saved = kept == 0 ? 0 : start / p.sizes.interval;
+        if constexpr (Outputs) {
+            if (saved == 0)
+                part.load(state, static_cast<const float*>(p.initial_state), head_index);
+            else
+                part.load(state, static_cast<const float*>(p.states),
+                          static_cast<int64_t>(head_index) * kept + saved - 1);
+        }
+        for (int now = !Outputs ? start : kept == 0 ? 0 : saved * p.sizes.interval;; now += chunk) {
+            copy_rows(k, key_head(p.k), chunk, plan.key_rows, now, time);
+            if constexpr (Outputs) copy_rows(v, value_head(p.v), chunk, plan.columns, now, time);
+            if (now == start) {
+                copy_rows(q, key_head(p.q), chunk, plan.key_rows, now, time);
+                copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
+            }
+            copies_commit();
+            if (thread < chunk) delta.beta[thread] = load_step(p.beta, batch, head, now, chunk, time);
+            copies_wait<0>();
+            __syncthreads();
+            if constexpr (Outputs)
+                delta.solve<kPasses>(k, v, plan);
+            else
+                delta.find_inverse<kPasses>(k, plan);
+            if (now == start) break;
+            __syncthreads();
+            delta.advance<kPasses>(k, plan);
+            __syncthreads();
+        }
+        for_each_tile(chunk, chunk, [&](Tile& tile) {
+            if (tile.column >= tile.row + kTileRows) return;
+            multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
+            tile.each([&](int t, int s, float& value) { scores(t, s) = s <= t ? value : 0.0f; });
+        });
+        __syncthreads();
+        for_each_tile(chunk, plan.columns, [&](Tile& tile) {
+            multiply<kPasses>(
+                tile, 0, plan.key_rows, [&](int s, int i) { return k(s, i); },
+                [&](int i, int j) { return d_state(i, j); });
+            multiply<kPasses>(
+                tile, tile.row, chunk, [&](int s, int t) { return scores(t, s); },
+                [&](int t, int j) { return d_out(t, j); });
+            tile.each([&](int s, int j, float& value) { d_update(s, j) = value; });
+        });
+        __syncthreads();
+        for_each_tile(chunk, plan.columns, [&](Tile& tile) {
+            multiply<kPasses>(
+                tile, tile.row, chunk, [&](int s, int t) { return delta.inverse(t, s); },
+                [&](int t, int j) { return d_update(t, j); });
+            if constexpr (Outputs)
+                tile.sum_rows(
+                    [&](int t, int j, float value) { return value * delta.error(t, j); },
+                    [&](int t, float sum) { shared.d_beta_right[tile.column / kTileColumns * chunk + t] = sum; });
+            tile.each([&](int t, int j, float& value) { d_right(t, j) = value; });
+        });
+        if constexpr (Outputs) {
+            for_each_tile(chunk, chunk, [&](Tile& tile) {
+                if (tile.column >= tile.row + kTileRows) return;
+                multiply<kPasses>(
+                    tile, 0, plan.columns, [&](int t, int j) { return d_out(t, j); },
+                    [&](int j, int s) { return update(s, j); });
+                tile.each([&](int t, int s, float& value) { d_scores(t, s) = s <= t ? value : 0.0f; });
+            });
+            __syncthreads();
+            for_each_tile(chunk, chunk, [&](Tile& tile) {
+                if (tile.column >= tile.row + kTileRows) return;
+                multiply<kPasses>(
+                    tile, 0, plan.columns, [&](int t, int j) { return d_right(t, j); },
+                    [&](int j, int s) { return update(s, j); });
+                tile.each([&](int t, int s, float& value) { value = s < t ? -value : 0.0f; });
+                tile.sum_rows(
+                    [&](int t, int s, float value) { return value * delta.products(t, s); },
+                    [&](int t, float sum) { shared.d_beta_system[tile.column / kTileColumns * chunk + t] = sum; });
+                tile.each([&](int t, int s, float& value) { d_system(t, s) = delta.beta[t] * value; });
+            });
+            for_each_tile(chunk, plan.columns, [&](Tile& tile) {
+                tile.each([&](int t, int j, float& value) { value = delta.beta[t] * d_right(t, j); });
+                store_tile(tile, value_head(p.dv), start, time);
+            });
+            __syncthreads();
+            if (thread < chunk && start + thread < time) {
+                float sum = 0.0f;
+                for (int i = 0; i < plan.columns; i += kTileColumns)
+                    sum += shared.d_beta_right[i / kTileColumns * chunk + thread];
+                for (int i = 0; i <= thread; i += kTileColumns)
+                    sum += shared.d_beta_system[i / kTileColumns * chunk + thread];
+                store_step(p.d_beta, workspace.d_beta, batch, head, head_index, block, start + thread, sum);
+            }
+            for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
+                multiply<kPasses>(
+                    tile, 0, plan.columns, [&](int t, int j) { return d_out(t, j); },
+                    [&](int j, int i) { return state(i, j); });
+                multiply<kPasses>(
+                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return d_scores(t, s); },
+                    [&](int s, int i) { return k(s, i); });
+                store_rows<T>(tile, p.dq, workspace.dq, batch, head, head_index, block, start, time);
+            });
+            for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
+                multiply<kPasses>(
+                    tile, 0, plan.columns, [&](int t, int j) { return -delta.beta[t] * d_right(t, j); },
+                    [&](int j, int i) { return state(i, j); });
+                multiply<kPasses>(
+                    tile, 0, plan.columns, [&](int t, int j) { return update(t, j); },
+                    [&](int j, int i) { return d_state(i, j); });
+                multiply<kPasses>(
+                    tile, tile.row, chunk, [&](int s, int t) { return d_scores(t, s); },
+                    [&](int t, int i) { return q(t, i); });
+                multiply<kPasses>(
+                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return d_system(t, s); },
+                    [&](int s, int i) { return k(s, i); });
+                multiply<kPasses>(
+                    tile, tile.row, chunk, [&](int s, int t) { return d_system(t, s); },
+                    [&](int t, int i) { return k(t, i); });
+                store_rows<T>(tile, p.dk, workspace.dk, batch, head, head_index, block, start, time);
+            });
+        }
+        __syncthreads();
+        for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
+            tile.each([&](int i, int j, float& value) { value = d_state(i, j); });
+            multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
+            multiply<kPasses>(
+                tile, 0, chunk, [&](int i, int t) { return k(t, i); },
+                [&](int t, int j) { return -delta.beta[t] * d_right(t, j); });
+            tile.each([&](int i, int j, float& value) { d_state(i, j) = value; });
+        });
+        __syncthreads();
+    }
+    if constexpr (!Outputs)
+        part.store(d_state, transformation ? segments.passed : segments.states, segment_index);
+    else if (segment == 0 && p.d_initial_state != nullptr)
+        part.store(d_state, static_cast<float*>(p.d_initial_state), head_index);
+}
+
+template <typename T>
+Plan plan_of(const Sizes& sizes, int limit) {
+    return find_plan(sizes, 32, limit, true, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
+}
+
+template <typename T>
+cudaError_t run(const DeltaBackward& p, cudaStream_t stream) {
+    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
+    if (plan.chunk == 0) return cudaErrorInvalidValue;
+    const Workspace workspace(static_cast<float*>(p.workspace), plan, p.sizes);
+    Segments segments = find_segments(plan, p.sizes, 1);
+    const dim3 block(plan.threads);
+    cudaError_t error = cudaSuccess;
+    if (segments.count > 1) {
+        segments.states = static_cast<float*>(p.workspace) + workspace.size();
+        segments.passed = segments.states + floats_of_states(segments, p.sizes);
+        const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
+        error = launch(delta_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, workspace, 0);
+        if (error == cudaSuccess) error = launch_carry_transformed(segments, p.sizes, p.d_final_state, true, stream);
+    }
+    const dim3 grid(segments.heads, segments.count);
+    for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
+        error = launch(delta_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, workspace, i);
+    return error;
+}
+
+Plan plan_of(const Sizes& sizes, int32_t dtype, int limit) {
+    return dtype == kFloat32 ? plan_of<float>(sizes, limit) : plan_of<__half>(sizes, limit);
+}
+
+}  // namespace
+
+bool chunked_fits_delta_backward(const Sizes& sizes, int32_t dtype, int limit) {
+    return plan_of(sizes, dtype, limit).chunk > 0;
+}
+
+extern "C" cudaError_t fastweights_delta_backward_chunked(const DeltaBackward* params, cudaStream_t stream) {
+    if (params->sizes.batch == 0) return cudaSuccess;
+    switch (params->v.dtype) {
+        case kFloat32:
+            return run<float>(*params, stream);
+        case kFloat16:
+            return run<__half>(*params, stream);
+        case kBFloat16:
+            return run<__nv_bfloat16>(*params, stream);
+        default:
+            return cudaErrorInvalidValue;
+    }
+}
+
+extern "C" size_t fastweights_delta_backward_chunked_workspace(const DeltaBackward* params) {
+    const Plan plan = plan_of(params->sizes, params->v.dtype, shared_memory_limit());
+    if (plan.chunk == 0 || params->sizes.batch == 0) return 0;
+    const Segments segments = find_segments(plan, params->sizes, 1);
+    return (Workspace(nullptr, plan, params->sizes).size() + floats_of_states(segments, params->sizes) +
+            floats_of_transformations(segments, params->sizes)) *
+           sizeof(float);
+}
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,166 @@
+// The forward pass of the delta rule, chunk-parallel on tensor cores; see chunked_delta.cuh for the algorithm.
+#include "choice.h"
+#include "chunked_delta.cuh"
+#include "chunked_segments.cuh"
+
+namespace fairseq_fastweights {
+namespace {
+
+template <typename T>
+struct Layout {
+    Stages<T> q, k, v;
+    DeltaChunk delta;
+    size_t bytes;
+
+    __host__ __device__ Layout(Carver carver, const Plan& plan)
+        : q(carver, plan.stages, plan.chunk, plan.key_rows),
+          k(carver, plan.stages, plan.chunk, plan.key_rows),
+          v(carver, plan.stages, plan.chunk, plan.columns),
+          delta(carver, plan) {
+        bytes = carver.used;
+    }
+};
+
+// `Outputs` false: only what a segment makes of a state of zeros, in the first `plan.blocks` blocks of a head, and what
+// it makes of the identity when all values are 0, in the others.
+template <typename T, bool Outputs>
+__global__ void __launch_bounds__(256, 2)
+    delta_forward(const DeltaForward p, const Plan plan, const Segments segments) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const Layout<T> shared(Carver(memory), plan);
+    const DeltaChunk& delta = shared.delta;
+    const Matrix<float>& scores = delta.products;  // which are done with once their system is inverted
+
+    const int thread = threadIdx.x;
+    const int blocks = gridDim.x / segments.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
+    const bool transformation = !Outputs && block >= plan.blocks;
+    const int first = (transformation ? block - plan.blocks : block) * plan.columns;
+    const int columns = transformation ? p.sizes.key_dim : p.sizes.value_dim;
+    const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
+    const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk, kept = kept_states(p.sizes);
+    const Head<T> q_rows(p.q, batch, head, 0, p.sizes.key_dim), k_rows(p.k, batch, head, 0, p.sizes.key_dim);
+    const Head<T> v_rows(p.v, batch, head, first, transformation ? 0 : columns);
+    const Head<T> out_rows(p.out, batch, head, first, p.sizes.value_dim);
+    const StatePart part{p.sizes.key_dim, columns, first, plan.columns, plan.key_rows};
+
+    float beta = 0.0f;  // of this thread's step in the chunk to come
+    const auto fetch = [&](int n) {
+        const int stage = n % plan.stages, start = n * chunk;
+        if constexpr (Outputs) copy_rows(shared.q[stage], q_rows, chunk, plan.key_rows, start, time);
+        copy_rows(shared.k[stage], k_rows, chunk, plan.key_rows, start, time);
+        copy_rows(shared.v[stage], v_rows, chunk, plan.columns, start, time);
+        copies_commit();
+        beta = load_step(p.beta, batch, head, start, chunk, time);
+    };
+
+    const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
+    const int64_t segment_index = segments.index(segment, head_index);
+    if (transformation)
+        part.load_identity(delta.state);
+    else if (Outputs && segments.count > 1)
+        part.load(delta.state, segments.states, segment_index);
+    else
+        part.load(delta.state, Outputs ? static_cast<const float*>(p.initial_state) : nullptr, head_index);
+    if (plan.stages == 2) fetch(begin);
+    for (int n = begin; n < end; ++n) {
+        const int start = n * chunk;
+        if (plan.stages == 1) {
+            __syncthreads();
+            fetch(n);
+        }
+        if (thread < chunk) delta.beta[thread] = beta;
+        copies_wait<0>();
+        __syncthreads();
+        const Matrix<T> q = shared.q[n % plan.stages], k = shared.k[n % plan.stages], v = shared.v[n % plan.stages];
+        if (plan.stages == 2 && n + 1 < end) fetch(n + 1);
+        if (Outputs && start > 0 && kept > 0 && start % p.sizes.interval == 0)
+            part.store(delta.state, static_cast<float*>(p.states),
+                       static_cast<int64_t>(head_index) * kept + start / p.sizes.interval - 1);
+
+        delta.solve<kPasses>(k, v, plan);
+        if constexpr (Outputs) {
+            for_each_tile(chunk, chunk, [&](Tile& tile) {
+                if (tile.column >= tile.row + kTileRows) return;
+                multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
+                tile.each([&](int t, int s, float& value) { scores(t, s) = s <= t ? value : 0.0f; });
+            });
+            __syncthreads();
+            for_each_tile(chunk, plan.columns, [&](Tile& tile) {
+                multiply<kPasses>(
+                    tile, 0, plan.key_rows, [&](int t, int i) { return q(t, i); },
+                    [&](int i, int j) { return delta.state(i, j); });
+                multiply<kPasses>(
+                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return scores(t, s); },
+                    [&](int s, int j) { return delta.update(s, j); });
+                store_tile(tile, out_rows, start, time);
+            });
+        }
+        __syncthreads();
+        delta.advance<kPasses>(k, plan);
+    }
+    __syncthreads();
+    if constexpr (!Outputs)
+        part.store(delta.state, transformation ? segments.passed : segments.states, segment_index);
+    else if (segment == segments.count - 1)
+        part.store(delta.state, static_cast<float*>(p.final_state), head_index);
+}
+
+template <typename T>
+Plan plan_of(const Sizes& sizes, int limit) {
+    // The inverse costs the cube of a chunk's length and barriers for each halving: 32 steps, not 64.
+    return find_plan(sizes, 32, limit, false, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
+}
+
+template <typename T>
+cudaError_t run(const DeltaForward& p, cudaStream_t stream) {
+    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
+    if (plan.chunk == 0) return cudaErrorInvalidValue;
+    Segments segments = find_segments(plan, p.sizes, plan.blocks);
+    const dim3 block(plan.threads);
+    if (segments.count > 1) {
+        segments.states = static_cast<float*>(p.workspace);
+        segments.passed = segments.states + floats_of_states(segments, p.sizes);
+        const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
+        cudaError_t error = launch(delta_forward<T, false>, grid, block, plan.shared, stream, p, plan, segments);
+        if (error == cudaSuccess) error = launch_carry_transformed(segments, p.sizes, p.initial_state, false, stream);
+        if (error != cudaSuccess) return error;
+    }
+    const dim3 grid(static_cast<unsigned>(segments.heads) * plan.blocks, segments.count);
+    return launch(delta_forward<T, true>, grid, block, plan.shared, stream, p, plan, segments);
+}
+
+// The plan of any dtype, as `run` finds it.
+Plan plan_of(const Sizes& sizes, int32_t dtype, int limit) {
+    return dtype == kFloat32 ? plan_of<float>(sizes, limit) : plan_of<__half>(sizes, limit);
+}
+
+}  // namespace
+
+bool chunked_fits_delta_forward(const Sizes& sizes, int32_t dtype, int limit) {
+    return plan_of(sizes, dtype, limit).chunk > 0;
+}
+
+extern "C" cudaError_t fastweights_delta_forward_chunked(const DeltaForward* params, cudaStream_t stream) {
+    if (params->sizes.batch == 0) return cudaSuccess;
+    switch (params->v.dtype) {
+        case kFloat32:
+            return run<float>(*params, stream);
+        case kFloat16:
+            return run<__half>(*params, stream);
+        case kBFloat16:
+            return run<__nv_bfloat16>(*params, stream);
+        default:
+            return cudaErrorInvalidValue;
+    }
+}
+
+extern "C" size_t fastweights_delta_forward_chunked_workspace(const DeltaForward* params) {
+    const Plan plan = plan_of(params->sizes, params->v.dtype, shared_memory_limit());
+    if (plan.chunk == 0 || params->sizes.batch == 0) return 0;
+    const Segments segments = find_segments(plan, params->sizes, plan.blocks);
+    return (floats_of_states(segments, params->sizes) + floats_of_transformations(segments, params->sizes)) *
+           sizeof(float);
+}
+
+}  // namespace fairseq_fastweights

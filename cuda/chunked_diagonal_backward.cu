@@ -1,0 +1,370 @@
+// The backward pass of the sum rule and of scalar gates, chunk-parallel on tensor cores.
+//
+// Chunks are taken from the last to the first. The state at a chunk's start is computed again from the last one that
+// the forward pass kept. With the notation of chunked_diagonal_forward.cu, dS the gradient of the state at the chunk's
+// end, and D_ts = G_ts <dy_t, v_s> for s <= t:
+//   dQ = D diag(w) K + diag(G_t0) dY S_0^T
+//   dK = diag(w) (D^T Q + diag(G_es) V dS^T)          dV = P^T dY + diag(G_es w) K dS
+//   dS_0 = G dS + Q^T diag(G_t0) dY
+// The gradient of log g_u collects whatever passes through step u: what was written before it and is read at or after
+// it,
+//   sum over s < u <= t of P_ts <dy_t, v_s>, and likewise for writes before the chunk and reads after it;
+// sums of products over a range, without a subtraction, which keeps it exact where gates are so strong that it almost
+// vanishes. Where the write is w = 1 - g, it loses g <k_u, (dK / w)_u>.
+#include "choice.h"
+#include "chunked_gates.cuh"
+#include "chunked_partial.cuh"
+#include "chunked_segments.cuh"
+
+namespace fairseq_fastweights {
+namespace {
+
+// Sums by step of what the gates let through.
+struct GateGradient {
+    Matrix<float> inside;  // (t, u): first P_ts <dy_t, v_s> at u = s, then its sums over s < u
+    float* steps;
+    int length;  // of an array by tile across and step
+
+    __host__ __device__ GateGradient(Carver& carver, const Plan& plan, bool gated)
+        : inside{carver.take<float>(gated ? plan.chunk * (plan.chunk + 1) : 0), plan.chunk + 1},
+          length(plan.chunk * round_up(plan.key_rows, kTileColumns) / kTileColumns) {
+        steps = carver.take<float>(gated ? 3 * length + plan.threads / kWarp : 0);
+    }
+
+    __device__ __forceinline__ float* read() const { return steps; }
+    __device__ __forceinline__ float* written() const { return steps + length; }
+    __device__ __forceinline__ float* write_strength() const { return steps + 2 * length; }
+    __device__ __forceinline__ float* passing() const { return steps + 3 * length; }  // by warp: <S_0, dS>
+
+    __device__ __forceinline__ void sum_rows(int chunk) const {
+        const int t = threadIdx.x;
+        if (t >= chunk) return;
+        constexpr int kAhead = 8;  // loads before stores: each could be of the other's place, to the compiler
+        float sum = 0.0f;
+        for (int first = 0; first <= t; first += kAhead) {
+            float terms[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) terms[i] = first + i < t ? inside(t, first + i) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                inside(t, first + i) = sum;
+                sum += terms[i];
+            }
+        }
+    }
+
+    // After `sum_rows` and a barrier: the gradient of this thread's log gate, but for the write's.
+    __device__ __forceinline__ float of(int u, const Plan& plan, float whole) const {
+        float sum = 0.0f;
+        for (int warp = 0; warp < plan.threads / kWarp; ++warp) sum += passing()[warp];
+        sum *= whole;
+        for (int t = u; t < plan.chunk; ++t) sum += inside(t, u);
+        for (int first = 0; first < plan.key_rows; first += kTileColumns) {
+            const int offset = first / kTileColumns * plan.chunk;
+            for (int t = u; t < plan.chunk; ++t) sum += read()[offset + t];
+            for (int s = 0; s < u; ++s) sum += written()[offset + s];
+        }
+        return sum;
+    }
+};
+
+template <typename T, bool Gated>
+struct Layout {
+    Stages<T> q, k, v, d_out;
+    Matrix<float> state, d_state, scores, d_scores;
+    ChunkGates gates;
+    GateGradient gradient;
+    size_t bytes;
+
+    __host__ __device__ Layout(Carver carver, const Plan& plan)
+        : q(carver, 1, plan.chunk, plan.key_rows),
+          k(carver, 1, plan.chunk, plan.key_rows),
+          v(carver, 1, plan.chunk, plan.columns),
+          d_out(carver, 1, plan.chunk, plan.columns),
+          state(carver.matrix<float>(plan.key_rows, plan.columns)),
+          d_state(carver.matrix<float>(plan.key_rows, plan.columns)),
+          scores(carver.matrix<float>(plan.chunk, plan.chunk)),
+          d_scores(carver.matrix<float>(plan.chunk, plan.chunk)),
+          gates(carver, Gated ? plan.chunk : 0),
+          gradient(carver, plan, Gated) {
+        bytes = carver.used;
+    }
+};
+
+struct Workspace {
+    Partial dq, dk, d_log_gate;
+
+    __host__ __device__ Workspace(float* data, const Plan& plan, const Sizes& sizes)
+        : dq(data, plan, sizes, sizes.key_dim),
+          dk(data + dq.size(), plan, sizes, sizes.key_dim),
+          d_log_gate(data + dq.size() + dk.size(), plan, sizes, 1) {}
+    __host__ __device__ int64_t size() const { return dq.size() + dk.size() + d_log_gate.size(); }
+};
+
+// `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
+// gradient of zeros.
+template <typename T, bool Gated, bool Outputs>
+__global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
+    diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Workspace workspace,
+                      const int value_block) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const Layout<T, Gated> shared(Carver(memory), plan);
+    const ChunkGates& gates = shared.gates;
+    const GateGradient& gradient = shared.gradient;
+    const Matrix<T> q = shared.q[0], k = shared.k[0], v = shared.v[0], d_out = shared.d_out[0];
+    const Matrix<float>&state = shared.state, &d_state = shared.d_state;
+    const Matrix<float>&scores = shared.scores, &d_scores = shared.d_scores;
+
+    const int thread = threadIdx.x;
+    const int head_index = Outputs ? blockIdx.x : blockIdx.x / plan.blocks;
+    const int block = Outputs ? value_block : blockIdx.x % plan.blocks, first = block * plan.columns;
+    const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
+    const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk;
+    // Found anew at each use: kept, these would hold some 40 registers.
+    const auto key_head = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, p.sizes.key_dim); };
+    const auto value_head = [&](const Sequence& x) { return Head<T>(x, batch, head, first, p.sizes.value_dim); };
+    const StatePart part{p.sizes.key_dim, p.sizes.value_dim, first, plan.columns, plan.key_rows};
+
+    // Nobody asks what the first segment makes of zeros: no segment comes before it.
+    const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
+    const int end = min(chunks, begin + segments.chunks);
+    float passed_log = 0.0f;  // of `Outputs` false
+    if (Outputs && segments.count > 1)
+        part.load(d_state, segments.states, segments.index(segment, head_index));
+    else
+        part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
+    for (int n = end - 1; n >= begin; --n) {
+        const int start = n * chunk, kept = kept_states(p.sizes), saved = kept == 0 ? 0 : start / p.sizes.interval;
+        if constexpr (Outputs) {
+            if (saved == 0)
+                part.load(state, static_cast<const float*>(p.initial_state), head_index);
+            else
+                part.load(state, static_cast<const float*>(p.states),
+                          static_cast<int64_t>(head_index) * kept + saved - 1);
+        }
+        for (int now = !Outputs ? start : kept == 0 ? 0 : saved * p.sizes.interval;; now += chunk) {
+            if constexpr (Outputs) {
+                copy_rows(k, key_head(p.k), chunk, plan.key_rows, now, time);
+                copy_rows(v, value_head(p.v), chunk, plan.columns, now, time);
+            }
+            if (now == start) {
+                copy_rows(q, key_head(p.q), chunk, plan.key_rows, now, time);
+                copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
+            }
+            copies_commit();
+            if constexpr (Gated)
+                if (thread < chunk) gates.log_gate()[thread] = load_step(p.log_gate, batch, head, now, chunk, time);
+            copies_wait<0>();
+            __syncthreads();
+            if constexpr (Gated) {
+                gates.find_blocks(p.complement != 0);
+                __syncthreads();
+                gates.find_chunk();
+            }
+            if (now == start) break;
+            if constexpr (Gated) __syncthreads();
+            for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
+                if constexpr (Gated) {
+                    tile.each([&](int i, int j, float& value) { value = gates.whole() * state(i, j); });
+                    multiply<kPasses>(
+                        tile, 0, chunk, [&](int i, int s) { return k(s, i); },
+                        [&](int s, int j) { return v.get(s, j) * (gates.to_chunk()[s] * gates.write()[s]); });
+                } else {
+                    tile.each([&](int i, int j, float& value) { value = state(i, j); });
+                    multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v);
+                }
+                tile.each([&](int i, int j, float& value) { state(i, j) = value; });
+            });
+            __syncthreads();
+        }
+
+        if constexpr (Outputs) {
+            for_each_tile(chunk, chunk, [&](Tile& tile) {
+                if (tile.column >= tile.row + kTileRows) return;
+                Tile d_tile = tile;
+                multiply_stored<kPasses, false, true>(d_tile, 0, plan.columns, d_out, v);
+                d_tile.each([&](int t, int s, float& value) {
+                    if constexpr (Gated)
+                        d_scores(t, s) = s <= t ? value * gates.between(s, t) : 0.0f;
+                    else
+                        d_scores(t, s) = s <= t ? value : 0.0f;
+                });
+                multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
+                tile.each([&](int t, int s, float& value) {
+                    if constexpr (Gated) {
+                        value = s <= t ? value * gates.write()[s] : 0.0f;
+                        scores(t, s) = s <= t ? value * gates.between(s, t) : 0.0f;
+                        gradient.inside(t, s) = value * d_scores(t, s);  // just written by this thread
+                    } else {
+                        scores(t, s) = s <= t ? value : 0.0f;
+                    }
+                });
+            });
+            if constexpr (Gated) {
+                float sum = 0.0f;
+                for (int i = thread; i < plan.key_rows * plan.columns; i += blockDim.x) {
+                    const int row = i / plan.columns, column = i % plan.columns;
+                    sum += state(row, column) * d_state(row, column);
+                }
+                for (int distance = kWarp / 2; distance > 0; distance /= 2)
+                    sum += __shfl_xor_sync(kAllLanes, sum, distance);
+                if (warp_lane() == 0) gradient.passing()[thread / kWarp] = sum;
+            }
+            __syncthreads();
+            if constexpr (Gated) gradient.sum_rows(chunk);
+            for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
+                multiply<kPasses>(
+                    tile, 0, plan.columns, [&](int t, int j) { return d_out(t, j); },
+                    [&](int j, int i) { return state(i, j); });
+                if constexpr (Gated) {
+                    tile.each([&](int t, int, float& value) { value *= gates.from_chunk()[t]; });
+                    tile.sum_rows(
+                        [&](int t, int i, float value) { return value * q.get(t, i); },
+                        [&](int t, float sum) { gradient.read()[tile.column / kTileColumns * chunk + t] = sum; });
+                }
+                multiply<kPasses>(
+                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return d_scores(t, s); },
+                    [&](int s, int i) { return Gated ? k.get(s, i) * gates.write()[s] : k.get(s, i); });
+                store_rows<T>(tile, p.dq, workspace.dq, batch, head, head_index, block, start, time);
+            });
+            for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
+                multiply<kPasses>(
+                    tile, 0, plan.columns, [&](int s, int j) { return v(s, j); },
+                    [&](int j, int i) { return d_state(i, j); });
+                const int offset = tile.column / kTileColumns * chunk;
+                if constexpr (Gated) {
+                    tile.each([&](int s, int, float& value) { value *= gates.to_chunk()[s]; });
+                    tile.sum_rows([&](int s, int i, float value) { return value * (k.get(s, i) * gates.write()[s]); },
+                                  [&](int s, float sum) { gradient.written()[offset + s] = sum; });
+                }
+                multiply<kPasses>(
+                    tile, tile.row, chunk, [&](int s, int t) { return d_scores(t, s); },
+                    [&](int t, int i) { return q(t, i); });
+                if constexpr (Gated) {
+                    tile.sum_rows([&](int s, int i, float value) { return value * k.get(s, i); },
+                                  [&](int s, float sum) { gradient.write_strength()[offset + s] = sum; });
+                    tile.each([&](int s, int, float& value) { value *= gates.write()[s]; });
+                }
+                store_rows<T>(tile, p.dk, workspace.dk, batch, head, head_index, block, start, time);
+            });
+            for_each_tile(chunk, plan.columns, [&](Tile& tile) {
+                multiply<kPasses>(
+                    tile, 0, plan.key_rows, [&](int s, int i) { return k(s, i); },
+                    [&](int i, int j) { return d_state(i, j); });
+                if constexpr (Gated)
+                    tile.each([&](int s, int, float& value) { value *= gates.to_chunk()[s] * gates.write()[s]; });
+                multiply<kPasses>(
+                    tile, tile.row, chunk, [&](int s, int t) { return scores(t, s); },
+                    [&](int t, int j) { return d_out(t, j); });
+                store_tile(tile, value_head(p.dv), start, time);
+            });
+            __syncthreads();
+            if constexpr (Gated) {
+                if (thread < chunk && start + thread < time) {
+                    float sum = gradient.of(thread, plan, gates.whole());
+                    if (p.complement != 0) {
+                        float strength = 0.0f;
+                        for (int i = 0; i < plan.key_rows; i += kTileColumns)
+                            strength += gradient.write_strength()[i / kTileColumns * chunk + thread];
+                        sum -= strength * expf(gates.log_gate()[thread]);
+                    }
+                    store_step(p.d_log_gate, workspace.d_log_gate, batch, head, head_index, block, start + thread, sum);
+                }
+            }
+        } else {
+            if constexpr (Gated) __syncthreads();
+            if constexpr (Gated) passed_log += gates.whole_log();
+        }
+        for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
+            if constexpr (Gated) {
+                tile.each([&](int i, int j, float& value) { value = gates.whole() * d_state(i, j); });
+                multiply<kPasses>(
+                    tile, 0, chunk, [&](int i, int t) { return q(t, i); },
+                    [&](int t, int j) { return d_out.get(t, j) * gates.from_chunk()[t]; });
+            } else {
+                tile.each([&](int i, int j, float& value) { value = d_state(i, j); });
+                multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
+            }
+            tile.each([&](int i, int j, float& value) { d_state(i, j) = value; });
+        });
+        __syncthreads();
+    }
+    if constexpr (!Outputs) {
+        part.store(d_state, segments.states, segments.index(segment, head_index));
+        if (Gated && thread == 0) segments.passed[segments.index(segment, head_index)] = expf(passed_log);
+    } else if (segment == 0 && p.d_initial_state != nullptr) {
+        part.store(d_state, static_cast<float*>(p.d_initial_state), head_index);
+    }
+}
+
+template <typename T, bool Gated>
+Plan plan_of(const Sizes& sizes, int limit) {
+    return find_plan(sizes, 64, limit, true,
+                     [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+}
+
+// What the workspace's size and the launch must agree on.
+Plan plan_of(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
+    if (dtype == kFloat32) return gated ? plan_of<float, true>(sizes, limit) : plan_of<float, false>(sizes, limit);
+    return gated ? plan_of<__half, true>(sizes, limit) : plan_of<__half, false>(sizes, limit);
+}
+
+template <typename T, bool Gated>
+cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
+    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
+    if (plan.chunk == 0) return cudaErrorInvalidValue;
+    const Workspace workspace(static_cast<float*>(p.workspace), plan, p.sizes);
+    Segments segments = find_segments(plan, p.sizes, 1);
+    const dim3 block(plan.threads);
+    cudaError_t error = cudaSuccess;
+    if (segments.count > 1) {
+        segments.states = static_cast<float*>(p.workspace) + workspace.size();
+        segments.passed = Gated ? segments.states + floats_of_states(segments, p.sizes) : nullptr;
+        const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
+        error = launch(diagonal_backward<T, Gated, false>, grid, block, plan.shared, stream, p, plan, segments,
+                       workspace, 0);
+        if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.d_final_state, true, stream);
+    }
+    const dim3 grid(segments.heads, segments.count);
+    for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
+        error = launch(diagonal_backward<T, Gated, true>, grid, block, plan.shared, stream, p, plan, segments,
+                       workspace, i);
+    return error;
+}
+
+}  // namespace
+
+bool chunked_fits_diagonal_backward(const Sizes& sizes, int32_t dtype, int limit) {
+    return plan_of(sizes, dtype, true, limit).chunk > 0;
+}
+
+extern "C" cudaError_t fastweights_diagonal_backward_chunked(const DiagonalBackward* params, cudaStream_t stream) {
+    const DiagonalBackward& p = *params;
+    if (p.log_key_decay.data != nullptr || p.log_value_decay.data != nullptr) return cudaErrorInvalidValue;
+    if (p.sizes.batch == 0) return cudaSuccess;
+    const bool gated = p.log_gate.data != nullptr;
+    switch (p.v.dtype) {
+        case kFloat32:
+            return gated ? run<float, true>(p, stream) : run<float, false>(p, stream);
+        case kFloat16:
+            return gated ? run<__half, true>(p, stream) : run<__half, false>(p, stream);
+        case kBFloat16:
+            return gated ? run<__nv_bfloat16, true>(p, stream) : run<__nv_bfloat16, false>(p, stream);
+        default:
+            return cudaErrorInvalidValue;
+    }
+}
+
+extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const DiagonalBackward* params) {
+    const bool gated = params->log_gate.data != nullptr;
+    const Plan plan = plan_of(params->sizes, params->v.dtype, gated, shared_memory_limit());
+    if (plan.chunk == 0 || params->sizes.batch == 0) return 0;
+    const Segments segments = find_segments(plan, params->sizes, 1);
+    const size_t states = floats_of_states(segments, params->sizes);
+    return (Workspace(nullptr, plan, params->sizes).size() +
+            (states == 0 ? 0 : states + static_cast<size_t>(segments.count) * segments.heads)) *
+           sizeof(float);
+}
+
+}  // namespace fairseq_fastweights

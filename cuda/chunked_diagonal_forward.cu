@@ -1,0 +1,201 @@
+// The forward pass of the sum rule and of scalar gates (gated rule, retention), chunk-parallel on tensor cores.
+//
+// In a chunk that starts from S_0, with G_ts the product of the gates of (s, t], w_s the strength of the write:
+//   Y = diag(G_t0) Q S_0 + P V,   P_ts = G_ts <q_t, k_s> w_s for s <= t      (G_t0: from the chunk's start to and with
+//   t) S_end = G S_0 + K^T diag(G_es w_s) V                                     (G_es: from after s to the chunk's end)
+#include "choice.h"
+#include "chunked_gates.cuh"
+#include "chunked_segments.cuh"
+
+namespace fairseq_fastweights {
+namespace {
+
+template <typename T, bool Gated>
+struct Layout {
+    Stages<T> q, k, v;
+    Matrix<float> state, scores;
+    ChunkGates gates;
+    size_t bytes;
+
+    __host__ __device__ Layout(Carver carver, const Plan& plan)
+        : q(carver, plan.stages, plan.chunk, plan.key_rows),
+          k(carver, plan.stages, plan.chunk, plan.key_rows),
+          v(carver, plan.stages, plan.chunk, plan.columns),
+          gates(carver, Gated ? plan.chunk : 0) {
+        // Rows 8 words longer, not 4: the state is an operand whose rows are the inner dimension, 4 of which a warp
+        // reads at once, 8 columns each.
+        state = Matrix<float>{carver.take<float>(plan.key_rows * (plan.columns + 8)), plan.columns + 8};
+        scores = carver.matrix<float>(plan.chunk, plan.chunk);
+        bytes = carver.used;
+    }
+};
+
+// `Outputs` false: only what a segment makes of a state of zeros.
+template <typename T, bool Gated, bool Outputs>
+__global__ void __launch_bounds__(256, 2)
+    diagonal_forward(const DiagonalForward p, const Plan plan, const Segments segments) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const Layout<T, Gated> shared(Carver(memory), plan);
+    const ChunkGates& gates = shared.gates;
+    const Matrix<float>&state = shared.state, &scores = shared.scores;
+
+    const int thread = threadIdx.x;
+    const int head_index = blockIdx.x / plan.blocks, first = blockIdx.x % plan.blocks * plan.columns;
+    const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
+    const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk, kept = kept_states(p.sizes);
+    const Head<T> q_rows(p.q, batch, head, 0, p.sizes.key_dim), k_rows(p.k, batch, head, 0, p.sizes.key_dim);
+    const Head<T> v_rows(p.v, batch, head, first, p.sizes.value_dim),
+        out_rows(p.out, batch, head, first, p.sizes.value_dim);
+    const StatePart part{p.sizes.key_dim, p.sizes.value_dim, first, plan.columns, plan.key_rows};
+
+    float log_gate = 0.0f;  // of this thread's step in the chunk to come
+    const auto fetch = [&](int n) {
+        const int stage = n % plan.stages, start = n * chunk;
+        if constexpr (Outputs) copy_rows(shared.q[stage], q_rows, chunk, plan.key_rows, start, time);
+        copy_rows(shared.k[stage], k_rows, chunk, plan.key_rows, start, time);
+        copy_rows(shared.v[stage], v_rows, chunk, plan.columns, start, time);
+        copies_commit();
+        if constexpr (Gated) log_gate = load_step(p.log_gate, batch, head, start, chunk, time);
+    };
+
+    const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
+    float passed_log = 0.0f;
+    if (Outputs && segments.count > 1)
+        part.load(state, segments.states, segments.index(segment, head_index));
+    else
+        part.load(state, Outputs ? static_cast<const float*>(p.initial_state) : nullptr, head_index);
+    if (plan.stages == 2) fetch(begin);
+    for (int n = begin; n < end; ++n) {
+        const int start = n * chunk;
+        if (plan.stages == 1) {
+            __syncthreads();
+            fetch(n);
+        }
+        if (Gated && thread < chunk) gates.log_gate()[thread] = log_gate;
+        copies_wait<0>();
+        __syncthreads();
+        const Matrix<T> q = shared.q[n % plan.stages], k = shared.k[n % plan.stages], v = shared.v[n % plan.stages];
+        if (plan.stages == 2 && n + 1 < end) fetch(n + 1);
+        if (Outputs && start > 0 && kept > 0 && start % p.sizes.interval == 0)
+            part.store(state, static_cast<float*>(p.states),
+                       static_cast<int64_t>(head_index) * kept + start / p.sizes.interval - 1);
+
+        if constexpr (Gated) {
+            gates.find_blocks(p.complement != 0);
+            __syncthreads();
+            gates.find_chunk();
+        }
+        if constexpr (Outputs) {
+            for_each_tile(chunk, chunk, [&](Tile& tile) {
+                if (tile.column >= tile.row + kTileRows) return;
+                multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
+                tile.each([&](int t, int s, float& value) {
+                    if constexpr (Gated)
+                        scores(t, s) = s <= t ? value * gates.between(s, t) * gates.write()[s] : 0.0f;
+                    else
+                        scores(t, s) = s <= t ? value : 0.0f;
+                });
+            });
+            __syncthreads();
+            for_each_tile(chunk, plan.columns, [&](Tile& tile) {
+                multiply<kPasses>(
+                    tile, 0, plan.key_rows, [&](int t, int i) { return q(t, i); },
+                    [&](int i, int j) { return state(i, j); });
+                if constexpr (Gated) tile.each([&](int t, int, float& value) { value *= gates.from_chunk()[t]; });
+                multiply<kPasses>(
+                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return scores(t, s); },
+                    [&](int s, int j) { return v(s, j); });
+                store_tile(tile, out_rows, start, time);
+            });
+            __syncthreads();
+        } else {
+            __syncthreads();
+            if constexpr (Gated) passed_log += gates.whole_log();
+        }
+        for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
+            if constexpr (Gated) {
+                tile.each([&](int i, int j, float& value) { value = gates.whole() * state(i, j); });
+                multiply<kPasses>(
+                    tile, 0, chunk, [&](int i, int s) { return k(s, i); },
+                    [&](int s, int j) { return v.get(s, j) * (gates.to_chunk()[s] * gates.write()[s]); });
+            } else {
+                tile.each([&](int i, int j, float& value) { value = state(i, j); });
+                multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v);
+            }
+            tile.each([&](int i, int j, float& value) { state(i, j) = value; });
+        });
+    }
+    __syncthreads();
+    if constexpr (!Outputs) {
+        part.store(state, segments.states, segments.index(segment, head_index));
+        if (Gated && thread == 0) segments.passed[segments.index(segment, head_index)] = expf(passed_log);
+    } else if (segment == segments.count - 1) {
+        part.store(state, static_cast<float*>(p.final_state), head_index);
+    }
+}
+
+template <typename T, bool Gated>
+Plan plan_of(const Sizes& sizes, int limit) {
+    return find_plan(sizes, 64, limit, false,
+                     [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+}
+
+template <typename T, bool Gated>
+cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
+    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
+    if (plan.chunk == 0) return cudaErrorInvalidValue;
+    Segments segments = find_segments(plan, p.sizes, plan.blocks);
+    const unsigned blocks = static_cast<unsigned>(segments.heads) * plan.blocks;
+    const dim3 block(plan.threads);
+    if (segments.count > 1) {
+        segments.states = static_cast<float*>(p.workspace);
+        segments.passed = Gated ? segments.states + floats_of_states(segments, p.sizes) : nullptr;
+        cudaError_t error = launch(diagonal_forward<T, Gated, false>, dim3(blocks, segments.count - 1), block,
+                                   plan.shared, stream, p, plan, segments);
+        if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.initial_state, false, stream);
+        if (error != cudaSuccess) return error;
+    }
+    return launch(diagonal_forward<T, Gated, true>, dim3(blocks, segments.count), block, plan.shared, stream, p, plan,
+                  segments);
+}
+
+// The plan of any dtype, as `run` finds it.
+Plan plan_of(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
+    if (dtype == kFloat32) return gated ? plan_of<float, true>(sizes, limit) : plan_of<float, false>(sizes, limit);
+    return gated ? plan_of<__half, true>(sizes, limit) : plan_of<__half, false>(sizes, limit);
+}
+
+}  // namespace
+
+bool chunked_fits_diagonal_forward(const Sizes& sizes, int32_t dtype, int limit) {
+    return plan_of(sizes, dtype, true, limit).chunk > 0;
+}
+
+extern "C" cudaError_t fastweights_diagonal_forward_chunked(const DiagonalForward* params, cudaStream_t stream) {
+    const DiagonalForward& p = *params;
+    if (p.log_key_decay.data != nullptr || p.log_value_decay.data != nullptr) return cudaErrorInvalidValue;
+    if (p.sizes.batch == 0) return cudaSuccess;
+    const bool gated = p.log_gate.data != nullptr;
+    switch (p.v.dtype) {
+        case kFloat32:
+            return gated ? run<float, true>(p, stream) : run<float, false>(p, stream);
+        case kFloat16:
+            return gated ? run<__half, true>(p, stream) : run<__half, false>(p, stream);
+        case kBFloat16:
+            return gated ? run<__nv_bfloat16, true>(p, stream) : run<__nv_bfloat16, false>(p, stream);
+        default:
+            return cudaErrorInvalidValue;
+    }
+}
+
+extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const DiagonalForward* params) {
+    const bool gated = params->log_gate.data != nullptr;
+    const Plan plan = plan_of(params->sizes, params->v.dtype, gated, shared_memory_limit());
+    if (plan.chunk == 0 || params->sizes.batch == 0) return 0;
+    const Segments segments = find_segments(plan, params->sizes, plan.blocks);
+    const size_t states = floats_of_states(segments, params->sizes);
+    return (states == 0 ? 0 : states + static_cast<size_t>(segments.count) * segments.heads) * sizeof(float);
+}
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,95 @@
+// The scalar gates of a chunk: products of the gates between any two of its steps, by sums of their logs alone.
+//
+// The chunk is cut into blocks of 16 steps. The product over the steps in (s, t] is, within a block, an entry of a
+// table, and otherwise what is left of s's block, times whole blocks, times the start of t's: nothing is subtracted,
+// and no factor exceeds 1. Products over a whole chunk are exponentials of sums: products of rounded factors would
+// drift over thousands of steps with gates near 1.
+#pragma once
+
+#include "chunked_block.cuh"
+
+namespace fairseq_fastweights {
+
+constexpr int kGateBlock = 16;
+
+// Arrays by step, one after another in memory, so that a kernel holds one pointer to all of them.
+struct ChunkGates {
+    float* steps;
+    int chunk;
+    Matrix<float> within;  // (t, s % 16) for t >= s of one block
+
+    __host__ __device__ ChunkGates(Carver& carver, int chunk)
+        : steps(carver.take<float>(10 * chunk + 2)),
+          chunk(chunk),
+          within{carver.take<float>(chunk * (kGateBlock + 1)), kGateBlock + 1} {}
+
+    __device__ __forceinline__ float* log_gate() const { return steps; }
+    __device__ __forceinline__ float* write() const { return steps + chunk; }
+    // Logs from the block's start to and with the step, and from after it to the block's end; their exponentials.
+    __device__ __forceinline__ float* start_log() const { return steps + 2 * chunk; }
+    __device__ __forceinline__ float* end_log() const { return steps + 3 * chunk; }
+    __device__ __forceinline__ float* start() const { return steps + 4 * chunk; }
+    __device__ __forceinline__ float* end() const { return steps + 5 * chunk; }
+    // Products from the chunk's start to and with the step, and from after it to the chunk's end.
+    __device__ __forceinline__ float* from_chunk() const { return steps + 6 * chunk; }
+    __device__ __forceinline__ float* to_chunk() const { return steps + 7 * chunk; }
+    // By block: all its gates.
+    __device__ __forceinline__ float* block_log() const { return steps + 8 * chunk; }
+    __device__ __forceinline__ float* block() const { return steps + 9 * chunk; }
+    // All the chunk's gates multiplied, and the log of that.
+    __device__ __forceinline__ float& whole() const { return steps[10 * chunk]; }
+    __device__ __forceinline__ float& whole_log() const { return steps[10 * chunk + 1]; }
+
+    // After `log_gate`, and a barrier. Each thread takes the products from one step on.
+    __device__ __forceinline__ void find_blocks(bool complement) const {
+        const int s = threadIdx.x;
+        if (s >= chunk) return;
+        const int column = s % kGateBlock, first = s - column;
+        write()[s] = complement ? -expm1f(log_gate()[s]) : 1.0f;
+        float logs[kGateBlock];  // all at once: what is stored in between could be what is loaded, to the compiler
+#pragma unroll
+        for (int i = 0; i < kGateBlock; ++i) logs[i] = log_gate()[first + i];
+        float before = 0.0f, after = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kGateBlock; ++i) {
+            if (i <= column) before += logs[i];
+            if (i > column) after += logs[i];
+            if (i >= column) within(first + i, column) = expf(after);
+        }
+        start_log()[s] = before;
+        start()[s] = expf(before);
+        end_log()[s] = after;
+        end()[s] = expf(after);
+        if (column == kGateBlock - 1) {
+            block_log()[s / kGateBlock] = before;
+            block()[s / kGateBlock] = expf(before);
+        }
+    }
+
+    // After `find_blocks`, and a barrier.
+    __device__ __forceinline__ void find_chunk() const {
+        const int s = threadIdx.x;
+        if (s >= chunk) return;
+        const int mine = s / kGateBlock, blocks = chunk / kGateBlock;
+        float before = 0.0f, after = 0.0f;
+        for (int i = 0; i < mine; ++i) before += block_log()[i];
+        for (int i = mine + 1; i < blocks; ++i) after += block_log()[i];
+        from_chunk()[s] = expf(before + start_log()[s]);
+        to_chunk()[s] = expf(end_log()[s] + after);
+        if (s == chunk - 1) {
+            whole_log() = before + start_log()[s];
+            whole() = expf(before + start_log()[s]);
+        }
+    }
+
+    // The gates in (s, t], s <= t, multiplied. After `find_blocks` and a barrier.
+    __device__ __forceinline__ float between(int s, int t) const {
+        const int first = s / kGateBlock, last = t / kGateBlock;
+        if (first == last) return within(t, s % kGateBlock);
+        float product = end()[s] * start()[t];
+        for (int i = first + 1; i < last; ++i) product *= block()[i];
+        return product;
+    }
+};
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,136 @@
+// Long sequences of few heads: the chunks are dealt out to several blocks in segments, so that the device is full.
+//
+// What a segment makes of the state is affine, S_end = M S_start + C. A first launch finds C (a march from zeros), and
+// M, for all segments at once; a second carries the state from segment to segment; the third is the march that computes
+// results, each segment from its own start. The way back is the same with dS_start = M' dS_end + C'. M is a number for
+// scalar gates, and a (key_dim, key_dim) matrix for the delta rule, found as the columns of a march from the identity.
+#pragma once
+
+#include "chunked_block.cuh"
+
+namespace fairseq_fastweights {
+
+struct Segments {
+    int count;      // 1: the sequence is not divided
+    int chunks;     // of a segment; the last may have fewer
+    int heads;      // batch * heads
+    float* states;  // (segment, head, key_dim, value_dim): C, then the states at which the last launch starts
+    float* passed;  // (segment, head) or (segment, head, key_dim, key_dim): M
+
+    __device__ __forceinline__ int64_t index(int segment, int head) const {
+        return static_cast<int64_t>(segment) * heads + head;
+    }
+};
+
+inline int multiprocessors() {
+    int device = 0, count = 1;
+    if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+}
+
+// Divides if less than half of the device would be busy with `blocks_of_head` at once, into segments of at least 4
+// chunks: the first launch costs about half of the last one, and each segment another step of the second.
+inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_of_head) {
+    Segments segments{1, (sizes.time + plan.chunk - 1) / plan.chunk, sizes.batch * sizes.heads, nullptr, nullptr};
+    const int blocks = segments.heads * blocks_of_head, processors = multiprocessors(), chunks = segments.chunks;
+    if (2 * blocks > processors || chunks < 8) return segments;
+    const bool pairs = 2 * (plan.shared + 1024) <= static_cast<size_t>(shared_memory_limit()) + 1024;
+    const int most = chunks / 4, wanted = (pairs ? 2 : 1) * processors / blocks;
+    const int count = wanted < most ? wanted : most;
+    segments.chunks = (chunks + count - 1) / count;
+    segments.count = (chunks + segments.chunks - 1) / segments.chunks;
+    return segments;
+}
+
+inline size_t floats_of_states(const Segments& segments, const Sizes& sizes) {
+    return segments.count == 1 ? 0
+                               : static_cast<size_t>(segments.count) * segments.heads * sizes.key_dim * sizes.value_dim;
+}
+
+struct Carry {
+    const void* first;  // the state before the first segment, or the gradient after the last; null: zeros
+    int reverse;        // from the last segment to the first
+    int key_dim, value_dim;
+};
+
+// M a number: an element to a thread.
+static __global__ void __launch_bounds__(256) carry_scaled(const Segments segments, const Carry carry) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int elements = carry.key_dim * carry.value_dim;
+    if (i >= static_cast<int64_t>(segments.heads) * elements) return;
+    const int head = static_cast<int>(i / elements), element = static_cast<int>(i % elements);
+    float state = carry.first == nullptr ? 0.0f : static_cast<const float*>(carry.first)[i];
+    for (int step = 0; step < segments.count; ++step) {
+        const int64_t index = segments.index(carry.reverse ? segments.count - 1 - step : step, head);
+        float& place = segments.states[index * elements + element];
+        const bool last = step == segments.count - 1;  // what that segment makes of it, nobody asked
+        const float next = last ? 0.0f : (segments.passed == nullptr ? 1.0f : segments.passed[index]) * state + place;
+        place = state;
+        state = next;
+    }
+}
+
+inline cudaError_t launch_carry_scaled(const Segments& segments, const Sizes& sizes, const void* first, bool reverse,
+                                       cudaStream_t stream) {
+    const Carry carry{first, reverse, sizes.key_dim, sizes.value_dim};
+    const int64_t count = static_cast<int64_t>(segments.heads) * sizes.key_dim * sizes.value_dim;
+    return launch(carry_scaled, dim3(static_cast<unsigned>((count + 255) / 256)), dim3(256), 0, stream, segments,
+                  carry);
+}
+
+// M a matrix: 16 columns of a head's state to a block.
+constexpr int kCarriedColumns = 16;
+
+static __global__ void __launch_bounds__(256) carry_transformed(const Segments segments, const Carry carry) {
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const int rows = carry.key_dim, head = blockIdx.x, first = blockIdx.y * kCarriedColumns;
+    const int columns = min(kCarriedColumns, carry.value_dim - first), count = rows * kCarriedColumns;
+    float *state = reinterpret_cast<float*>(memory), *next = state + count;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        const int row = i / kCarriedColumns, column = i % kCarriedColumns;
+        state[i] = column < columns && carry.first != nullptr
+                       ? static_cast<const float*>(
+                             carry.first)[(static_cast<int64_t>(head) * rows + row) * carry.value_dim + first + column]
+                       : 0.0f;
+    }
+    for (int step = 0; step < segments.count; ++step) {
+        const int64_t index = segments.index(carry.reverse ? segments.count - 1 - step : step, head);
+        const bool last = step == segments.count - 1;  // what that segment makes of it, nobody asked
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+            const int row = i / kCarriedColumns, column = i % kCarriedColumns;
+            if (column >= columns) continue;
+            float& place = segments.states[(index * rows + row) * carry.value_dim + first + column];
+            if (!last) {
+                const float* const passed = segments.passed + (index * rows + row) * rows;
+                float sum = place;
+                for (int k = 0; k < rows; ++k) sum += passed[k] * state[k * kCarriedColumns + column];
+                next[i] = sum;
+            }
+            place = state[i];
+        }
+        float* const before = state;
+        state = next;
+        next = before;
+    }
+}
+
+inline cudaError_t launch_carry_transformed(const Segments& segments, const Sizes& sizes, const void* first,
+                                            bool reverse, cudaStream_t stream) {
+    const Carry carry{first, reverse, sizes.key_dim, sizes.value_dim};
+    const dim3 grid(segments.heads, (sizes.value_dim + kCarriedColumns - 1) / kCarriedColumns);
+    const size_t shared = 2 * sizeof(float) * sizes.key_dim * kCarriedColumns;
+    return launch(carry_transformed, grid, dim3(256), shared, stream, segments, carry);
+}
+
+// The blocks of the first launch: a head's value columns, and the columns of the identity.
+inline unsigned blocks_of_transformations(const Segments& segments, const Plan& plan, const Sizes& sizes) {
+    return static_cast<unsigned>(segments.heads) * (plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns);
+}
+
+inline size_t floats_of_transformations(const Segments& segments, const Sizes& sizes) {
+    return segments.count == 1 ? 0
+                               : static_cast<size_t>(segments.count) * segments.heads * sizes.key_dim * sizes.key_dim;
+}
+
+}  // namespace fairseq_fastweights

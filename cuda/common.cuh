@@ -1,0 +1,213 @@
+// What all kernels share: conversions between storage and arithmetic types, the launch, shared memory, asynchronous
+// copies. Compiled by nvcc for a GPU, and by a host compiler with FASTWEIGHTS_EMULATION for the tests' emulator.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "kernels.h"
+
+namespace fairseq_fastweights {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// ---- Storage and arithmetic --------------------------------------------------------------------------------------
+
+template <typename T>
+struct Stored;  // kDType of a storage type, and Compute: the type that arithmetic on it is done in
+
+template <>
+struct Stored<float> {
+    static constexpr int32_t kDType = kFloat32;
+    using Compute = float;
+};
+template <>
+struct Stored<__half> {
+    static constexpr int32_t kDType = kFloat16;
+    using Compute = float;
+};
+template <>
+struct Stored<__nv_bfloat16> {
+    static constexpr int32_t kDType = kBFloat16;
+    using Compute = float;
+};
+template <>
+struct Stored<double> {
+    static constexpr int32_t kDType = kFloat64;
+    using Compute = double;
+};
+
+__host__ __device__ __forceinline__ int bytes_of(int32_t dtype) {
+    return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2;
+}
+
+template <typename A>
+__device__ __forceinline__ A widen(float x) {
+    return static_cast<A>(x);
+}
+template <typename A>
+__device__ __forceinline__ A widen(double x) {
+    return static_cast<A>(x);
+}
+template <typename A>
+__device__ __forceinline__ A widen(__half x) {
+    return static_cast<A>(__half2float(x));
+}
+template <typename A>
+__device__ __forceinline__ A widen(__nv_bfloat16 x) {
+    return static_cast<A>(__bfloat162float(x));
+}
+
+template <typename T, typename A>
+__device__ __forceinline__ T narrow(A x);
+template <>
+__device__ __forceinline__ float narrow<float, float>(float x) {
+    return x;
+}
+template <>
+__device__ __forceinline__ double narrow<double, double>(double x) {
+    return x;
+}
+template <>
+__device__ __forceinline__ float narrow<float, double>(double x) {
+    return static_cast<float>(x);
+}
+template <>
+__device__ __forceinline__ double narrow<double, float>(float x) {
+    return static_cast<double>(x);
+}
+template <>
+__device__ __forceinline__ __half narrow<__half, float>(float x) {
+    return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __half narrow<__half, double>(double x) {
+    return __float2half_rn(static_cast<float>(x));
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, float>(float x) {
+    return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, double>(double x) {
+    return __float2bfloat16_rn(static_cast<float>(x));
+}
+
+// One element by a dtype known at run time, for what is read or written once (gates, generic paths).
+template <typename A>
+__device__ __forceinline__ A load_element(const void* data, int32_t dtype, int64_t index) {
+    switch (dtype) {
+        case kFloat32:
+            return widen<A>(static_cast<const float*>(data)[index]);
+        case kFloat16:
+            return widen<A>(static_cast<const __half*>(data)[index]);
+        case kBFloat16:
+            return widen<A>(static_cast<const __nv_bfloat16*>(data)[index]);
+        default:
+            return widen<A>(static_cast<const double*>(data)[index]);
+    }
+}
+
+template <typename A>
+__device__ __forceinline__ void store_element(void* data, int32_t dtype, int64_t index, A value) {
+    switch (dtype) {
+        case kFloat32:
+            static_cast<float*>(data)[index] = narrow<float>(value);
+            break;
+        case kFloat16:
+            static_cast<__half*>(data)[index] = narrow<__half>(value);
+            break;
+        case kBFloat16:
+            static_cast<__nv_bfloat16*>(data)[index] = narrow<__nv_bfloat16>(value);
+            break;
+        default:
+            static_cast<double*>(data)[index] = narrow<double>(value);
+    }
+}
+
+// ---- Launch ------------------------------------------------------------------------------------------------------
+
+// Bytes of dynamic shared memory that a block may ask for on the current device, after the opt-in that `launch` makes.
+inline int shared_memory_limit() {
+    int device = 0, bytes = 48 * 1024;
+    if (cudaGetDevice(&device) == cudaSuccess)
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return bytes;
+}
+
+// kernel<<<grid, block, shared, stream>>>(args...), which only nvcc can parse.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                   Arguments... arguments) {
+    if (shared > 48 * 1024) {
+        const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       static_cast<int>(shared));
+        if (error != cudaSuccess) return error;
+    }
+#ifdef FASTWEIGHTS_EMULATION
+    (void)stream;
+    return emulation::launch(reinterpret_cast<const void*>(kernel), grid, block, shared,
+                             [=] { kernel(arguments...); });
+#else
+    kernel<<<grid, block, shared, stream>>>(arguments...);
+    return cudaGetLastError();
+#endif
+}
+
+// The block's dynamic shared memory as `unsigned char* name`, aligned to 16 bytes. The only way to shared memory here:
+// the emulator guards it and fills it with NaN before each block.
+#ifdef FASTWEIGHTS_EMULATION
+#define FASTWEIGHTS_SHARED_MEMORY(name) unsigned char* const name = emulation::dynamic_shared()
+#else
+#define FASTWEIGHTS_SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
+#endif
+
+// ---- Asynchronous copies -----------------------------------------------------------------------------------------
+
+// Copies `Bytes` (4, 8 or 16; both sides aligned to that) from global to shared memory. The data may be read after
+// `copies_wait` by the thread that copied, and after a barrier that follows it by others. Before compute capability 8.0
+// it is an ordinary copy, done at once.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+    static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "the sizes that cp.async takes");
+#if defined(FASTWEIGHTS_EMULATION)
+    emulation::copy_async(shared, global, Bytes, Bytes);
+#elif __CUDA_ARCH__ >= 800
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    if constexpr (Bytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(address), "l"(global) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;\n" ::"r"(address), "l"(global), "n"(Bytes) : "memory");
+#else
+    if constexpr (Bytes == 16)
+        *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
+    else if constexpr (Bytes == 8)
+        *static_cast<uint2*>(shared) = *static_cast<const uint2*>(global);
+    else
+        *static_cast<unsigned*>(shared) = *static_cast<const unsigned*>(global);
+#endif
+}
+
+// Closes the group of copies that this thread issued since the last call.
+__device__ __forceinline__ void copies_commit() {
+#if defined(FASTWEIGHTS_EMULATION)
+    emulation::copies_commit();
+#elif __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;\n" ::: "memory");
+#endif
+}
+
+// Waits until at most `Pending` of this thread's latest groups are still under way.
+template <int Pending>
+__device__ __forceinline__ void copies_wait() {
+#if defined(FASTWEIGHTS_EMULATION)
+    emulation::copies_wait(Pending);
+#elif __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
+#endif
+}
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,159 @@
+// What crosses from the binding (or a test) to the kernels: pointers, sizes, strides and a stream.
+//
+// No torch here, so that the kernels compile with `nvcc -c` alone and run under the host emulator of tests/cuda. The
+// functions have C linkage: the emulator's tests call them through ctypes with these very structs.
+//
+// Notation, with S the (key_dim, value_dim) state of one head (the papers write its transpose):
+//   diagonal  S_t = (f_t z_t^T) * g_t S_{t-1} + w_t k_t v_t^T      y_t = S_t^T q_t   w = 1 - g if `complement`, or 1
+//   delta     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T   y_t = S_t^T q_t
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+namespace fairseq_fastweights {
+
+enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat64 = 3 };
+
+// A (batch, time, heads, dim) tensor, or a (batch, time, heads) one. Strides count elements. The last dimension of the
+// former is contiguous. `data` is null where an optional tensor is absent.
+struct Sequence {
+    void* data;
+    int64_t batch;
+    int64_t time;
+    int64_t head;
+    int32_t dtype;
+};
+
+// `interval`: a state is kept before step n * interval, n = 1 .. ceil(time / interval) - 1; 0 keeps none.
+struct Sizes {
+    int32_t batch;
+    int32_t time;
+    int32_t heads;
+    int32_t key_dim;
+    int32_t value_dim;
+    int32_t interval;
+};
+
+// States are contiguous (batch, heads, key_dim, value_dim), `states` (batch, heads, kept, key_dim, value_dim); their
+// elements are float, or double where q, k and v are double. `workspace` holds as many bytes as the function of the
+// same name with `_workspace` at its end asks for, aligned to 256; null where that is 0.
+
+struct DiagonalForward {
+    Sizes sizes;
+    int32_t complement;
+    Sequence q, k, v;
+    Sequence log_gate, log_key_decay, log_value_decay;  // each may be absent; log_gate comes without the other two
+    const void* initial_state;                          // null: zeros
+    Sequence out;
+    void* final_state;
+    void* states;  // null if interval is 0 or at least time
+    void* workspace;
+};
+
+struct DiagonalBackward {
+    Sizes sizes;
+    int32_t complement;
+    Sequence d_out;
+    const void* d_final_state;  // null: zeros
+    Sequence q, k, v;
+    Sequence log_gate, log_key_decay, log_value_decay;
+    const void* initial_state;
+    const void* states;
+    Sequence dq, dk, dv;
+    Sequence d_log_gate, d_log_key_decay, d_log_value_decay;  // absent where the input is
+    void* d_initial_state;                                    // null: not wanted
+    void* workspace;
+};
+
+struct DeltaForward {
+    Sizes sizes;
+    Sequence q, k, v;
+    Sequence beta;
+    const void* initial_state;
+    Sequence out;
+    void* final_state;
+    void* states;
+    void* workspace;
+};
+
+struct DeltaBackward {
+    Sizes sizes;
+    Sequence d_out;
+    const void* d_final_state;
+    Sequence q, k, v;
+    Sequence beta;
+    const void* initial_state;
+    const void* states;
+    Sequence dq, dk, dv;
+    Sequence d_beta;
+    void* d_initial_state;
+    void* workspace;
+};
+
+// A state that a step updates in place: strides of batch, head and key row in elements, value_dim contiguous.
+struct StepState {
+    void* data;
+    int64_t batch;
+    int64_t head;
+    int64_t row;
+};
+
+// One token: `time` of the sizes is 1 and the sequences' time strides are not used.
+struct DiagonalStep {
+    Sizes sizes;
+    int32_t complement;
+    Sequence q, k, v;
+    Sequence log_gate, log_key_decay, log_value_decay;
+    StepState state;
+    Sequence out;
+};
+
+struct DeltaStep {
+    Sizes sizes;
+    Sequence q, k, v;
+    Sequence beta;
+    StepState state;
+    Sequence out;
+};
+
+enum Operation : int32_t { kDiagonalForward = 0, kDiagonalBackward = 1, kDeltaForward = 2, kDeltaBackward = 3 };
+enum Algorithm : int32_t { kRecurrent = 0, kChunked = 1 };
+
+extern "C" {
+
+// Each launches on `stream` and returns without waiting; cudaErrorInvalidValue for sizes that it does not take. A batch
+// of 0 launches nothing.
+cudaError_t fastweights_diagonal_forward_recurrent(const DiagonalForward* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_forward_chunked(const DiagonalForward* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_backward_recurrent(const DiagonalBackward* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_backward_chunked(const DiagonalBackward* params, cudaStream_t stream);
+cudaError_t fastweights_delta_forward_recurrent(const DeltaForward* params, cudaStream_t stream);
+cudaError_t fastweights_delta_forward_chunked(const DeltaForward* params, cudaStream_t stream);
+cudaError_t fastweights_delta_backward_recurrent(const DeltaBackward* params, cudaStream_t stream);
+cudaError_t fastweights_delta_backward_chunked(const DeltaBackward* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_step(const DiagonalStep* params, cudaStream_t stream);
+cudaError_t fastweights_delta_step(const DeltaStep* params, cudaStream_t stream);
+
+// Bytes of scratch that the launch of the same name needs. They read sizes, dtypes and which tensors are present, and
+// never `data` of a tensor but for null.
+size_t fastweights_diagonal_forward_recurrent_workspace(const DiagonalForward* params);
+size_t fastweights_diagonal_forward_chunked_workspace(const DiagonalForward* params);
+size_t fastweights_diagonal_backward_recurrent_workspace(const DiagonalBackward* params);
+size_t fastweights_diagonal_backward_chunked_workspace(const DiagonalBackward* params);
+size_t fastweights_delta_forward_recurrent_workspace(const DeltaForward* params);
+size_t fastweights_delta_forward_chunked_workspace(const DeltaForward* params);
+size_t fastweights_delta_backward_recurrent_workspace(const DeltaBackward* params);
+size_t fastweights_delta_backward_chunked_workspace(const DeltaBackward* params);
+
+// Whether the chunked kernels take this: `dtype` of q, k and v, `capability` 10 * major + minor.
+int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t capability);
+
+// The algorithm to run: an `Algorithm`. `separate_decays`: there are decays of keys or of values.
+int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
+                           int32_t capability);
+
+}  // extern "C"
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,564 @@
+// The recurrent backward pass of both families.
+//
+// With G_t the gradient of S_t, once everything after step t and the output y_t are in:
+//   G_t = (decay of step t + 1) * G_{t+1} + q_t dy_t^T      dq_t = S_t dy_t
+//   diagonal  dk_t = w_t G_t v_t    dv_t = w_t G_t^T k_t    d log f_t = f_t * sum over columns of (z_t * S_{t-1} * G_t)
+//             d log z_t likewise, by rows; d log g_t = g_t (<S_{t-1}, G_t> - [complement] k_t^T G_t v_t)
+//   delta     u_t = beta_t e_t, e_t = v_t - S_{t-1}^T k_t, du_t = G_t^T k_t, dv_t = beta_t du_t, d beta_t = <du_t, e_t>
+//             dk_t = G_t u_t - S_{t-1} dv_t                 G passes on to step t - 1 less k_t dv_t^T
+// so that no log decay's gradient is a difference of cumulative terms, and nothing is divided by a decay.
+//
+// A block walks back over the chunks that the forward pass kept states for. Within a chunk it recomputes states
+// forwards from the chunk's, in spans of a few steps, and keeps those at the spans' starts (or at every `spacing`-th
+// one's) in `slots` of shared memory. In a span, from the last to the first, one sweep forwards gives dq and what the
+// way back needs: with decays, the state before every step, in more slots; for the delta rule, the errors e_t alone, and after
+// the way back a third sweep adds what dk has of S_{t-1}. A slot is private to its threads: element i of thread n lies
+// n-th in row i, so that there is neither a barrier nor a bank conflict.
+//
+// Without decays dq needs no G and the rest no S: blocks of two kinds, one for each, run through all steps, and the
+// states that were kept are not read.
+//
+// Sums over columns go across warps once a span, through shared memory; where a head's columns do not fit one block,
+// blocks write parts to the workspace, and a second kernel adds them in order.
+#pragma once
+
+#include "recurrent_tile.cuh"
+
+namespace fairseq_fastweights {
+
+// Both families' parameters in one form: `gate` is log_gate or beta.
+struct BackwardCall {
+    Sizes sizes;
+    int32_t complement;
+    Sequence d_out;
+    const void* d_final_state;
+    Sequence q, k, v, gate, key_decay, value_decay;
+    const void* initial_state;
+    const void* states;
+    Sequence dq, dk, dv, d_gate, d_key_decay, d_value_decay;
+    void* d_initial_state;
+    void* workspace;
+
+    __host__ __device__ const Sequence& input(int i) const {
+        return i == kQ ? q : i == kK ? k : i == kV ? v : i == kF ? key_decay : i == kZ ? value_decay : d_out;
+    }
+    // The steps between kept states.
+    __host__ __device__ int chunk() const {
+        return sizes.interval && sizes.interval < sizes.time ? sizes.interval : sizes.time;
+    }
+};
+
+// How a launch is laid out: `span` steps at a time, the state at the start of every `spacing`-th span kept in `slots`.
+struct BackwardPlan {
+    int warps, splits, span, spacing, slots;
+    int64_t part_stride;  // elements from one split's part of a key-dimension gradient to the next's
+};
+
+template <class Tile, int M>
+struct BackwardOffsets : Offsets {
+    int table, raw[kInputs], rows[kInputs], gate, write, dq, dk, df, dg, dv, dz, errors, inner, outer;
+    __host__ __device__ BackwardOffsets(const BackwardCall& call, const BackwardPlan& plan) {
+        constexpr int element = sizeof(typename Tile::A), keys = Tile::kKeys;
+        const int values = Tile::padded(plan.warps), span = plan.span;
+        table = take(kInputs * sizeof(Source));
+#pragma unroll
+        for (int i = 0; i < kInputs; ++i) {
+            const bool key = i == kQ || i == kK || i == kF;
+            const bool used = i == kF ? M == kKey || M == kBoth : i == kZ ? M == kBoth : true;
+            const int width = key ? keys : values;
+            raw[i] = take(call.input(i).data ? span * ((width * bytes_of(call.input(i).dtype) + 15) & ~15) : 0);
+            rows[i] = take(used ? span * width * element : 0);
+        }
+        gate = take(span * element);
+        write = take(span * element);
+        dq = take(plan.warps * span * keys * element);
+        dk = take(plan.warps * span * keys * element);
+        df = take(M == kKey || M == kBoth ? plan.warps * span * keys * element : 0);
+        dg = take(plan.warps * span * element);
+        dv = take(span * values * element);
+        dz = take(M == kBoth ? span * values * element : 0);
+        errors = take(M == kDelta ? span * values * element : 0);
+        const int slot = plan.warps * kWarp * Tile::kElements * element;
+        inner = take((M == kPlain ? 0 : M == kDelta ? 1 : span) * slot);
+        outer = take(M == kPlain ? 0 : plan.slots * slot);
+    }
+};
+
+template <class Tile>
+__device__ __forceinline__ void put_slot(const typename Tile::A (&state)[Tile::kRows][Tile::kColumns], void* slots,
+                                         int slot) {
+    using Group = Pack<typename Tile::A, Tile::kColumns>;
+    Group* const to = static_cast<Group*>(slots) + slot * Tile::kRows * blockDim.x + threadIdx.x;
+#pragma unroll
+    for (int r = 0; r < Tile::kRows; ++r) {
+        Group group;
+#pragma unroll
+        for (int c = 0; c < Tile::kColumns; ++c) group.x[c] = state[r][c];
+        to[r * blockDim.x] = group;
+    }
+}
+
+template <class Tile>
+__device__ __forceinline__ void get_slot(typename Tile::A (&state)[Tile::kRows][Tile::kColumns], const void* slots,
+                                         int slot) {
+    using Group = Pack<typename Tile::A, Tile::kColumns>;
+    const Group* const from = static_cast<const Group*>(slots) + slot * Tile::kRows * blockDim.x + threadIdx.x;
+#pragma unroll
+    for (int r = 0; r < Tile::kRows; ++r) {
+        const Group group = from[r * blockDim.x];
+#pragma unroll
+        for (int c = 0; c < Tile::kColumns; ++c) state[r][c] = group.x[c];
+    }
+}
+
+template <class Tile, int M>
+__global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_backward(const BackwardCall call,
+                                                                           const BackwardPlan plan) {
+    using A = typename Tile::A;
+    constexpr int R = Tile::kRows, C = Tile::kColumns, keys = Tile::kKeys;
+    constexpr bool decays = M == kKey || M == kBoth;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const Sizes& sizes = call.sizes;
+    const Place<Tile> place;
+    const int warps = plan.warps, values = Tile::padded(warps), span = plan.span;
+    const int first = blockIdx.y * warps * Tile::kWarpValues;
+    const int columns = min(warps * Tile::kWarpValues, sizes.value_dim - first);
+    const int batch = blockIdx.x / sizes.heads, head = blockIdx.x % sizes.heads;
+    const BackwardOffsets<Tile, M> at(call, plan);
+    const auto part = [&](int offset) { return reinterpret_cast<A*>(memory + offset); };
+    Source* const table = reinterpret_cast<Source*>(memory + at.table);
+
+    unsigned inputs = 1u << kQ | 1u << kK | 1u << kV | 1u << kDy;
+    if (decays && call.key_decay.data) inputs |= 1u << kF;
+    if (M == kBoth && call.value_decay.data) inputs |= 1u << kZ;
+    const unsigned advance_inputs = inputs & ~(1u << kQ | 1u << kDy);
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) {
+        if (threadIdx.x != i || !(inputs >> i & 1)) continue;
+        const bool key = i == kQ || i == kK || i == kF;
+        table[i] = make_source(call.input(i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
+                               key ? keys : values, memory + at.raw[i], memory + at.rows[i], i == kF || i == kZ);
+    }
+    if (M == kBoth && !call.key_decay.data)
+        for (int i = threadIdx.x; i < span * keys; i += blockDim.x) part(at.rows[kF])[i] = A(1);
+    const Gate<A> gate{call.gate.data, batch * call.gate.batch + head * call.gate.head, call.gate.time,
+                       call.gate.dtype};
+
+    // Stages: `ask` starts the copies of the stage that comes next, `stage` waits for them, or asks first where no one
+    // has.
+    A gate_ahead{};
+    bool asked = false;
+    const auto ask = [&](int time, int steps, unsigned mask) {
+        copy_inputs(table, mask, time, steps);
+        if constexpr (M == kScalar || M == kDelta) gate_ahead = gate.load(time, steps);
+        asked = true;
+    };
+    const auto stage = [&](int time, int steps, unsigned mask) {
+        if (!asked) {
+            __syncthreads();  // the table of sources, and the raw rows, which the last conversion has read
+            ask(time, steps, mask);
+        }
+        copies_wait<0>();
+        __syncthreads();
+        convert_inputs<A>(table, mask, time, steps);
+        if ((M == kScalar || M == kDelta) && threadIdx.x < steps) {
+            part(at.gate)[threadIdx.x] = M == kDelta ? gate_ahead : exponential(gate_ahead);
+            part(at.write)[threadIdx.x] = M == kScalar && call.complement ? one_minus_exponential(gate_ahead) : A(1);
+        }
+        __syncthreads();
+        asked = false;
+    };
+
+    struct Operands {
+        A q[R], k[R], f[R], v[C], z[C], dy[C], gate, write;
+    };
+    const auto load = [&](int s) {  // what every sweep needs; the reads, q and dy, are added where they are used
+        Operands x;
+        read_keys<Tile>(x.k, part(at.rows[kK]) + s * keys, place);
+        read_values<Tile>(x.v, part(at.rows[kV]) + s * values, place);
+        if constexpr (decays) read_keys<Tile>(x.f, part(at.rows[kF]) + s * keys, place);
+        if constexpr (M == kBoth) read_values<Tile>(x.z, part(at.rows[kZ]) + s * values, place);
+        if constexpr (M == kScalar || M == kDelta) x.gate = part(at.gate)[s];
+        if constexpr (M == kScalar) x.write = part(at.write)[s];
+        return x;
+    };
+
+    A state[R][C], grad[R][C];
+    const StateSlice<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
+    const int64_t size = static_cast<int64_t>(sizes.key_dim) * sizes.value_dim;
+    const auto head_state = [&](const void* states, int64_t index) {
+        return states ? static_cast<const A*>(states) + index * size + first : nullptr;
+    };
+
+    // One step of the state; x.v becomes u for the delta rule.
+    const auto update = [&](Operands& x) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+            const A key = M == kScalar ? x.write * x.k[r] : x.k[r];
+#pragma unroll
+            for (int c = 0; c < C; ++c) {
+                A old = state[r][c];
+                if constexpr (M == kScalar) old *= x.gate;
+                if constexpr (decays) old *= x.f[r];
+                if constexpr (M == kBoth) old *= x.z[c];
+                state[r][c] = old + key * x.v[c];
+            }
+        }
+    };
+    const auto correct = [&](Operands& x) {  // v becomes e
+        A retrieved[C] = {};
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < C; ++c) retrieved[c] += x.k[r] * state[r][c];
+        sum_lanes<Tile::kKeyLanes, 1>(retrieved);
+#pragma unroll
+        for (int c = 0; c < C; ++c) x.v[c] -= retrieved[c];
+    };
+    const auto write_values = [&](const A(&x)[C], A* row) {  // what all key lanes hold alike
+        if (place.key_lane != 0) return;
+        Pack<A, C> out;
+#pragma unroll
+        for (int c = 0; c < C; ++c) out.x[c] = x[c];
+        *reinterpret_cast<Pack<A, C>*>(row + place.column) = out;
+    };
+
+    const auto advance = [&](int steps) {
+        for (int s = 0; s < steps; ++s) {
+            Operands x = load(s);
+            if constexpr (M == kDelta) {
+                correct(x);
+#pragma unroll
+                for (int c = 0; c < C; ++c) x.v[c] *= x.gate;
+            }
+            update(x);
+        }
+    };
+
+    // The warp's own rows of what is summed over warps later.
+    const auto own = [&](int offset, int s) { return part(offset) + (place.warp * span + s) * keys; };
+
+    const auto forwards = [&](int steps) {
+        if constexpr (M == kDelta) put_slot<Tile>(state, memory + at.inner, 0);
+        for (int s = 0; s < steps; ++s) {
+            Operands x = load(s);
+            read_values<Tile>(x.dy, part(at.rows[kDy]) + s * values, place);
+            if constexpr (M == kScalar || decays) put_slot<Tile>(state, memory + at.inner, s);
+            if constexpr (M == kDelta) {
+                correct(x);
+                write_values(x.v, part(at.errors) + s * values);
+#pragma unroll
+                for (int c = 0; c < C; ++c) x.v[c] *= x.gate;
+            }
+            update(x);
+            A dq[R] = {};
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+#pragma unroll
+                for (int c = 0; c < C; ++c) dq[r] += state[r][c] * x.dy[c];
+            put_row_sums<Tile>(dq, own(at.dq, s), place);
+        }
+        __syncwarp();
+    };
+
+    const auto backwards = [&](int steps) {
+        for (int s = steps - 1; s >= 0; --s) {
+            Operands x = load(s);
+            read_keys<Tile>(x.q, part(at.rows[kQ]) + s * keys, place);
+            read_values<Tile>(x.dy, part(at.rows[kDy]) + s * values, place);
+            A error[C];
+            if constexpr (M == kDelta) {
+                read_values<Tile>(error, part(at.errors) + s * values, place);
+#pragma unroll
+                for (int c = 0; c < C; ++c) x.v[c] = x.gate * error[c];
+            }
+            A dk[R] = {}, dv[C] = {};
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+#pragma unroll
+                for (int c = 0; c < C; ++c) {
+                    grad[r][c] += x.q[r] * x.dy[c];
+                    dk[r] += grad[r][c] * x.v[c];
+                    dv[c] += grad[r][c] * x.k[r];
+                }
+            A d_gate = A(0);
+            if constexpr (M == kScalar) {
+                get_slot<Tile>(state, memory + at.inner, s);
+                A passed = A(0), written = A(0);
+#pragma unroll
+                for (int r = 0; r < R; ++r)
+#pragma unroll
+                    for (int c = 0; c < C; ++c) passed += state[r][c] * grad[r][c];
+#pragma unroll
+                for (int c = 0; c < C; ++c) written += dv[c] * x.v[c];
+                A sum[1] = {x.gate * (call.complement ? passed - written : passed)};
+                sum_lanes<kWarp, 1>(sum);
+                d_gate = sum[0];
+#pragma unroll
+                for (int r = 0; r < R; ++r) dk[r] *= x.write;
+#pragma unroll
+                for (int c = 0; c < C; ++c) dv[c] *= x.write;
+#pragma unroll
+                for (int r = 0; r < R; ++r)
+#pragma unroll
+                    for (int c = 0; c < C; ++c) grad[r][c] *= x.gate;
+            }
+            if constexpr (decays) {
+                get_slot<Tile>(state, memory + at.inner, s);
+                A df[R] = {}, dz[C] = {};
+#pragma unroll
+                for (int r = 0; r < R; ++r)
+#pragma unroll
+                    for (int c = 0; c < C; ++c) {
+                        // The gradient is decayed first: what it becomes is what the sums need.
+                        grad[r][c] *= x.f[r];
+                        if constexpr (M == kBoth) grad[r][c] *= x.z[c];
+                        const A passed = state[r][c] * grad[r][c];
+                        df[r] += passed;
+                        if constexpr (M == kBoth) dz[c] += passed;
+                    }
+                put_row_sums<Tile>(df, own(at.df, s), place);
+                if constexpr (M == kBoth) put_column_sums<Tile>(dz, part(at.dz) + s * values, place);
+            }
+            if constexpr (M == kDelta) {
+                sum_lanes<Tile::kKeyLanes, 1>(dv);
+                A sum[1] = {};
+#pragma unroll
+                for (int c = 0; c < C; ++c) {
+                    sum[0] += dv[c] * error[c];
+                    dv[c] *= x.gate;
+                }
+                sum_lanes<Tile::kValueLanes, Tile::kKeyLanes>(sum);
+                d_gate = sum[0];
+#pragma unroll
+                for (int r = 0; r < R; ++r)
+#pragma unroll
+                    for (int c = 0; c < C; ++c) grad[r][c] -= x.k[r] * dv[c];
+                write_values(dv, part(at.dv) + s * values);
+            } else {
+                put_column_sums<Tile>(dv, part(at.dv) + s * values, place);
+            }
+            put_row_sums<Tile>(dk, own(at.dk, s), place);
+            if ((M == kScalar || M == kDelta) && threadIdx.x % kWarp == 0)
+                part(at.dg)[place.warp * span + s] = d_gate;
+        }
+        __syncwarp();
+    };
+
+    const auto forwards_again = [&](int steps) {
+        get_slot<Tile>(state, memory + at.inner, 0);
+        for (int s = 0; s < steps; ++s) {
+            Operands x = load(s);
+            read_values<Tile>(x.v, part(at.errors) + s * values, place);
+            A dv[C], dk[R] = {};
+            read_values<Tile>(dv, part(at.dv) + s * values, place);
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+#pragma unroll
+                for (int c = 0; c < C; ++c) dk[r] -= state[r][c] * dv[c];
+            put_row_sums<Tile, true>(dk, own(at.dk, s), place);
+#pragma unroll
+            for (int c = 0; c < C; ++c) x.v[c] *= x.gate;
+            update(x);
+        }
+    };
+
+    // A key-dimension gradient where this block's part of it goes.
+    const auto store_keys = [&](const Sequence& to, int offset, int time, int steps) {
+        store_rows(to, batch * to.batch + head * to.head + blockIdx.y * plan.part_stride * sizes.key_dim, sizes.key_dim,
+                   part(offset), keys, warps, span * keys, time, steps);
+    };
+    const auto store_values = [&](const Sequence& to, int offset, int time, int steps) {
+        store_rows(to, batch * to.batch + head * to.head + first, columns, part(offset), values, 1, 0, time, steps);
+    };
+    const auto store = [&](int time, int steps, bool all) {
+        store_keys(call.dk, at.dk, time, steps);
+        store_values(call.dv, at.dv, time, steps);
+        if (all) store_keys(call.dq, at.dq, time, steps);
+        if (decays && call.d_key_decay.data) store_keys(call.d_key_decay, at.df, time, steps);
+        if (M == kBoth) store_values(call.d_value_decay, at.dz, time, steps);
+        if ((M == kScalar || M == kDelta) && threadIdx.x < steps) {
+            A sum = A(0);
+            for (int w = 0; w < warps; ++w) sum += part(at.dg)[w * span + threadIdx.x];
+            const Sequence& to = call.d_gate;
+            store_element(to.data, to.dtype,
+                          batch * to.batch + head * to.head + (time + threadIdx.x) * to.time +
+                              blockIdx.y * plan.part_stride,
+                          sum);
+        }
+    };
+
+    if constexpr (M == kPlain) {
+        const int spans = (sizes.time + span - 1) / span;
+        const auto length = [&](int p) { return min(span, sizes.time - p * span); };
+        if (blockIdx.z == 0) {
+            const unsigned needed = advance_inputs | 1u << kDy;
+            slice.load(state, head_state(call.initial_state, blockIdx.x), place);
+            for (int p = 0; p < spans; ++p) {
+                stage(p * span, length(p), needed);
+                if (p + 1 < spans) ask((p + 1) * span, length(p + 1), needed);
+                forwards(length(p));
+                __syncthreads();
+                store_keys(call.dq, at.dq, p * span, length(p));
+            }
+            return;
+        }
+        slice.load(grad, head_state(call.d_final_state, blockIdx.x), place);
+        for (int p = spans - 1; p >= 0; --p) {
+            stage(p * span, length(p), inputs);
+            if (p > 0) ask((p - 1) * span, span, inputs);
+            backwards(length(p));
+            __syncthreads();
+            store(p * span, length(p), false);
+        }
+    } else {
+        slice.load(grad, head_state(call.d_final_state, blockIdx.x), place);
+        const int chunk = call.chunk(), chunks = (sizes.time + chunk - 1) / chunk;
+        for (int n = chunks - 1; n >= 0; --n) {
+            const int start = n * chunk, end = min(start + chunk, sizes.time);
+            const int spans = (end - start + span - 1) / span;
+            const auto begin = [&](int p) { return start + p * span; };
+            const auto length = [&](int p) { return min(span, end - begin(p)); };
+            slice.load(state,
+                       n ? head_state(call.states, static_cast<int64_t>(blockIdx.x) * (chunks - 1) + n - 1)
+                         : head_state(call.initial_state, blockIdx.x),
+                       place);
+            for (int p = 0; p < spans; ++p) {
+                if (p % plan.spacing == 0) put_slot<Tile>(state, memory + at.outer, p / plan.spacing);
+                if (p + 1 == spans) break;
+                stage(begin(p), span, advance_inputs);
+                ask(begin(p + 1), length(p + 1), p + 2 < spans ? advance_inputs : inputs);
+                advance(span);
+            }
+            for (int p = spans - 1; p >= 0; --p) {
+                if (p + 1 < spans) {
+                    get_slot<Tile>(state, memory + at.outer, p / plan.spacing);
+                    for (int passed = p / plan.spacing * plan.spacing; passed < p; ++passed) {
+                        stage(begin(passed), span, advance_inputs);
+                        advance(span);
+                    }
+                }
+                stage(begin(p), length(p), inputs);
+                if (p > 0 && (p - 1) % plan.spacing == 0) ask(begin(p - 1), span, inputs);
+                forwards(length(p));
+                backwards(length(p));
+                if constexpr (M == kDelta) forwards_again(length(p));
+                __syncthreads();
+                store(begin(p), length(p), true);
+            }
+        }
+    }
+    if (call.d_initial_state)
+        slice.store(grad, static_cast<A*>(call.d_initial_state) + blockIdx.x * size + first, place);
+}
+
+// Adds the splits' parts of one gradient, in order, and stores it: (batch, time, heads, dim), dim 1 for a gate.
+template <typename A>
+__global__ void __launch_bounds__(256) sum_parts(const Sequence to, const A* parts, const Sizes sizes, const int dim,
+                                                 const int splits) {
+    const int64_t count = static_cast<int64_t>(sizes.batch) * sizes.time * sizes.heads * dim;
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
+         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+        A sum = A(0);
+        for (int split = 0; split < splits; ++split) sum += parts[split * count + i];
+        const int64_t row = i / dim, step = row / sizes.heads;
+        const int64_t at = step / sizes.time * to.batch + step % sizes.time * to.time + row % sizes.heads * to.head;
+        store_element(to.data, to.dtype, at + i % dim, sum);
+    }
+}
+
+template <class Tile, int M>
+bool plan_backward(const BackwardCall& call, BackwardPlan& plan) {
+    const int limit = shared_memory_limit();
+    const int chunk = M == kPlain ? call.sizes.time : call.chunk();
+    const int most_warps = min(kMostWarps, (call.sizes.value_dim + Tile::kWarpValues - 1) / Tile::kWarpValues);
+    // With decays a span costs as many slots as steps: span + chunk / span is least at the root.
+    int wanted = 16;
+    if (M != kPlain && M != kDelta) {
+        wanted = 4;
+        while (wanted * wanted < chunk && wanted < 16) wanted *= 2;
+    }
+    // Fewer warps mean parts to add up; fewer slots, steps to do again. The latter is the lesser evil up to a point.
+    for (const int most_spacing : {4, chunk}) {
+        for (plan.warps = most_warps; plan.warps > 0; plan.warps /= 2) {
+            for (plan.span = min(wanted, chunk); plan.span > 0; plan.span /= 2) {
+                const int spans = (chunk + plan.span - 1) / plan.span;
+                for (plan.spacing = 1; plan.spacing <= most_spacing; plan.spacing *= 2) {
+                    plan.slots = M == kPlain ? 0 : (spans + plan.spacing - 1) / plan.spacing;
+                    if (plan.slots > 64 || BackwardOffsets<Tile, M>(call, plan).total > limit) continue;
+                    plan.splits = (call.sizes.value_dim + plan.warps * Tile::kWarpValues - 1) /
+                                  (plan.warps * Tile::kWarpValues);
+                    return true;
+                }
+            }
+        }
+    }
+    return false;
+}
+
+template <class Tile, int M>
+size_t parts_bytes(const BackwardCall& call) {
+    BackwardPlan plan;
+    if (!plan_backward<Tile, M>(call, plan) || plan.splits == 1) return 0;
+    const int64_t rows = static_cast<int64_t>(call.sizes.batch) * call.sizes.time * call.sizes.heads;
+    const int64_t dims = call.sizes.key_dim * (call.key_decay.data ? 3 : 2) + (call.gate.data ? 1 : 0);
+    return static_cast<size_t>(plan.splits * rows * dims) * sizeof(typename Tile::A);
+}
+
+template <class Tile, int M>
+cudaError_t launch_backward(BackwardCall call, cudaStream_t stream) {
+    using A = typename Tile::A;
+    const Sizes& sizes = call.sizes;
+    BackwardPlan plan;
+    if (!plan_backward<Tile, M>(call, plan)) return cudaErrorInvalidConfiguration;
+    const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads, rows = heads * sizes.time;
+    // Gradients that are sums over all columns, and where they go at last.
+    Sequence* const summed[4] = {&call.dq, &call.dk, &call.d_key_decay, &call.d_gate};
+    Sequence wanted[4];
+    A* parts[4] = {};
+    plan.part_stride = 0;
+    if (plan.splits > 1) {
+        plan.part_stride = rows;
+        A* free = static_cast<A*>(call.workspace);
+        for (int i = 0; i < 4; ++i) {
+            wanted[i] = *summed[i];
+            if (!wanted[i].data) continue;
+            const int64_t dim = i == 3 ? 1 : sizes.key_dim;
+            parts[i] = free;
+            *summed[i] = {free, rows / sizes.batch * dim, sizes.heads * dim, dim, Stored<A>::kDType};
+            free += plan.splits * rows * dim;
+        }
+    }
+    const dim3 grid(static_cast<unsigned>(heads), plan.splits, M == kPlain ? 2 : 1);
+    cudaError_t error = launch(recurrent_backward<Tile, M>, grid, dim3(plan.warps * kWarp),
+                               BackwardOffsets<Tile, M>(call, plan).total, stream, call, plan);
+    for (int i = 0; i < 4 && error == cudaSuccess; ++i) {
+        if (!parts[i]) continue;
+        const int dim = i == 3 ? 1 : sizes.key_dim;
+        const int64_t blocks = (rows * dim + 255) / 256;
+        error = launch(sum_parts<A>, dim3(static_cast<unsigned>(blocks < 65536 ? blocks : 65536)), dim3(256), 0, stream,
+                       wanted[i], static_cast<const A*>(parts[i]), sizes, dim, plan.splits);
+    }
+    return error;
+}
+
+template <int M>
+cudaError_t launch_backward(const BackwardCall& call, cudaStream_t stream) {
+    if (!sizes_fit(call.sizes)) return cudaErrorInvalidValue;
+    if (call.sizes.batch == 0) return cudaSuccess;
+    return with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
+        return launch_backward<decltype(tile), M>(call, stream);
+    });
+}
+
+template <int M>
+size_t backward_workspace(const BackwardCall& call) {
+    size_t bytes = 0;
+    with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
+        bytes = parts_bytes<decltype(tile), M>(call);
+        return cudaSuccess;
+    });
+    return bytes;
+}
+
+}  // namespace fairseq_fastweights

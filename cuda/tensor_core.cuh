@@ -1,0 +1,274 @@
+// Products of matrices in shared memory on tensor cores, a warp at a time.
+//
+// A warp computes a tile of 16 rows and up to 32 columns. Where the elements of A and B come from is a pair of
+// functions, a(row, inner) and b(inner, column): a product may transpose, scale or mask its operands as it loads them.
+// They return float, or an element of a 16-bit type as it is stored. The multiplications are m16n8k8 in tf32 (8 bits of
+// exponent, 10 of fraction, float32 accumulators):
+//
+//   Passes = 1  For float16 and bfloat16 inputs, both of which tf32 holds exactly. States, scores and gradients keep
+//               their exponents: in float16 a state above 65504, or its gradient under a loss scale, would overflow,
+//               and bfloat16 would keep 7 bits where this keeps 10. It costs half the peak rate of a 16-bit product.
+//   Passes = 3  For float32. Each operand is a sum of two tf32 numbers, big + small; big * big + big * small +
+//               small * big leaves out 2^-22 of a product.
+//
+// `multiply_stored` is the product of two matrices that are both stored in the same 16-bit type: exact as well, at the
+// full rate (m16n8k16), its operands loaded by ldmatrix.
+#pragma once
+
+#include "common.cuh"
+
+namespace fairseq_fastweights {
+
+// ---- Instructions ------------------------------------------------------------------------------------------------
+// With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
+//   (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
+
+// float32 to tf32, to nearest.
+__device__ __forceinline__ unsigned to_tf32(float x) {
+#if defined(FASTWEIGHTS_EMULATION)
+    return emulation::to_tf32(x);
+#elif __CUDA_ARCH__ >= 800
+    unsigned bits;
+    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x));
+    return bits;
+#else
+    return __float_as_uint(x);
+#endif
+}
+
+// d += a b, a 16 x 8 and b 8 x 8. A lane holds
+//   a: (group, member), (group + 8, member), (group, member + 4), (group + 8, member + 4)
+//   b: (member, group), (member + 4, group)
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+#if defined(FASTWEIGHTS_EMULATION)
+    emulation::mma_m16n8k8_tf32(d, a, b, d);
+#elif __CUDA_ARCH__ >= 800
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// d += a b, a 16 x 16 and b 16 x 8, two elements to a register: of a the 8 x 8 quarters upper left, lower left, upper
+// right, lower right, of b the upper and the lower half, each spread as an accumulator's quarter (b's transposed).
+template <typename T>
+__device__ __forceinline__ void mma_stored(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    static_assert(sizeof(T) == 2, "float16 or bfloat16");
+#if defined(FASTWEIGHTS_EMULATION)
+    emulation::mma_m16n8k16(d, a, b, d, Stored<T>::kDType == kBFloat16);
+#elif __CUDA_ARCH__ >= 800
+    if constexpr (Stored<T>::kDType == kBFloat16)
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    else
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// Four 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
+template <bool Transposed>
+__device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const void* row) {
+#if defined(FASTWEIGHTS_EMULATION)
+    emulation::ldmatrix(registers, 4, row, Transposed);
+#elif __CUDA_ARCH__ >= 750
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    if constexpr (Transposed)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+                     : "r"(address)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+                     : "r"(address)
+                     : "memory");
+#endif
+}
+
+// ---- A warp's tile -----------------------------------------------------------------------------------------------
+
+constexpr int kTileRows = 16;
+constexpr int kTileColumns = 32;
+constexpr int kTileParts = kTileColumns / 8;
+
+__device__ __forceinline__ int warp_lane() {
+    return threadIdx.x & (kWarp - 1);
+}
+
+// An accumulator. `parts` says how many of the tile's groups of 8 columns the matrix has; it is the same in all lanes.
+struct Tile {
+    float value[kTileParts][4];
+    int row, column, parts;  // the tile's place in the matrix
+
+    __device__ __forceinline__ Tile(int row, int column, int columns)
+        : row(row), column(column), parts(min(kTileParts, (columns - column) / 8)) {
+#pragma unroll
+        for (int j = 0; j < kTileParts; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) value[j][i] = 0.0f;
+    }
+
+    // f(row, column, float& value) for each of this lane's elements, with their places in the matrix.
+    template <typename F>
+    __device__ __forceinline__ void each(F f) {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+        for (int j = 0; j < kTileParts; ++j)
+            if (j < parts)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    f(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
+    }
+
+    // store(row, first column, x, y) for each of this lane's pairs of neighbouring elements.
+    template <typename F>
+    __device__ __forceinline__ void each_pair(F store) {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+        for (int j = 0; j < kTileParts; ++j)
+            if (j < parts)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    store(row + group + 8 * half, column + 8 * j + 2 * member, value[j][2 * half],
+                          value[j][2 * half + 1]);
+    }
+
+    // Sums of `term(row, column, value)` over the tile's columns, handed to one lane for each row: done(row, sum).
+    template <typename F, typename G>
+    __device__ __forceinline__ void sum_rows(F term, G done) {
+        float sums[2] = {0.0f, 0.0f};
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+        for (int j = 0; j < kTileParts; ++j)
+            if (j < parts)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    sums[i / 2] += term(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 1);
+            sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 2);
+            if (member == 0) done(row + group + 8 * half, sums[half]);
+        }
+    }
+};
+
+// f(tile) for all tiles of a (rows, columns) matrix, dealt out to the block's warps; rows a multiple of 16, columns
+// of 8.
+template <typename F>
+__device__ __forceinline__ void for_each_tile(int rows, int columns, F f) {
+    const int across = (columns + kTileColumns - 1) / kTileColumns, count = rows / kTileRows * across;
+    for (int i = threadIdx.x / kWarp; i < count; i += blockDim.x / kWarp) {
+        Tile tile(i / across * kTileRows, i % across * kTileColumns, columns);
+        f(tile);
+    }
+}
+
+template <int Passes>
+struct Operand;
+template <>
+struct Operand<1> {
+    unsigned big;
+    template <typename T>
+    __device__ __forceinline__ explicit Operand(T x) {
+        if constexpr (sizeof(T) == 2)
+            big = __float_as_uint(widen<float>(x));  // which tf32 holds exactly
+        else
+            big = to_tf32(x);
+    }
+};
+template <>
+struct Operand<3> {
+    unsigned big, small;
+    __device__ __forceinline__ explicit Operand(float x) {
+        big = to_tf32(x);
+        small = to_tf32(x - __uint_as_float(big));
+    }
+};
+
+// tile += a b over `begin` <= inner < `end`, both multiples of 8.
+template <int Passes, typename A, typename B>
+__device__ __forceinline__ void multiply(Tile& tile, int begin, int end, A a, B b) {
+    const int group = warp_lane() / 4, member = warp_lane() % 4;
+    const int row = tile.row + group, column = tile.column + group;
+#pragma unroll 2
+    for (int inner = begin + member; inner < end; inner += 8) {
+        unsigned a_big[4], a_small[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Operand<Passes> x(a(row + i % 2 * 8, inner + i / 2 * 4));
+            a_big[i] = x.big;
+            if constexpr (Passes == 3) a_small[i] = x.small;
+        }
+#pragma unroll
+        for (int j = 0; j < kTileParts; ++j) {
+            if (j >= tile.parts) continue;
+            unsigned b_big[2], b_small[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const Operand<Passes> x(b(inner + 4 * i, column + 8 * j));
+                b_big[i] = x.big;
+                if constexpr (Passes == 3) b_small[i] = x.small;
+            }
+            if constexpr (Passes == 3) {
+                mma_tf32(tile.value[j], a_small, b_big);
+                mma_tf32(tile.value[j], a_big, b_small);
+            }
+            mma_tf32(tile.value[j], a_big, b_big);
+        }
+    }
+}
+
+// ---- Matrices in shared memory -----------------------------------------------------------------------------------
+
+// Rows of `stride` elements.
+template <typename T>
+struct Matrix {
+    T* data;
+    int stride;
+    __device__ __forceinline__ T& operator()(int row, int column) const { return data[row * stride + column]; }
+    __device__ __forceinline__ float get(int row, int column) const {
+        return widen<float>(data[row * stride + column]);
+    }
+};
+
+// tile += a b over `begin` <= inner < `end`, multiples of 16 here; a is `left`, or its transpose, b `right` or its own.
+template <int Passes, bool TransposeLeft, bool TransposeRight, typename T>
+__device__ __forceinline__ void multiply_stored(Tile& tile, int begin, int end, const Matrix<T>& left,
+                                                const Matrix<T>& right) {
+    if constexpr (sizeof(T) == 2) {
+        // Lane l names row l % 8 of the 8 x 8 matrix l / 8. For a these are the quarters upper left, lower left, upper
+        // right, lower right; for b the upper and lower half of one group of 8 columns, then of the next.
+        const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+        for (int inner = begin; inner < end; inner += 16) {
+            unsigned a[4];
+            load_matrices<TransposeLeft>(a, TransposeLeft ? &left(inner + third + low, tile.row + second)
+                                                          : &left(tile.row + second + low, inner + third));
+#pragma unroll
+            for (int j = 0; j < kTileParts; j += 2) {
+                if (j >= tile.parts) continue;
+                unsigned b[4];
+                const int column = tile.column + 8 * j + (j + 1 < tile.parts ? third : 0);
+                load_matrices<!TransposeRight>(
+                    b, TransposeRight ? &right(column + low, inner + second) : &right(inner + second + low, column));
+                mma_stored<T>(tile.value[j], a, {b[0], b[1]});
+                if (j + 1 < tile.parts) mma_stored<T>(tile.value[j + 1], a, {b[2], b[3]});
+            }
+        }
+    } else {
+        multiply<Passes>(
+            tile, begin, end,
+            [&](int row, int inner) { return TransposeLeft ? left.get(inner, row) : left.get(row, inner); },
+            [&](int inner, int column) {
+                return TransposeRight ? right.get(column, inner) : right.get(inner, column);
+            });
+    }
+}
+
+}  // namespace fairseq_fastweights

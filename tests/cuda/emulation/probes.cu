@@ -1,0 +1,114 @@
+// Small kernels, most of them wrong in one way each, for the tests of the emulator.
+#include "common.cuh"
+
+using namespace fairseq_fastweights;
+
+namespace {
+
+enum Probe {
+    kRight,
+    kMissingBarrier,
+    kDivergentBarrier,
+    kDivergentWarp,
+    kBeyondShared,
+    kBeforeShared,
+    kMisaligned,
+    kMissingWait,
+    kUninitialised,
+    kAbsentLane,
+};
+
+__global__ void probe(float* out, const float* in, int which) {
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    float* const shared = reinterpret_cast<float*>(memory);
+    const int self = threadIdx.x, last = blockDim.x - 1;
+    switch (which) {
+        case kRight:
+            copy_async<4>(shared + self, in + self);
+            copies_commit();
+            copies_wait<0>();
+            __syncthreads();
+            out[self] = __shfl_xor_sync(kAllLanes, shared[last - self], 1);
+            break;
+        case kMissingBarrier:
+            shared[self] = in[self];
+            out[self] = shared[last - self];
+            break;
+        case kDivergentBarrier:
+            if (self < 10) __syncthreads();
+            break;
+        case kDivergentWarp:
+            if (self % 2)
+                __syncwarp();
+            else
+                out[self] = __shfl_xor_sync(kAllLanes, in[self], 1);
+            break;
+        case kBeyondShared:
+            out[self] = shared[self + 1];
+            break;
+        case kBeforeShared:
+            shared[self - 1] = in[self];
+            break;
+        case kMisaligned:
+            *reinterpret_cast<float4*>(shared + 1) = make_float4(0, 0, 0, 0);
+            break;
+        case kMissingWait:
+            copy_async<4>(shared + self, in + self);
+            copies_commit();
+            out[self] = shared[self];
+            copies_wait<0>();
+            break;
+        case kUninitialised:
+            out[self] = shared[self];
+            break;
+        case kAbsentLane:
+            if (self < 16) out[self] = __shfl_xor_sync(0xffffu, in[self], 16);
+            break;
+    }
+}
+
+// d = a b + c with the fragments that the PTX manual gives for m16n8k16 and, of tf32, m16n8k8. a is (16, k), b (k, 8).
+__global__ void multiply(float* d, const float* a, const float* b, const float* c, int kind) {
+    const int group = threadIdx.x / 4, member = threadIdx.x % 4;
+    const auto bits = [&](float x) {
+        return kind == 0 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    };
+    const auto pair = [&](float low, float high) {
+        return static_cast<uint32_t>(bits(low)) | static_cast<uint32_t>(bits(high)) << 16;
+    };
+    uint32_t left[4], right[2];
+    float sums[4];
+    for (int i = 0; i < 4; ++i) {
+        const int row = group + i % 2 * 8;
+        if (kind == 2) {
+            left[i] = emulation::to_tf32(a[row * 8 + member + i / 2 * 4]);
+        } else {
+            const float* at = a + row * 16 + 2 * member + i / 2 * 8;
+            left[i] = pair(at[0], at[1]);
+        }
+        sums[i] = c[(group + i / 2 * 8) * 8 + 2 * member + i % 2];
+    }
+    for (int i = 0; i < 2; ++i) {
+        if (kind == 2) {
+            right[i] = emulation::to_tf32(b[(member + i * 4) * 8 + group]);
+        } else {
+            const float* at = b + (2 * member + i * 8) * 8 + group;
+            right[i] = pair(at[0], at[8]);
+        }
+    }
+    if (kind == 2)
+        emulation::mma_m16n8k8_tf32(sums, left, right, sums);
+    else
+        emulation::mma_m16n8k16(sums, left, right, sums, kind == 1);
+    for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + 2 * member + i % 2] = sums[i];
+}
+
+}  // namespace
+
+extern "C" int run_probe(float* out, const float* in, int threads, int which) {
+    return launch(probe, dim3(1), dim3(threads), threads * sizeof(float), nullptr, out, in, which);
+}
+
+extern "C" int run_multiply(float* d, const float* a, const float* b, const float* c, int kind) {
+    return launch(multiply, dim3(1), dim3(32), 0, nullptr, d, a, b, c, kind);
+}

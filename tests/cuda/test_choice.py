@@ -1,0 +1,56 @@
+"""Which algorithm the binding runs for which inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cuda.emulated import OPERATIONS, Emulator
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "capability", "time", "why"),
+    [
+        (torch.float64, 90, 4096, "no tensor core multiplies float64 here"),
+        (torch.bfloat16, 70, 4096, "no bfloat16 before 8.0"),
+        (torch.bfloat16, 75, 4096, "no bfloat16 before 8.0"),
+        (torch.bfloat16, 90, 17, "too short"),
+    ],
+)
+def test_recurrent_where_chunked_cannot_or_does_not_pay(
+    emulator: Emulator, operation: str, dtype: torch.dtype, capability: int, time: int, why: str
+) -> None:
+    assert emulator.choose(operation, (2, time, 4, 64, 64, 64), dtype, capability) == "recurrent", why
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_chunked_for_long_sequences(emulator: Emulator, operation: str, capability: int) -> None:
+    assert emulator.choose(operation, (1, 16384, 8, 64, 64, 64), torch.bfloat16, capability) == "chunked"
+
+
+@pytest.mark.parametrize("operation", ["diagonal_forward", "diagonal_backward"])
+def test_decays_by_dimension_are_never_chunked(emulator: Emulator, operation: str) -> None:
+    sizes = (1, 16384, 8, 64, 64, 64)
+    assert emulator.choose(operation, sizes, torch.bfloat16, 90, separate_decays=True) == "recurrent"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("choice", ["chunked", "recurrent"])
+def test_a_benchmark_can_ask_for_either(
+    emulator: Emulator, operation: str, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_ALGORITHM", choice)
+    for time in (17, 16384):
+        assert emulator.choose(operation, (8, time, 8, 64, 64, 64), torch.bfloat16, 90) == choice
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("size", [1, 16, 64, 512])
+@pytest.mark.parametrize("capability", [70, 80, 86, 90])
+def test_what_is_chosen_is_supported(emulator: Emulator, operation: str, size: int, capability: int) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        sizes = (2, 2048, 4, size, size, 64)
+        if emulator.choose(operation, sizes, dtype, capability) == "chunked":
+            assert emulator.supports(operation, sizes, dtype, capability)

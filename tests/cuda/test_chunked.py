@@ -1,0 +1,213 @@
+"""The chunk-parallel CUDA kernels against the float64 reference, run by the emulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.emulated import EmulationError, Emulator, compare
+from tests.ops.rules import (
+    RULE,
+    Inputs,
+    Rule,
+    assert_close,
+    cotangents,
+    definition,
+    differentiate,
+    in_float64,
+    label,
+    relative_error,
+    state_dtype,
+)
+
+CHUNKED = ("sum", "gated", "delta")
+# Of design.md. float16 rounds its results to 2^-11, and a step's decay or write strength likewise.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# (time, key_dim, value_dim, interval): about multiples of 16, 32 and 64 steps, sizes with and without padding, one and
+# several blocks of value columns, intervals of one chunk, of several, and longer than the sequence.
+SHAPES = (
+    (1, 1, 1, 64),
+    (15, 3, 16, 64),
+    (16, 16, 3, 16),
+    (17, 33, 32, 16),
+    (63, 32, 33, 64),
+    (64, 64, 64, 64),
+    (65, 16, 128, 32),
+    (130, 64, 32, 64),
+    (130, 32, 64, 128),
+    (66, 128, 1, 64),
+    (33, 16, 144, 32),
+)
+
+
+def run(
+    emulator: Emulator, rule: Rule, inputs: Inputs, interval: int = 64, **options: object
+) -> dict[str, Tensor | None]:
+    """Outputs and gradients of the chunked kernels, for the gradients of out and final_state that `expected` takes."""
+    return emulator.run(rule, inputs, interval=interval, algorithm="chunked", weights=weights_of(inputs), **options)
+
+
+def weights_of(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    v, k = inputs["v"], inputs["k"]
+    assert v is not None and k is not None
+    state = torch.empty(k.shape[0], k.shape[2], k.shape[3], v.shape[3], dtype=state_dtype(v.dtype))
+    return cotangents((v, state))
+
+
+def expected(rule: Rule, inputs: Inputs) -> dict[str, Tensor | None]:
+    return definition(rule, inputs, weights_of(inputs))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=label)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_agrees_with_the_reference(emulator: Emulator, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    T, K, V, interval = shape
+    check = lambda actual, wanted: assert_close(actual, wanted, TOLERANCE[dtype])  # noqa: E731
+    compare(emulator, RULE[name], check, interval=interval, algorithm="chunked", B=1, T=T, H=2, K=K, V=V, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize("shape", [(80, 256, 64, 16), (40, 512, 512, 16), (40, 257, 130, 32)], ids=str)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_agrees_in_large_dimensions(emulator: Emulator, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    T, K, V, interval = shape
+    inputs = RULE[name].inputs(B=1, T=T, H=1, K=K, V=V, dtype=dtype)
+    assert_close(run(emulator, RULE[name], inputs, interval), expected(RULE[name], inputs), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize(
+    ("name", "regime"), [(name, regime) for name in CHUNKED for regime in RULE[name].regimes], ids=label
+)
+def test_extreme_gates_and_write_strengths(emulator: Emulator, name: str, regime: str, dtype: torch.dtype) -> None:
+    inputs = RULE[name].inputs(B=1, T=100, H=2, K=20, V=9, dtype=dtype, extras_dtype=torch.float32, regime=regime)
+    assert_close(run(emulator, RULE[name], inputs), expected(RULE[name], inputs), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize(
+    ("name", "regime"),
+    [("sum", "ordinary"), ("gated", "near one"), ("gated", "ordinary or erased"), ("delta", "near one")],
+    ids=label,
+)
+def test_few_heads_are_divided_in_time(emulator: Emulator, name: str, regime: str, dtype: torch.dtype) -> None:
+    """One head leaves most of the emulated device's multiprocessors idle: its chunks are worked on in segments."""
+    inputs = RULE[name].inputs(B=1, T=540, H=1, K=12, V=10, dtype=dtype, extras_dtype=torch.float32, regime=regime)
+    assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), TOLERANCE[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "regime"),
+    [("sum", "ordinary"), ("gated", "tiny"), ("gated", "near one"), ("gated", "ordinary or erased"), ("delta", "one")],
+    ids=label,
+)
+def test_thousands_of_steps(emulator: Emulator, name: str, regime: str) -> None:
+    inputs = RULE[name].inputs(B=1, T=4096, H=1, K=8, V=8, regime=regime)
+    assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), 1e-5)
+
+
+@pytest.mark.parametrize("regime", RULE["gated"].regimes, ids=label)
+def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, regime: str) -> None:
+    inputs = RULE["gated"].inputs(B=1, T=70, H=2, K=20, V=9, regime=regime)
+    actual = run(emulator, RULE["gated"], inputs, complement=False)
+    gate = inputs["log_gate"]
+    assert gate is not None
+    retention = {**inputs, "log_gate": None, "log_key_decay": gate.detach()[..., None].requires_grad_()}
+    arguments = {name: x for name, x in retention.items() if name != "log_gate"} | {"log_value_decay": None}
+    wanted = expected(RULE["decay"], arguments)
+    wanted["gradient of log_gate"] = wanted.pop("gradient of log_key_decay").squeeze(-1)  # type: ignore[union-attr]
+    assert_close(actual, {name: wanted[name] for name in actual}, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_strided_inputs(emulator: Emulator, name: str, dtype: torch.dtype) -> None:
+    """Views of fairseq's (time, batch, channel) tensors, one of them at an odd address."""
+    inputs = RULE[name].inputs(B=2, T=37, H=2, K=24, V=16, dtype=dtype, requires_grad=True)
+    strided: Inputs = {}
+    for position, (key, x) in enumerate(inputs.items()):
+        assert x is not None
+        if key == "initial_state":
+            strided[key] = x
+            continue
+        wide = torch.full((x.shape[1], x.shape[0], *x.shape[2:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype)
+        view = wide.transpose(0, 1)[..., position % 2 : position % 2 + x.shape[-1]]
+        view.copy_(x.detach())
+        strided[key] = view.requires_grad_()
+    actual = run(emulator, RULE[name], strided)
+    assert_close(actual, expected(RULE[name], inputs), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", [(70, 33, 130), (130, 16, 16), (520, 8, 8)], ids=str)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_same_bits_in_any_order_of_threads(emulator: Emulator, name: str, shape: tuple[int, ...]) -> None:
+    T, K, V = shape
+    inputs = RULE[name].inputs(B=1, T=T, H=1, K=K, V=V, dtype=torch.bfloat16)
+    first = run(emulator, RULE[name], inputs)
+    for seed in (1, 7):
+        with emulator.schedule(seed):
+            again = run(emulator, RULE[name], inputs)
+        for key, value in first.items():
+            assert value is not None and torch.equal(value, again[key]), f"{key} under order {seed}"
+
+
+@pytest.mark.parametrize("use", ["out", "state"])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_without_initial_state_and_with_either_gradient_alone(emulator: Emulator, name: str, use: str) -> None:
+    inputs = RULE[name].inputs(B=1, T=70, H=2, K=16, V=8, initial_state=False)
+    d_out, d_final = weights_of(inputs)
+    weights = (d_out, None) if use == "out" else (None, d_final)
+    actual = emulator.run(RULE[name], inputs, interval=64, algorithm="chunked", weights=weights)
+    leaves = in_float64(inputs)
+    outputs = RULE[name].reference(leaves)
+    grads = differentiate(outputs, leaves, tuple(None if w is None else w.double() for w in weights))
+    for key, grad in grads.items():
+        wanted = torch.zeros_like(inputs[key]) if grad is None else grad  # type: ignore[arg-type]
+        assert relative_error(actual[f"gradient of {key}"], wanted) <= 1e-5, key
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_states_are_kept_at_every_interval(emulator: Emulator, name: str) -> None:
+    rule, interval = RULE[name], 32
+    inputs = rule.inputs(B=1, T=97, H=2, K=16, V=8, requires_grad=False)
+    q, k, v, state = (inputs[key] for key in ("q", "k", "v", "initial_state"))
+    if name == "delta":
+        *_, states = emulator.delta_forward(q, k, v, inputs["beta"], state, interval, "chunked")
+    else:
+        gate = inputs.get("log_gate")
+        *_, states = emulator.diagonal_forward(q, k, v, gate, gate is not None, None, None, state, interval, "chunked")
+    assert states.shape[2] == 3
+    for n in range(1, 4):
+        prefix = {key: x if key == "initial_state" else x[:, : n * interval] for key, x in inputs.items()}  # type: ignore[index]
+        assert relative_error(states[:, :, n - 1], definition(rule, prefix, None)["final_state"]) <= 1e-5, n
+
+
+@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (86, 99)])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_devices_with_less_shared_memory(emulator: Emulator, name: str, capability: int, kilobytes: int) -> None:
+    inputs = RULE[name].inputs(B=1, T=40, H=1, K=128, V=128)
+    family = "delta" if name == "delta" else "diagonal"
+    with emulator.device(capability, kilobytes * 1024):
+        for way in ("forward", "backward"):
+            assert emulator.supports(f"{family}_{way}", (1, 40, 1, 128, 128, 32), torch.float32, capability)
+        actual = run(emulator, RULE[name], inputs, 32)
+    assert_close(actual, expected(RULE[name], inputs), 1e-5)
+
+
+@pytest.mark.parametrize("operation", ["diagonal_forward", "diagonal_backward", "delta_forward", "delta_backward"])
+def test_says_what_it_takes(emulator: Emulator, operation: str) -> None:
+    sizes = (1, 100, 2, 64, 64, 64)
+    assert emulator.supports(operation, sizes, torch.bfloat16, 80)
+    assert not emulator.supports(operation, sizes, torch.bfloat16, 75), "no tf32 before compute capability 8.0"
+    assert not emulator.supports(operation, sizes, torch.float64, 90)
+    assert not emulator.supports(operation, (1, 100, 2, 64, 64, 24), torch.float32, 90), "chunks do not end at 24"
+
+
+def test_decays_by_dimension_are_refused(emulator: Emulator) -> None:
+    inputs = RULE["decay"].inputs(B=1, T=8, H=1, K=4, V=4, requires_grad=False)
+    with pytest.raises(EmulationError):
+        run(emulator, RULE["decay"], inputs)

@@ -1,0 +1,92 @@
+"""The emulator itself: it runs what is right, and shows what is wrong."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+PROBES = (
+    "right",
+    "missing barrier",
+    "divergent barrier",
+    "divergent warp",
+    "beyond shared",
+    "before shared",
+    "misaligned",
+    "missing wait",
+    "uninitialised",
+    "absent lane",
+)
+THREADS = 64
+
+
+def pointer(x: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.ctypes.data)
+
+
+def run(probes: ctypes.CDLL, name: str, schedule: int = 0) -> tuple[int, str, np.ndarray]:
+    out = np.zeros(THREADS, dtype=np.float32)
+    numbers = np.arange(THREADS, dtype=np.float32)
+    probes.emulation_schedule(schedule)
+    code = probes.run_probe(pointer(out), pointer(numbers), THREADS, PROBES.index(name))
+    probes.emulation_schedule(0)
+    return code, probes.emulation_error().decode() if code else "", out
+
+
+@pytest.mark.parametrize("schedule", [0, 1, 7])
+def test_a_right_kernel_runs_in_any_order(probes: ctypes.CDLL, schedule: int) -> None:
+    code, _, out = run(probes, "right", schedule)
+    assert code == 0
+    assert (out == (THREADS - 1 - np.arange(THREADS)).reshape(-1, 2)[:, ::-1].ravel()).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("divergent barrier", "barrier divergence"),
+        ("divergent warp", "different operations"),
+        ("beyond shared", "256 bytes into shared memory, of which the launch has 256"),
+        ("before shared", "before the start of shared memory"),
+        ("misaligned", "misaligned"),
+        ("absent lane", "which its mask 0000ffff leaves out"),
+    ],
+)
+def test_a_mistake_is_an_error_of_the_launch(probes: ctypes.CDLL, cxx: str, name: str, message: str) -> None:
+    if name == "misaligned" and "clang" in cxx:
+        pytest.skip("only g++ compiles the trap for misaligned accesses in")
+    code, error, _ = run(probes, name)
+    assert code == 719 and message in error
+
+
+@pytest.mark.parametrize("name", ["missing wait", "uninitialised"])
+def test_reading_too_early_gives_nan(probes: ctypes.CDLL, name: str) -> None:
+    code, _, out = run(probes, name)
+    assert code == 0 and np.isnan(out).all()
+
+
+def test_a_race_gives_other_results_in_another_order(probes: ctypes.CDLL) -> None:
+    results = [run(probes, "missing barrier", schedule)[2] for schedule in (0, 1)]
+    assert not np.array_equal(*results, equal_nan=True)
+
+
+def test_a_launch_beyond_the_device_is_refused(probes: ctypes.CDLL) -> None:
+    numbers = np.zeros(2048, dtype=np.float32)
+    assert probes.run_probe(pointer(numbers), pointer(numbers), 2048, 0) == 9
+
+
+@pytest.mark.parametrize(("kind", "depth", "digits"), [(0, 16, 11), (1, 16, 8), (2, 8, 11)])
+def test_tensor_core_products(probes: ctypes.CDLL, kind: int, depth: int, digits: int) -> None:
+    """float16, bfloat16 and tf32, on operands of so few binary digits that every product and sum is exact."""
+    random = np.random.default_rng(kind)
+    most = 2 ** (digits - 1)
+    a, b, c = (
+        random.integers(-most, most, shape).astype(np.float32) / 64 for shape in ((16, depth), (depth, 8), (16, 8))
+    )
+    b = np.round(b)  # so that the sums fit float32's 24 digits
+    a = np.sign(a) * np.floor(np.abs(a) * 4) / 4
+    d = np.full((16, 8), np.nan, dtype=np.float32)
+    assert probes.run_multiply(pointer(d), pointer(a), pointer(b), pointer(c), kind) == 0
+    expected = a.astype(np.float64) @ b + c
+    assert np.array_equal(d, expected.astype(np.float32))
