@@ -9,7 +9,8 @@
 //     G_t = q_t dy_t^T + (f_{t+1} z_{t+1}^T) * G_{t+1}      dv_t = G_t^T k_t     dq_t = S_t dy_t     dk_t = G_t v_t
 //     d log z_t = column sums of S_{t-1} * (f_t z_t^T) * G_t,    d log f_t = its row sums
 //
-// S_{t-1} is computed again, forwards through the chunk, and kept in a buffer that a core's first cache holds.
+// What decays leave of S_{t-1} is computed again, forwards through the chunk, and kept in a buffer that a core's first
+// cache holds.
 #pragma once
 
 #include "chunk.h"
@@ -26,7 +27,8 @@ template <class real> struct Side {
     const real *write, *read, *decay;  // k, q, f; or v, dy, z; no decay: null
 };
 
-// Takes a tile of R rows and one vector of lanes through the chunk. `out` += what is read; `history`: S_{t-1}.
+// Takes a tile of R rows and one vector of lanes through the chunk. `out` += what is read; `history`: what decays left
+// of S_{t-1}, and behind it, where both kinds are there, the decays themselves.
 template <int R, bool row_decay, bool lane_decay, bool reads, bool keeps, class real>
 FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, const Side<real>& rows,
                                       const Side<real>& lanes, index_t row, index_t lane, real* out, real* history) {
@@ -42,9 +44,17 @@ FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, co
         vec<real> y[2] = {reads ? load(out + t * lanes.ld) : vec<real>{}, vec<real>{}};
 #pragma GCC unroll 16
         for (int i = 0; i < R; ++i) {
-            if (keeps) store(history + (t * R + i) * W, s[i]);
-            const vec<real> kept = lane_decay ? s[i] * z : s[i];
-            s[i] = row_decay ? kept * f[i] + v * k[i] : kept + v * k[i];
+            if (keeps && row_decay) {
+                const vec<real> decay = z * f[i];
+                s[i] *= decay;
+                store(history + (t * R + i) * W, s[i]);
+                store(history + (CHUNK * R + t * R + i) * W, decay);
+                s[i] += v * k[i];
+            } else {
+                vec<real> kept = lane_decay ? s[i] * z : s[i];
+                if (keeps) store(history + (t * R + i) * W, kept);
+                s[i] = row_decay ? kept * f[i] + v * k[i] : kept + v * k[i];
+            }
             if (reads) y[i % 2] += s[i] * q[i];
         }
         if (reads) store(out + t * lanes.ld, y[0] + y[1]);
@@ -73,10 +83,11 @@ FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld,
         for (int i = 0; i < R; ++i) {
             g[i] += dy * q[i];
             dv[i % 2] += g[i] * k[i];
-            if (row_decay) g[i] *= f[i];
-            if (lane_decay) {
-                g[i] *= z;
-                dz[i % 2] += g[i] * load(history + (t * R + i) * W);
+            if (lane_decay) dz[i % 2] += g[i] * load(history + (t * R + i) * W);
+            if (lane_decay && row_decay) {
+                g[i] *= load(history + (CHUNK * R + t * R + i) * W);
+            } else {
+                g[i] *= lane_decay ? z : vec<real>{} + f[i];
             }
         }
         store(d_write + t * lanes.ld, dv[0] + dv[1]);
@@ -108,7 +119,7 @@ template <class real> class DecayChunk {
         turned = scratch.take(Vp * Kp);
         d_turned = scratch.take(Vp * Kp);
         again = scratch.take(Kp * Vp);
-        history = scratch.take(CHUNK * TILE * Vector<real>::lanes);
+        history = scratch.take(2 * CHUNK * TILE * Vector<real>::lanes);
     }
 
     void open(index_t b, index_t t, index_t h, index_t rows, index_t slot) {

@@ -238,6 +238,7 @@ template <class real, Decay decay> class DiagonalChunk {
             df = scratch.take(CHUNK * Kp);
             dz = scratch.take(CHUNK * Vp);
             run = scratch.take(Vp);
+            row_sums = scratch.take(Kp);
         }
     }
 
@@ -544,11 +545,9 @@ template <class real, Decay decay> class DiagonalChunk {
                     row += x;
                     store(run + m, load(run + m) + x);
                 }
-                if (f.gate) {
-                    const real total = sum<real>(row);
-                    for (index_t i = 0; i < rows_; ++i) df[i * Kp + e] += total;
-                }
+                if (f.gate) row_sums[e] = sum<real>(row);
             }
+            for (index_t i = 0; f.gate && i < rows_; ++i) add(df + i * Kp, row_sums, Kp);
             for (index_t i = 0; z.gate && i < rows_; ++i) add(dz + i * Vp, run, Vp);
         }
     }
@@ -617,7 +616,7 @@ template <class real, Decay decay> class DiagonalChunk {
     real *q, *k_slots, *v_slots, *k, *v, *y, *keys_t, *scores, *scaled_q, *scaled_k, *scaled_v, *read_out;
     real *plain_k_slots = nullptr, *plain_k = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_t = nullptr, *dk_t = nullptr,
          *values_t = nullptr, *dy_t = nullptr, *d_scores = nullptr, *more_k = nullptr, *more_v = nullptr,
-         *scaled_y = nullptr, *df = nullptr, *dz = nullptr, *run = nullptr;
+         *scaled_y = nullptr, *df = nullptr, *dz = nullptr, *run = nullptr, *row_sums = nullptr;
 };
 
 }  // namespace FAST_WEIGHTS_ISA

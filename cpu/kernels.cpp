@@ -12,15 +12,16 @@ namespace {
 #define FAST_WEIGHTS_STRING_(name) #name
 #define FAST_WEIGHTS_STRING(name) FAST_WEIGHTS_STRING_(name)
 
-// Up to this size of state a decay goes step by step through registers; beyond it, the products of matrices that halving
-// chunks leads to are faster.
-bool steps_through_registers(const Problem& p) { return p.keys * p.values <= 64 * 64; }
+// Up to these sizes of state decays go step by step through registers (decay.h); beyond them, the products of matrices
+// that halving chunks leads to (diagonal.h) are faster, backwards sooner: measured between 32 x 32 and 256 x 64.
+constexpr int64_t LARGEST_STEPPED_FORWARD = 64 * 64, LARGEST_STEPPED_BACKWARD = 32 * 64;
 
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (p.log_key_decay.data || p.log_value_decay.data) {
-        return steps_through_registers(p) ? march_forward<real, DecayChunk<real>>(p, begin, end)
-                                          : march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
+        return p.keys * p.values <= LARGEST_STEPPED_FORWARD
+                   ? march_forward<real, DecayChunk<real>>(p, begin, end)
+                   : march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
     }
     march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
@@ -28,8 +29,9 @@ template <class real> void diagonal_forward_as(const Problem& p, index_t begin, 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (p.log_key_decay.data || p.log_value_decay.data) {
-        return steps_through_registers(p) ? march_backward<real, DecayChunk<real>>(p, begin, end)
-                                          : march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
+        return p.keys * p.values <= LARGEST_STEPPED_BACKWARD
+                   ? march_backward<real, DecayChunk<real>>(p, begin, end)
+                   : march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
     }
     march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }

@@ -167,14 +167,13 @@ template <class real> inline real dot(const real* a, const real* b, index_t n) {
     return sum<real>(total);
 }
 
-// x = exp(x) for x at most 0, to about an ulp; what is below the smallest denormal number becomes 0, NaN stays NaN.
+// x = exp(x) for x at most 0, to about an ulp; results below the smallest normal number become 0, NaN stays NaN.
 inline void exponentiate(float* x, index_t n) {
     constexpr int W = Vector<float>::lanes;
     constexpr float round_off = 12582912.f;  // 1.5 * 2^23: adding it leaves no fraction
     for (index_t i = 0; i < n; i += W) {
-        vec<float> y = load(x + i);
-        y = y < -104.f ? vec<float>{} - 104.f : y;
-        y = y > 88.f ? vec<float>{} + 88.f : y;
+        const vec<float> given = load(x + i);
+        const vec<float> y = given > 88.f ? vec<float>{} + 88.f : given;
         const vec<float> whole = (y * 1.44269504088896341f + round_off) - round_off;
         vec<float> r = y - whole * 0.693359375f;
         r = r - whole * -2.12194440054690583e-4f;
@@ -185,11 +184,9 @@ inline void exponentiate(float* x, index_t n) {
         p = p * r + 1.6666665459e-1f;
         p = p * r + 5.0000001201e-1f;
         p = p * (r * r) + r + 1.f;
-        // 2^whole in two factors: the result may be denormal where 2^whole itself is none.
-        const ivec e = __builtin_convertvector(whole, ivec);
-        const ivec half = e >> 1, rest = e - half;
-        const ivec b1 = (half + 127) << 23, b2 = (rest + 127) << 23;
-        store(x + i, p * reinterpret_cast<const vec<float>&>(b1) * reinterpret_cast<const vec<float>&>(b2));
+        const ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
+        const vec<float> result = p * reinterpret_cast<const vec<float>&>(power);
+        store(x + i, given < -87.3f ? vec<float>{} : result);
     }
 }
 
