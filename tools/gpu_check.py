@@ -56,6 +56,8 @@ def stages() -> list[Stage]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # A GPU's tests wait for the GPU, not for the cores: more processes than these only take its memory.
     parallel = ["-n", str(min(6, cores))] if importlib.util.find_spec("xdist") else []
+    tests = [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel]
+    on_gpu = {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     exercise = [python, "tools/gpu_exercise.py"]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "86", "--print-limit", "20"]
     kernels = WORK / "kernels.json"
@@ -63,18 +65,15 @@ def stages() -> list[Stage]:
         Stage(
             "build",
             [python, "tools/native_build.py"],
-            150,
+            120,
             {"FASTWEIGHTS_BUILD": "cuda", "MAX_JOBS": str(cores)},
         ),
-        Stage("environment", [python, "-m", "fairseq_fastweights.env", "--json"], 20),
-        Stage(
-            "tests",
-            [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel],
-            100,
-            {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"},
-        ),
-        Stage("first call", [*exercise, "first-call"], 20),
-        Stage("CUDA graph", [*exercise, "graph"], 20),
+        Stage("environment", [python, "-m", "fairseq_fastweights.env", "--json"], 10),
+        # What auto takes, and then the tensor cores wherever they can, which for small sizes it would not.
+        Stage("tests", tests, 80, on_gpu),
+        Stage("tests, chunked", [*tests, "-k", "native"], 60, {**on_gpu, "FASTWEIGHTS_CUDA_ALGORITHM": "chunked"}),
+        Stage("first call", [*exercise, "first-call"], 15),
+        Stage("CUDA graph", [*exercise, "graph"], 15),
         Stage("determinism", [*exercise, "determinism"], 30),
         Stage("memcheck", [*sanitizer, "--tool", "memcheck", *exercise, "memory"], 60),
         Stage("racecheck", [*sanitizer, "--tool", "racecheck", *exercise, "memory"], 60),

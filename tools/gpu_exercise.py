@@ -11,7 +11,9 @@ is wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,10 +32,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # fit no tile, and ones that fill them.
 SMALL_SHAPES = ((2, 5, 3, 7, 9), (1, 64, 2, 16, 16), (1, 131, 1, 33, 65), (1, 200, 1, 64, 64), (2, 2, 1, 130, 5))
 LARGE_SHAPES = ((8, 256, 8, 16, 16), (2, 1024, 4, 64, 64), (1, 4096, 2, 64, 128))
+ALGORITHMS = ("recurrent", "chunked")
+"""Of the CUDA kernels: what FASTWEIGHTS_CUDA_ALGORITHM may ask for, where both can run."""
 MOST_EXTRA_MILLISECONDS = 50.0
 """That a process's first call may take beyond its second."""
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
+
+
+def each_algorithm() -> Iterator[str]:
+    """Asks for one after the other, and for none at the end."""
+    for name in ALGORITHMS:
+        os.environ["FASTWEIGHTS_CUDA_ALGORITHM"] = name
+        yield name
+    del os.environ["FASTWEIGHTS_CUDA_ALGORITHM"]
 
 
 def calls(
@@ -84,32 +96,34 @@ def step(rule: Rule, inputs: list[Tensor], state: Tensor) -> Tensor:
 def memory(device: str) -> dict[str, Any]:
     """Calls every operator, forward, backward and step."""
     count = 0
-    for dtype in DTYPES:
-        for shape in SMALL_SHAPES:
-            for _, rule, inputs in calls(shape, dtype, device):
-                differentiated(rule, inputs, state_for(shape, dtype, device))
-                with torch.no_grad():
-                    rule(*inputs, backend="native")
-                # A state that is part of a wider one, as a model's cache of several layers is.
-                wide = state_for((*shape[:3], shape[3] + 1, shape[4] + 3), dtype, device)
-                step(rule, [x[:, :1] for x in inputs], wide[:, :, 1:, : shape[4]])
-                count += 3
-        synchronize(device)
+    for _ in each_algorithm():
+        for dtype in DTYPES:
+            for shape in SMALL_SHAPES:
+                for _, rule, inputs in calls(shape, dtype, device):
+                    differentiated(rule, inputs, state_for(shape, dtype, device))
+                    with torch.no_grad():
+                        rule(*inputs, backend="native")
+                    # A state that is part of a wider one, as a model's cache of several layers is.
+                    wide = state_for((*shape[:3], shape[3] + 1, shape[4] + 3), dtype, device)
+                    step(rule, [x[:, :1] for x in inputs], wide[:, :, 1:, : shape[4]])
+                    count += 3
+            synchronize(device)
     return {"calls": count, "right": True}
 
 
 def determinism(device: str) -> dict[str, Any]:
     """Whether two runs give the same bits, over memory that held other things."""
     differing = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for shape in (*SMALL_SHAPES, *(LARGE_SHAPES if device == "cuda" else ())):
+    shapes = (*SMALL_SHAPES, *(LARGE_SHAPES if device == "cuda" else ()))
+    for algorithm in each_algorithm():
+        for dtype, shape in itertools.product((torch.float32, torch.bfloat16), shapes):
             for name, rule, inputs in calls(shape, dtype, device):
                 first = [x.clone() for x in differentiated(rule, inputs, state_for(shape, dtype, device))]
                 poison = [torch.full_like(x, torch.nan) for x in first]
                 del poison
                 second = differentiated(rule, inputs, state_for(shape, dtype, device))
                 if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
-                    differing.append(f"{name}, {dtype}, {shape}")
+                    differing.append(f"{name}, {algorithm}, {dtype}, {shape}")
     return {"differing": differing, "right": not differing}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ import fairseq_fastweights.models.fast_weight_lm
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 
 TASK = "fast_weight_language_modeling"
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def build_language_model(arch: str, flags: list[str], words: int, seed: int = 0) -> Any:
@@ -35,8 +47,8 @@ def build_language_model(arch: str, flags: list[str], words: int, seed: int = 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fairseq's ways with hydra
             config = convert_namespace_to_omegaconf(args)
-        logging.getLogger("fairseq").setLevel(logging.WARNING)
-        task = tasks.setup_task(config.task)
-        torch.manual_seed(seed)
-        model = task.build_model(config.model)
+        with _quiet(logging.getLogger("fairseq")):
+            task = tasks.setup_task(config.task)
+            torch.manual_seed(seed)
+            model = task.build_model(config.model)
     return model.eval().requires_grad_(False)

@@ -312,9 +312,9 @@ print(first - second)
 
 
 def test_the_first_call_costs_no_more_than_a_moment():
-    """Nothing is compiled or tuned. The best of three processes: others may be at work on the machine."""
-    extra = []
-    for _ in range(3):
+    """Nothing is compiled or tuned. The best of a few processes: others may be at work on the machine."""
+    extra: list[float] = []
+    while len(extra) < 6 and (not extra or min(extra) > 0.05):
         begun = time.monotonic()
         result = subprocess.run(
             [sys.executable, "-c", FIRST_CALL.format(device=DEVICE.type)], cwd=ROOT, capture_output=True, text=True

@@ -16,7 +16,8 @@ def native() -> None:
 
 
 @pytest.mark.parametrize("program", ["memory", "determinism", "first-call"])
-def test_passes_on_the_cpu(program: str, capsys) -> None:
+def test_passes_on_the_cpu(program: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(gpu_exercise, "MOST_EXTRA_MILLISECONDS", 60_000)  # other tests run beside this one
     assert gpu_exercise.main([program, "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["right"] is True
 
@@ -27,7 +28,7 @@ def test_bits_that_change_are_found(monkeypatch: pytest.MonkeyPatch, capsys) -> 
         gpu_exercise, "differentiated", lambda *arguments: [x + torch.rand(()) for x in exact(*arguments)]
     )
     assert gpu_exercise.main(["determinism", "--device", "cpu"]) == 1
-    assert len(json.loads(capsys.readouterr().out)["differing"]) == 2 * len(gpu_exercise.SMALL_SHAPES) * 4
+    assert len(json.loads(capsys.readouterr().out)["differing"]) == 2 * 2 * len(gpu_exercise.SMALL_SHAPES) * 4
 
 
 def test_a_slow_first_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
