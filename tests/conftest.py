@@ -25,11 +25,8 @@ QUIET = "--cpu --num-workers 0 --no-progress-bar --log-format json --log-interva
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """The tensors here are tiny: on busy cores two threads wait for each other 40 times as long.
-
-    FASTWEIGHTS_TEST_THREADS asks for another number, as whoever looks for errors of threads does.
-    """
-    torch.set_num_threads(int(os.environ.get("FASTWEIGHTS_TEST_THREADS", "1")))
+    """The tensors here are tiny: on busy cores two threads wait for each other 40 times as long."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

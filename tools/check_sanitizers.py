@@ -3,8 +3,8 @@
     python tools/check_sanitizers.py [PYTEST OPTIONS ...]
 
 Builds the kernels with both into build/sanitized, and runs the tests of tests/ops that have "native" in their names on
-them, with two threads. The first error of either sanitizer ends the run. Leaks are not looked for: Python frees little
-of what it holds at its end.
+them; those of threads start threads of their own. The first error of either sanitizer ends the run. Leaks are not
+looked for: Python frees little of what it holds at its end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from native_build import LIBRARIES, ROOT
 from native_toolchain import HostCompiler, Unavailable, first_line
 
 FOLDER = ROOT / "build" / "sanitized"
+# What runs torch's distributed package tells nothing about the kernels, and that package's threads do not end in a
+# process that AddressSanitizer watches.
+LEFT_OUT = "tests/ops/test_native.py::test_distributed_data_parallel"
+LONGEST = 25 * 60
+"""Seconds; it takes five minutes on two cores."""
 
 
 def runtime_libraries(compiler: HostCompiler) -> list[Path]:
@@ -47,7 +52,6 @@ def environment(preloaded: list[Path]) -> dict[str, str]:
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "OMP_NUM_THREADS": "2",
         "OMP_WAIT_POLICY": "passive",  # threads that wait must not keep the cores from those that other tests have
-        "FASTWEIGHTS_TEST_THREADS": "2",
     }
 
 
@@ -63,11 +67,15 @@ def main(arguments: list[str]) -> int:
         return 1
     # Kernels that cannot be loaded would leave tests that skip themselves.
     probe = "import sys; from fairseq_fastweights.ops import libraries; sys.exit(libraries.load('cpu'))"
-    pytest = ["-m", "pytest", "tests/ops", "-k", "native", "-q", "-x", "-p", "no:cacheprovider", *arguments]
-    for command in (["-c", probe], pytest):
-        status = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(preloaded)).returncode
-        if status:
-            return status
+    pytest = ["-m", "pytest", "tests/ops", "-k", "native", "-q", "-x", "-p", "no:cacheprovider"]
+    for command in (["-c", probe], [*pytest, "--deselect", LEFT_OUT, *arguments]):
+        try:
+            run = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(preloaded), timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            print(f"sanitizers: not done after {LONGEST} s", file=sys.stderr)
+            return 1
+        if run.returncode:
+            return run.returncode
     return 0
 
 

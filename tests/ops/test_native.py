@@ -330,16 +330,13 @@ def test_the_first_call_costs_no_more_than_a_moment():
 
 @on_cpu
 @pytest.mark.slow
-def test_distributed_data_parallel():
+def test_distributed_data_parallel(tmp_path):
     """Two processes, half of the batch each, have the gradients of one with the whole."""
-    torch.multiprocessing.spawn(_train_half, nprocs=2)
+    torch.multiprocessing.spawn(_train_half, args=(tmp_path / "store",), nprocs=2)
 
 
-def _train_half(rank: int) -> None:
-    import tempfile
-
+def _train_half(rank: int, store: Path) -> None:
     torch.set_num_threads(1)
-    store = Path(tempfile.gettempdir()) / f"fast-weights-{os.getppid()}"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
         for name in ("sum", "gated", "decay", "delta"):
@@ -356,8 +353,6 @@ def _train_half(rank: int) -> None:
                 torch.testing.assert_close(p.grad, grad)
     finally:
         torch.distributed.destroy_process_group()
-        if rank == 0:
-            store.unlink(missing_ok=True)
 
 
 def main() -> None:
