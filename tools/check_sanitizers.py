@@ -18,8 +18,7 @@ from native_build import LIBRARIES, ROOT
 from native_toolchain import HostCompiler, Unavailable, first_line
 
 FOLDER = ROOT / "build" / "sanitized"
-# What runs torch's distributed package tells nothing about the kernels, and that package's threads do not end in a
-# process that AddressSanitizer watches.
+# It tells nothing more about the kernels, and torch's distributed package has threads of its own.
 LEFT_OUT = "tests/ops/test_native.py::test_distributed_data_parallel"
 LONGEST = 25 * 60
 """Seconds; it takes five minutes on two cores."""
