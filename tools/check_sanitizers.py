@@ -18,8 +18,6 @@ from native_build import LIBRARIES, ROOT
 from native_toolchain import HostCompiler, Unavailable, first_line
 
 FOLDER = ROOT / "build" / "sanitized"
-# It tells nothing more about the kernels, and torch's distributed package has threads of its own.
-LEFT_OUT = "tests/ops/test_native.py::test_distributed_data_parallel"
 LONGEST = 25 * 60
 """Seconds; it takes five minutes on two cores."""
 
@@ -67,7 +65,7 @@ def main(arguments: list[str]) -> int:
     # Kernels that cannot be loaded would leave tests that skip themselves.
     probe = "import sys; from fairseq_fastweights.ops import libraries; sys.exit(libraries.load('cpu'))"
     pytest = ["-m", "pytest", "tests/ops", "-k", "native", "-q", "-x", "-p", "no:cacheprovider"]
-    for command in (["-c", probe], [*pytest, "--deselect", LEFT_OUT, *arguments]):
+    for command in (["-c", probe], [*pytest, *arguments]):
         try:
             run = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(preloaded), timeout=LONGEST)
         except subprocess.TimeoutExpired:

@@ -325,29 +325,6 @@ def test_the_first_call_costs_no_more_than_a_moment():
     assert min(extra) <= 0.05
 
 
-# Processes that train together
-
-
-@on_cpu
-@pytest.mark.parametrize("name", ["sum", "gated", "decay", "delta"])
-def test_distributed_data_parallel(name):
-    """Its hooks find every gradient; that two processes agree, tests/tasks shows with fairseq's commands."""
-    torch.manual_seed(0)
-    layer = Layer(name)
-    x, state = torch.randn(4, 20, 12), torch.zeros(4, 2, 6, 6)
-    layer(x, state)[0].square().mean().backward()
-    expected = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        parallel = torch.nn.parallel.DistributedDataParallel(layer)
-        parallel(x, state)[0].square().mean().backward()
-    finally:
-        torch.distributed.destroy_process_group()
-    for p, grad in zip(layer.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, grad)
-
-
 def main() -> None:
     """What `test_every_instruction_set_agrees` runs: all rules and regimes, with what the environment names."""
     for rule, regime in RULES_AND_REGIMES:
