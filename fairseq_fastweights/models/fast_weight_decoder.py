@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from fairseq.data import Dictionary
-from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerConfig, TransformerDecoder
-from fairseq.modules.checkpoint_activations import checkpoint_wrapper
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
+from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.modules.segment_state import SegmentState
+from fairseq_fastweights.modules.transformer_layers import AttentionBuilder, FastWeightDecoderLayer, wrap_layer
 
 logger = logging.getLogger(__name__)
-
-AttentionBuilder = Callable[[int], FastWeightAttention]
-
-
-class FastWeightDecoderLayer(TransformerDecoderLayerBase):
-    """A decoder layer whose self-attention is what `build_attention` makes for its width."""
-
-    def __init__(self, cfg: TransformerConfig, build_attention: AttentionBuilder) -> None:
-        self._build_attention = build_attention
-        super().__init__(cfg, no_encoder_attn=True)
-
-    def build_self_attention(self, embed_dim: int, cfg: Any, **unused: Any) -> FastWeightAttention:
-        return self._build_attention(embed_dim)
 
 
 class FastWeightDecoder(TransformerDecoder):
@@ -67,12 +49,12 @@ class FastWeightDecoder(TransformerDecoder):
         self.softmax_layers = softmax_layers
         self._layers_built = 0
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
-        # A tensor of character codes, so that every tool that handles checkpoints (averaging, sharding, half
-        # precision, the safe loader) can handle it.
-        settings = _describe(dictionary) | {"softmax attention layers": sorted(softmax_layers)}
+        settings = checkpoint_settings.describe_dictionary(dictionary) | {
+            "softmax attention layers": sorted(softmax_layers)
+        }
         for attention in self.attention_modules():
             settings |= attention.settings()
-        self.register_buffer("settings", _encode(settings))
+        self.register_buffer("settings", checkpoint_settings.encode(settings))
         # By training mode, so that a validation in mid-epoch leaves the training streams' states alone.
         self._carried: dict[bool, dict[str, Any]] = {True: {}, False: {}}
 
@@ -85,11 +67,7 @@ class FastWeightDecoder(TransformerDecoder):
         if self._layers_built in self.softmax_layers:
             return super().build_decoder_layer(args, no_encoder_attn)
         cfg = TransformerConfig.from_namespace(args)
-        layer: nn.Module = FastWeightDecoderLayer(cfg, self._build_attention)
-        if cfg.checkpoint_activations:
-            layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-        # As in fairseq: a layer whose activations are checkpointed is always wrapped.
-        return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+        return wrap_layer(FastWeightDecoderLayer(cfg, self._build_attention, no_encoder_attn=True), cfg)
 
     def forward(
         self,
@@ -203,22 +181,8 @@ class FastWeightDecoder(TransformerDecoder):
         return super().max_positions()
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded.
-
-        Checkpoints of other models (fairseq's Transformer) carry no settings: they are taken as they are.
-        """
-        key = f"{name}.settings"
-        if key in state_dict:
-            saved, own = _decode(state_dict[key]), _decode(self.settings)
-            different = [
-                f"{setting} is {saved.get(setting)!r} in the checkpoint and {own.get(setting)!r} in the model"
-                for setting in sorted(saved | own)
-                if saved.get(setting) != own.get(setting)
-            ]
-            if different:
-                raise ValueError("the checkpoint does not fit the model: " + "; ".join(different))
-        else:
-            state_dict[key] = self.settings
+        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
+        checkpoint_settings.check(state_dict, f"{name}.settings", self.settings)
         return super().upgrade_state_dict_named(state_dict, name)
 
     def _open_segment(self, continues: Tensor) -> SegmentState:
@@ -235,16 +199,3 @@ class FastWeightDecoder(TransformerDecoder):
                 "their states start empty"
             )
         return SegmentState(carried, continues)
-
-
-def _describe(dictionary: Dictionary) -> dict[str, Any]:
-    digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()[:16]
-    return {"dictionary size": len(dictionary), "dictionary digest": digest}
-
-
-def _encode(settings: dict[str, Any]) -> Tensor:
-    return torch.tensor(list(json.dumps(settings, sort_keys=True).encode()), dtype=torch.int64)
-
-
-def _decode(codes: Tensor) -> dict[str, Any]:
-    return json.loads(bytes(codes.tolist()).decode())

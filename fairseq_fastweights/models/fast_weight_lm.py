@@ -5,12 +5,11 @@
 # ruff: noqa: UP045
 
 import ast
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Optional
 
 from fairseq.data import Dictionary
-from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer_lm import (
     TransformerLanguageModel,
@@ -22,54 +21,13 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from fairseq.utils import safe_getattr
 from torch import nn
 
-from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
+from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, causal_options, set_defaults
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES, parse_normalization
 
 
 @dataclass
-class FastWeightLanguageModelConfig(TransformerLanguageModelConfig):
-    update_rule: ChoiceEnum(list(UPDATE_RULES)) = field(  # type: ignore[valid-type]
-        default="delta",
-        metadata={
-            "help": "how a layer's memory is written: sum adds each value under its key (linear Transformer, "
-            "Performer), gated decays the memory by one gate per head, decay by a gate per key and per value "
-            "dimension (Mao 2022), delta corrects what the key retrieves (Delta Network)"
-        },
-    )
-    feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
-        default="auto",
-        metadata={
-            "help": "phi of keys and queries; auto is what the rule's paper uses: elu for sum and delta, identity "
-            "for gated and decay"
-        },
-    )
-    feature_dim: Optional[int] = field(
-        default=None,
-        metadata={
-            "help": "size of each head's keys and queries after the feature map: the memory of a head is feature-dim "
-            "x head dim (default: the head dim for identity, elu, relu and tanh; 2 x favor-features; 2 x head dim "
-            "x dpfp-nu)"
-        },
-    )
-    dpfp_nu: int = field(default=1, metadata={"help": "nu of the feature map dpfp (Schlag et al. 2021, Eq. 37)"})
-    favor_features: Optional[int] = field(
-        default=None,
-        metadata={
-            "help": "m of the feature map favor, half its output's size (default: feature-dim / 2, or head dim x "
-            "log head dim)"
-        },
-    )
-    normalization: str = field(
-        default="auto",
-        metadata={
-            "help": "comma-separated: sum (keys and queries divided by their sums), attention (the read-out divided "
-            "by what a value of 1 would read), removal (delta rule only: the same for the value it removes); none; "
-            "auto is what the rule's paper uses: attention for sum, sum for delta, none for gated and decay"
-        },
-    )
+class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOptions):
     softmax_attention_layers: str = field(
         default="",
         metadata={
@@ -81,20 +39,12 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig):
         default=False,
         metadata={"help": "projections of fast weight layers have no bias (the gates that decay a memory keep theirs)"},
     )
-    scale_read_out: bool = field(
-        default=False,
-        metadata={"help": "multiply what is read from the memory by 1 / sqrt(head dim) before the output projection"},
-    )
     init_std: Optional[float] = field(
         default=None,
         metadata={
             "help": "draw the weights of all projections and embeddings from N(0, this) instead of fairseq's "
             "initial distributions"
         },
-    )
-    fast_weight_backend: ChoiceEnum(list(ops.BACKENDS)) = field(  # type: ignore[valid-type]
-        default="auto",
-        metadata={"help": "implementation of the update rules"},
     )
 
 
@@ -116,7 +66,6 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
-        update_rule = str(args.update_rule)
         if args.adaptive_softmax_cutoff is not None:
             _read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, len(task.target_dictionary))
         if args.max_target_positions is None:
@@ -128,18 +77,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             build_attention=partial(
                 FastWeightAttention,
                 num_heads=args.decoder_attention_heads,
-                update_rule=update_rule,
-                feature_map=None if args.feature_map == "auto" else str(args.feature_map),
-                feature_dim=args.feature_dim,
-                dpfp_nu=args.dpfp_nu,
-                favor_features=args.favor_features,
-                normalization=parse_normalization(args.normalization, update_rule),
                 bias=not args.no_attention_bias,
-                scale_read_out=args.scale_read_out,
-                dropout=args.attention_dropout,
-                q_noise=args.quant_noise_pq,
-                qn_block_size=args.quant_noise_pq_block_size,
-                backend=str(args.fast_weight_backend),
+                **causal_options(args),
             ),
             softmax_layers=softmax_layers,
         )
@@ -263,7 +202,7 @@ def fast_weight_lm_wiki103_small(args: Any) -> None:
     }
     for name, value in defaults.items():
         setattr(args, name, safe_getattr(args, name, value))
-    _set_own_defaults(args)
+    set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
     normalize_before = safe_getattr(args, "decoder_normalize_before", False)
     base_lm_architecture(args)
     args.decoder_normalize_before = normalize_before
@@ -279,13 +218,5 @@ def fast_weight_lm_wiki103_medium(args: Any) -> None:
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_baevski_wiki103")
 def fast_weight_lm_baevski_wiki103(args: Any) -> None:
     """Baevski & Auli 2019 as fairseq has it: 16 layers, 1024 wide, 8 heads, adaptive input and softmax."""
-    _set_own_defaults(args)
+    set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
     transformer_lm_baevski_wiki103(args)
-
-
-def _set_own_defaults(args: Any) -> None:
-    """Sets what this model adds to fairseq's options and nobody has set."""
-    inherited = {f.name for f in fields(TransformerLanguageModelConfig)}
-    for own in fields(FastWeightLanguageModelConfig):
-        if own.name not in inherited:
-            setattr(args, own.name, safe_getattr(args, own.name, own.default))

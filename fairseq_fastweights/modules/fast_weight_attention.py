@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from typing import Any
 
 import torch
-from fairseq.incremental_decoding_utils import with_incremental_state
-from fairseq.modules import FairseqDropout
-from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import build_feature_map, sum_normalize
+from fairseq_fastweights.modules.memory_attention import MemoryAttention, keeps_rows
 from fairseq_fastweights.modules.segment_state import SegmentState
-from fairseq_fastweights.modules.update_rules import (
-    NORMALIZATIONS,
-    UPDATE_RULES,
-    Gate,
-    known_to_diverge,
-    lookup,
-)
-
-logger = logging.getLogger(__name__)
-
-_warned_of: set[str] = set()
+from fairseq_fastweights.modules.update_rules import Gate
 
 
-@with_incremental_state
-class FastWeightAttention(nn.Module):
+class FastWeightAttention(MemoryAttention):
     """Causal self-attention whose memory is a matrix per head, written and read at every step.
 
     update rule x feature map x normalisation:
@@ -43,19 +27,10 @@ class FastWeightAttention(nn.Module):
         out = W_out (scale * y)
 
     Args:
-        embed_dim: width of the input and of the output.
-        num_heads: number of heads, a divisor of `embed_dim`. Values have head_dim = embed_dim / num_heads numbers.
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
         update_rule: a key of `UPDATE_RULES`.
-        feature_map: a key of `feature_maps.FEATURE_MAPS`, None for what the rule's paper uses.
-        feature_dim: size m of keys and queries after the feature map: the state is m x head_dim. None for what
-            follows from the head dim.
-        dpfp_nu, favor_features: the sizes of these maps.
-        normalization: any of "sum", "attention", "removal"; None for what the rule's paper uses.
-        bias: whether the projections have biases. Decay gates always have.
-        scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
-        dropout: of the read-out, before the output projection: there are no attention weights to drop.
-        q_noise, qn_block_size: quantisation noise for the projections, as fairseq has it.
         backend: of `ops`.
+        options: as for `MemoryAttention`.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -67,86 +42,22 @@ class FastWeightAttention(nn.Module):
         num_heads: int,
         *,
         update_rule: str = "delta",
-        feature_map: str | None = None,
-        feature_dim: int | None = None,
-        dpfp_nu: int = 1,
-        favor_features: int | None = None,
-        normalization: frozenset[str] | None = None,
-        bias: bool = True,
-        scale_read_out: bool = False,
-        dropout: float = 0.0,
-        q_noise: float = 0.0,
-        qn_block_size: int = 8,
         backend: str = "auto",
+        bias: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"num_heads is {num_heads}; it must be a divisor of embed_dim, {embed_dim}")
         if backend not in ops.BACKENDS:
             raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
-        rule = lookup("update_rule", update_rule, UPDATE_RULES)
-        normalization = rule.normalization if normalization is None else frozenset(normalization)
-        if not normalization <= set(NORMALIZATIONS):
-            raise ValueError(f"normalization is {sorted(normalization)}; it may hold {', '.join(NORMALIZATIONS)}")
-        if "removal" in normalization and not rule.corrects:
-            raise ValueError(f"normalization holds 'removal', but the {update_rule} rule removes nothing")
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
-        self.update_rule = update_rule
-        self.rule = rule
-        self.normalization = normalization
+        super().__init__(embed_dim, num_heads, update_rule=update_rule, bias=bias, **options)
         self.backend = backend
-        feature_map = feature_map or rule.feature_map
-        self.feature_map_name = feature_map
-        self.feature_map = build_feature_map(
-            feature_map,
-            num_heads=num_heads,
-            head_dim=self.head_dim,
-            feature_dim=feature_dim,
-            dpfp_nu=dpfp_nu,
-            favor_features=favor_features,
-        )
-        if "removal" in normalization and not self.feature_map.positive:
-            raise ValueError(
-                f"normalization holds 'removal' and feature_map is {feature_map!r}; it must be a map without negative "
-                "outputs: what is removed is divided by a sum of them"
-            )
-        # Normalisers grow with time, their inverses shrink, and exp() of FAVOR+'s exponents is large unless sum
-        # normalisation takes it back: float16 has not the range for them.
-        self.needs_float32_range = bool(normalization & {"attention", "removal"}) or (
-            feature_map == "favor" and "sum" not in normalization
-        )
-        self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
-        self.dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
-        _warn_once(update_rule, feature_map, normalization)
-
-        def projection(width_in: int, width_out: int, has_bias: bool = bias) -> Any:
-            return quant_noise(nn.Linear(width_in, width_out, bias=has_bias), q_noise, qn_block_size)
-
-        self.get_incremental_state: Any  # from fairseq's decorator, as its setter
-        self.set_incremental_state: Any
-        self.q_proj: Any
-        self.k_proj: Any
-        self.v_proj: Any
-        self.out_proj: Any
-        key_width = num_heads * self.feature_map.key_dim
-        self.q_proj = projection(embed_dim, key_width)
-        self.k_proj = projection(embed_dim, key_width)
-        self.v_proj = projection(embed_dim, embed_dim)
-        self.out_proj = projection(embed_dim, embed_dim)
-        for gate in rule.gates:
+        for gate in self.rule.gates:
             width = num_heads * self._gate_size(gate)
-            self.add_module(f"{gate.name}_proj", projection(embed_dim, width, bias or gate.log))
+            self.add_module(f"{gate.name}_proj", self._projection(embed_dim, width, bias or gate.log))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does, and the biases of gates (`reset_gate_biases`)."""
-        for module in (self.q_proj, self.k_proj, self.v_proj):
-            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
+        super().reset_parameters()
         for gate in self.rule.gates:
             module = self._gate_projection(gate)
             nn.init.xavier_uniform_(module.weight)
@@ -193,13 +104,7 @@ class FastWeightAttention(nn.Module):
         v = self._heads(self.v_proj(query), self.head_dim)
         gates = [self._gate(gate, query) for gate in self.rule.gates]
 
-        q, k = self.feature_map(q, k)
-        if "sum" in self.normalization:
-            q = sum_normalize(q, eps=self.feature_map.sum_eps)
-            k = sum_normalize(k, eps=self.feature_map.sum_eps)
-        if v.dtype == torch.float16 and self.needs_float32_range:
-            v = v.float()
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k, v = self._features(q, k, v)
         if key_padding_mask is not None:
             padding = key_padding_mask.to(torch.bool)[:, :, None, None]
             k = k.masked_fill(padding, 0)
@@ -211,8 +116,7 @@ class FastWeightAttention(nn.Module):
         out, state = self._recall(q, k, v, gates, state, in_place)
         if incremental_state is not None:
             self._set_input_buffer(incremental_state, {"state": state})
-        out = self.dropout_module(out.to(query.dtype) * self.scale)
-        return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.embed_dim)), None
+        return self._project_out(out, query), None
 
     def _recall(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: Tensor | None, in_place: bool
@@ -247,11 +151,6 @@ class FastWeightAttention(nn.Module):
             state = torch.cat([memory, z], dim=-1)
         return out, state
 
-    def _divide(self, out: Tensor, z_q: Tensor) -> Tensor:
-        divisor = z_q + self.feature_map.sum_eps
-        # Before the first key that is not padding there is nothing to read and nothing to divide by.
-        return out / divisor.masked_fill(divisor == 0, 1)
-
     def _gate(self, gate: Gate, x: Tensor) -> Tensor:
         logits = self._gate_projection(gate)(x)
         logits = logits.to(ops.state_dtype(logits.dtype))
@@ -266,38 +165,13 @@ class FastWeightAttention(nn.Module):
     def _gate_projection(self, gate: Gate) -> Any:
         return getattr(self, f"{gate.name}_proj")
 
-    def _heads(self, x: Tensor, dim: int) -> Tensor:
-        """(time, batch, heads * dim) -> (batch, time, heads, dim), without a copy."""
-        time, batch, _ = x.shape
-        return x.view(time, batch, self.num_heads, dim).transpose(0, 1)
-
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> dict[str, Any]:
         """Takes the rows `new_order` of the state, as beam search asks for."""
         buffer = self._get_input_buffer(incremental_state)
-        if buffer:
+        if buffer and not keeps_rows(new_order, buffer["state"].shape[0]):
             reordered = {name: x.index_select(0, new_order) for name, x in buffer.items()}
             self._set_input_buffer(incremental_state, reordered)
         return incremental_state
-
-    def _get_input_buffer(self, incremental_state: dict[str, Any] | None) -> dict[str, Tensor]:
-        return self.get_incremental_state(incremental_state, "memory") or {}
-
-    def _set_input_buffer(self, incremental_state: dict[str, Any], buffer: dict[str, Tensor]) -> None:
-        self.set_incremental_state(incremental_state, "memory", buffer)
-
-    def settings(self) -> dict[str, Any]:
-        """What tells this attention from another whose parameters have the same names and shapes, and their sizes."""
-        return {
-            "update rule": self.update_rule,
-            "feature map": self.feature_map_name,
-            "feature dim": self.feature_map.output_dim,
-            "normalization": ",".join(sorted(self.normalization)) or "none",
-            "read-out scale": self.scale,
-        }
-
-    def extra_repr(self) -> str:
-        normalization = ",".join(sorted(self.normalization)) or "none"
-        return f"update_rule={self.update_rule}, normalization={normalization}, heads={self.num_heads}"
 
 
 def uniform_gate_bias_(bias: Tensor, units: int) -> None:
@@ -305,10 +179,3 @@ def uniform_gate_bias_(bias: Tensor, units: int) -> None:
     margin = 1 / max(units, 2)
     with torch.no_grad():
         bias.copy_(torch.logit(torch.empty_like(bias).uniform_(margin, 1 - margin)))
-
-
-def _warn_once(update_rule: str, feature_map: str, normalization: frozenset[str]) -> None:
-    reason = known_to_diverge(update_rule, feature_map, normalization)
-    if reason is not None and reason not in _warned_of:
-        _warned_of.add(reason)
-        logger.warning("update rule %s with map %s: %s", update_rule, feature_map, reason)

@@ -39,6 +39,8 @@ class UpdateRule:
         feature_map, normalization: what the rule's paper uses it with.
         corrects: whether a write depends on what is already stored. If so the normaliser of attention normalisation
             is not one more column of the state, but a sum of its own (Schlag et al. 2021, Eq. 26).
+        ordered: whether it matters in which order pairs are written. A source that is read as a whole, as an
+            encoder reads it, has no order in which a memory could forget or correct.
     """
 
     operation: Callable[..., tuple[Tensor, Tensor]]
@@ -46,10 +48,11 @@ class UpdateRule:
     feature_map: str
     normalization: frozenset[str]
     corrects: bool = False
+    ordered: bool = True
 
 
 UPDATE_RULES: dict[str, UpdateRule] = {
-    "sum": UpdateRule(ops.sum_rule, (), "elu", frozenset({"attention"})),
+    "sum": UpdateRule(ops.sum_rule, (), "elu", frozenset({"attention"}), ordered=False),
     "gated": UpdateRule(ops.gated_rule, (Gate("gate", per="head", log=True),), "identity", frozenset()),
     "decay": UpdateRule(
         ops.decay_rule,

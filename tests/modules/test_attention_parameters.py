@@ -10,7 +10,7 @@ import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 
-from fairseq_fastweights.modules import fast_weight_attention
+from fairseq_fastweights.modules import memory_attention
 from fairseq_fastweights.modules.fast_weight_attention import (
     FastWeightAttention,
     uniform_gate_bias_,
@@ -197,8 +197,8 @@ WARNED = [
 
 @pytest.fixture
 def warnings(monkeypatch, caplog):
-    monkeypatch.setattr(fast_weight_attention, "_warned_of", set())
-    caplog.set_level(logging.WARNING, fast_weight_attention.logger.name)
+    monkeypatch.setattr(memory_attention, "_warned_of", set())
+    caplog.set_level(logging.WARNING, memory_attention.logger.name)
     return caplog
 
 

@@ -1,0 +1,102 @@
+"""The options that all models with fast weights share."""
+
+# No `from __future__ import annotations` and no `X | None` here: fairseq reads the types of a configuration's fields as
+# they stand, and knows `Optional` alone.
+# ruff: noqa: UP045
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Optional
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.utils import safe_getattr
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.modules.update_rules import UPDATE_RULES, parse_normalization
+
+
+@dataclass
+class FastWeightOptions(FairseqDataclass):
+    update_rule: ChoiceEnum(list(UPDATE_RULES)) = field(  # type: ignore[valid-type]
+        default="delta",
+        metadata={
+            "help": "how a layer's memory is written: sum adds each value under its key (linear Transformer, "
+            "Performer), gated decays the memory by one gate per head, decay by a gate per key and per value "
+            "dimension (Mao 2022), delta corrects what the key retrieves (Delta Network)"
+        },
+    )
+    feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
+        default="auto",
+        metadata={
+            "help": "phi of keys and queries; auto is what the rule's paper uses: elu for sum and delta, identity "
+            "for gated and decay"
+        },
+    )
+    feature_dim: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "size of each head's keys and queries after the feature map: the memory of a head is feature-dim "
+            "x head dim (default: the head dim for identity, elu, relu and tanh; 2 x favor-features; 2 x head dim "
+            "x dpfp-nu)"
+        },
+    )
+    dpfp_nu: int = field(default=1, metadata={"help": "nu of the feature map dpfp (Schlag et al. 2021, Eq. 37)"})
+    favor_features: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "m of the feature map favor, half its output's size (default: feature-dim / 2, or head dim x "
+            "log head dim)"
+        },
+    )
+    normalization: str = field(
+        default="auto",
+        metadata={
+            "help": "comma-separated: sum (keys and queries divided by their sums), attention (the read-out divided "
+            "by what a value of 1 would read), removal (delta rule only: the same for the value it removes); none; "
+            "auto is what the rule's paper uses: attention for sum, sum for delta, none for gated and decay"
+        },
+    )
+    scale_read_out: bool = field(
+        default=False,
+        metadata={"help": "multiply what is read from the memory by 1 / sqrt(head dim) before the output projection"},
+    )
+    fast_weight_backend: ChoiceEnum(list(ops.BACKENDS)) = field(  # type: ignore[valid-type]
+        default="auto",
+        metadata={"help": "implementation of the update rules"},
+    )
+
+
+def memory_options(args: Any) -> dict[str, Any]:
+    """What of a model's options `MemoryAttention` takes, whoever writes and reads the memory."""
+    return {
+        "feature_map": None if args.feature_map == "auto" else str(args.feature_map),
+        "feature_dim": args.feature_dim,
+        "dpfp_nu": args.dpfp_nu,
+        "favor_features": args.favor_features,
+        "scale_read_out": args.scale_read_out,
+        "dropout": args.attention_dropout,
+        "q_noise": args.quant_noise_pq,
+        "qn_block_size": args.quant_noise_pq_block_size,
+    }
+
+
+def causal_options(args: Any) -> dict[str, Any]:
+    """What of a model's options `FastWeightAttention` takes.
+
+    Raises:
+        ValueError: for a normalisation that there is not, or not for the rule.
+    """
+    update_rule = str(args.update_rule)
+    return memory_options(args) | {
+        "update_rule": update_rule,
+        "normalization": parse_normalization(args.normalization, update_rule),
+        "backend": str(args.fast_weight_backend),
+    }
+
+
+def set_defaults(args: Any, options: type[FairseqDataclass], inherited: type[FairseqDataclass]) -> None:
+    """Sets those of `options` that `inherited` lacks, and that nobody has set, to their defaults."""
+    known = {f.name for f in fields(inherited)}
+    for own in fields(options):
+        if own.name not in known:
+            setattr(args, own.name, safe_getattr(args, own.name, own.default))

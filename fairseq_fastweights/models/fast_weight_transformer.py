@@ -1,0 +1,226 @@
+"""The translation model `fast_weight_transformer`, and its named architectures."""
+
+# No `from __future__ import annotations`: fairseq reads the types of a configuration's fields as they stand.
+
+from argparse import ArgumentParser
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fairseq.data import Dictionary
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerModel,
+    base_architecture,
+    transformer_iwslt_de_en,
+    transformer_vaswani_wmt_en_de_big,
+)
+from fairseq.models.transformer.transformer_legacy import tiny_architecture
+from fairseq.utils import safe_getattr
+from torch import nn
+
+from fairseq_fastweights.models.fast_weight_options import (
+    FastWeightOptions,
+    causal_options,
+    memory_options,
+    set_defaults,
+)
+from fairseq_fastweights.models.fast_weight_transformer_decoder import FastWeightTransformerDecoder
+from fairseq_fastweights.models.fast_weight_transformer_encoder import FastWeightTransformerEncoder
+from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.modules.fast_weight_source_attention import FastWeightSourceAttention, check_without_order
+from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+
+PLACES = ("encoder", "decoder", "cross")
+"""Where the Transformer has attention: the encoder's and the decoder's to itself, the decoder's to the encoder."""
+
+
+@dataclass
+class FastWeightTransformerOptions(FastWeightOptions):
+    """What `fast_weight_transformer` adds to the options of fairseq's `transformer`."""
+
+    fast_weight_attention: str = field(
+        default="encoder,decoder,cross",
+        metadata={
+            "help": "comma-separated: which attention is a fast weight memory, of encoder, decoder (self-attention) "
+            "and cross (from decoder to encoder); the others are softmax. none: all are"
+        },
+    )
+    update_rule: ChoiceEnum(list(UPDATE_RULES)) = field(  # type: ignore[valid-type]
+        default="sum",
+        metadata={
+            "help": "how the memory of the decoder's self-attention is written: sum (linear Transformer, Performer), "
+            "gated, decay (Mao 2022), delta (Delta Network)"
+        },
+    )
+    encoder_update_rule: str = field(
+        default="sum",
+        metadata={"help": "the same for the encoder, which reads its input as a whole, without an order: only sum"},
+    )
+    cross_update_rule: str = field(
+        default="sum",
+        metadata={"help": "the same for the attention from decoder to encoder: only sum"},
+    )
+    normalization: str = field(
+        default="auto",
+        metadata={
+            "help": "of the decoder's self-attention, comma-separated: sum, attention, removal (delta rule only), or "
+            "none; auto is what the rule's paper uses. Encoder and cross always have attention normalisation"
+        },
+    )
+
+
+@register_model("fast_weight_transformer")
+class FastWeightTransformerModel(TransformerModel):
+    """fairseq's Transformer for translation with fast weight memories in place of any of its attentions.
+
+    As in Schlag et al. 2021, Sec. 6.2, where all three are replaced. Only the attention modules differ: all of
+    fairseq's options for `transformer` mean what they mean there, and parameters have the names they have there.
+    """
+
+    @classmethod
+    def hub_models(cls) -> dict[str, Any]:
+        """None: fairseq's are Transformers."""
+        return {}
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        """fairseq's options, and our own."""
+        super().add_args(parser)
+        gen_parser_from_dataclass(parser, FastWeightTransformerOptions(), delete_default=True)
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "FastWeightTransformerModel":
+        """Builds the model for a task's dictionaries.
+
+        Raises:
+            ValueError: for options that contradict each other, before anything is built.
+        """
+        set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
+        places = parse_places(args.fast_weight_attention)
+        check_without_order("encoder_update_rule", args.encoder_update_rule)
+        check_without_order("cross_update_rule", args.cross_update_rule)
+        if "decoder" in places and safe_getattr(args, "cross_self_attention", False):
+            raise ValueError(
+                f"cross_self_attention is set and fast_weight_attention is {args.fast_weight_attention!r}; it must be "
+                "without 'decoder': a decoder's memory holds what the decoder has read, not the source"
+            )
+        return super().build_model(args, task)
+
+    @classmethod
+    def build_encoder(cls, args: Any, src_dict: Dictionary, embed_tokens: nn.Module) -> Any:
+        cfg = TransformerConfig.from_namespace(args)
+        build_attention = None
+        if "encoder" in parse_places(cfg.fast_weight_attention):
+            build_attention = partial(
+                FastWeightSourceAttention, num_heads=cfg.encoder.attention_heads, **memory_options(cfg)
+            )
+        return FastWeightTransformerEncoder(cfg, src_dict, embed_tokens, build_attention)
+
+    @classmethod
+    def build_decoder(cls, args: Any, tgt_dict: Dictionary, embed_tokens: nn.Module) -> Any:
+        cfg = TransformerConfig.from_namespace(args)
+        places, heads = parse_places(cfg.fast_weight_attention), cfg.decoder.attention_heads
+        build_self_attention = build_encoder_attention = None
+        if "decoder" in places:
+            build_self_attention = partial(FastWeightAttention, num_heads=heads, **causal_options(cfg))
+        if "cross" in places:
+            build_encoder_attention = partial(
+                FastWeightSourceAttention,
+                num_heads=heads,
+                source_dim=cfg.encoder.embed_dim,
+                **memory_options(cfg),
+            )
+        return FastWeightTransformerDecoder(cfg, tgt_dict, embed_tokens, build_self_attention, build_encoder_attention)
+
+    def set_beam_size(self, beam_size: int) -> None:
+        """Tells the attention to the source how many hypotheses there may be for each."""
+        for module in self.decoder.modules():
+            if isinstance(module, FastWeightSourceAttention):
+                module.set_beam_size(beam_size)
+
+    def prepare_for_inference_(self, cfg: Any) -> None:
+        """Prepares for generation.
+
+        Raises:
+            ValueError: if it is to print or use an alignment that this model's attention cannot give.
+        """
+        if "cross" in parse_places(self.args.fast_weight_attention):
+            for option in ("print_alignment", "replace_unk"):
+                value = getattr(cfg.generation, option, None)
+                if value not in (None, False):
+                    raise ValueError(
+                        f"{option} is {value!r}; it must be left out, as the attention from decoder to encoder is a "
+                        "fast weight memory, which has no weights to align words by (--fast-weight-attention "
+                        "encoder,decoder trains a model that can)"
+                    )
+        super().prepare_for_inference_(cfg)
+
+
+def parse_places(text: str) -> frozenset[str]:
+    """Reads --fast-weight-attention: comma-separated `PLACES`, or "none".
+
+    Raises:
+        ValueError: for anything else.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if words == ["none"]:
+        return frozenset()
+    if not words or not set(words) <= set(PLACES):
+        raise ValueError(
+            f"fast_weight_attention is {text!r}; it must be none, or a comma-separated list of {', '.join(PLACES)}"
+        )
+    return frozenset(words)
+
+
+@register_model_architecture("fast_weight_transformer", "fast_weight_transformer")
+def fast_weight_transformer(args: Any) -> None:
+    """fairseq's `transformer`: 6 + 6 layers, 512 wide, 8 heads."""
+    set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
+    base_architecture(args)
+
+
+@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_base")
+def fast_weight_transformer_wmt_en_de_base(args: Any) -> None:
+    """Vaswani et al. 2017, base."""
+    fast_weight_transformer(args)
+
+
+@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_big")
+def fast_weight_transformer_wmt_en_de_big(args: Any) -> None:
+    """Schlag et al. 2021, App. E: Vaswani et al.'s big model, 6 + 6 layers, 1024 wide, 16 heads."""
+    set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
+    transformer_vaswani_wmt_en_de_big(args)
+
+
+@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_iwslt_de_en")
+def fast_weight_transformer_iwslt_de_en(args: Any) -> None:
+    """fairseq's `transformer_iwslt_de_en`: 6 + 6 layers, 512 wide, 4 heads, for some hundred thousand sentences."""
+    set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
+    transformer_iwslt_de_en(args)
+
+
+@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_multi30k_en_de")
+def fast_weight_transformer_multi30k_en_de(args: Any) -> None:
+    """4 + 4 layers, 128 wide, 4 heads, for Multi30k's 29,000 sentences (Wu et al. 2021, "tiny")."""
+    for name, value in {
+        "encoder_embed_dim": 128,
+        "encoder_ffn_embed_dim": 256,
+        "encoder_layers": 4,
+        "encoder_attention_heads": 4,
+        "decoder_layers": 4,
+        "decoder_attention_heads": 4,
+        "dropout": 0.3,
+    }.items():
+        setattr(args, name, safe_getattr(args, name, value))
+    fast_weight_transformer(args)
+
+
+@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_tiny")
+def fast_weight_transformer_tiny(args: Any) -> None:
+    """fairseq's `transformer_tiny`, for tests: 2 + 2 layers, 64 wide, 2 heads."""
+    set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
+    tiny_architecture(args)

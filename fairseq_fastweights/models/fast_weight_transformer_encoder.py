@@ -1,0 +1,67 @@
+"""fairseq's Transformer encoder, with fast weights in place of its self-attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fairseq.data import Dictionary
+from fairseq.models.transformer import TransformerConfig, TransformerEncoderBase
+from torch import Tensor, nn
+
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.modules.transformer_layers import AttentionBuilder, FastWeightEncoderLayer, wrap_layer
+
+
+class FastWeightTransformerEncoder(TransformerEncoderBase):
+    """A translation model's encoder.
+
+    Args:
+        cfg, dictionary, embed_tokens: as fairseq's.
+        build_attention: makes the attention of a layer, given the layer's width; None for fairseq's.
+
+    The buffer `settings` says what must be equal between a checkpoint and the model that loads it.
+    """
+
+    settings: Tensor
+
+    def __init__(
+        self,
+        cfg: TransformerConfig,
+        dictionary: Dictionary,
+        embed_tokens: nn.Module,
+        build_attention: AttentionBuilder | None,
+    ) -> None:
+        self._build_attention = build_attention
+        super().__init__(cfg, dictionary, embed_tokens)
+        settings = checkpoint_settings.describe_dictionary(dictionary, "source ")
+        settings |= checkpoint_settings.describe_attention(self, "encoder ", "self_attn")
+        self.register_buffer("settings", checkpoint_settings.encode(settings))
+
+    def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
+        if self._build_attention is None:
+            return super().build_encoder_layer(cfg)
+        return wrap_layer(FastWeightEncoderLayer(cfg, self._build_attention), cfg)
+
+    def forward(self, src_tokens: Tensor, *arguments: Any, **options: Any) -> dict[str, list[Tensor]]:
+        """Encodes sources, as fairseq's encoder does.
+
+        Args:
+            src_tokens: (batch, source time).
+            arguments, options: as fairseq's.
+
+        Raises:
+            ValueError: if a source is longer than the model was made for.
+        """
+        most = self.max_positions()
+        if src_tokens.shape[1] > most:  # padded, at least
+            longest = int(src_tokens.ne(self.padding_idx).sum(dim=1).max())
+            if longest > most:
+                raise ValueError(
+                    f"a source has {longest} tokens; the model takes at most {most} (--max-source-positions)"
+                )
+        return super().forward(src_tokens, *arguments, **options)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
+        checkpoint_settings.check(state_dict, f"{name}.settings", self.settings)
+        return super().upgrade_state_dict_named(state_dict, name)
