@@ -63,9 +63,13 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
             raise ValueError(
                 "full_context_alignment must be False: a memory holds what was read before, not what follows"
             )
-        return super().extract_features(
+        features, extra = super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, full_context_alignment, *arguments, **options
         )
+        if self._builders[1] is not None:
+            # Not [None]: fairseq's scorer adds it to the weights of an ensemble's other models.
+            extra["attn"] = None
+        return features, extra
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
         """fairseq's mask, (time, time), if the self-attention is one that needs it."""

@@ -99,8 +99,9 @@ class FastWeightSourceAttention(MemoryAttention):
     def _read(self, q: Tensor, state: Tensor, z: Tensor) -> Tensor:
         """Reads with queries whose rows come in groups, one group for each row of the state."""
         batch, time, heads, features = q.shape
+        rows = state.shape[0]
         with torch.autocast(q.device.type, enabled=False):
-            q = q.to(state.dtype).reshape(state.shape[0], -1, heads, features)
+            q = q.to(state.dtype).reshape(rows, batch * time // max(rows, 1), heads, features)
             out = self._divide(
                 torch.einsum("bthm,bhmv->bthv", q, state), torch.einsum("bthm,bhm->bth", q, z)[..., None]
             )
@@ -112,7 +113,8 @@ class FastWeightSourceAttention(MemoryAttention):
 
     def _copies(self, source: Tensor, padding_mask: Tensor | None) -> int:
         """How many rows in a row are copies of each other, in all of the batch: `beam_size`, or 1."""
-        if self.beam_size == 1 or source.shape[1] % self.beam_size:
+        rows = source.shape[1]
+        if self.beam_size == 1 or rows == 0 or rows % self.beam_size:
             return 1
         groups = source.unflatten(1, (-1, self.beam_size))
         same = torch.equal(groups, groups[:, :, :1].expand_as(groups))

@@ -1,0 +1,281 @@
+"""Checkpoints of the translation model: parameters have the names of fairseq's Transformer, whose checkpoints of all
+ages load; settings that no parameter shows are kept, and others are refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from tests.models.test_checkpoints import average
+from tests.models.translation import (
+    FUSED,
+    SUBSETS,
+    WORDS,
+    batch,
+    build,
+    relative_error,
+    sentences,
+    shifted,
+)
+
+SAME = 1e-6
+
+
+def output(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch(sentences((5, 3))), prev_output_tokens=shifted(sentences((4, 6), seed=1)))[0]
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+# -------------------------------------------------------------------------------------- names
+
+MAPS = {"elu": [], "relu": ["feature_map.weight", "feature_map.bias"], "favor": ["feature_map.features"]}
+GATES = {
+    "sum": [],
+    "gated": ["gate_proj.weight", "gate_proj.bias"],
+    "decay": [f"{name}_decay_proj.{kind}" for name in ("key", "value") for kind in ("weight", "bias")],
+    "delta": ["beta_proj.weight", "beta_proj.bias"],
+}
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+@pytest.mark.parametrize("places", SUBSETS)
+def test_names_are_fairseqs_but_for_gates_maps_and_settings(places, rule, feature_map):
+    theirs = build("transformer").state_dict()
+    ours = build(fast_weight_attention=places, update_rule=rule, feature_map=feature_map).state_dict()
+    new, gone = {"encoder.settings", "decoder.settings"}, set()
+    for layer in (0, 1):
+        if "encoder" in places:
+            new |= {f"encoder.layers.{layer}.self_attn.{name}" for name in MAPS[feature_map]}
+            gone |= {f"encoder.layers.{layer}.{name}" for name in FUSED}
+        if "decoder" in places:
+            new |= {f"decoder.layers.{layer}.self_attn.{name}" for name in (*GATES[rule], *MAPS[feature_map])}
+        if "cross" in places:
+            new |= {f"decoder.layers.{layer}.encoder_attn.{name}" for name in MAPS[feature_map]}
+    assert set(ours) - set(theirs) == new
+    assert set(theirs) - set(ours) == gone
+    assert all(ours[name].shape == x.shape for name, x in theirs.items() if name in ours)
+
+
+# ----------------------------------------------------------------------- fairseq's checkpoints
+
+
+def as_of_2018(state: dict[str, torch.Tensor], version: float) -> dict[str, torch.Tensor]:
+    """The same weights under the names that they had in fairseq until 2019."""
+    old = {name: x for name, x in state.items() if name.split(".")[-1] not in FUSED}
+    for name in list(old):
+        path, _, last = name.rpartition(".q_proj.")
+        if path:
+            old[f"{path}.in_proj_{last}"] = torch.cat([old.pop(f"{path}.{kind}_proj.{last}") for kind in "qkv"])
+    norms = {
+        "encoder": ["self_attn_layer_norm", "final_layer_norm"],
+        "decoder": ["self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"],
+    }
+    for side, names in norms.items():
+        for layer in (0, 1):
+            for number, norm in enumerate(names):
+                for kind in ("weight", "bias"):
+                    path = f"{side}.layers.{layer}"
+                    old[f"{path}.layer_norms.{number}.{kind}"] = old.pop(f"{path}.{norm}.{kind}")
+        old[f"{side}.version"] = torch.tensor([version])
+        old[f"{side}.embed_positions.weights"] = torch.zeros(1026, 16)  # they were computed, and saved all the same
+        old.pop(f"{side}.embed_positions._float_tensor")
+    old["decoder.embed_out"] = old.pop("decoder.output_projection.weight")
+    return old
+
+
+@pytest.mark.parametrize("form", ["of today", "of 2018", "of 2019"])
+@pytest.mark.parametrize("places", SUBSETS)
+def test_fairseqs_checkpoints_load(places, form):
+    theirs = build("transformer")
+    state = theirs.state_dict()
+    if form != "of today":
+        state = as_of_2018(state, version={"of 2018": 1.0, "of 2019": 3.0}[form])
+        assert not any(".q_proj." in name for name in state)
+    ours = build(fast_weight_attention=places, seed=1)
+    own = values(ours)
+    ours.load_state_dict(state, strict=True)
+    weights = theirs.state_dict()
+    for name, x in ours.named_parameters():
+        if name.split(".")[-1] not in FUSED:
+            assert torch.equal(x, weights[name]), name
+            assert not x.any() or name.endswith("norm.weight") or not torch.equal(x, own[name]), name
+    if places == "none":
+        theirs.load_state_dict(weights)
+        assert relative_error(output(ours), output(theirs)) <= SAME
+    else:
+        assert output(ours).isfinite().all()
+    # From there on it is a checkpoint of ours.
+    again = build(fast_weight_attention=places, seed=2)
+    again.load_state_dict(ours.state_dict())
+    assert torch.equal(output(again), output(ours))
+    other = build(fast_weight_attention="none" if places != "none" else "cross")
+    with pytest.raises(ValueError, match="the checkpoint does not fit the model"):
+        other.load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("places", [SUBSETS[0], "none"])
+def test_shared_embeddings_of_2018_load(places):
+    options = {"share_all_embeddings": True}
+    state = as_of_2018(build("transformer", **options).state_dict(), 3.0)
+    state.pop("decoder.embed_out")  # it was the embedding, which had another name of its own already
+    ours = build(fast_weight_attention=places, seed=1, **options)
+    ours.load_state_dict(state, strict=True)
+    assert torch.equal(ours.decoder.output_projection.weight, state["encoder.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("rule, missing", [("gated", "gate_proj"), ("decay", "key_decay_proj"), ("delta", "beta_proj")])
+def test_weights_that_a_transformer_lacks_are_missed(rule, missing):
+    with pytest.raises(RuntimeError, match=rf"Missing key.*decoder.layers.0.self_attn.{missing}"):
+        build(update_rule=rule).load_state_dict(build("transformer").state_dict())
+
+
+def test_other_layers_are_not_dropped_in_silence():
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*encoder\.layers\.2\."):
+        build().load_state_dict(build("transformer", encoder_layers=3).state_dict())
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*encoder\.layers\.0\.more"):
+        build().load_state_dict({**build().state_dict(), "encoder.layers.0.more": torch.zeros(1)})
+
+
+# ----------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fast_weight_attention": places} for places in SUBSETS]
+    + [{"update_rule": rule, "feature_map": feature_map} for rule in UPDATE_RULES for feature_map in ("favor", "relu")],
+    ids=str,
+)
+def test_a_checkpoint_loads_into_its_model(options):
+    saved, loaded = build(**options), build(**options, seed=1)
+    saved.load_state_dict(saved.state_dict())  # both, as fairseq switches its fused kernel on in loading
+    assert relative_error(output(loaded), output(saved)) > 0.1
+    loaded.load_state_dict(saved.state_dict(), strict=True)
+    assert torch.equal(output(saved), output(loaded))
+
+
+# What a checkpoint was made with, what loads it, and what has to be named. What all attention has in common is named
+# for the encoder, whose settings are looked at first.
+DECODER = {"fast_weight_attention": "decoder,cross"}
+DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    (
+        {"update_rule": "delta"},
+        {"update_rule": "sum"},
+        ["decoder update rule is 'delta' in the checkpoint and 'sum'", "decoder normalization is 'sum' .* 'attention'"],
+    ),
+    ({"update_rule": "gated"}, {"update_rule": "decay"}, ["decoder update rule is 'gated' .* 'decay'"]),
+    # With the same parameters, of the same sizes: nothing else would notice.
+    ({"feature_map": "elu"}, {"feature_map": "tanh"}, ["encoder feature map is 'elu' .* 'tanh'"]),
+    (
+        {"feature_map": "elu", **DECODER},
+        {"feature_map": "tanh", **DECODER},
+        ["cross feature map is 'elu' .* 'tanh'", "decoder feature map is 'elu' .* 'tanh'"],
+    ),
+    ({"normalization": "sum"}, {"normalization": "none"}, ["decoder normalization is 'sum' .* 'none'"]),
+    ({}, {"scale_read_out": True}, ["encoder read-out scale is 1.0 .* 0.35"]),
+    (DECODER, {"scale_read_out": True, **DECODER}, ["cross read-out scale is 1.0", "decoder read-out scale is 1.0"]),
+    ({"feature_map": "dpfp"}, {"feature_map": "dpfp", "dpfp_nu": 2}, ["encoder feature dim is 16 .* 32"]),
+    # Of other sizes.
+    (
+        {"feature_map": "favor", "favor_features": 3},
+        {"feature_map": "favor", "favor_features": 5},
+        ["encoder feature dim is 6 .* 10"],
+    ),
+    (
+        {"feature_dim": 4, **DECODER},
+        {"feature_dim": 6, **DECODER},
+        ["cross feature dim is 4 .* 6", "decoder feature dim is 4 .* 6"],
+    ),
+    # Softmax attention has q, k, v and out as the sum rule has.
+    ({}, DECODER, ["encoder update rule is 'sum' in the checkpoint and 'none, softmax attention' in the model"]),
+    ({}, {"fast_weight_attention": "encoder,cross"}, ["decoder update rule is 'sum' .* 'none, softmax attention'"]),
+    ({}, {"fast_weight_attention": "encoder,decoder"}, ["cross update rule is 'sum' .* 'none, softmax attention'"]),
+    ({"fast_weight_attention": "none"}, {}, ["encoder update rule is 'none, softmax attention' .* 'sum'"]),
+    (
+        {"fast_weight_attention": "none"},
+        DECODER,
+        [f"{place} update rule is 'none, softmax attention' .* 'sum'" for place in ("cross", "decoder")],
+    ),
+]
+
+
+@pytest.mark.parametrize("made_with, options, named", DIFFERENT)
+def test_a_checkpoint_of_other_settings_is_refused_by_name(made_with, options, named):
+    saved, model = build(**made_with), build(**options, seed=1)
+    before = values(model)
+    with pytest.raises(ValueError, match="^the checkpoint does not fit the model: ") as error:
+        model.load_state_dict(saved.state_dict())
+    for pattern in named:
+        assert re.search(pattern, str(error.value)), error.value
+    # Nothing was loaded before the difference was seen.
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "made_with, options",
+    [
+        ({"normalization": "auto", "update_rule": "delta"}, {"normalization": "sum", "update_rule": "delta"}),
+        ({"feature_map": "auto"}, {"feature_map": "elu"}),
+        ({"fast_weight_attention": "cross,decoder,encoder"}, {}),
+        ({"dropout": 0.1}, {"dropout": 0.3, "attention_dropout": 0.2, "fast_weight_backend": "reference"}),
+        ({}, {"feature_dim": 8}),  # the head dim, which is what it is without
+        ({}, {"dpfp_nu": 3}),  # which this map does not have
+        ({"feature_map": "favor", "feature_dim": 6}, {"feature_map": "favor", "favor_features": 3}),
+        # Of attention that there is not.
+        ({"fast_weight_attention": "none"}, {"fast_weight_attention": "none", "feature_map": "dpfp"}),
+        ({"fast_weight_attention": "cross"}, {"fast_weight_attention": "cross", "update_rule": "delta"}),
+    ],
+)
+def test_another_way_to_say_the_same_fits(made_with, options):
+    saved, model = build(**made_with), build(**options, seed=1)
+    for m in (saved, model):
+        m.load_state_dict(saved.state_dict())
+    # Backends may round differently.
+    assert relative_error(output(model), output(saved)) <= 1e-5
+
+
+@pytest.mark.parametrize("places", [SUBSETS[0], "none"])
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (WORDS[:-1], "dictionary size is 28 in the checkpoint and 27 in the model"),
+        ((*WORDS[:-2], WORDS[-1], WORDS[-2]), "dictionary digest is"),
+        ((*WORDS[:-1], "other"), "dictionary digest is"),
+    ],
+    ids=["smaller", "another order", "another word"],
+)
+def test_a_checkpoint_of_another_dictionary_is_refused_by_name(places, side, words, named):
+    saved = build(fast_weight_attention=places, source=WORDS, target=WORDS)
+    model = build(fast_weight_attention=places, **{"source": WORDS, "target": WORDS, side: words})
+    with pytest.raises(ValueError, match=f"{side} {named}"):
+        model.load_state_dict(saved.state_dict())
+
+
+# ----------------------------------------------------------------------------------- averages
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["", "half"])
+@pytest.mark.parametrize("number", [2, 3])
+def test_averages_of_checkpoints_keep_their_settings(number, half):
+    options = {"feature_map": "relu", "update_rule": "delta"}
+    models = [build(**options, seed=seed) for seed in range(number)]
+    states = [(model.half() if half else model).state_dict() for model in models]
+    mean = average(states)
+    for side in ("encoder", "decoder"):
+        assert torch.equal(mean[f"{side}.settings"], states[0][f"{side}.settings"])
+    model = build(**options, seed=9)
+    model.load_state_dict(mean)
+    for name in ("encoder.layers.1.self_attn.v_proj.weight", "decoder.layers.0.encoder_attn.feature_map.weight"):
+        expected = sum(state[name].float() for state in states) / number
+        assert torch.allclose(model.state_dict()[name], expected, atol=1e-6), name  # rounding of a mean of 3
+    with pytest.raises(ValueError, match="feature map is 'relu'"):
+        build().load_state_dict(mean)

@@ -1,0 +1,341 @@
+"""fairseq's sequence generator and scorer with fast weights: every hypothesis has the score that the whole target has
+in one pass, whatever moved its rows, and whatever else was in the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fairseq import search
+from fairseq.data.data_utils import collate_tokens
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.sequence_scorer import SequenceScorer
+
+from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.modules.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from tests.models.translation import EOS, PAD, SUBSETS, batch, build, log_probs, sentences, shifted, with_map
+
+# What the issue asks for, of log-probabilities of the order of 3; float32 leaves 2e-6.
+SCORES = 1e-5
+
+SOURCES = sentences((5, 9, 1, 7, 3))
+ENDS = (6, 3, 8, 1, 5)
+
+CASES: dict[str, dict[str, Any]] = {
+    **{rule: {"update_rule": rule} for rule in UPDATE_RULES},
+    **{f"sum {name}": {"feature_map": name} for name in FEATURE_MAPS},
+    **{f"delta {name}": {"update_rule": "delta", "feature_map": name} for name in ("favor", "dpfp", "relu")},
+    "delta removal": {"update_rule": "delta", "normalization": "sum,attention,removal"},
+    **{f"in {places}": {"fast_weight_attention": places, "update_rule": "gated"} for places in SUBSETS},
+    "other widths": {"encoder_embed_dim": 24, "decoder_embed_dim": 16},
+    "learned positions, pre-norm": {"decoder_learned_pos": True, "decoder_normalize_before": True},
+}
+
+
+def model_of(options: dict[str, Any], seed: int = 0) -> Any:
+    model = with_map(**{"feature_map": "auto", **options}, seed=seed)
+    model.load_state_dict(model.state_dict())  # switches fairseq's fused kernel on, where there is one
+    return model
+
+
+class Ending(search.BeamSearch):
+    """Beam search where sentence i of the batch ends after `ENDS[i]` words, and leaves the batch."""
+
+    def step(self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):  # type: ignore[no-untyped-def]
+        for row, sentence in enumerate(original_batch_idxs.tolist()):
+            end = lprobs[row, :, self.eos].clone()
+            if step == ENDS[sentence]:
+                lprobs[row] = -math.inf
+            lprobs[row, :, self.eos] = end if step == ENDS[sentence] else -math.inf
+        return super().step(step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+
+
+@dataclass
+class Watched:
+    """What a generator asked for: the orders of rows, and how many sources the memories of cross attention held."""
+
+    orders: list[torch.Tensor] = field(default_factory=list)
+    shared: list[tuple[int, int]] = field(default_factory=list)
+
+    def hypotheses_moved(self, beam: int) -> bool:
+        """Whether hypotheses overtook one another, after the first step, where all are one."""
+        return any(not torch.equal(order % beam, torch.arange(len(order)) % beam) for order in self.orders[1:])
+
+    def sentences_left(self) -> bool:
+        return len({len(order) for order in self.orders}) > 1
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[Watched]:
+    """Records, and lets everything be as it is."""
+    record, decoder = Watched(), model.decoder
+    reorder, forward = decoder.reorder_incremental_state_scripting, decoder.forward
+
+    def reordering(state: Any, order: torch.Tensor) -> None:
+        record.orders.append(order)
+        reorder(state, order)
+
+    def reading(tokens: torch.Tensor, *arguments: Any, incremental_state: Any, **options: Any) -> Any:
+        out = forward(tokens, *arguments, incremental_state=incremental_state, **options)
+        for layer in decoder.layers:
+            if isinstance(layer.encoder_attn, FastWeightSourceAttention):
+                buffer = layer.encoder_attn._get_input_buffer(incremental_state)
+                record.shared.append((len(tokens), len(buffer["state"])))
+        return out
+
+    decoder.reorder_incremental_state_scripting, decoder.forward = reordering, reading
+    try:
+        yield record
+    finally:
+        del decoder.reorder_incremental_state_scripting, decoder.forward
+
+
+def generator_for(models: list[Any], **options: Any) -> SequenceGenerator:
+    options = {"max_len_b": 10, "min_len": 1, **options}
+    return SequenceGenerator(models, models[0].decoder.dictionary, **options)
+
+
+def generate(
+    generator: SequenceGenerator, sources=None, prefix: torch.Tensor | None = None
+) -> list[list[dict[str, Any]]]:
+    sample = {"net_input": batch(SOURCES if sources is None else sources)}
+    return generator.generate([], sample, prefix_tokens=prefix)
+
+
+def assert_scored(models: list[Any], hypotheses: list[list[dict[str, Any]]], sources=None) -> None:
+    """Of every token the logarithm of the models' mean probability, in one pass over the whole target, alone."""
+    for source, found in zip(SOURCES if sources is None else sources, hypotheses, strict=True):
+        assert found
+        for hypothesis in found:
+            single = torch.stack([log_probs(model, source, hypothesis["tokens"]) for model in models])
+            expected = single.logsumexp(dim=0) - math.log(len(models))
+            assert (hypothesis["positional_scores"] - expected).abs().max() <= SCORES
+
+
+def assert_same(actual: list[list[dict[str, Any]]], expected: list[list[dict[str, Any]]]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert [h["tokens"].tolist() for h in ours] == [h["tokens"].tolist() for h in theirs]
+        for hypothesis, other in zip(ours, theirs, strict=True):
+            assert (hypothesis["positional_scores"] - other["positional_scores"]).abs().max() <= SCORES
+            assert abs(hypothesis["score"] - other["score"]) <= SCORES
+
+
+# ---------------------------------------------------------------------------------- beam search
+
+
+@pytest.mark.parametrize("beam", [1, 4, 8])
+@pytest.mark.parametrize("options", CASES.values(), ids=list(CASES))
+def test_hypotheses_have_the_scores_of_the_whole_target(options, beam):
+    model = model_of(options)
+    generator = generator_for([model], beam_size=beam, search_strategy=Ending(model.decoder.dictionary))
+    with watched(model) as record:
+        hypotheses = generate(generator)
+    assert all(len(found) == beam for found in hypotheses)
+    assert record.hypotheses_moved(beam) == (beam > 1) and record.sentences_left(), "the test shows nothing"
+    assert_scored([model], hypotheses)
+
+
+@pytest.mark.parametrize("beam", [1, 4, 8])
+def test_a_beam_shares_the_memory_of_its_source(beam):
+    model = model_of({})
+    with watched(model) as record:
+        generate(generator_for([model], beam_size=beam, search_strategy=Ending(model.decoder.dictionary)))
+    assert record.shared and all(rows == beam * sources for rows, sources in record.shared)
+    assert len({rows for rows, _ in record.shared}) > 1, "no sentence has left"
+
+
+def test_a_search_after_another_is_as_if_it_were_the_first():
+    """The model is told of a beam's size once; that of the search before stays."""
+    model = model_of({})
+    expected = {beam: generate(generator_for([model_of({})], beam_size=beam)) for beam in (1, 4, 5)}
+    # One beam of 5 for 5 sentences, each on its own: as many rows as a beam of the search before.
+    for beam in (5, 1, 4, 1, 5):
+        assert_same(generate(generator_for([model], beam_size=beam)), expected[beam])
+    # Two generators for one model, in turns.
+    wide, narrow = generator_for([model], beam_size=5), generator_for([model], beam_size=4)
+    for generator, beam in ((wide, 5), (narrow, 4), (wide, 5)):
+        assert_same(generate(generator), expected[beam])
+
+
+@pytest.mark.parametrize("options", [{}, {"update_rule": "delta"}, {"feature_map": "favor"}], ids=str)
+def test_a_sentence_is_translated_alone_as_in_a_batch(options):
+    model = model_of(options)
+    generator = generator_for([model], beam_size=4)
+    alone = [generate(generator, [source])[0] for source in SOURCES]
+    assert_same(generate(generator), alone)
+    order = [3, 0, 4, 2, 1]
+    assert_same(generate(generator, [SOURCES[i] for i in order]), [alone[i] for i in order])
+
+
+def test_equal_sentences_in_a_batch_are_translated_equally():
+    """Their rows are copies of each other without being one beam."""
+    model = model_of({})
+    for beam in (1, 2, 4):
+        generator = generator_for([model], beam_size=beam)
+        expected = generate(generator, SOURCES[:1])
+        assert_same(generate(generator, SOURCES[:1] * 4), expected * 4)
+
+
+def test_without_fast_weights_fairseqs_transformer_finds_the_same():
+    theirs = build("transformer")
+    theirs.load_state_dict(theirs.state_dict())
+    ours = build(fast_weight_attention="none", seed=1)
+    ours.load_state_dict(theirs.state_dict())
+    for beam in (1, 4):
+        found = [generate(generator_for([model], beam_size=beam)) for model in (ours, theirs)]
+        assert_same(*found)
+        for hypothesis, other in zip(found[0][0], found[1][0], strict=True):
+            assert torch.allclose(hypothesis["attention"], other["attention"], atol=1e-6)
+
+
+@pytest.mark.parametrize("lenpen", [0.0, 0.6, 2.0])
+def test_length_penalties_are_of_the_sum_of_the_scores(lenpen):
+    model = model_of({})
+    hypotheses = generate(generator_for([model], beam_size=4, len_penalty=lenpen))
+    assert_scored([model], hypotheses)
+    for hypothesis in [h for found in hypotheses for h in found]:
+        scores = hypothesis["positional_scores"]
+        assert hypothesis["score"].item() == pytest.approx(scores.sum().item() / len(scores) ** lenpen, abs=SCORES)
+
+
+def test_length_penalties_choose():
+    model = model_of({})
+    lengths = [
+        sum(len(found[0]["tokens"]) for found in generate(generator_for([model], beam_size=8, len_penalty=lenpen)))
+        for lenpen in (-1.0, 0.6, 3.0)
+    ]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+
+
+# ---------------------------------------------------------------------------------- other searches
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"update_rule": "delta"}, {"update_rule": "decay"}], ids=str)
+def test_a_prefix_is_said_and_scored(options, beam):
+    model = model_of(options)
+    prefix = shifted(sentences((5, 2, 4, 3, 1), seed=7))[:, 1:]  # of 4, 1, 3, 2 words and none
+    hypotheses = generate(generator_for([model], beam_size=beam), prefix=prefix)
+    for row, found in zip(prefix, hypotheses, strict=True):
+        said = row[row != PAD].tolist()
+        assert all(hypothesis["tokens"][: len(said)].tolist() == said for hypothesis in found)
+    assert_scored([model], hypotheses)
+
+
+def test_a_prefix_may_be_the_whole_target():
+    """It ends with the end of the sentence, for some sentences."""
+    model = model_of({})
+    prefix = torch.tensor([[5, 6, EOS], [7, EOS, PAD], [4, 5, 6], [8, PAD, PAD], [PAD, PAD, PAD]])
+    hypotheses = generate(generator_for([model], beam_size=4), prefix=prefix)
+    assert hypotheses[0][0]["tokens"].tolist() == [5, 6, EOS] and hypotheses[1][0]["tokens"].tolist() == [7, EOS]
+    assert_scored([model], hypotheses)
+
+
+ENSEMBLES: dict[str, list[dict[str, Any]]] = {
+    "two": [{}, {}],
+    "two rules": [{"update_rule": "gated"}, {"update_rule": "delta", "feature_map": "dpfp"}],
+    "fast and softmax": [{}, {"fast_weight_attention": "none"}],
+    "softmax and fast": [{"fast_weight_attention": "none"}, {}],
+    "softmax to the source, and fast": [{"fast_weight_attention": "encoder,decoder"}, {}],
+    "two widths": [{}, {"decoder_embed_dim": 24, "encoder_embed_dim": 24, "decoder_layers": 1}],
+    "three": [{}, {"feature_map": "relu"}, {"feature_map": "favor"}],
+}
+
+
+def ensembles() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("members", ENSEMBLES.values(), ids=list(ENSEMBLES))
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+@ensembles()
+def test_ensembles_have_the_mean_probability_of_their_models(members, beam):
+    models = [model_of(options, seed) for seed, options in enumerate(members)]
+    hypotheses = generate(generator_for(models, beam_size=beam))
+    assert_scored(models, hypotheses)
+    first = generate(generator_for(models[:1], beam_size=beam))
+    best = [[found[0]["positional_scores"] for found in result] for result in (hypotheses, first)]
+    assert any(len(x) != len(y) or (x - y).abs().max() > 0.01 for x, y in zip(*best, strict=True))
+
+
+SEARCHES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "beam": (search.BeamSearch, {}),
+    "sampling": (search.Sampling, {}),
+    "sampling of the best": (partial(search.Sampling, sampling_topk=3), {}),
+    "sampling of the most likely": (partial(search.Sampling, sampling_topp=0.7), {}),
+    "diverse groups": (partial(search.DiverseBeamSearch, num_groups=2, diversity_strength=0.8), {}),
+    "groups of one": (partial(search.DiverseBeamSearch, num_groups=4, diversity_strength=0.5), {}),
+    "diverse siblings": (partial(search.DiverseSiblingsSearch, diversity_rate=0.5), {}),
+    "temperature": (search.BeamSearch, {"temperature": 1.7}),
+    "unknown words": (search.BeamSearch, {"unk_penalty": -4.0}),
+}
+
+
+@pytest.mark.parametrize("rule", ["sum", "delta"])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_search_finds_what_it_finds_without_a_state(name, rule):
+    """Without a state every step reads the whole prefix again, and nothing is reordered."""
+    model, (strategy, options) = model_of({"update_rule": rule}), SEARCHES[name]
+    results = []
+    for incremental in (True, False):
+        generator = generator_for([model], beam_size=4, search_strategy=strategy(model.decoder.dictionary), **options)
+        generator.model.has_incremental = incremental
+        torch.manual_seed(1)  # of samples
+        results.append(generate(generator))
+    assert_same(*results)
+    plain = generate(generator_for([model], beam_size=4))
+    if name != "beam":  # and it is another search
+        assert [found[0]["positional_scores"].tolist() for found in results[0]] != [
+            found[0]["positional_scores"].tolist() for found in plain
+        ]
+
+
+@pytest.mark.parametrize("name", [name for name in SEARCHES if name.startswith("sampling")])
+def test_samples_have_the_scores_of_the_whole_target_and_a_seed(name):
+    model, (strategy, _) = model_of({"update_rule": "delta"}), SEARCHES[name]
+    generator = generator_for([model], beam_size=4, search_strategy=strategy(model.decoder.dictionary))
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(generate(generator))
+        assert_scored([model], drawn[-1])
+    assert_same(drawn[0], drawn[1])
+    tokens = [[h["tokens"].tolist() for found in result for h in found] for result in drawn]
+    assert tokens[0] != tokens[2]
+
+
+# -------------------------------------------------------------------------------------- scoring
+
+
+def scored_references(models: list[Any], targets: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """What `fairseq-generate --score-reference` does."""
+    scorer = SequenceScorer(models[0].decoder.dictionary)
+    sample = {
+        "net_input": {**batch(SOURCES), "prev_output_tokens": shifted(targets)},
+        "target": collate_tokens(targets, PAD),
+    }
+    return [found for (found,) in scorer.generate(models, sample)]
+
+
+@ensembles()
+def test_references_have_the_scores_of_the_search(members):
+    models = [model_of(options, seed) for seed, options in enumerate(members)]
+    hypotheses = [found[0] for found in generate(generator_for(models, beam_size=4))]
+    references = scored_references(models, [hypothesis["tokens"] for hypothesis in hypotheses])
+    for hypothesis, reference in zip(hypotheses, references, strict=True):
+        assert torch.equal(hypothesis["tokens"], reference["tokens"])
+        assert (hypothesis["positional_scores"] - reference["positional_scores"]).abs().max() <= SCORES
+        assert abs(hypothesis["score"] - reference["score"]) <= SCORES
+
+
+@pytest.mark.parametrize("options", [CASES[f"in {places}"] for places in SUBSETS], ids=SUBSETS)
+def test_references_have_the_scores_that_they_have_alone(options):
+    model, targets = model_of(options), sentences((4, 8, 2, 1, 6), seed=3)
+    for source, target, found in zip(SOURCES, targets, scored_references([model], targets), strict=True):
+        assert (found["positional_scores"] - log_probs(model, source, target)).abs().max() <= SCORES

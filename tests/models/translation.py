@@ -1,0 +1,106 @@
+"""Translation models as fairseq's command lines build them, at the sizes of tests, and batches for them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.data.data_utils import collate_tokens
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+
+import fairseq_fastweights.models.fast_weight_transformer  # noqa: F401
+from fairseq_fastweights.feature_maps import FEATURE_MAPS
+
+WORDS = tuple(f"w{i}" for i in range(24))
+PAD, EOS = 1, 2
+
+SIZES = {
+    "encoder_layers": 2,
+    "encoder_embed_dim": 16,
+    "encoder_ffn_embed_dim": 32,
+    "encoder_attention_heads": 2,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+}
+
+PLACES = ("encoder", "decoder", "cross")
+SUBSETS = [",".join(chosen) for size in (3, 2, 1) for chosen in combinations(PLACES, size)] + ["none"]
+
+# Copies of weights that fairseq's encoder layers keep for a fused kernel, and fill in loading. Nothing trains them.
+FUSED = [f"{name}_{kind}" for name in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
+
+POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive]
+
+
+def dictionary(words: Iterable[str] = WORDS) -> Dictionary:
+    made = Dictionary()
+    for word in words:
+        made.add_symbol(word)
+    return made
+
+
+def arguments(arch: str, **options: Any) -> Namespace:
+    """What of these options the architecture's function makes."""
+    args = Namespace(**options)
+    ARCH_CONFIG_REGISTRY[arch](args)
+    return args
+
+
+def build(
+    arch: str = "fast_weight_transformer",
+    *,
+    source: Iterable[str] = WORDS,
+    target: Iterable[str] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """A model of `SIZES` in evaluation mode. Without `target` the dictionary is joined."""
+    source_dictionary = dictionary(source)
+    target_dictionary = source_dictionary if target is None else dictionary(target)
+    task = SimpleNamespace(source_dictionary=source_dictionary, target_dictionary=target_dictionary)
+    torch.manual_seed(seed)
+    return ARCH_MODEL_REGISTRY[arch].build_model(arguments(arch, **{**SIZES, **options}), task).eval()
+
+
+def with_map(feature_map: str, **options: Any) -> Any:
+    """The same, in float64 where the map is one whose sums come near zero: no two ways to round them agree."""
+    model = build(feature_map=feature_map, **options)
+    return model if feature_map in ("auto", *POSITIVE) else model.double()
+
+
+def sentences(lengths: Sequence[int], words: int = len(WORDS), seed: int = 0) -> list[torch.Tensor]:
+    """Of so many tokens with the end; 1 is an empty line."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.cat([torch.randint(4, 4 + words, (length - 1,), generator=generator), torch.tensor([EOS])])
+        for length in lengths
+    ]
+
+
+def batch(rows: list[torch.Tensor], left_pad: bool = True) -> dict[str, torch.Tensor]:
+    """Sources as the translation task gives them to a model: padded on the left."""
+    tokens = collate_tokens(rows, PAD, left_pad=left_pad)
+    return {"src_tokens": tokens, "src_lengths": tokens.ne(PAD).sum(dim=1)}
+
+
+def shifted(rows: list[torch.Tensor]) -> torch.Tensor:
+    """What a decoder reads to say `rows`: the end first, and padding on the right."""
+    return collate_tokens(rows, PAD, EOS, move_eos_to_beginning=True)
+
+
+@torch.no_grad()
+def log_probs(model: Any, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of every token of one target, in one pass over all of it, with nothing else in the batch."""
+    out = model(**batch([source]), prev_output_tokens=shifted([target]))
+    return model.get_normalized_probs(out, log_probs=True)[0].gather(-1, target[:, None])[:, 0]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    scale = expected.double().norm().item() or 1.0
+    return (actual.double() - expected.double()).norm().item() / scale

@@ -1,0 +1,600 @@
+"""Attention to a source as a whole computes Katharopoulos et al. 2020, Eq. 5: in one piece or token by token, for one
+query or a beam of them, in every precision; and padding is no part of a source."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from fairseq.modules import MultiheadAttention
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+
+from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.modules.fast_weight_source_attention import FastWeightSourceAttention, check_without_order
+from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+
+# Heads of 8 numbers.
+SOURCE, TARGET, BATCH, EMBED, HEADS = 11, 5, 3, 16, 2
+
+MAPS = list(FEATURE_MAPS)
+# Sums of features of either sign come near zero, where no two ways to round agree: those maps are compared in float64.
+POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive]
+
+# Norm of the difference over the norm. Some dozens of operations of 6e-8 (float32) add up; a padded position that is
+# read costs more than 1e-2.
+FLOAT32 = 1e-5
+# Gradients go through the same operations twice, and sum terms of either sign.
+FLOAT32_GRADIENT = 5e-5
+# Of maps that normalise by sums of either sign: the smallest of some hundred such sums costs three digits.
+FLOAT64 = 1e-11
+# Five roundings of half a unit in the last place (2e-3 for bfloat16) lie between input and output.
+BFLOAT16 = 2e-2
+
+
+def build(feature_map: str = "elu", *, dtype: torch.dtype = torch.float32, **options: Any) -> FastWeightSourceAttention:
+    torch.manual_seed(0)
+    options = {"embed_dim": EMBED, "num_heads": HEADS, "feature_map": feature_map, **options}
+    # FAVOR+ draws anew at every call in training, so only in evaluation can calls be compared.
+    return FastWeightSourceAttention(**options).eval().to(dtype)
+
+
+def sequence(time: int, batch: int = BATCH, width: int = EMBED, seed: int = 1) -> torch.Tensor:
+    return torch.randn(time, batch, width, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(source_width: int = EMBED, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and a source."""
+    return sequence(TARGET, batch), sequence(SOURCE, batch, source_width, seed=2)
+
+
+def attend(module: FastWeightSourceAttention, query: torch.Tensor, source: torch.Tensor, **options: Any):
+    out, weights = module(query, source, source, **options)
+    assert weights is None
+    return out
+
+
+def one_by_one(module, query, source, padding=None, incremental=None) -> torch.Tensor:
+    """As a decoder asks in generation."""
+    incremental = {} if incremental is None else incremental
+    steps = [attend(module, q, source, key_padding_mask=padding, incremental_state=incremental) for q in query.split(1)]
+    return torch.cat(steps)
+
+
+def memory_of(incremental: dict[str, Any]) -> dict[str, torch.Tensor]:
+    (memory,) = (x for x in incremental.values() if isinstance(x, dict))
+    return memory
+
+
+def rows_of(incremental: dict[str, Any]) -> int:
+    """Of how many sources a memory is kept."""
+    (rows,) = {len(x) for x in memory_of(incremental).values()}
+    return rows
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    scale = expected.double().norm().item() or 1.0
+    return (actual.double() - expected.double()).norm().item() / scale
+
+
+def gradients(module: torch.nn.Module, out: torch.Tensor, **leaves: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a sum of all outputs with random weights, by parameter, and by name for other leaves."""
+    leaves |= dict(module.named_parameters())
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    return dict(zip(leaves, torch.autograd.grad((out * weights).sum(), list(leaves.values())), strict=True))
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"relative errors above {tolerance:g}: {wrong}"
+
+
+# One row each: padding on the left, on the right, nowhere.
+PADDING = torch.tensor([[1] * 4 + [0] * 7, [0] * 6 + [1] * 5, [0] * 11], dtype=torch.bool)
+
+# ------------------------------------------------------------------------------- the equation
+
+
+def equation_5(module, query, source, padding=None) -> torch.Tensor:
+    """sum_s sim(q, k_s) v_s / sum_s sim(q, k_s), sim = phi(q) . phi(k), one pair after another."""
+
+    def heads(x):
+        return x.unflatten(-1, (module.num_heads, -1))
+
+    q, k = module.feature_map(heads(module.q_proj(query)), heads(module.k_proj(source)))
+    v = heads(module.v_proj(source))
+    # Added where the sum can be exactly zero (Schlag et al. 2021, Eq. 28).
+    eps = 0.0 if type(module.feature_map).__name__ in ("EluMap", "FavorMap") else 1e-5
+    rows = []
+    for t in range(len(query)):
+        for row in range(query.shape[1]):
+            for head in range(module.num_heads):
+                total, similarities = torch.zeros_like(v[0, 0, 0]), eps
+                for s in range(len(source)):
+                    if padding is None or not padding[row, s]:
+                        similarity = (q[t, row, head] * k[s, row, head]).sum()
+                        total = total + similarity * v[s, row, head]
+                        similarities = similarities + similarity
+                rows.append(total / similarities)
+    read = torch.stack(rows).view(*query.shape[:2], -1)
+    return module.out_proj(module.scale * read)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("source_width", [EMBED, 24], ids=["own width", "other width"])
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_outputs_and_gradients_are_those_of_the_equation(feature_map, source_width, padding):
+    low = torch.float32 if feature_map in POSITIVE else torch.float64
+    module = build(feature_map, dtype=low, source_dim=source_width)
+    exact = copy.deepcopy(module).double()
+    results = []
+    for which, attention, dtype in ((module, attend, low), (exact, equation_5, torch.float64)):
+        query, source = (x.to(dtype).requires_grad_() for x in inputs(source_width))
+        if attention is attend:
+            out = attend(which, query, source, key_padding_mask=padding)
+        else:
+            out = equation_5(which, query, source, padding)
+        results.append((out, gradients(which, out, query=query, source=source)))
+    (out, actual), (expected, expected_gradients) = results
+    assert relative_error(out, expected) <= (FLOAT32 if low is torch.float32 else FLOAT64)
+    zero = [name for name, grad in actual.items() if not grad.norm() > 0]
+    assert not zero, f"without a gradient, or with one that is not a number: {zero}"
+    # The gradient of a division divides twice.
+    assert_same(actual, expected_gradients, FLOAT32_GRADIENT if low is torch.float32 else 100 * FLOAT64)
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {"scale_read_out": True}, {"feature_dim": 3}], ids=str)
+def test_options_change_what_they_say(options):
+    module = build(**options)
+    assert module.scale == (8**-0.5 if "scale_read_out" in options else 1)
+    assert (module.k_proj.bias is None) == ("bias" in options)
+    exact = copy.deepcopy(module).double()
+    assert relative_error(attend(module, *inputs()), equation_5(exact, *[x.double() for x in inputs()])) <= FLOAT32
+
+
+def test_every_query_reads_all_of_the_source():
+    """It is not causal: a change of any source position changes every output."""
+    module, (query, source) = build(), inputs()
+    out = attend(module, query, source)
+    for s in range(SOURCE):
+        changed = source.clone()
+        changed[s] += 1
+        assert (attend(module, query, changed) - out).abs().amax(dim=(1, 2)).min() > 1e-3
+
+
+def test_an_encoder_has_no_order_but_that_of_its_positions():
+    """Permuted inputs give permuted outputs: what a rule with an order could not say."""
+    module, x, order = build(), sequence(SOURCE), torch.randperm(SOURCE, generator=torch.Generator().manual_seed(4))
+    assert relative_error(attend(module, x[order], x[order]), attend(module, x, x)[order]) <= FLOAT32
+
+
+def test_parameters_are_those_of_fairseqs_attention():
+    for width in (EMBED, 24):
+        theirs = MultiheadAttention(EMBED, HEADS, kdim=width, vdim=width, encoder_decoder_attention=True)
+        shapes = [
+            {name: tuple(x.shape) for name, x in m.state_dict().items()} for m in (build(source_dim=width), theirs)
+        ]
+        assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("width", [EMBED, 24])
+def test_projections_start_as_fairseqs(width):
+    torch.manual_seed(0)
+    module = FastWeightSourceAttention(64, 4, source_dim=4 * width)
+    theirs = MultiheadAttention(64, 4, kdim=4 * width, vdim=4 * width, encoder_decoder_attention=True)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        ours, other = (getattr(m, name).weight.detach().abs().max().item() for m in (module, theirs))
+        # 4096 uniform draws or more: both maxima are within 1 % of the bound but for a chance of 1e-17.
+        assert ours == pytest.approx(other, rel=0.01), name
+    assert not module.out_proj.bias.any()
+
+
+# The paper's dimensions for heads of 64 (Schlag et al. 2021, Table 6).
+@pytest.mark.parametrize(
+    "options, size",
+    [({"feature_map": "favor", "favor_features": m}, 2 * m) for m in (128, 192, 256)]
+    + [({"feature_map": "dpfp", "dpfp_nu": nu}, 128 * nu) for nu in (2, 3, 4)],
+    ids=str,
+)
+def test_memories_have_the_papers_sizes(options, size):
+    module = FastWeightSourceAttention(128, 2, **options).eval()
+    incremental: dict[str, Any] = {}
+    x = torch.randn(3, 1, 128)
+    attend(module, x, x, incremental_state=incremental)
+    assert {name: tuple(x.shape) for name, x in memory_of(incremental).items()} == {
+        "state": (1, 2, size, 64),
+        "z": (1, 2, size),
+    }
+    assert size in (256, 384, 512)
+
+
+# ------------------------------------------------------------------------------------ padding
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_padding_is_no_part_of_a_source(feature_map):
+    dtype = torch.float32 if feature_map in POSITIVE else torch.float64
+    module, (query, source) = build(feature_map, dtype=dtype), (x.to(dtype) for x in inputs())
+    # What stands at padded positions is large, so that a trace of it would be seen.
+    source = source.masked_fill(PADDING.t()[..., None], 50.0).requires_grad_()
+    out = attend(module, query, source, key_padding_mask=PADDING)
+    for row, padded in enumerate(PADDING):
+        alone = attend(module, query[:, row : row + 1], source[~padded, row : row + 1])
+        assert relative_error(out[:, row : row + 1], alone) <= FLOAT32, f"row {row}"
+    grads = gradients(module, out, source=source)
+    assert not grads["source"][PADDING.t()].any() and grads["source"][~PADDING.t()].all()
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_a_source_of_nothing_but_padding_is_finite(feature_map):
+    module, (query, source) = build(feature_map), inputs()
+    query, source = query.requires_grad_(), source.requires_grad_()
+    padding = PADDING.clone()
+    padding[0] = True
+    incremental: dict[str, Any] = {}
+    out = attend(module, query, source, key_padding_mask=padding, incremental_state=incremental)
+    # Nothing is read: what is left is the output's bias.
+    assert out.isfinite().all() and torch.equal(out[:, 0], module.out_proj.bias.expand(TARGET, -1))
+    assert not any(x[0].any() for x in memory_of(incremental).values())
+    assert all(grad.isfinite().all() for grad in gradients(module, out, query=query, source=source).values())
+
+
+def test_a_mask_of_bytes_is_a_mask():
+    module, (query, source) = build(), inputs()
+    expected = attend(module, query, source, key_padding_mask=PADDING)
+    assert torch.equal(attend(module, query, source, key_padding_mask=PADDING.to(torch.uint8)), expected)
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+@pytest.mark.parametrize(
+    "shape", [(0, SOURCE, 2), (TARGET, 0, 2), (TARGET, SOURCE, 0)], ids=["queries", "source", "rows"]
+)
+def test_nothing_comes_of_nothing(shape, beam):
+    module, (time, source_time, batch) = build(), shape
+    module.set_beam_size(beam)
+    query, source = torch.ones(time, batch, EMBED), torch.ones(source_time, batch, EMBED)
+    for options in ({}, {"incremental_state": {}}):
+        out = attend(module, query, source, **options)
+        assert out.shape == query.shape and out.isfinite().all()
+
+
+# --------------------------------------------------------------------------------- generation
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_single_queries_give_what_all_at_once_give(feature_map, padding):
+    dtype = torch.float32 if feature_map in POSITIVE else torch.float64
+    module, (query, source) = build(feature_map, dtype=dtype), (x.to(dtype) for x in inputs())
+    expected = attend(module, query, source, key_padding_mask=padding)
+    incremental: dict[str, Any] = {}
+    assert relative_error(one_by_one(module, query, source, padding, incremental), expected) <= FLOAT32
+    # Once it is there the source is read from the memory: it need not be given again.
+    again, _ = module(query, None, None, incremental_state=incremental)
+    assert relative_error(again, expected) <= FLOAT32
+
+
+def test_the_memory_neither_grows_nor_changes():
+    module, (query, source) = build(), inputs()
+    incremental: dict[str, Any] = {}
+    kept = []
+    for token in query.split(1):
+        attend(module, token, source, incremental_state=incremental)
+        kept.append({name: x.clone() for name, x in memory_of(incremental).items()})
+    assert all(torch.equal(step[name], kept[0][name]) for step in kept for name in ("state", "z"))
+    assert kept[0]["state"].shape == (BATCH, HEADS, 8, 8)
+
+
+def test_two_modules_keep_their_memories_apart_in_one_dictionary():
+    (query, source), incremental = inputs(), {}
+    modules = [build(), build("dpfp")]
+    for token in query.split(1):
+        last = [attend(module, token, source, incremental_state=incremental) for module in modules]
+    for module, out in zip(modules, last, strict=True):
+        assert relative_error(out, attend(module, query, source)[-1:]) <= FLOAT32
+
+
+def copies(x: torch.Tensor, beam: int, dim: int = 1) -> torch.Tensor:
+    """Every row `beam` times in a row, as beam search has the encoder's output."""
+    return x.repeat_interleave(beam, dim=dim)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("feature_map", POSITIVE)
+@pytest.mark.parametrize("beam", [2, 4])
+def test_a_beam_shares_one_memory(feature_map, beam, padding):
+    module, source = build(feature_map), copies(inputs()[1], beam)
+    query = sequence(TARGET, BATCH * beam)
+    padding = None if padding is None else copies(padding, beam, dim=0)
+    expected = attend(module, query, source, key_padding_mask=padding)
+    alone: dict[str, Any] = {}
+    one_by_one(module, query, source, padding, alone)
+    assert rows_of(alone) == BATCH * beam, "nobody has said that there are beams"
+    module.set_beam_size(beam)
+    shared: dict[str, Any] = {}
+    out = one_by_one(module, query, source, padding, shared)
+    assert rows_of(shared) == BATCH
+    assert relative_error(out, expected) <= FLOAT32
+    # Several queries at once, as a prefix that is forced could be read.
+    at_once = attend(module, query, source, key_padding_mask=padding, incremental_state={})
+    assert relative_error(at_once, expected) <= FLOAT32
+
+
+def test_rows_of_different_sources_share_nothing():
+    """A beam size may be that of a search before this one: sources are compared, not believed."""
+    module = build()
+    for batch, beam, padding in ((4, 2, None), (4, 4, None), (3, 2, None), (3, 3, PADDING)):
+        module.set_beam_size(beam)
+        query, source = sequence(TARGET, batch), sequence(SOURCE, batch, seed=2)
+        incremental: dict[str, Any] = {}
+        out = one_by_one(module, query, source, padding, incremental)
+        assert rows_of(incremental) == batch
+        assert relative_error(out, attend(module, query, source, key_padding_mask=padding)) <= FLOAT32
+
+
+def test_copies_that_are_padded_differently_share_nothing():
+    module, source = build(), copies(sequence(SOURCE, 1, seed=2), 3)
+    module.set_beam_size(3)
+    incremental: dict[str, Any] = {}
+    query = sequence(TARGET)
+    out = one_by_one(module, query, source, PADDING, incremental)
+    assert rows_of(incremental) == 3
+    assert relative_error(out, attend(module, query, source, key_padding_mask=PADDING)) <= FLOAT32
+
+
+def test_one_group_of_several_that_is_not_of_copies_is_enough_to_share_nothing():
+    module, source = build(), copies(sequence(SOURCE, 2, seed=2), 2)
+    source[3, 3, 5] += 1e-3  # of the second group's second row
+    module.set_beam_size(2)
+    incremental: dict[str, Any] = {}
+    query = sequence(TARGET, 4)
+    out = one_by_one(module, query, source, None, incremental)
+    assert rows_of(incremental) == 4
+    assert relative_error(out, attend(module, query, source)) <= FLOAT32
+
+
+def test_without_a_state_nothing_is_compared():
+    """In training equal sources next to each other are computed like all others, and get their gradients."""
+    module, source = build(), copies(sequence(SOURCE, 2, seed=2), 2).requires_grad_()
+    module.set_beam_size(2)
+    grads = gradients(module, attend(module, sequence(TARGET, 4), source), source=source)
+    assert grads["source"].abs().amax(dim=(0, 2)).min() > 1e-3
+
+
+ORDERS = {
+    "the same": ([0, 1, 2, 3, 4, 5], 2),
+    "within groups": ([1, 0, 2, 2, 5, 5], 2),
+    "groups change places": ([4, 5, 1, 0, 3, 3], 2),
+    "a group leaves": ([1, 1, 4, 5], 2),
+    "a group is doubled": ([2, 3, 3, 2, 0, 0, 4, 4], 2),
+    "one row each": ([0, 2, 4], 1),
+    "mixed groups": ([0, 2, 1, 3, 4, 5], 1),
+    "one row": ([5], 1),
+    "odd": ([0, 0, 0, 2, 2], 1),
+    "half of a group": ([0, 1, 2], 1),
+    "nothing": ([], 2),
+}
+
+
+@pytest.mark.parametrize("order, copies_left", ORDERS.values(), ids=list(ORDERS))
+def test_memories_follow_the_beam(order, copies_left):
+    """Hypotheses that are swapped, doubled, dropped or multiplied read the source that they are given."""
+    module, source = build(), copies(sequence(SOURCE, 3, seed=2), 2)
+    module.set_beam_size(2)
+    incremental: dict[str, Any] = {}
+    attend(module, sequence(1, 6), source, incremental_state=incremental)
+    order = torch.tensor(order, dtype=torch.int64)
+    assert module.reorder_incremental_state(incremental, order) is incremental
+    query = sequence(TARGET, len(order), seed=5)
+    out = one_by_one(module, query, source[:, order], None, incremental)
+    assert relative_error(out, attend(module, query, source[:, order])) <= FLOAT32
+    assert rows_of(incremental) * copies_left == len(order), "memories are no longer shared, or wrongly"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memories_follow_any_sequence_of_orders(seed):
+    draw = random.Random(seed)
+    beam, sentences = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
+    module, source = build(draw.choice(POSITIVE)), copies(sequence(SOURCE, sentences, seed=seed), beam)
+    padding = copies(PADDING[:sentences], beam, dim=0)
+    module.set_beam_size(beam)
+    incremental: dict[str, Any] = {}
+    for step in range(6):
+        query = sequence(1, source.shape[1], seed=100 * seed + step)
+        out = attend(module, query, source, key_padding_mask=padding, incremental_state=incremental)
+        assert relative_error(out, attend(module, query, source, key_padding_mask=padding)) <= FLOAT32, step
+        rows = source.shape[1]
+        if draw.random() < 0.5 and rows % beam == 0:  # as beam search does it: sentences leave, hypotheses move
+            kept = sorted(draw.sample(range(rows // beam), draw.randint(1, rows // beam)))
+            order = [beam * sentence + draw.randrange(beam) for sentence in kept for _ in range(beam)]
+        else:
+            order = draw.choices(range(rows), k=draw.randint(1, 7))
+        index = torch.tensor(order)
+        module.reorder_incremental_state(incremental, index)
+        source, padding = source[:, index], padding[index]
+
+
+def test_reordering_before_the_first_token_does_nothing():
+    assert build().reorder_incremental_state({}, torch.tensor([0, 0])) == {}
+
+
+# ---------------------------------------------------------------------------------- precision
+
+
+def halved(module, *inputs, dtype):
+    """A module and inputs in a half type, and in float32 with exactly the same numbers."""
+    low = copy.deepcopy(module).to(dtype)
+    inputs = [x.to(dtype) for x in inputs]
+    return (low, *inputs), (copy.deepcopy(low).float(), *[x.float() for x in inputs])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("feature_map", POSITIVE)
+def test_half_types_are_near_float32(feature_map, dtype):
+    low, exact = halved(build(feature_map), *inputs(), dtype=dtype)
+    for attention in (attend, one_by_one):
+        out = attention(*low)
+        assert out.dtype == dtype
+        assert relative_error(out, attention(*exact)) <= BFLOAT16
+    assert all(grad.isfinite().all() for grad in gradients(low[0], attend(*low)).values())
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_types_have_all_maps(feature_map, dtype):
+    low, _ = halved(build(feature_map), *inputs(), dtype=dtype)
+    assert attend(*low).isfinite().all() and attend(*low).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("feature_map", POSITIVE)
+def test_the_normaliser_of_a_long_source_is_in_range_and_exact(feature_map, dtype):
+    """z . q grows with the source: 160 a position for heads of 128 and ELU + 1, past float16's 65,504 after 400; and
+    a sum in bfloat16 would stop growing after 256."""
+    module = build(feature_map, embed_dim=128, num_heads=1)
+    low, exact = halved(module, sequence(4, 1, 128), sequence(600, 1, 128, seed=2), dtype=dtype)
+    for attention in (attend, one_by_one):
+        assert relative_error(attention(*low), attention(*exact)) <= BFLOAT16
+    assert all(grad.isfinite().all() for grad in gradients(low[0], attend(*low)).values())
+
+
+def test_large_features_of_favor_do_not_overflow_float16():
+    """Products of features beyond 65,504, though what is read is a mean of values."""
+    module, (query, source) = build("favor"), inputs()
+    feature = module.feature_map.features[0]
+    feature.mul_(17**0.5 / feature.norm())  # exp(17) / 34 = 7e5
+    with torch.no_grad():
+        for projection in (module.q_proj, module.k_proj):  # phi is largest at a feature itself
+            projection.weight.mul_(0.1)
+            projection.bias.copy_(feature.repeat(HEADS) * len(feature) ** 0.25)
+    heads = (
+        projection(x).unflatten(-1, (HEADS, -1)) for projection, x in ((module.q_proj, query), (module.k_proj, source))
+    )
+    q, k = module.feature_map(*heads)
+    assert q.max() * k.max() > 65_504, "the test does not test what it says"
+    low, exact = halved(module, query, source, dtype=torch.float16)
+    for attention in (attend, one_by_one):
+        assert relative_error(attention(*low), attention(*exact)) <= BFLOAT16
+    assert all(grad.isfinite().all() for grad in gradients(low[0], attend(*low)).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("feature_map", POSITIVE)
+def test_autocast_is_near_float32(feature_map, dtype):
+    module, (query, source) = build(feature_map), inputs()
+    expected = attend(module, query, source)
+    with torch.autocast("cpu", dtype=dtype):
+        out, single = attend(module, query, source), one_by_one(module, query, source)
+    # Weights and inputs are rounded as well, once each.
+    assert relative_error(out, expected) <= 2 * BFLOAT16
+    assert relative_error(single, expected) <= 2 * BFLOAT16
+    assert all(grad.isfinite().all() for grad in gradients(module, out.float()).values())
+
+
+# ---------------------------------------------------------------------------- chance in training
+
+
+def test_dropout_acts_in_training_only():
+    (query, source), plain, dropping = inputs(), build(), build(dropout=0.5)
+    expected = attend(plain, query, source)
+    assert torch.equal(attend(dropping, query, source), expected)
+    assert not torch.allclose(attend(dropping.train(), query, source), expected)
+    # Of the read-out, scaled up to keep its mean. 500 draws of standard deviation 1 (relative) leave 4.5 %; twice that
+    # is allowed, of a norm of 240 numbers from a fixed seed.
+    torch.manual_seed(5)
+    with torch.no_grad():
+        mean = sum(attend(dropping, query, source) for _ in range(500)) / 500
+    assert relative_error(mean, expected) <= 0.09
+
+
+def test_favor_draws_for_every_training_batch_and_never_in_evaluation():
+    module, (query, source) = build("favor"), inputs()
+    assert torch.equal(attend(module, query, source), attend(module, query, source))
+    module.train()
+    assert not torch.allclose(attend(module, query, source), attend(module, query, source))
+
+
+class Layer(torch.nn.Module):
+    """Of what fairseq recomputes the activations: layers, which pass on one source as keys and values."""
+
+    def __init__(self, attention: FastWeightSourceAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, query: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return attend(self.attention, query, source)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor"])
+def test_recomputed_activations_use_the_same_draws(feature_map):
+    plain = Layer(build(feature_map, dropout=0.3)).train()
+    results = []
+    for module in (plain, checkpoint_wrapper(copy.deepcopy(plain))):
+        query, source = (x.requires_grad_() for x in inputs())
+        torch.manual_seed(6)
+        out = module(query, source)
+        torch.rand(7)  # what is drawn in between must not matter
+        out.square().sum().backward()
+        results.append({"out": out, "query": query.grad, "source": source.grad})
+        results[-1] |= {name: p.grad for name, p in module.named_parameters()}
+    assert_same(results[1], results[0], 1e-7)  # the same operations on the same numbers
+
+
+def test_quantisation_noise_reaches_every_projection():
+    module = build(q_noise=0.5, source_dim=24).train()
+    before = {name: getattr(module, name).weight.clone() for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    attend(module, *inputs(24))
+    for name, weight in before.items():
+        assert not torch.equal(getattr(module, name).weight, weight), name
+
+
+# ------------------------------------------------------------------------------------- errors
+
+ORDERED = [name for name, rule in UPDATE_RULES.items() if rule.ordered]
+
+
+def test_rules_with_an_order_are_all_but_the_sum():
+    assert ORDERED == ["gated", "decay", "delta"]
+
+
+@pytest.mark.parametrize("rule", ORDERED)
+def test_rules_with_an_order_are_refused(rule):
+    with pytest.raises(
+        ValueError, match=f"update_rule is '{rule}'; it must be sum: what is read as a whole has no order"
+    ):
+        FastWeightSourceAttention(EMBED, HEADS, update_rule=rule)
+    with pytest.raises(ValueError, match=f"^cross_update_rule is '{rule}'; it must be sum"):
+        check_without_order("cross_update_rule", rule)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"update_rule": "hebb"}, "update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
+        ({"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16"),
+        ({"feature_map": "softmax"}, "feature map 'softmax'; .* identity, elu, relu, favor, dpfp, tanh"),
+        ({"feature_map": "dpfp", "feature_dim": 17}, "feature_dim is 17; .*dpfp_nu = 16"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_impossible_modules_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_parts_of_a_source_cannot_be_hidden():
+    query, source = inputs()
+    with pytest.raises(ValueError, match="attn_mask must be None"):
+        attend(build(), query, source, attn_mask=torch.zeros(TARGET, SOURCE))
+
+
+def test_keys_and_values_are_one_source():
+    module, (query, source) = build(), inputs()
+    for key, value in ((source, source.clone()), (source, None), (None, source), (None, None)):
+        with pytest.raises(ValueError, match="key and value must be the same tensor, the source"):
+            module(query, key, value)

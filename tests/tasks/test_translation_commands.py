@@ -1,0 +1,412 @@
+"""fairseq's commands for translation, with fast weights: train, go on, average, generate, interact, validate."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq.file_io import PathManager
+
+from tests.conftest import QUIET, command
+from tests.tasks.conftest import TRANSLATION, generate, hypotheses_in, train_translation
+
+
+def slow(*values: Any) -> Any:
+    """A case that `make test-fast` leaves out: others of the same test run there."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# Copies of weights that fairseq's own encoder layers keep for a fused kernel.
+FUSED = re.compile(r"encoder\.layers\.\d+\.\w+_(weight|bias)$")
+
+
+def losses(log: str) -> list[float]:
+    return [float(x) for x in re.findall(r'"loss": "([^"]+)"', log)]
+
+
+def load(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def is_unset(name: str) -> bool:
+    """Whether this is the number whose type fairseq looks at, and whose value it never sets."""
+    return name.endswith("._float_tensor")
+
+
+def assert_all_translated(corpus, found, nbest: int = 1) -> None:
+    """One line for every line of the test split, also for those that are empty."""
+    assert sorted(found) == list(range(len(corpus.lines("test", "en"))))
+    for hypotheses in found.values():
+        assert len(hypotheses) == nbest
+        for hypothesis in hypotheses:
+            assert math.isfinite(hypothesis.score)
+            assert len(hypothesis.token_scores) > len(hypothesis.words)  # there is an end, and there may be a start
+
+
+# ------------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "delta"])
+def test_every_rule_learns(pairs, tmp_path, rule):
+    log = train_translation(
+        pairs.data, tmp_path, "--update-rule", rule, "--max-update", "40", "--no-save", "--lr", "0.01"
+    )
+    values = losses(log)
+    assert len(values) == 40
+    # Of 24 types: 4.6 bits where nothing is known.
+    assert statistics.mean(values[-5:]) < statistics.mean(values[:5]) - 0.5
+
+
+@pytest.mark.parametrize("feature_map", ["favor", slow("relu"), slow("dpfp"), slow("identity")])
+def test_every_map_trains(pairs, tmp_path, feature_map):
+    values = losses(train_translation(pairs.data, tmp_path, "--feature-map", feature_map, "--no-save"))
+    assert len(values) == 4 and all(math.isfinite(x) for x in values)
+
+
+@pytest.mark.parametrize("places", ["encoder,decoder,cross", slow("encoder,decoder"), slow("cross"), "none"])
+def test_every_choice_of_attention_trains_and_translates(pairs, tmp_path, places):
+    train_translation(pairs.data, tmp_path, "--fast-weight-attention", places)
+    assert load(tmp_path / "checkpoint_last.pt")["cfg"]["model"].fast_weight_attention == places
+    assert_all_translated(pairs, generate(pairs.data, tmp_path / "checkpoint_last.pt", tmp_path / "out"))
+
+
+def test_checkpointed_activations_change_nothing(pairs, tmp_path):
+    flags = "--dropout 0.2 --attention-dropout 0.1 --feature-map favor".split()
+    plain, checkpointed = (
+        losses(train_translation(pairs.data, tmp_path, "--no-save", *flags, *extra))
+        for extra in ([], ["--checkpoint-activations"])
+    )
+    assert checkpointed == pytest.approx(plain, abs=2e-3)  # the log rounds to three digits
+
+
+@pytest.mark.parametrize("flag", ["--fp16", "--bf16", slow("--ddp-backend legacy_ddp")])
+def test_half_types_learn_the_same(pairs, tmp_path, flag):
+    plain, changed = (
+        losses(train_translation(pairs.data, tmp_path, "--no-save", *extra)) for extra in ([], flag.split())
+    )
+    # bfloat16 keeps 8 bits.
+    assert len(plain) == 4 and changed == pytest.approx(plain, rel=2e-2 if flag == "--bf16" else 2e-3)
+
+
+def test_layers_are_dropped_in_training_and_pruned_in_generation(pairs, tmp_path):
+    drop = "--encoder-layerdrop 0.5 --decoder-layerdrop 0.5 --encoder-layers 3 --decoder-layers 3".split()
+    assert all(math.isfinite(x) for x in losses(train_translation(pairs.data, tmp_path, *drop)))
+    path = tmp_path / "checkpoint_last.pt"
+    whole = generate(pairs.data, path, tmp_path / "whole")
+    kept = str({"encoder_layers_to_keep": "0,2", "decoder_layers_to_keep": "1"})
+    pruned = generate(pairs.data, path, tmp_path / "pruned", "--model-overrides", kept)
+    for found in (whole, pruned):
+        assert_all_translated(pairs, found)
+    assert whole[0][0].token_scores != pruned[0][0].token_scores
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--share-all-embeddings",
+        slow("--share-decoder-input-output-embed --decoder-normalize-before --encoder-normalize-before"),
+        "--encoder-embed-dim 24 --decoder-embed-dim 16",
+        slow("--encoder-learned-pos --decoder-learned-pos --layernorm-embedding"),
+        slow("--adaptive-softmax-cutoff 8,16 --criterion adaptive_loss --ddp-backend legacy_ddp"),
+        slow("--quant-noise-pq 0.1 --quant-noise-pq-block-size 4"),
+        "--cross-self-attention --no-cross-attention --fast-weight-attention encoder",
+    ],
+)
+def test_fairseqs_options_train_and_translate(joined_pairs, tmp_path, flags):
+    if "adaptive_loss" in flags:  # in place of the other criterion, whose flags it does not have
+        log = command(
+            "train",
+            *[str(joined_pairs.data), *TRANSLATION, *QUIET, "--arch", "fast_weight_transformer_tiny", *flags.split()],
+            *"--optimizer adam --max-tokens 160 --max-update 4 --disable-validation".split(),
+            *["--save-dir", str(tmp_path)],
+        )
+    else:
+        log = train_translation(joined_pairs.data, tmp_path, *flags.split())
+    assert len(losses(log)) == 4 and all(math.isfinite(x) for x in losses(log))
+    path = tmp_path / "checkpoint_last.pt"
+    assert_all_translated(joined_pairs, generate(joined_pairs.data, path, tmp_path / "out"))
+    weights = load(path)["model"]
+    shared = torch.equal(weights["encoder.embed_tokens.weight"], weights["decoder.embed_tokens.weight"])
+    assert shared == ("--share-all-embeddings" in flags)
+
+
+@pytest.mark.slow
+def test_validation_translates(pairs, tmp_path):
+    """With --eval-bleu a generator works in the midst of training, which goes on as without."""
+    flags = ["--max-update", "8", "--feature-map", "favor", "--dropout", "0.1"]
+    bleu = ["--eval-bleu", "--eval-bleu-detok", "space", "--eval-bleu-args", '{"beam": 4, "max_len_b": 10}']
+    bleu += ["--best-checkpoint-metric", "bleu", "--maximize-best-checkpoint-metric"]
+    log = train_translation(pairs.data, tmp_path / "bleu", *flags, *bleu, validate=True)
+    assert len(re.findall(r'"valid_bleu": "[^"]+"', log)) == 2
+    assert (tmp_path / "bleu" / "checkpoint_best.pt").exists()
+    assert losses(log) == losses(train_translation(pairs.data, tmp_path / "plain", *flags))
+
+
+# --------------------------------------------------------------------------------- restoring
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--feature-map favor --attention-dropout 0.1", slow("--update-rule delta"), slow("--fast-weight-attention cross")],
+)
+def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path, flags):
+    common = [*flags.split(), "--dropout", "0.2", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "4"]
+    train_translation(pairs.data, tmp_path / "whole", *common, "--max-update", "12")
+    for updates in ("5", "12"):  # the first in the middle of an epoch
+        log = train_translation(pairs.data, tmp_path / "cut", *common, "--max-update", updates)
+    assert "Loaded checkpoint" in log and len(losses(log)) == 7
+    whole, cut = (load(tmp_path / name / "checkpoint_last.pt") for name in ("whole", "cut"))
+    assert whole["model"].keys() == cut["model"].keys()
+    for name, x in whole["model"].items():
+        # fairseq's own encoder layers fill their copies of weights only in loading.
+        assert is_unset(name) or FUSED.search(name) or torch.equal(x, cut["model"][name]), name
+    states = [state["last_optimizer_state"]["state"] for state in (whole, cut)]
+    for number, state in states[0].items():
+        assert all(torch.equal(x, states[1][number][name]) for name, x in state.items() if torch.is_tensor(x))
+
+
+RESET = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters".split()
+SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
+
+
+def assert_starts_from(weights: dict[str, torch.Tensor], pairs, folder: Path, path: Path, *flags: str) -> None:
+    """An update of nearly nothing leaves the weights of the file as they are."""
+    before = path.read_bytes()
+    flags = ("--restore-file", str(path), *RESET, "--max-update", "1", "--lr", "1e-9", *flags)
+    log = train_translation(pairs.data, folder, *flags)
+    assert "Loaded checkpoint" in log and len(losses(log)) == 1
+    state = load(folder / "checkpoint_last.pt")
+    assert state["optimizer_history"][-1]["num_updates"] == 1
+    for name, x in weights.items():
+        if name in state["model"] and not is_unset(name):
+            assert torch.allclose(state["model"][name], x, atol=1e-6), name
+    assert path.read_bytes() == before
+
+
+def test_training_starts_from_a_checkpoint_with_a_new_optimizer(pairs, translator, tmp_path):
+    path = translator / "checkpoint_last.pt"
+    assert_starts_from(load(path)["model"], pairs, tmp_path, path, *SAME_MODEL)
+
+
+@pytest.fixture(scope="module")
+def transformer(pairs, tmp_path_factory) -> Path:
+    """A checkpoint of fairseq's own."""
+    folder = tmp_path_factory.mktemp("transformer")
+    train_translation(pairs.data, folder, "--arch", "transformer_tiny")
+    return folder / "checkpoint_last.pt"
+
+
+def in_old_layout(state: dict[str, Any]) -> dict[str, Any]:
+    """What fairseq wrote before version 0.10: all arguments in one Namespace, and no configuration."""
+    old = {key: value for key, value in state.items() if key != "cfg"}
+    # The model of a parser's arguments has all of them, as of old; but for what the tasks and models said themselves.
+    return {**old, "args": Namespace(**{**state["cfg"]["task"], **vars(state["cfg"]["model"])})}
+
+
+def under_old_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One matrix for queries, keys and values, and none of the copies that came later."""
+    old = {name: x for name, x in weights.items() if not FUSED.search(name)}
+    for name in list(old):
+        path, _, kind = name.rpartition(".q_proj.")
+        if path:
+            old[f"{path}.in_proj_{kind}"] = torch.cat([old.pop(f"{path}.{x}_proj.{kind}") for x in "qkv"])
+    return old
+
+
+@pytest.mark.parametrize("layout", ["new", "old"])
+def test_training_starts_from_a_transformer(pairs, transformer, tmp_path, layout):
+    path, state = transformer, load(transformer)
+    if layout == "old":
+        path = tmp_path / "old.pt"
+        torch.save({**in_old_layout(state), "model": under_old_names(state["model"])}, path)
+    assert_starts_from(state["model"], pairs, tmp_path / "new", path)
+    # What came of it is a model of ours.
+    assert_all_translated(pairs, generate(pairs.data, tmp_path / "new" / "checkpoint_last.pt", tmp_path / "out"))
+
+
+def test_without_fast_weights_a_transformers_checkpoint_translates_the_same(pairs, transformer, tmp_path):
+    expected = generate(pairs.data, transformer, tmp_path / "theirs")
+    overrides = str(
+        {"_name": "fast_weight_transformer", "arch": "fast_weight_transformer", "fast_weight_attention": "none"}
+    )
+    found = generate(pairs.data, transformer, tmp_path / "ours", "--model-overrides", overrides)
+    assert_same(found, expected)
+
+
+def assert_same(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for number, hypotheses in expected.items():
+        for hypothesis, other in zip(found[number], hypotheses, strict=True):
+            assert hypothesis.words == other.words
+            assert hypothesis.token_scores == pytest.approx(other.token_scores, abs=2e-4)  # both are rounded
+
+
+def test_an_old_checkpoint_with_a_namespace_translates_the_same(pairs, translator, tmp_path):
+    path = translator / "checkpoint_last.pt"
+    old = in_old_layout(load(path))
+    assert "cfg" not in old and isinstance(old["args"], Namespace)
+    torch.save(old, tmp_path / "old.pt")
+    found = generate(pairs.data, tmp_path / "old.pt", tmp_path / "old")
+    assert_same(found, generate(pairs.data, path, tmp_path / "new"))
+    torch.save({**old, "model": under_old_names(old["model"])}, tmp_path / "older.pt")
+    assert_same(generate(pairs.data, tmp_path / "older.pt", tmp_path / "older"), found)
+
+
+def averaged(paths: list[Path]) -> dict[str, Any]:
+    """What fairseq's `scripts/average_checkpoints.py` makes of files: the first one's all but the weights."""
+    result: dict[str, Any] = {}
+    total: dict[str, torch.Tensor] = {}
+    for path in paths:
+        with PathManager.open(str(path), "rb") as file:
+            state = torch.load(file, map_location="cpu")
+        result = result or state
+        for name, x in state["model"].items():
+            x = x.float() if x.dtype == torch.float16 else x
+            if name in total:
+                total[name] += x
+            else:
+                total[name] = x.clone()
+    for x in total.values():
+        if x.is_floating_point():
+            x.div_(len(paths))
+        else:
+            x //= len(paths)
+    return {**result, "model": total}
+
+
+@pytest.mark.parametrize("number", [slow(1), 2, slow(3)])
+def test_averages_of_checkpoints_translate(pairs, translator, tmp_path, number):
+    paths = [translator / f"checkpoint{epoch}.pt" for epoch in (5, 10, 15)]
+    states = [load(path)["model"] for path in paths[:number]]
+    torch.save(averaged(paths[:number]), tmp_path / "average.pt")
+    found = generate(pairs.data, tmp_path / "average.pt", tmp_path / "out")
+    assert_all_translated(pairs, found)
+    mean = load(tmp_path / "average.pt")["model"]
+    name = "decoder.layers.1.encoder_attn.v_proj.weight"
+    assert torch.allclose(mean[name], sum(state[name] for state in states) / number, atol=1e-6)
+    for side in ("encoder", "decoder"):
+        assert torch.equal(mean[f"{side}.settings"], states[0][f"{side}.settings"])
+    if number == 1:
+        assert_same(found, generate(pairs.data, paths[0], tmp_path / "single"))
+
+
+def test_averages_of_half_precision_translate(pairs, translator, tmp_path):
+    paths = []
+    for epoch in (5, 10):
+        state = load(translator / f"checkpoint{epoch}.pt")
+        half = {name: x.half() if x.is_floating_point() else x for name, x in state["model"].items()}
+        paths.append(tmp_path / f"{epoch}.pt")
+        torch.save({**state, "model": half}, paths[-1])
+    torch.save(averaged(paths), tmp_path / "average.pt")
+    assert load(tmp_path / "average.pt")["model"]["decoder.layers.0.fc1.weight"].dtype == torch.float32
+    assert_all_translated(pairs, generate(pairs.data, tmp_path / "average.pt", tmp_path / "out"))
+
+
+# --------------------------------------------------------------------------------- generation
+
+
+def test_there_is_a_line_for_every_line(pairs, translator, tmp_path):
+    sources = pairs.lines("test", "en")
+    assert "" in sources
+    path = translator / "checkpoint_last.pt"
+    found = generate(pairs.data, path, tmp_path / "out")
+    assert_all_translated(pairs, found)
+    # In batches of other sizes, where sentences have other neighbours.
+    for size in ("1", "12"):
+        assert_same(generate(pairs.data, path, tmp_path / size, "--batch-size", size), found)
+
+
+@pytest.mark.parametrize(
+    "flags, nbest",
+    [
+        ("--beam 1", 1),
+        ("--beam 4 --lenpen 0.6 --nbest 4", 4),
+        slow("--beam 8 --nbest 2", 2),
+        ("--prefix-size 1", 1),
+        ("--sampling --sampling-topk 3 --beam 2 --nbest 2 --seed 3", 2),
+        slow("--sampling --sampling-topp 0.8 --beam 1 --nbest 1 --seed 3", 1),
+        ("--diverse-beam-groups 2 --diverse-beam-strength 0.5 --nbest 4", 4),
+        slow("--diversity-rate 0.5", 1),
+        slow("--no-repeat-ngram-size 2 --unkpen 1 --temperature 1.3", 1),
+        ("--fp16", 1),
+        slow("--sacrebleu", 1),
+        slow("--max-len-a 1.2 --max-len-b 3 --min-len 2", 1),
+    ],
+)
+def test_every_way_of_searching_translates_every_line(pairs, translator, tmp_path, flags, nbest):
+    path = translator / "checkpoint_last.pt"
+    found = generate(pairs.data, path, tmp_path / "out", *flags.split())
+    assert_all_translated(pairs, found, nbest)
+    if "--sampling" in flags:  # of which the seed is that of the command
+        assert_same(generate(pairs.data, path, tmp_path / "again", *flags.split()), found)
+    if "--prefix-size" in flags:
+        for number, target in enumerate(pairs.lines("test", "de")):
+            assert found[number][0].words[:1] == target.split()[:1]
+
+
+def test_ensembles_translate(pairs, translator, tmp_path):
+    train_translation(pairs.data, tmp_path / "softmax", "--fast-weight-attention", "none")
+    paths = [translator / "checkpoint_last.pt", tmp_path / "softmax" / "checkpoint_last.pt"]
+    single = generate(pairs.data, paths[0], tmp_path / "single")
+    for number, order in enumerate((paths, paths[::-1])):
+        both = ":".join(str(path) for path in order)
+        found = generate(pairs.data, both, tmp_path / f"{number}")
+        assert_all_translated(pairs, found)
+        assert found[0][0].token_scores != single[0][0].token_scores
+        references = generate(pairs.data, both, tmp_path / f"references {number}", "--score-reference")
+        assert [references[i][0].words for i in sorted(references)] == [x.split() for x in pairs.lines("test", "de")]
+    twice = ":".join([str(paths[0])] * 2)
+    assert_same(generate(pairs.data, twice, tmp_path / "twice"), single)
+
+
+def test_references_are_scored_as_validation_does(pairs, translator, tmp_path, logging_as_it_is):
+    path = translator / "checkpoint_last.pt"
+    scored = generate(pairs.data, path, tmp_path / "out", "--score-reference", "--gen-subset", "valid")
+    values = [x for hypotheses in scored.values() for x in hypotheses[0].token_scores]
+    targets = pairs.lines("valid", "de")
+    assert len(values) == sum(len(line.split()) + 1 for line in targets)
+    assert [scored[i][0].words for i in range(len(targets))] == [line.split() for line in targets]
+    log = command("validate", *[str(pairs.data), *TRANSLATION, *QUIET, "--path", str(path), "--max-tokens", "200"])
+    (result,) = [json.loads(line) for line in log.splitlines() if line.startswith("{") and '"valid_nll_loss"' in line]
+    assert -statistics.mean(values) == pytest.approx(float(result["valid_nll_loss"]), abs=2e-3)
+
+
+@pytest.mark.parametrize("buffer", ["1", "10"])
+def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, capsys, buffer):
+    given = ["e1 e2 e3", "", "e4 ünïcödé 漢字 e5 \u2028 🙂", " ", "e6"]
+    (tmp_path / "input").write_text("\n".join(given) + "\n", encoding="utf-8")
+    flags = ["--path", str(translator / "checkpoint_last.pt"), "--beam", "4", "--max-len-b", "12"]
+    flags += [
+        "--input",
+        str(tmp_path / "input"),
+        "--buffer-size",
+        buffer,
+        "--batch-size",
+        "1" if buffer == "1" else "3",
+    ]
+    command("interactive", str(pairs.data), *TRANSLATION, *QUIET, *flags)
+    found = hypotheses_in(capsys.readouterr().out)
+    assert sorted(found) == list(range(len(given)))
+    assert all(math.isfinite(hypotheses[0].score) for hypotheses in found.values())
+    # Without words there is nothing to tell two sources apart.
+    assert found[1] == found[3] != found[0]
+
+
+@pytest.mark.parametrize("places", ["encoder,decoder", slow("none")])
+def test_softmax_attention_to_the_source_aligns_words(pairs, tmp_path, capsys, places):
+    train_translation(pairs.data, tmp_path, "--fast-weight-attention", places)
+    path = tmp_path / "checkpoint_last.pt"
+    generate(pairs.data, path, tmp_path / "out", "--print-alignment")
+    text = (tmp_path / "out" / "generate-test.txt").read_text(encoding="utf-8")
+    assert len(re.findall(r"^A-\d+\t", text, flags=re.MULTILINE)) == len(pairs.lines("test", "en"))
+    (tmp_path / "input").write_text("e1 unknown\n")
+    flags = ["--path", str(path), "--replace-unk", "", "--input", str(tmp_path / "input")]
+    command("interactive", str(pairs.data), *TRANSLATION, *QUIET, *flags)
+    assert sorted(hypotheses_in(capsys.readouterr().out)) == [0]
