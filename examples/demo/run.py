@@ -9,32 +9,25 @@ same call again, also after an interruption, goes on from there.
 from __future__ import annotations
 
 import argparse
-import io
-import os
-import shlex
 import shutil
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comparison import Row, Unigram, format_table, plot_curves
-from corpora import SPLITS, Corpus, CorpusError, corpus_in, english_corpus
-from fairseq_logs import (
-    describe_training,
-    read_continuations,
-    read_nothing,
-    read_perplexity,
-    read_training,
-)
-from steps import Runner, Step, StepError, claim, read_json, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 
-ROOT = Path(__file__).resolve().parents[2]
-"""Where the commands run: --user-dir fairseq_fastweights is found there."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-"""Two commands of one thread each make better use of two cores than one of two threads."""
+from common.command_line import add_options, run_to_the_end
+from common.commands import command, require_packages, shown, start_runner, training
+from common.curves import plot_curves
+from common.fairseq_logs import read_nothing
+from common.steps import Step, claim, read_json, write_json
 
+from demo.comparison import Row, Unigram, format_rows
+from demo.corpora import SPLITS, Corpus, CorpusError, corpus_in, english_corpus
+from demo.fairseq_logs import read_continuations, read_perplexity
+
+MARK = "made-by-the-demo"
 SEGMENT, BATCH = 64, 16
 """Tokens to a segment or a window, and segments to a batch."""
 PREPROCESS = "--only-source --thresholdsrc 2 --nwordssrc 8000"
@@ -45,15 +38,9 @@ MODEL = """
     --decoder-ffn-embed-dim 512 --share-decoder-input-output-embed
     --no-token-positional-embeddings --dropout 0.2
 """
-TRAINING = f"""
-    --tokens-per-sample {SEGMENT} --batch-size {BATCH}
-    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0.25 --lr 0.003 --lr-scheduler cosine
-    --num-workers 0 --log-format json --no-epoch-checkpoints --keep-interval-updates 1
-"""
+TRAINING = f"--tokens-per-sample {SEGMENT} --batch-size {BATCH} --clip-norm 0.25 --lr 0.003"
 CARRY_OVER = "--carry-over-state --batch-size-valid 4"
 SAMPLING = "--sampling --sampling-topk 10 --beam 3 --nbest 3 --unkpen 100 --max-len-b 60"
-NEVER = 1_000_000
-"""Epochs between validations: they are counted in updates, for an epoch may be short or endless."""
 MOST_POSITIONS = 600_000
 """About how many positions the sliding window may have to compute for a score."""
 PROMPT = 6
@@ -79,22 +66,14 @@ MODELS = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit status."""
     options = _parse(arguments)
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(ending) is signal.SIG_DFL:
-            signal.signal(ending, signal.default_int_handler)  # the commands must not outlive this one
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
-    try:
+
+    def work() -> None:
+        require_packages("matplotlib")
         corpus = english_corpus() if options.data is None else corpus_in(options.data)
-        with claim(options.out) as claimed:
+        with claim(options.out, MARK) as claimed:
             Demo(options, corpus, claimed).run()
-    except (CorpusError, StepError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+
+    return run_to_the_end(work, CorpusError)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -110,36 +89,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "one of these with .gz, and so on; words are what stands between white space "
         "(default: English that Python itself carries)",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(__file__).parent / "out",
-        metavar="FOLDER",
-        help="where the results go (default: examples/demo/out)",
-    )
-    parser.add_argument(
-        "--updates",
-        type=_positive,
-        default=300,
-        metavar="N",
-        help=f"how long each training is, in batches of {BATCH * SEGMENT} tokens (default: 300)",
-    )
-    parser.add_argument("--seed", type=_positive, default=1, metavar="N", help="of training and sampling")
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=MODELS,
-        default=list(MODELS),
-        metavar="NAME",
-        help=f"which models, of {', '.join(MODELS)} (default: all)",
+    add_options(
+        parser,
+        out=Path(__file__).resolve().parent / "out",
+        updates=300,
+        batch=f"{BATCH * SEGMENT} tokens",
+        seed="training and sampling",
+        models=MODELS,
     )
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
 
 
 Steps = dict[tuple[str, bool], Step]
@@ -161,8 +119,7 @@ class Demo:
         self.seed = options.seed
         self.models = {name: MODELS[name] for name in MODELS if name in options.models}
         self.corpus = corpus
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.runner = Runner(ROOT, cores or 1, sys.stdout, ENVIRONMENT, keep_open=[claimed])
+        self.runner = start_runner(claimed)
 
     def run(self) -> None:
         """Goes from the text to the table.
@@ -193,7 +150,8 @@ class Demo:
         rows += [self.row(name, trained, scored) for name in self.models]
         curves = {self.label(*key): step.finished_result() for key, step in trained.items()}
         write_json(self.out / "results.json", {"rows": [asdict(row) for row in rows], "curves": curves})
-        plot_curves(curves, rows[0], self.out / "curves.png")
+        unigram = rows[0]
+        plot_curves(curves, 2.5 * unigram.valid, self.out / "curves.png", **{unigram.title: unigram.valid})
         self.report(rows, prompt, MODELS[writer].title, sampled.finished_result()["texts"])
         self.runner.say(f"done in {time.monotonic() - started:.0f} s")
 
@@ -215,38 +173,27 @@ class Demo:
         return Step(
             "turning the text into numbers",
             folder,
-            _command("fairseq-preprocess", PREPROCESS, *texts, "--destdir", folder),
+            command("fairseq-preprocess", PREPROCESS, *texts, "--destdir", folder),
             read_nothing,
             depends_on=self.corpus.digest,
         )
 
     def train(self, name: str, carries: bool, binarized: Step) -> Step:
         model, folder = self.models[name], self.out / name / _mode(carries)
-        schedule = (
-            f"--max-update {self.updates} --warmup-updates {min(50, self.updates // 5)} "
-            f"--log-interval {max(1, min(10, self.updates // 10))} --seed {self.seed} "
-            f"--validate-interval {NEVER} --validate-interval-updates {self.interval()} "
-            f"--save-interval {NEVER} --save-interval-updates {self.interval()}"
-        )
-        return Step(
-            f"training the {self.label(name, carries)}",
+        return training(
+            self.label(name, carries),
             folder,
-            _command(
-                "fairseq-train",
-                binarized.folder,
-                TASK,
-                model.options,
-                CARRY_OVER if carries else "",
-                MODEL,
-                TRAINING,
-                schedule,
-                "--save-dir",
-                folder,
-            ),
-            read_training,
-            describe_progress=lambda log: describe_training(log, self.updates),
+            binarized.folder,
+            TASK,
+            model.options,
+            CARRY_OVER if carries else "",
+            MODEL,
+            TRAINING,
+            updates=self.updates,
+            warmup=50,
+            interval=self.interval(),
+            seed=self.seed,
             after=[binarized],
-            resumes=True,
         )
 
     def label(self, name: str, carries: bool) -> str:
@@ -269,7 +216,7 @@ class Demo:
         return Step(
             f"scoring the {self.label(name, carries)}",
             self.out / name / f"{_mode(carries)}-test",
-            _command(
+            command(
                 "fairseq-eval-lm",
                 binarized.folder,
                 TASK,
@@ -287,7 +234,7 @@ class Demo:
         return Step(
             f"sampling from the {self.label(name, False)}",
             self.out / name / "sample",
-            _command(
+            command(
                 "fairseq-interactive",
                 binarized.folder,
                 TASK,
@@ -323,7 +270,7 @@ class Demo:
         """Prints the results, and writes the same into `table.md`."""
         new = window_step(self.corpus.tokens["test"])
         lines = [
-            format_table(rows),
+            format_rows(rows),
             "",
             f"- valid, sliding window: perplexity of models trained on separate segments of {SEGMENT} tokens;",
             f"  a window of {SEGMENT} tokens moves over the test text by {new} at a time.",
@@ -338,7 +285,7 @@ class Demo:
         table = self.out / "table.md"
         table.write_text("\n".join(lines) + "\n", encoding="utf-8")
         self.runner.say("\n" + "\n".join(lines))
-        self.runner.say(f"\ntable:  {_shown(table)}\ncurves: {_shown(self.out / 'curves.png')}")
+        self.runner.say(f"\ntable:  {shown(table)}\ncurves: {shown(self.out / 'curves.png')}")
 
 
 def read_vocabulary(path: Path) -> list[str]:
@@ -368,21 +315,6 @@ def window_step(tokens: int) -> int:
 
 def _mode(carries: bool) -> str:
     return "carried" if carries else "segments"
-
-
-def _command(program: str, *parts: str | Path) -> list[str]:
-    """A command in words. Strings may hold several; paths are relative to `ROOT` if they are in it."""
-    path = Path(sys.executable).parent / program
-    if not path.exists():
-        raise StepError(f"there is no {program} beside {sys.executable}; `make setup` installs it")
-    words = [_shown(path)]
-    for part in parts:
-        words += [_shown(part)] if isinstance(part, Path) else shlex.split(part)
-    return words
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 if __name__ == "__main__":

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import math
-import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "examples" / "demo"
+EXAMPLES = ROOT / "examples"
 
-sys.path.append(str(DEMO))  # as when run.py is started
+sys.path.insert(0, str(EXAMPLES))  # as when run.py is started
 comparison, corpora, fairseq_logs, run, steps = map(
-    import_module, ("comparison", "corpora", "fairseq_logs", "run", "steps")
+    import_module, ("demo.comparison", "demo.corpora", "demo.fairseq_logs", "demo.run", "common.steps")
 )
 
 TEXT = "a text of more words than there must be , again and again\n" * 20
-TRAIN_LOG = """
-2026-01-01 | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
-2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "3", "ppl": "8", "wps": "100", "ups": "2", "num_updates": "2"}
-2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "4", "valid_ppl": "16", "valid_num_updates": "2"}
-2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "2", "ppl": "4", "wps": "300", "ups": "2", "num_updates": "4"}
-2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "5", "valid_ppl": "32", "valid_num_updates": "4"}
-"""
 
 
 # --- English from Python
@@ -221,190 +210,10 @@ def test_a_file_is_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert (folder / "test.txt").read_text() == TEXT
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with steps.claim(out), pytest.raises(steps.StepError, match="another demo is at work"), steps.claim(out):
-        pass
-    with steps.claim(out):
-        pass
-
-
-# --- steps
-
-
-def make_step(folder: Path, code: str, **others: Any) -> Any:
-    """A step that runs Python code in its folder, given as argument."""
-    settings = {"read_result": lambda log: {"log": log}, **others}
-    return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **settings)
-
-
-def work(*wanted: Any, slots: int = 2) -> str:
-    """Runs steps; returns what was shown."""
-    output = io.StringIO()
-    steps.Runner(ROOT, slots, output, {}).run(wanted)
-    return output.getvalue()
-
-
-def test_a_finished_step_is_not_run_again(tmp_path: Path) -> None:
-    step = make_step(tmp_path / "a", "print('hello')")
-    assert step.result() is None
-    work(step)
-    assert step.finished_result() == {"log": "hello\n"}
-    (step.folder / "witness").touch()
-    assert "done before" in work(step)
-    assert (step.folder / "witness").exists()
-
-
-@pytest.mark.parametrize("change", ["command", "input", "earlier step"])
-def test_a_changed_step_is_done_anew(tmp_path: Path, change: str) -> None:
-    def make(code: str, digest: str, earlier: str) -> Any:
-        first = make_step(tmp_path / "first", earlier)
-        return first, make_step(tmp_path / "second", code, depends_on=digest, after=[first])
-
-    work(*make("print(1)", "1", "print(0)"))
-    (tmp_path / "second" / "witness").touch()
-    first, second = make(
-        "print(2)" if change == "command" else "print(1)",
-        "2" if change == "input" else "1",
-        "print(2)" if change == "earlier step" else "print(0)",
-    )
-    assert second.result() is None
-    work(first, second)
-    assert second.result() is not None
-    assert not (tmp_path / "second" / "witness").exists()
-
-
-def test_steps_wait_for_those_that_they_use(tmp_path: Path) -> None:
-    first = make_step(tmp_path / "first", "import time; time.sleep(0.5)")
-    second = make_step(
-        tmp_path / "second",
-        "import sys, pathlib; assert (pathlib.Path(sys.argv[1]).parent / 'first' / 'done.json').exists()",
-        after=[first],
-    )
-    work(second, first)
-    assert second.result() is not None
-
-
-@pytest.mark.parametrize(
-    ("code", "settings", "reason"),
-    [
-        ("import sys; print('what went wrong'); sys.exit(3)", {}, "exit status 3"),
-        ("import os; print('what went wrong', flush=True); os.abort()", {}, "signal 6"),
-        ("print('what went wrong')", {"read_result": fairseq_logs.read_perplexity}, "no perplexity"),
-    ],
-)
-def test_a_failed_step_is_shown_and_not_marked_as_done(
-    tmp_path: Path, code: str, settings: dict[str, Any], reason: str
-) -> None:
-    step = make_step(tmp_path / "a", code, **settings)
-    with pytest.raises(steps.StepError, match=rf"a failed: .*{reason}.*\n.*what went wrong\n.*log\.txt"):
-        work(step)
-    assert step.result() is None
-
-
-def test_a_failure_ends_the_steps_beside_it(tmp_path: Path) -> None:
-    slow = make_step(tmp_path / "slow", "import os, time; print(os.getpid(), flush=True); time.sleep(60)", resumes=True)
-    failing = make_step(
-        tmp_path / "failing",
-        "import sys, pathlib, time\n"
-        "log = pathlib.Path(sys.argv[1]).parent / 'slow' / 'log.txt'\n"
-        "while not log.read_text(): time.sleep(0.01)\n"
-        "sys.exit(1)",
-    )
-    started = time.monotonic()
-    with pytest.raises(steps.StepError, match="failing failed"):
-        work(slow, failing)
-    assert time.monotonic() - started < 30
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(slow.log.read_text()), 0)
-    assert slow.result() is None
-
-
-def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
-    """As a loader's workers do, which keep the folder claimed while they live and notice their parent's end late."""
-    out = tmp_path / "out"
-    with pytest.raises(steps.StepError, match="failing failed"), steps.claim(out) as claimed:
-        worker = (
-            "import signal, time\n"
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-            "print('up', flush=True)\n"
-            "time.sleep(60)"
-        )
-        slow = make_step(
-            out / "slow",
-            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], close_fds=False)",
-        )
-        failing = make_step(
-            out / "failing",
-            "import sys, pathlib, time\n"
-            "log = pathlib.Path(sys.argv[1]).parent / 'slow' / 'log.txt'\n"
-            "while not log.read_text(): time.sleep(0.01)\n"
-            "sys.exit(1)",
-        )
-        steps.Runner(ROOT, 2, io.StringIO(), {}, keep_open=[claimed]).run([slow, failing])
-    with steps.claim(out):
-        pass
-
-
-HALF_THEN_WHOLE = """
-import pathlib, sys, zipfile
-checkpoint = pathlib.Path(sys.argv[1]) / "checkpoint_last.pt"
-print("resumed" if checkpoint.exists() else "began")
-begun = checkpoint.exists()
-zipfile.ZipFile(checkpoint, "w").writestr("updates", "1")
-sys.exit(0 if begun else 1)
-"""
-
-
-@pytest.mark.parametrize("case", ["resumes", "begins anew", "broken checkpoint", "changed"])
-def test_an_interrupted_step_goes_on_if_it_can(tmp_path: Path, case: str) -> None:
-    step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=case != "begins anew")
-    with pytest.raises(steps.StepError):
-        work(step)
-    assert step.log.read_text() == "began\n"
-    if case == "broken checkpoint":
-        checkpoint = step.folder / "checkpoint_last.pt"
-        checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
-    if case == "changed":
-        step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=True, depends_on="something else")
-    if case == "resumes":
-        assert "a: goes on where it was\n" in work(step)
-        assert step.log.read_text() == "began\nresumed\n"
-    else:
-        with pytest.raises(steps.StepError):
-            work(step)
-        assert step.log.read_text() == "began\n"
-
-
-def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path) -> None:
-    flags = [f"--flag-{i}={i}" for i in range(20)]
-    script = "import sys; print(*sys.argv[1:], sep='|')"
-    step = steps.Step("a", tmp_path, [sys.executable, "-c", script, "it's", "--b", "(1, 2)", *flags], lambda log: {})
-    shown = step.shell_command({"A": "b c"})
-    assert max(map(len, shown.splitlines())) <= 110 and shown.count("\n") > 2
-    typed = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout
-    assert typed.strip().split("|") == ["it's", "--b", "(1, 2)", *flags]
-
-
 # --- logs, table
 
 
-def test_the_log_of_a_training_that_was_resumed_counts_each_update_once() -> None:
-    result = fairseq_logs.read_training(TRAIN_LOG + TRAIN_LOG.replace('"ppl": "4"', '"ppl": "5"'))
-    assert result["parameters"] == 1234
-    assert result["train_ppl"] == [(2, 8.0), (4, 5.0)]
-    assert result["valid_ppl"] == [(2, 16.0), (4, 32.0)]
-    assert result["best_valid_ppl"] == 16.0
-    assert result["tokens_per_second"] == 200.0
-
-
-def test_progress_is_read_from_a_log_that_is_being_written() -> None:
-    assert fairseq_logs.describe_training("", 8) == "starting"
-    cut = TRAIN_LOG + '2026-01-01 | INFO | train_inner | {"epoch": 1, "lo'
-    assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, 2 s left"
-
-
-@pytest.mark.parametrize("read", ["read_training", "read_perplexity", "read_continuations"])
+@pytest.mark.parametrize("read", ["read_perplexity", "read_continuations"])
 def test_a_log_without_results_is_noticed(read: str) -> None:
     with pytest.raises(ValueError, match="its log has no"):
         getattr(fairseq_logs, read)("Traceback (most recent call last):\n")
@@ -419,7 +228,7 @@ def test_the_unigram_model_knows_frequencies_only() -> None:
 
 def test_the_table_is_markdown_and_aligned() -> None:
     rows = [comparison.Row("unigram", 10, 200.123, 201.0), comparison.Row("b", 1_000, 9.0, 9.5, 8.25, 5_000.4)]
-    lines = comparison.format_table(rows).splitlines()
+    lines = comparison.format_rows(rows).splitlines()
     assert len(lines) == 4 and len(set(map(len, lines))) == 1
     assert [cell.strip() for cell in lines[3].strip("|").split("|")] == ["b", "1,000", "9.00", "9.50", "8.25", "5,000"]
 
@@ -442,7 +251,7 @@ def test_a_prompt_is_known_to_the_models(folder: Path) -> None:
 
 def demo(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-u", str(DEMO / "run.py"), *arguments],
+        [sys.executable, "-u", str(EXAMPLES / "demo" / "run.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -467,7 +276,7 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path) -> None:
     interrupted.send_signal(signal.SIGTERM)
     _, error = interrupted.communicate(timeout=30)
     assert interrupted.returncode == 130 and "goes on from here" in error
-    with steps.claim(out):  # a command that still ran would hold it
+    with steps.claim(out, run.MARK):  # a command that still ran would hold it
         pass
     assert not (out / "table.md").exists()
 

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import select
 import shlex
 import shutil
@@ -87,13 +86,20 @@ class Step:
         """The command as one would type it, over several lines."""
         variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
         lines = [f"  {variables}{shlex.quote(self.command[0])}"]
-        # An option stays on one line with its values.
-        for words in re.findall(r"(?:--\S+|\S+)(?: (?!--)\S+)*", shlex.join(self.command[1:])):
-            if len(lines[-1]) + len(words) + 3 > 100:
-                lines[-1] += " \\"
-                lines.append(f"      {words}")
-            else:
-                lines[-1] += f" {words}"
+        groups: list[list[str]] = [[]]
+        for word in self.command[1:]:
+            if word.startswith("--"):
+                groups.append([])
+            groups[-1].append(shlex.quote(word))
+        for group in filter(None, groups):
+            # An option stays on one line with its values, if they fit.
+            together = " ".join(group)
+            for words in [together] if len(together) <= 90 else group:
+                if len(lines[-1]) + len(words) + 3 > 100:
+                    lines[-1] += " \\"
+                    lines.append(f"      {words}")
+                else:
+                    lines[-1] += f" {words}"
         return "\n".join(lines)
 
     def prepare_folder(self) -> bool:
@@ -264,16 +270,20 @@ class Runner:
 
 
 @contextmanager
-def claim(folder: Path) -> Iterator[int]:
+def claim(folder: Path, name: str) -> Iterator[int]:
     """Makes `folder` and keeps other runs out of it.
+
+    Args:
+        folder: for the results.
+        name: of a file that marks the folder as made by this demo.
 
     Yields:
         A descriptor. Others stay out as long as a process that inherited it lives, should this one be killed.
 
     Raises:
-        StepError: if another run has it, or it holds files that are not a demo's.
+        StepError: if another run has it, or it holds files but no such mark.
     """
-    mark = folder / "made-by-the-demo"
+    mark = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not mark.exists():

@@ -1,0 +1,81 @@
+"""What a demo is told on the command line, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from common.commands import shown
+from common.steps import StepError
+
+
+def add_options(
+    parser: argparse.ArgumentParser, *, out: Path, updates: int, batch: str, seed: str, models: Iterable[str]
+) -> None:
+    """Adds the options that all demos have.
+
+    Args:
+        out: where the results go by default.
+        updates: how long a training is by default.
+        batch: what an update takes, for people.
+        seed: what the seed is of, for people.
+        models: the names of the models.
+    """
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=out,
+        metavar="FOLDER",
+        help=f"where the results go (default: {shown(out)})",
+    )
+    parser.add_argument(
+        "--updates",
+        type=_positive,
+        default=updates,
+        metavar="N",
+        help=f"how long each training is, in batches of {batch} (default: {updates})",
+    )
+    parser.add_argument("--seed", type=_positive, default=1, metavar="N", help=f"of {seed} (default: 1)")
+    names = list(models)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=f"which models, of {', '.join(names)} (default: all)",
+    )
+
+
+def run_to_the_end(work: Callable[[], None], *errors: type[Exception]) -> int:
+    """Does a demo's work; returns the exit status.
+
+    Args:
+        work: all of it.
+        errors: besides StepError and OSError, those whose message is for the person at the terminal.
+    """
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) is signal.SIG_DFL:
+            signal.signal(ending, signal.default_int_handler)  # the commands must not outlive this one
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
+    expected: tuple[type[Exception], ...] = (StepError, OSError, *errors)
+    try:
+        work()
+    except expected as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)

@@ -1,0 +1,1 @@
+"""The demo of language models: `make demo`."""

@@ -1,0 +1,1 @@
+"""The demo of translation: `make demo-translation`."""

@@ -1,0 +1,313 @@
+"""Trains a Linear Transformer and a Transformer to translate numbers, and scores them: `make demo-translation`.
+
+    python examples/demo_translation/run.py [--out FOLDER] [--updates N] [--seed N] [--models ...]
+
+Every command that it runs is shown, ready to be copied. What is finished is kept in --out: the
+same call again, also after an interruption, goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
+
+from common.command_line import add_options, run_to_the_end
+from common.commands import command, require_packages, shown, start_runner, training
+from common.curves import plot_curves
+from common.fairseq_logs import read_nothing
+from common.steps import Step, claim, write_json
+
+from demo_translation.comparison import Row, count_copies, format_examples, format_rows
+from demo_translation.translations import read_lines
+
+FOLDER = Path(__file__).resolve().parent
+MARK = "made-by-the-translation-demo"
+SPLITS, SOURCE, TARGET = ("train", "valid", "test"), "en", "de"
+BATCH = 700
+"""Tokens to a batch, padding included."""
+LANGUAGES = f"--source-lang {SOURCE} --target-lang {TARGET}"
+TASK = f"--user-dir fairseq_fastweights --task translation {LANGUAGES} --cpu"
+MODEL = """
+    --arch fast_weight_transformer --encoder-layers 2 --decoder-layers 2
+    --encoder-embed-dim 64 --encoder-ffn-embed-dim 256 --encoder-attention-heads 4 --decoder-attention-heads 4
+    --share-all-embeddings --dropout 0
+"""
+TRAINING = f"""
+    --criterion label_smoothed_cross_entropy --label-smoothing 0.1
+    --max-tokens {BATCH} --max-tokens-valid 4000 --clip-norm 1 --lr 0.004
+"""
+GENERATION = """
+    --beam 4 --lenpen 0.6 --max-len-a 1 --max-len-b 10 --post-process sentencepiece
+    --max-tokens 4000 --num-workers 0 --no-progress-bar
+"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the models that are compared; the options are those in which they differ."""
+
+    title: str
+    options: str
+
+
+MODELS = {
+    "linear-transformer": Model("Linear Transformer", "--fast-weight-attention encoder,decoder,cross"),
+    "transformer": Model("Transformer", "--fast-weight-attention none"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo; returns the exit status."""
+    options = _parse(arguments)
+
+    def work() -> None:
+        require_packages("num2words", "sentencepiece", "sacrebleu", "matplotlib")
+        with claim(options.out, MARK) as claimed:
+            Demo(options, claimed).run()
+
+    return run_to_the_end(work)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Trains a small Linear Transformer and a Transformer to translate numbers from English words to "
+        "German words, scores and compares them. The same call again goes on where one was interrupted."
+    )
+    add_options(
+        parser,
+        out=FOLDER / "out",
+        updates=1500,
+        batch=f"at most {BATCH} tokens",
+        seed="training",
+        models=MODELS,
+    )
+    return parser.parse_args(arguments)
+
+
+class Demo:
+    """All that is done in one folder.
+
+    Args:
+        options: of the command line.
+        claimed: a descriptor that every command inherits (`steps.claim`).
+    """
+
+    def __init__(self, options: argparse.Namespace, claimed: int) -> None:
+        self.out = options.out.resolve()
+        self.updates = options.updates
+        self.seed = options.seed
+        self.models = {name: MODELS[name] for name in MODELS if name in options.models}
+        self.runner = start_runner(claimed)
+
+    def run(self) -> None:
+        """Goes from the numbers to the table.
+
+        Raises:
+            StepError: if a command fails.
+        """
+        started = time.monotonic()
+        text = self.make_text()
+        learned = self.learn_pieces(text)
+        encoded = self.encode(text, learned)
+        binarized = self.binarize(encoded)
+        trained = {name: self.train(name, binarized) for name in self.models}
+        generated = {name: self.generate(name, binarized, step) for name, step in trained.items()}
+        ordered = {name: self.order(name, text, step) for name, step in generated.items()}
+        scored = {name: self.score(name, text, step) for name, step in ordered.items()}
+        each = (step for steps in (trained, generated, ordered, scored) for step in steps.values())
+        self.runner.run([text, learned, encoded, binarized, *each])
+
+        source, reference = (read_lines(text_of(text, "test", language)) for language in (SOURCE, TARGET))
+        outputs = {name: read_lines(text_of(step, "test", TARGET)) for name, step in ordered.items()}
+        rows = [
+            self.row(name, trained[name], generated[name], scored[name], reference, outputs[name])
+            for name in self.models
+        ]
+        curves = {self.models[name].title: step.finished_result() for name, step in trained.items()}
+        write_json(self.out / "results.json", {"rows": [asdict(row) for row in rows], "curves": curves})
+        # Before the first validation the models know little more than how frequent each token is.
+        plot_curves(curves, 2 * max(c["valid_ppl"][0][1] for c in curves.values()), self.out / "curves.png")
+        examples = format_examples(source, reference, {self.models[name].title: o for name, o in outputs.items()})
+        self.report(rows, examples)
+        self.runner.say(f"done in {time.monotonic() - started:.0f} s")
+
+    def make_text(self) -> Step:
+        folder = self.out / "text"
+        return self.script("writing numbers in words", folder, "number_text.py", folder, package="num2words")
+
+    def learn_pieces(self, text: Step) -> Step:
+        folder = self.out / "pieces"
+        files = [text_of(text, "train", language) for language in (SOURCE, TARGET)]
+        arguments = ["train", folder / "joint.model", *files]
+        return self.script(
+            "learning pieces of words", folder, "pieces.py", *arguments, package="sentencepiece", after=[text]
+        )
+
+    def encode(self, text: Step, learned: Step) -> Step:
+        folder = self.out / "encoded"
+        files = [text_of(text, split, language) for split in SPLITS for language in (SOURCE, TARGET)]
+        arguments = ["encode", learned.folder / "joint.model", folder, *files]
+        return self.script(
+            "cutting words into pieces", folder, "pieces.py", *arguments, package="sentencepiece", after=[learned]
+        )
+
+    def binarize(self, encoded: Step) -> Step:
+        folder = self.out / "bin"
+        texts: list[str | Path] = []
+        for split in SPLITS:
+            texts += [f"--{split}pref", encoded.folder / split]
+        return Step(
+            "turning the text into numbers",
+            folder,
+            command("fairseq-preprocess", LANGUAGES, "--joined-dictionary", *texts, "--destdir", folder),
+            read_nothing,
+            after=[encoded],
+        )
+
+    def train(self, name: str, binarized: Step) -> Step:
+        model = self.models[name]
+        return training(
+            model.title,
+            self.out / name / "model",
+            binarized.folder,
+            TASK,
+            MODEL,
+            model.options,
+            TRAINING,
+            updates=self.updates,
+            warmup=100,
+            interval=-(-self.updates // 10),
+            seed=self.seed,
+            after=[binarized],
+        )
+
+    def generate(self, name: str, binarized: Step, trained: Step) -> Step:
+        folder = self.out / name / "generated"
+        return Step(
+            f"translating with the {self.models[name].title}",
+            folder,
+            command(
+                "fairseq-generate",
+                binarized.folder,
+                TASK,
+                "--path",
+                trained.folder / "checkpoint_best.pt",
+                GENERATION,
+                "--results-path",
+                folder,
+            ),
+            # It goes to the log or to the results, by what fairseq has imported before.
+            lambda log: read_speed(log + generated_in(folder).read_text(encoding="utf-8")),
+            after=[binarized, trained],
+        )
+
+    def order(self, name: str, text: Step, generated: Step) -> Step:
+        folder = self.out / name / "translations"
+        files = [generated_in(generated.folder), text_of(text, "test", SOURCE), folder / f"test.{TARGET}"]
+        title = f"ordering the translations of the {self.models[name].title}"
+        return self.script(title, folder, "translations.py", *files, after=[text, generated])
+
+    def score(self, name: str, text: Step, ordered: Step) -> Step:
+        files: list[str | Path] = [text_of(text, "test", TARGET), "--input", text_of(ordered, "test", TARGET)]
+        return Step(
+            f"scoring the {self.models[name].title}",
+            self.out / name / "bleu",
+            command("sacrebleu", *files, "--metrics bleu --width 2"),
+            read_bleu,
+            after=[text, ordered],
+        )
+
+    def script(
+        self,
+        title: str,
+        folder: Path,
+        name: str,
+        *arguments: str | Path,
+        package: str | None = None,
+        after: list[Step] | None = None,
+    ) -> Step:
+        """A step of one of the scripts beside this one, which depends on what that says and on a package's version."""
+        path = FOLDER / name
+        uses = hashlib.sha256(path.read_bytes()).hexdigest() + (version(package) if package else "")
+        words = command("python", path, *arguments)
+        return Step(title, folder, words, read_nothing, after=after or [], depends_on=uses)
+
+    def row(
+        self,
+        name: str,
+        trained: Step,
+        generated: Step,
+        scored: Step,
+        reference: list[str],
+        output: list[str],
+    ) -> Row:
+        learned, bleu = trained.finished_result(), scored.finished_result()
+        return Row(
+            self.models[name].title,
+            learned["parameters"] - count_copies(trained.folder / "checkpoint_best.pt"),
+            learned["best_valid_ppl"],
+            bleu["score"],
+            bleu["signature"],
+            sum(map(str.__eq__, reference, output)),
+            len(reference),
+            learned["tokens_per_second"],
+            generated.finished_result()["sentences_per_second"],
+        )
+
+    def report(self, rows: list[Row], examples: str) -> None:
+        """Prints the results, and writes the same into `table.md`."""
+        lines = [
+            format_rows(rows),
+            "",
+            f"- BLEU: of {rows[0].lines:,} numbers that are not in the training text, with beam 4; sacrebleu's",
+            *(f"  {signature}" for signature in dict.fromkeys(row.signature for row in rows)),
+            "- parameters: without the copies of its weights that fairseq's softmax encoder keeps beside them.",
+            "- tokens/s and sentences/s: on one core.",
+            "",
+            examples,
+        ]
+        table = self.out / "table.md"
+        table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self.runner.say("\n" + "\n".join(lines))
+        self.runner.say(f"\ntable:  {shown(table)}\ncurves: {shown(self.out / 'curves.png')}")
+
+
+def text_of(step: Step, split: str, language: str) -> Path:
+    """A text that a step leaves in its folder."""
+    return step.folder / f"{split}.{language}"
+
+
+def generated_in(folder: Path) -> Path:
+    """What `fairseq-generate --results-path` writes."""
+    return folder / "generate-test.txt"
+
+
+def read_speed(log: str) -> dict[str, Any]:
+    """Reads the log of `fairseq-generate`; ValueError if there is no speed in it."""
+    speed = re.search(r"\| Translated [\d,]+ sentences .* \((\S+) sentences/s,", log)
+    if speed is None:
+        raise ValueError("its log has no speed in it")
+    return {"sentences_per_second": float(speed[1])}
+
+
+def read_bleu(log: str) -> dict[str, Any]:
+    """Reads the output of `sacrebleu`; ValueError if there is no score in it."""
+    found = re.search(r"^\{.*^\}", log, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError("its log has no score in it")
+    result = json.loads(found[0])
+    return {"score": result["score"], "signature": result["signature"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What the demos read from logs and show at their end."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+sys.path.insert(0, str(ROOT / "examples"))  # as when a demo is started
+curves, fairseq_logs, tables = map(import_module, ("common.curves", "common.fairseq_logs", "common.tables"))
+
+TRAIN_LOG = """
+2026-01-01 | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
+2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "3", "ppl": "8", "wps": "100", "ups": "2", "num_updates": "2"}
+2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "4", "valid_ppl": "16", "valid_num_updates": "2"}
+2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "2", "ppl": "4", "wps": "300", "ups": "2", "num_updates": "4"}
+2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "5", "valid_ppl": "32", "valid_num_updates": "4"}
+"""
+
+
+def test_the_log_of_a_training_that_was_resumed_counts_each_update_once() -> None:
+    result = fairseq_logs.read_training(TRAIN_LOG + TRAIN_LOG.replace('"ppl": "4"', '"ppl": "5"'))
+    assert result["parameters"] == 1234
+    assert result["train_ppl"] == [(2, 8.0), (4, 5.0)]
+    assert result["valid_ppl"] == [(2, 16.0), (4, 32.0)]
+    assert result["best_valid_ppl"] == 16.0
+    assert result["tokens_per_second"] == 200.0
+
+
+def test_progress_is_read_from_a_log_that_is_being_written() -> None:
+    assert fairseq_logs.describe_training("", 8) == "starting"
+    cut = TRAIN_LOG + '2026-01-01 | INFO | train_inner | {"epoch": 1, "lo'
+    assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, 2 s left"
+
+
+def test_a_log_without_training_is_noticed() -> None:
+    with pytest.raises(ValueError, match="its log has no training and validation in it"):
+        fairseq_logs.read_training("Traceback (most recent call last):\n")
+
+
+def test_a_table_is_markdown_and_aligned() -> None:
+    lines = tables.format_table(["model", "n"], [["a", "1,000"], ["longer name", "2"]]).splitlines()
+    assert lines == [
+        "| model       |     n |",
+        "| ----------- | ----: |",
+        "| a           | 1,000 |",
+        "| longer name |     2 |",
+    ]
+
+
+def test_curves_are_a_picture_or_nothing(tmp_path: Path) -> None:
+    training = fairseq_logs.read_training(TRAIN_LOG)
+    path = tmp_path / "curves.png"
+    curves.plot_curves({"a": training, "b": training}, 100.0, path, level=20.0)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    path.unlink()
+    with pytest.raises(KeyError):
+        curves.plot_curves({"a": {}}, 100.0, path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,214 @@
+"""The steps of the demos: what they do twice and what not, and how they end."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+sys.path.insert(0, str(ROOT / "examples"))  # as when a demo is started
+steps = import_module("common.steps")
+
+MARK = "made-by-a-test"
+
+
+# --- the folder of the results
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        steps.claim(out, MARK),
+        pytest.raises(steps.StepError, match="another demo is at work"),
+        steps.claim(out, MARK),
+    ):
+        pass
+    with steps.claim(out, MARK):
+        pass
+
+
+def test_a_demo_leaves_the_folder_of_another_alone(tmp_path: Path) -> None:
+    with steps.claim(tmp_path / "out", MARK):
+        pass
+    with pytest.raises(steps.StepError, match="out holds other files"), steps.claim(tmp_path / "out", "another-mark"):
+        pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [MARK]
+
+
+# --- steps
+
+
+def make_step(folder: Path, code: str, **others: Any) -> Any:
+    """A step that runs Python code in its folder, given as argument."""
+    settings = {"read_result": lambda log: {"log": log}, **others}
+    return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **settings)
+
+
+def work(*wanted: Any, slots: int = 2) -> str:
+    """Runs steps; returns what was shown."""
+    output = io.StringIO()
+    steps.Runner(ROOT, slots, output, {}).run(wanted)
+    return output.getvalue()
+
+
+def test_a_finished_step_is_not_run_again(tmp_path: Path) -> None:
+    step = make_step(tmp_path / "a", "print('hello')")
+    assert step.result() is None
+    work(step)
+    assert step.finished_result() == {"log": "hello\n"}
+    (step.folder / "witness").touch()
+    assert "done before" in work(step)
+    assert (step.folder / "witness").exists()
+
+
+@pytest.mark.parametrize("change", ["command", "input", "earlier step"])
+def test_a_changed_step_is_done_anew(tmp_path: Path, change: str) -> None:
+    def make(code: str, digest: str, earlier: str) -> Any:
+        first = make_step(tmp_path / "first", earlier)
+        return first, make_step(tmp_path / "second", code, depends_on=digest, after=[first])
+
+    work(*make("print(1)", "1", "print(0)"))
+    (tmp_path / "second" / "witness").touch()
+    first, second = make(
+        "print(2)" if change == "command" else "print(1)",
+        "2" if change == "input" else "1",
+        "print(2)" if change == "earlier step" else "print(0)",
+    )
+    assert second.result() is None
+    work(first, second)
+    assert second.result() is not None
+    assert not (tmp_path / "second" / "witness").exists()
+
+
+def test_steps_wait_for_those_that_they_use(tmp_path: Path) -> None:
+    first = make_step(tmp_path / "first", "import time; time.sleep(0.5)")
+    second = make_step(
+        tmp_path / "second",
+        "import sys, pathlib; assert (pathlib.Path(sys.argv[1]).parent / 'first' / 'done.json').exists()",
+        after=[first],
+    )
+    work(second, first)
+    assert second.result() is not None
+
+
+def find_nothing(log: str) -> dict[str, Any]:
+    raise ValueError("its log has no result in it")
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "reason"),
+    [
+        ("import sys; print('what went wrong'); sys.exit(3)", {}, "exit status 3"),
+        ("import os; print('what went wrong', flush=True); os.abort()", {}, "signal 6"),
+        ("print('what went wrong')", {"read_result": find_nothing}, "no result"),
+    ],
+)
+def test_a_failed_step_is_shown_and_not_marked_as_done(
+    tmp_path: Path, code: str, settings: dict[str, Any], reason: str
+) -> None:
+    step = make_step(tmp_path / "a", code, **settings)
+    with pytest.raises(steps.StepError, match=rf"a failed: .*{reason}.*\n.*what went wrong\n.*log\.txt"):
+        work(step)
+    assert step.result() is None
+
+
+def test_a_failure_ends_the_steps_beside_it(tmp_path: Path) -> None:
+    slow = make_step(tmp_path / "slow", "import os, time; print(os.getpid(), flush=True); time.sleep(60)", resumes=True)
+    failing = make_step(
+        tmp_path / "failing",
+        "import sys, pathlib, time\n"
+        "log = pathlib.Path(sys.argv[1]).parent / 'slow' / 'log.txt'\n"
+        "while not log.read_text(): time.sleep(0.01)\n"
+        "sys.exit(1)",
+    )
+    started = time.monotonic()
+    with pytest.raises(steps.StepError, match="failing failed"):
+        work(slow, failing)
+    assert time.monotonic() - started < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(slow.log.read_text()), 0)
+    assert slow.result() is None
+
+
+def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
+    """As a loader's workers do, which keep the folder claimed while they live and notice their parent's end late."""
+    out = tmp_path / "out"
+    with pytest.raises(steps.StepError, match="failing failed"), steps.claim(out, MARK) as claimed:
+        worker = (
+            "import signal, time\n"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "print('up', flush=True)\n"
+            "time.sleep(60)"
+        )
+        slow = make_step(
+            out / "slow",
+            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], close_fds=False)",
+        )
+        failing = make_step(
+            out / "failing",
+            "import sys, pathlib, time\n"
+            "log = pathlib.Path(sys.argv[1]).parent / 'slow' / 'log.txt'\n"
+            "while not log.read_text(): time.sleep(0.01)\n"
+            "sys.exit(1)",
+        )
+        steps.Runner(ROOT, 2, io.StringIO(), {}, keep_open=[claimed]).run([slow, failing])
+    with steps.claim(out, MARK):
+        pass
+
+
+HALF_THEN_WHOLE = """
+import pathlib, sys, zipfile
+checkpoint = pathlib.Path(sys.argv[1]) / "checkpoint_last.pt"
+print("resumed" if checkpoint.exists() else "began")
+begun = checkpoint.exists()
+zipfile.ZipFile(checkpoint, "w").writestr("updates", "1")
+sys.exit(0 if begun else 1)
+"""
+
+
+@pytest.mark.parametrize("case", ["resumes", "begins anew", "broken checkpoint", "changed"])
+def test_an_interrupted_step_goes_on_if_it_can(tmp_path: Path, case: str) -> None:
+    step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=case != "begins anew")
+    with pytest.raises(steps.StepError):
+        work(step)
+    assert step.log.read_text() == "began\n"
+    if case == "broken checkpoint":
+        checkpoint = step.folder / "checkpoint_last.pt"
+        checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
+    if case == "changed":
+        step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=True, depends_on="something else")
+    if case == "resumes":
+        assert "a: goes on where it was\n" in work(step)
+        assert step.log.read_text() == "began\nresumed\n"
+    else:
+        with pytest.raises(steps.StepError):
+            work(step)
+        assert step.log.read_text() == "began\n"
+
+
+@pytest.mark.parametrize("many", [[f"--flag-{i}={i}" for i in range(20)], [f"folder/file {i}" for i in range(20)]])
+def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path, many: list[str]) -> None:
+    arguments = ["it's", "--b", "(1, 2)", *many]
+    script = "import sys; print(*sys.argv[1:], sep='|')"
+    step = steps.Step("a", tmp_path, [sys.executable, "-c", script, *arguments], lambda log: {})
+    shown = step.shell_command({"A": "b c"})
+    assert max(map(len, shown.splitlines())) <= 110 and shown.count("\n") > 2
+    typed = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout
+    assert typed.strip().split("|") == arguments
+
+
+def test_an_option_stays_on_a_line_with_its_values(tmp_path: Path) -> None:
+    options = [word for i in range(20) for word in (f"--option-{i}", "one", "two")]
+    lines = steps.Step("a", tmp_path, ["program", *options], lambda log: {}).shell_command({}).split(" \\\n")
+    assert len(lines) > 2
+    assert lines[0].startswith("  program --option-0 one two ")
+    assert all(line.lstrip().startswith("--option") and line.endswith("two") for line in lines[1:])
