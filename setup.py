@@ -87,7 +87,10 @@ setup(
     # fairseq is required too, and left out on purpose: pip cannot install the release on PyPI,
     # 0.12.2, and would try to. tools/build_fairseq.py makes one that it can.
     install_requires=["torch>=2.4", "numpy"],
-    extras_require={"examples": ["matplotlib", "sacrebleu", "sentencepiece"]},
+    extras_require={
+        "conversion": ["safetensors"],
+        "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
+    },
     cmdclass={"build": BuildWithNative, "build_native": BuildNative},
     distclass=BinaryDistribution,
     zip_safe=False,

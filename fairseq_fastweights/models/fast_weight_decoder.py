@@ -6,16 +6,23 @@ import logging
 import sys
 from typing import Any
 
+import torch
 from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerConfig, TransformerDecoder
 from torch import Tensor, nn
 
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.modules.parallel_layer import ParallelDecoderLayer
 from fairseq_fastweights.modules.segment_state import SegmentState
 from fairseq_fastweights.modules.transformer_layers import AttentionBuilder, FastWeightDecoderLayer, wrap_layer
 
 logger = logging.getLogger(__name__)
+
+# The logit of a symbol that is masked. Its probability is 0 in every type: e^-104 is, in float32, and logits of -9,900
+# do not occur. It is finite, and in float16's range, because label smoothing sums all log-probabilities: with infinity,
+# or the type's lowest number, which three of overflow to it, the loss would be infinite, or NaN without smoothing.
+MASKED_LOGIT = -1e4
 
 
 class FastWeightDecoder(TransformerDecoder):
@@ -30,11 +37,13 @@ class FastWeightDecoder(TransformerDecoder):
         dictionary, embed_tokens: as fairseq's.
         build_attention: makes the attention of a layer, given the layer's width.
         softmax_layers: numbers, from 1, of the layers that keep ordinary attention.
+        build_softmax_attention: makes theirs; None for fairseq's.
 
     The buffer `settings` says what must be equal between a checkpoint and the model that loads it.
     """
 
     settings: Tensor
+    _masked_symbols: Tensor
 
     def __init__(
         self,
@@ -44,17 +53,21 @@ class FastWeightDecoder(TransformerDecoder):
         *,
         build_attention: AttentionBuilder,
         softmax_layers: frozenset[int],
+        build_softmax_attention: AttentionBuilder | None = None,
     ) -> None:
         self._build_attention = build_attention
+        self._build_softmax_attention = build_softmax_attention
         self.softmax_layers = softmax_layers
         self._layers_built = 0
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
-        settings = checkpoint_settings.describe_dictionary(dictionary) | {
-            "softmax attention layers": sorted(softmax_layers)
-        }
+        settings = describe(args, dictionary, softmax_layers)
         for attention in self.attention_modules():
             settings |= attention.settings()
         self.register_buffer("settings", checkpoint_settings.encode(settings))
+        masked = [dictionary.bos(), dictionary.pad(), dictionary.unk()] if args.mask_special_symbols else []
+        self.register_buffer("_masked_symbols", torch.tensor(masked, dtype=torch.long), persistent=False)
+        # Rotary attention masks the future itself.
+        self._needs_future_mask = bool(softmax_layers) and build_softmax_attention is None
         # By training mode, so that a validation in mid-epoch leaves the training streams' states alone.
         self._carried: dict[bool, dict[str, Any]] = {True: {}, False: {}}
 
@@ -64,10 +77,15 @@ class FastWeightDecoder(TransformerDecoder):
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
         self._layers_built += 1
+        build: AttentionBuilder | None = self._build_attention
         if self._layers_built in self.softmax_layers:
-            return super().build_decoder_layer(args, no_encoder_attn)
+            if self._build_softmax_attention is None and not self.args.parallel_residual:
+                return super().build_decoder_layer(args, no_encoder_attn)
+            build = self._build_softmax_attention
         cfg = TransformerConfig.from_namespace(args)
-        return wrap_layer(FastWeightDecoderLayer(cfg, self._build_attention, no_encoder_attn=True), cfg)
+        if self.args.parallel_residual:
+            return wrap_layer(ParallelDecoderLayer(cfg, build), cfg)
+        return wrap_layer(FastWeightDecoderLayer(cfg, build, no_encoder_attn=True), cfg)
 
     def forward(
         self,
@@ -154,7 +172,7 @@ class FastWeightDecoder(TransformerDecoder):
         if padding_mask is not None and not bool(padding_mask.any()):
             padding_mask = None
         future_mask = None
-        if self.softmax_layers and not generating:
+        if self._needs_future_mask and not generating:
             future_mask = self.buffered_future_mask(x)
         inner_states = [x]
         for layer in self.layers:
@@ -173,6 +191,13 @@ class FastWeightDecoder(TransformerDecoder):
         if self.project_out_dim is not None:
             x = self.project_out_dim(x)
         return x, {"attn": [None], "inner_states": inner_states}
+
+    def output_layer(self, features: Tensor, **options: Any) -> Tensor:
+        """fairseq's output layer; symbols that are masked get logits with which their probabilities are 0."""
+        logits = super().output_layer(features, **options)
+        if len(self._masked_symbols):
+            logits = logits.index_fill_(-1, self._masked_symbols, MASKED_LOGIT)
+        return logits
 
     def max_positions(self) -> int:
         """The longest text the decoder can read; without limit where nothing depends on positions."""
@@ -199,3 +224,14 @@ class FastWeightDecoder(TransformerDecoder):
                 "their states start empty"
             )
         return SegmentState(carried, continues)
+
+
+def describe(args: Any, dictionary: Dictionary, softmax_layers: frozenset[int]) -> dict[str, Any]:
+    """What tells a decoder from others whose parameters have the same names and shapes, but for its fast weights."""
+    settings = checkpoint_settings.describe_dictionary(dictionary)
+    settings["softmax attention layers"] = sorted(softmax_layers)
+    if args.parallel_residual:
+        settings["parallel residual"] = True
+    if args.rotary_dim and softmax_layers:
+        settings |= {"rotary dim": args.rotary_dim, "rotary base": args.rotary_base}
+    return settings

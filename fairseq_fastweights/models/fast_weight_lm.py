@@ -5,6 +5,7 @@
 # ruff: noqa: UP045
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Optional
@@ -24,6 +25,7 @@ from torch import nn
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, causal_options, set_defaults
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.modules.rotary_attention import RotaryAttention
 
 
 @dataclass
@@ -45,6 +47,27 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
             "help": "draw the weights of all projections and embeddings from N(0, this) instead of fairseq's "
             "initial distributions"
         },
+    )
+    rotary_dim: int = field(
+        default=0,
+        metadata={
+            "help": "layers with ordinary attention turn the first so many dimensions of each head's queries and keys "
+            "by their positions (rotary position embedding); 0: none. Layers with fast weights have order without it"
+        },
+    )
+    rotary_base: float = field(
+        default=10000.0, metadata={"help": "base of the wave lengths of the rotary position embedding"}
+    )
+    parallel_residual: bool = field(
+        default=False,
+        metadata={
+            "help": "a layer's attention and feed-forward network read the same input, each through its own layer "
+            "norm, and both are added to it (GPT-NeoX)"
+        },
+    )
+    mask_special_symbols: bool = field(
+        default=False,
+        metadata={"help": "<s>, <pad> and <unk> have probability 0: for vocabularies that came without them"},
     )
 
 
@@ -68,6 +91,16 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
         if args.adaptive_softmax_cutoff is not None:
             _read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, len(task.target_dictionary))
+            if args.mask_special_symbols:
+                raise ValueError(
+                    f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
+                    "an adaptive softmax has no logits to mask: one of them must go"
+                )
+        if args.rotary_dim and args.decoder_xformers_att_config:
+            raise ValueError(
+                f"decoder_xformers_att_config is {args.decoder_xformers_att_config!r}; with rotary_dim it must not be "
+                "set"
+            )
         if args.max_target_positions is None:
             args.max_target_positions = args.tokens_per_sample
         decoder = FastWeightDecoder(
@@ -81,6 +114,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                 **causal_options(args),
             ),
             softmax_layers=softmax_layers,
+            build_softmax_attention=_rotary_attention(args),
         )
         if args.init_std is not None:
             _draw_weights(decoder, args.init_std)
@@ -101,6 +135,21 @@ def parse_layers(text: str, layers: int) -> frozenset[int]:
             f"softmax_attention_layers is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}"
         )
     return frozenset(int(n) for n in numbers)
+
+
+def _rotary_attention(args: Any) -> Callable[[int], nn.Module] | None:
+    """What makes the attention of layers without fast weights, where they have a rotary position embedding."""
+    if not args.rotary_dim:
+        return None
+    return partial(
+        RotaryAttention,
+        num_heads=args.decoder_attention_heads,
+        rotary_dim=args.rotary_dim,
+        rotary_base=args.rotary_base,
+        dropout=args.attention_dropout,
+        q_noise=args.quant_noise_pq,
+        qn_block_size=args.quant_noise_pq_block_size,
+    )
 
 
 def _build_embeddings(args: Any, dictionary: Dictionary) -> nn.Module:

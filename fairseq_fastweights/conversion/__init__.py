@@ -1,0 +1,1 @@
+"""Trained models from elsewhere: `python -m fairseq_fastweights.conversion` reads and writes Hugging Face folders."""

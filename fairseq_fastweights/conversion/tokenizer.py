@@ -1,0 +1,270 @@
+"""The byte-level BPE of a Hugging Face folder, as the files that `--bpe gpt2` and `--bpe byte_level` read.
+
+The first is fairseq's. What a tokenizer does beyond a plain byte-level BPE is either done by the second (NFC, words
+that are cut out of the text first) or refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+
+from fairseq_fastweights.conversion.weight_files import read_json
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""What may be there of a tokenizer."""
+
+_END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A byte-level BPE.
+
+    Args:
+        vocabulary: numbers of the BPE's pieces, which are written with a printable character for each byte.
+        merges: pairs of pieces to join, the first of them first.
+        added: numbers of words, written as they are, that are cut out of a text before the BPE sees it.
+        normalized: those of them that are looked for after the normaliser instead of before it.
+        normalizer: "NFC", or None.
+        source: name of the file that this is from.
+    """
+
+    vocabulary: dict[str, int]
+    merges: list[tuple[str, str]]
+    added: dict[str, int]
+    normalized: frozenset[str]
+    normalizer: str | None
+    source: str
+
+    @property
+    def size(self) -> int:
+        """One more than the largest number."""
+        return 1 + max([*self.vocabulary.values(), *self.added.values()])
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The number of <|endoftext|>, if there is one."""
+        return self.added.get(_END_OF_TEXT, self.vocabulary.get(_END_OF_TEXT))
+
+    def is_plain(self, end_of_text: int) -> bool:
+        """Whether fairseq's `gpt2` gives the same numbers for any text without the end-of-text word in it."""
+        return self.normalizer is None and set(self.added.values()) <= {end_of_text}
+
+    def check(self, vocabulary_size: int, end_of_text: int) -> None:
+        """Checks that this is the tokenizer of a model with so many word types.
+
+        Raises:
+            ValueError: if it has more, or so many fewer that the rest cannot be there to fill the embeddings up to a
+                multiple of a power of 2; or if the end of text is a piece of ordinary text.
+        """
+        multiples = [2**n for n in range(11)]
+        if vocabulary_size not in {-(-self.size // m) * m for m in multiples}:
+            raise ValueError(
+                f"{self.source}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
+                f"{vocabulary_size}; it must be as many, or filled up to a multiple of a power of 2 up to 1024"
+            )
+        made = set(bytes_to_unicode().values()) | {first + second for first, second in self.merges}
+        piece = next((piece for piece in made if self.vocabulary[piece] == end_of_text), None)
+        if piece is not None:
+            raise ValueError(
+                f"config.json: eos_token_id is {end_of_text}, which in {self.source} is {piece!r}, a piece of text; it "
+                "must be a word of its own"
+            )
+
+    def write(self, folder: Path, vocabulary_size: int, end_of_text: int) -> None:
+        """Writes `encoder.json` and `vocab.bpe` for fairseq, and for `--bpe byte_level` `byte_level.json` besides."""
+        printable = bytes_to_unicode()
+        pieces = {piece: number for piece, number in self.vocabulary.items() if set(piece) <= set(printable.values())}
+        numbers = set(pieces.values())
+        for word, number in self.added.items():
+            if number not in numbers:
+                name = "".join(printable[byte] for byte in word.encode())
+                # The same characters may be a piece of the BPE with another number.
+                pieces[name if name not in pieces else f"<|{number}|>"] = number
+                numbers.add(number)
+        # Nothing encodes to these, but a model may draw them.
+        pieces |= {f"<|{number}|>": number for number in range(vocabulary_size) if number not in numbers}
+        (folder / "encoder.json").write_text(json.dumps(pieces), encoding="ascii")
+        # fairseq leaves out the first line and what comes after the last line end.
+        lines = ["#version: 0.2", *(f"{first} {second}" for first, second in self.merges)]
+        (folder / "vocab.bpe").write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+        settings = {
+            "normalizer": self.normalizer,
+            "end_of_text": end_of_text,
+            "vocabulary": sorted(self.vocabulary.values()),
+            "added": [
+                {"word": word, "number": number, "normalized": word in self.normalized}
+                for word, number in self.added.items()
+            ],
+        }
+        (folder / "byte_level.json").write_text(json.dumps(settings), encoding="ascii")
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Reads `tokenizer.json`, or `vocab.json` and `merges.txt` where there is none.
+
+    Raises:
+        ValueError: if there is neither, or the tokenizer is or does something else than a byte-level BPE.
+    """
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _from_one_file(folder / "tokenizer.json")
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        tokenizer = _from_two_files(folder)
+    else:
+        raise ValueError(f"{folder}: there is no tokenizer; it must hold tokenizer.json, or vocab.json and merges.txt")
+    _check_pieces(tokenizer)
+    return tokenizer
+
+
+def _from_one_file(path: Path) -> Tokenizer:
+    content = read_json(path)
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: model is missing; it must describe a BPE")
+    # Files of some versions leave the type out, and the merges tell.
+    kind = model.get("type", "BPE" if "merges" in model else None)
+    if kind != "BPE":
+        raise ValueError(f"{path}: model is {kind!r}; only 'BPE' is supported")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
+        if model.get(name):
+            raise ValueError(f"{path}: {name} of the model is {model[name]!r}; it must not be set")
+    splitter = content.get("pre_tokenizer") or {}
+    if _kind(splitter) != "ByteLevel" or splitter.get("add_prefix_space", True) or not splitter.get("use_regex", True):
+        raise ValueError(
+            f"{path}: pre_tokenizer is {_describe(splitter)}; only ByteLevel with add_prefix_space false and use_regex "
+            "true is supported"
+        )
+    normalizer = content.get("normalizer") or {}
+    if _kind(normalizer) not in (None, "NFC"):
+        raise ValueError(f"{path}: normalizer is {_describe(normalizer)}; only NFC, or none, is supported")
+    after = content.get("post_processor") or {}
+    # ByteLevel changes offsets only; a template may add words.
+    if _kind(after) not in (None, "ByteLevel") and (
+        _kind(after) != "TemplateProcessing" or after.get("special_tokens")
+    ):
+        raise ValueError(f"{path}: post_processor is {_describe(after)}; only ByteLevel, or none, is supported")
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise ValueError(f"{path}: merges of the model are missing")
+    added: dict[str, int] = {}
+    normalized = set()
+    for entry in content.get("added_tokens") or []:
+        word, number = entry.get("content"), entry.get("id")
+        if not isinstance(word, str) or not word or not _is_number(number):
+            raise ValueError(f"{path}: added_tokens holds {entry!r}; it must have a content and an id")
+        for name in ("lstrip", "rstrip", "single_word"):
+            if entry.get(name):
+                raise ValueError(f"{path}: {name} of the added token {word!r} is set; it must not be")
+        added[word] = number
+        if entry.get("normalized"):
+            normalized.add(word)
+    return Tokenizer(
+        vocabulary=_vocabulary(path, model.get("vocab")),
+        merges=[_merge(path, pair.split(" ") if isinstance(pair, str) else pair) for pair in merges],
+        added=added,
+        normalized=frozenset(normalized),
+        normalizer=_kind(normalizer),
+        source=path.name,
+    )
+
+
+def _from_two_files(folder: Path) -> Tokenizer:
+    path = folder / "merges.txt"
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: this is not UTF-8 ({error})") from None
+    lines = [line for line in lines[lines[0].startswith("#version") :] if line.strip()]
+    if (folder / "tokenizer_config.json").is_file():
+        config = read_json(folder / "tokenizer_config.json")
+        for name in ("add_prefix_space", "add_bos_token"):
+            if config.get(name):
+                raise ValueError(f"{folder / 'tokenizer_config.json'}: {name} is set; it must not be")
+    vocabulary = _vocabulary(folder / "vocab.json", read_json(folder / "vocab.json"))
+    added = {}
+    if (folder / "added_tokens.json").is_file():
+        added = _vocabulary(folder / "added_tokens.json", read_json(folder / "added_tokens.json"))
+    if _END_OF_TEXT in vocabulary:
+        added[_END_OF_TEXT] = vocabulary[_END_OF_TEXT]
+    return Tokenizer(
+        vocabulary=vocabulary,
+        merges=[_merge(path, line.rstrip("\r").split(" ")) for line in lines],
+        added=added,
+        normalized=frozenset(),
+        normalizer=None,
+        source="vocab.json",
+    )
+
+
+def _vocabulary(path: Path, content: Any) -> dict[str, int]:
+    if not isinstance(content, dict) or not all(_is_number(number) for number in content.values()):
+        raise ValueError(f"{path}: the vocabulary must give each piece its number")
+    if len(set(content.values())) < len(content):
+        raise ValueError(f"{path}: the vocabulary has several pieces with the same number")
+    return content
+
+
+def _merge(path: Path, pair: Any) -> tuple[str, str]:
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+        raise ValueError(f"{path}: merges hold {pair!r}; each must be two pieces")
+    return pair[0], pair[1]
+
+
+def _check_pieces(tokenizer: Tokenizer) -> None:
+    lacking = [piece for piece in bytes_to_unicode().values() if piece not in tokenizer.vocabulary]
+    if lacking:
+        raise ValueError(
+            f"{tokenizer.source}: {len(lacking)} of the 256 bytes have no piece, {lacking[0]!r} for one; a byte-level "
+            "BPE has them all"
+        )
+    for first, second in tokenizer.merges:
+        if first + second not in tokenizer.vocabulary:
+            raise ValueError(
+                f"{tokenizer.source}: merges join {first!r} and {second!r}, which the vocabulary lacks as one piece"
+            )
+    # GPT-NeoX's vocab.json lists its runs of spaces as they are; only tokenizer.json says that they are cut out first.
+    strange = set(tokenizer.vocabulary) - set(tokenizer.added)
+    strange = {piece for piece in strange if not set(piece) <= set(bytes_to_unicode().values())}
+    if strange:
+        raise ValueError(
+            f"{tokenizer.source}: {len(strange)} pieces, {min(strange)!r} for one, are not written in characters for "
+            "bytes; they must be among the added tokens, as tokenizer.json has them"
+        )
+    words = {number: piece for piece, number in tokenizer.vocabulary.items()}
+    for word, number in tokenizer.added.items():
+        if words.get(number, word) != word:
+            raise ValueError(
+                f"{tokenizer.source}: {number} is {words[number]!r} in the vocabulary and {word!r} in added_tokens"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _kind(part: Any) -> str | None:
+    return part.get("type") if isinstance(part, dict) else repr(part)
+
+
+def _describe(part: Any) -> str:
+    if not part:
+        return "missing"
+    if not isinstance(part, dict):
+        return repr(part)
+    inner = part.get("pretokenizers") or part.get("normalizers") or part.get("processors")
+    if isinstance(inner, list):
+        return f"{_kind(part)} ({', '.join(str(_kind(one)) for one in inner)})"
+    settings = [f"{name} {json.dumps(value)}" for name, value in part.items() if isinstance(value, bool)]
+    return " ".join([str(_kind(part)), *settings])

@@ -1,0 +1,149 @@
+"""The weights of a Hugging Face folder, read without running anything that is in it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# In the order in which they are looked for.
+_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class WeightFiles:
+    """The weights in a folder: `model.safetensors` or `pytorch_model.bin`, or the shards that an index names.
+
+    Their names and shapes are known at once; what they hold is read when it is asked for.
+
+    Args:
+        folder: that they are in.
+
+    Raises:
+        ValueError: naming the file: if there is none, a shard is missing, a file is broken, or it holds anything but
+            weights. Nothing else in a file is ever executed or built.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        found = next((folder / name for name in _NAMES if (folder / name).is_file()), None)
+        if found is None:
+            raise ValueError(f"{folder}: there are no weights; it must hold one of {', '.join(_NAMES)}")
+        paths = _shards(found) if found.name.endswith(".index.json") else [found]
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._readers: dict[str, Callable[[], Tensor]] = {}
+        for path in paths:
+            read = _open_safetensors if path.suffix == ".safetensors" else _open_pickle
+            for name, (shape, reader) in read(path).items():
+                if name in self.shapes:
+                    raise ValueError(f"{path}: weight {name!r} is in another file too")
+                self.shapes[name] = shape
+                self._readers[name] = reader
+
+    def read(self, name: str) -> Tensor:
+        """One weight.
+
+        Raises:
+            ValueError: if it is of a type that has no fractions.
+        """
+        weight = self._readers[name]()
+        if weight.dtype not in _DTYPES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise ValueError(f"weight {name!r} is {str(weight.dtype).removeprefix('torch.')}; it must be {allowed}")
+        return weight
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: if it is missing, broken, or no object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ValueError(f"{path}: this is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: this must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def load_safely(path: Path) -> Any:
+    """What torch.save wrote, if it is made of tensors and plain values alone.
+
+    Raises:
+        ValueError: naming the file, if it is broken or holds anything else.
+    """
+    try:
+        mappable = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()
+        what = next((line for line in reason if "GLOBAL" in line or "nsupported" in line), reason[0] if reason else "")
+        raise ValueError(
+            f"{path}: refused: it holds something else than tensors, or is broken ({what.strip()})"
+        ) from None
+    # What torch makes of a file that was cut short: an OSError, too.
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
+        raise ValueError(f"{path}: the file is broken ({_first_line(error)})") from None
+
+
+def _shards(index: Path) -> list[Path]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index}: weight_map is missing; it must say in which file each weight is")
+    names = sorted(set(places.values()))
+    suffix = ".safetensors" if "safetensors" in index.name else ".bin"
+    for name in names:
+        if Path(name).name != name or not name.endswith(suffix):
+            raise ValueError(f"{index}: weight_map names {name!r}; it must be a {suffix} file in the same folder")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ValueError(f"{index.parent}: of {len(names)} shards {len(missing)} missing: {', '.join(missing)}")
+    return [index.parent / name for name in names]
+
+
+def _open_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ValueError(f"{path}: reading it needs the package safetensors: pip install safetensors") from None
+    try:
+        opened = safe_open(path, framework="pt")
+        names = list(opened.keys())
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: the file is broken or cut short ({_first_line(error)})") from None
+
+    def reader(name: str) -> Callable[[], Tensor]:
+        return lambda: opened.get_tensor(name)
+
+    return {name: (shapes[name], reader(name)) for name in names}
+
+
+def _open_pickle(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
+    content = load_safely(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: refused: it holds {type(content).__name__}, not weights by name")
+
+    def reader(weight: Tensor) -> Callable[[], Tensor]:
+        return weight.detach
+
+    opened = {}
+    for name, weight in content.items():
+        if not isinstance(name, str) or not isinstance(weight, Tensor):
+            raise ValueError(f"{path}: refused: it holds {type(weight).__name__} under {name!r}, not weights by name")
+        opened[name] = (tuple(weight.shape), reader(weight))
+    return opened
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

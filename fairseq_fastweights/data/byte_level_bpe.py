@@ -1,0 +1,107 @@
+"""`--bpe byte_level`: the byte-level BPE of a converted model, with what fairseq's `--bpe gpt2` leaves out.
+
+GPT-NeoX's tokenizer, which Pythia has, brings a text into Unicode's normal form C, and cuts runs of spaces out of it as
+words of their own before the BPE sees it.
+"""
+
+# No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fairseq.data.encoders import register_bpe
+from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
+from fairseq.dataclass import FairseqDataclass
+
+
+@dataclass
+class ByteLevelBPEConfig(FairseqDataclass):
+    byte_level_folder: str = field(
+        default="",
+        metadata={"help": "a folder that `python -m fairseq_fastweights.conversion from-huggingface` wrote"},
+    )
+
+
+@register_bpe("byte_level", dataclass=ByteLevelBPEConfig)
+class ByteLevelBPE:
+    """Text to numbers of word types, which fairseq's dictionary has as words, and back.
+
+    Args:
+        cfg: `byte_level_folder` holds encoder.json, vocab.bpe and byte_level.json.
+
+    Raises:
+        ValueError: if one of them is missing.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        folder = Path(cfg.byte_level_folder)
+        names = ("encoder.json", "vocab.bpe", "byte_level.json")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if not cfg.byte_level_folder or missing:
+            raise ValueError(
+                f"byte_level_folder is {cfg.byte_level_folder!r}; it must be a folder with {', '.join(names)}"
+            )
+        settings = json.loads((folder / "byte_level.json").read_text(encoding="utf-8"))
+        self._bpe = get_encoder(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
+        self._normalize = settings["normalizer"] == "NFC"
+        self._end_of_text = settings["end_of_text"]
+        added = settings["added"]
+        self._numbers = {entry["word"]: entry["number"] for entry in added}
+        self._first = _any_of(entry["word"] for entry in added if not entry["normalized"])
+        later = [entry for entry in added if entry["normalized"]]
+        self._numbers |= {self._normalized(entry["word"]): entry["number"] for entry in later}
+        self._then = _any_of(self._normalized(entry["word"]) for entry in later)
+        pieces = set(settings["vocabulary"])
+        to_byte = self._bpe.byte_decoder
+        self._bytes = {
+            number: bytes(to_byte[character] for character in piece)
+            for number, piece in self._bpe.decoder.items()
+            if number in pieces and all(character in to_byte for character in piece)
+        }
+        self._bytes |= {entry["number"]: entry["word"].encode() for entry in added}
+
+    def encode(self, x: str) -> str:
+        """Numbers, joined by spaces; the end of text, where it stands in the text, is fairseq's own, </s>."""
+        numbers: list[int] = []
+        for raw, word in _cut(x, self._first):
+            for text, later in _cut(self._normalized(raw), self._then):
+                numbers += self._bpe.encode(text)
+                numbers += [self._numbers[later]] if later else []
+            numbers += [self._numbers[word]] if word else []
+        return " ".join("</s>" if number == self._end_of_text else str(number) for number in numbers)
+
+    def decode(self, x: str) -> str:
+        """The text of numbers that are joined by spaces. Bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(map(self._bytes_of, x.split())).decode("utf-8", errors="replace")
+
+    def _bytes_of(self, word: str) -> bytes:
+        if word == "</s>":
+            word = str(self._end_of_text)
+        # Embeddings that only fill a matrix up have numbers and stand for nothing; <unk> stands for itself.
+        return self._bytes.get(int(word), b"") if word.isdecimal() else word.encode()
+
+    def is_beginning_of_word(self, x: str) -> bool:
+        return self.decode(x).startswith(" ")
+
+    def _normalized(self, text: str) -> str:
+        return unicodedata.normalize("NFC", text) if self._normalize else text
+
+
+def _any_of(words: Iterable[str]) -> "re.Pattern[str] | None":
+    """Matches the longest of the words that starts where a match is found."""
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _cut(text: str, words: "re.Pattern[str] | None") -> Iterable[tuple[str, str]]:
+    """The text in pieces, each with the word that ends it; the last with none."""
+    start = 0
+    for match in words.finditer(text) if words is not None else ():
+        yield text[start : match.start()], match[0]
+        start = match.end()
+    yield text[start:], ""

@@ -1,0 +1,72 @@
+"""The named architectures whose trained models `fairseq_fastweights.conversion` reads: GPT-2's and Pythia's.
+
+With --softmax-attention-layers all they are these models; otherwise fast weights take the place of their attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fairseq.models import register_model_architecture
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig, base_lm_architecture
+from fairseq.utils import safe_getattr
+
+from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModelConfig
+from fairseq_fastweights.models.fast_weight_options import set_defaults
+
+# Layers, width, heads.
+GPT2 = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20), "xl": (48, 1600, 25)}
+PYTHIA = {"70m": (6, 512, 8), "160m": (12, 768, 12), "410m": (24, 1024, 16), "1b": (16, 2048, 8)}
+
+
+def _register(name: str, document: str, sizes: tuple[int, int, int], **settings: Any) -> None:
+    layers, width, heads = sizes
+    defaults = {
+        "decoder_layers": layers,
+        "decoder_embed_dim": width,
+        "decoder_ffn_embed_dim": 4 * width,
+        "decoder_attention_heads": heads,
+        "mask_special_symbols": True,
+        "init_std": 0.02,
+        **settings,
+    }
+
+    def architecture(args: Any) -> None:
+        for option, value in defaults.items():
+            if safe_getattr(args, option, None) is None:  # max_target_positions is there, of the task, as None
+                setattr(args, option, value)
+        set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
+        base_lm_architecture(args)
+
+    architecture.__doc__ = document
+    register_model_architecture("fast_weight_lm", name)(architecture)
+
+
+for _size, _sizes in GPT2.items():
+    _register(
+        f"fast_weight_lm_gpt2_{_size}",
+        f"Radford et al. 2019, GPT-2 {_size}.",
+        _sizes,
+        decoder_learned_pos=True,
+        no_scale_embedding=True,
+        share_decoder_input_output_embed=True,
+        activation_fn="gelu_accurate",
+        max_target_positions=1024,
+        dropout=0.1,
+        attention_dropout=0.1,
+    )
+
+for _size, _sizes in PYTHIA.items():
+    _register(
+        f"fast_weight_lm_pythia_{_size}",
+        f"Biderman et al. 2023, Pythia {_size}: rotary embedding of a quarter of each head, parallel residual.",
+        _sizes,
+        no_token_positional_embeddings=True,
+        no_scale_embedding=True,
+        rotary_dim=_sizes[1] // _sizes[2] // 4,
+        parallel_residual=True,
+        activation_fn="gelu",
+        max_target_positions=2048,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )

@@ -1,0 +1,242 @@
+"""Text becomes the numbers that the real tokenizers give, and comes back whole, whatever it holds."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import unicodedata
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fairseq.data import encoders
+
+import fairseq_fastweights.data.byte_level_bpe  # noqa: F401
+from fairseq_fastweights.conversion.tokenizer import read_tokenizer
+from tests.conversion import sources
+
+TEXTS = [
+    "",
+    " ",
+    "the cat sat on the mat",
+    "  two spaces,   three,    four,     five\tand a tab",
+    "lines\nand\r\nmore\n\n\nlines \n ",
+    "it's we're I'LL 12345 x1y2 a_b -- ...!?",
+    "Grüße, naïve façade; Ελληνικά, русский, עברית, العربية, हिन्दी, ไทย, 日本語, 한국어",
+    "e\u0301 A\u030a \u1100\u1161 \ufb01 \u00bd",  # not in normal form C, or not in K
+    "👩‍👩‍👧‍👦 🇩🇪 \U0001f3f4\U000e0067\U000e0062 \u200d\ufeff\u2028\u2029\u0085\u00a0\u3000x",
+    "\x00\x01\x1c\x1f\x7f\ud7ff\ue000\uffff\U0010ffff",
+]
+
+
+def random_texts() -> list[str]:
+    """Of all characters that Python 3.10 knows; tables of Unicode differ in newer ones."""
+    draw = random.Random(0)
+    known = [chr(c) for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)) not in ("Cn", "Cs")]
+    known = [c for c in known if unicodedata.ucd_3_2_0.category(c) != "Cn"] + list("  \n'stth")
+    return ["".join(draw.choices([draw.choice(known) for _ in range(9)] + list(" the"), k=30)) for _ in range(200)]
+
+
+ALL = [*TEXTS, *random_texts()]
+
+
+@pytest.fixture(scope="module", params=["gpt2", "gpt2 in two files", "neox"])
+def both(request, tmp_path_factory) -> tuple[Any, Path, bool]:
+    """The real tokenizer, the folder that was written, and whether it is one such as Pythia's."""
+    neox = request.param == "neox"
+    real = sources.tokenizer(neox)
+    theirs, ours = tmp_path_factory.mktemp("theirs"), tmp_path_factory.mktemp("ours")
+    if request.param == "gpt2 in two files":
+        real.model.save(str(theirs))
+        vocabulary = json.loads((theirs / "vocab.json").read_text())
+        (theirs / "vocab.json").write_text(json.dumps(vocabulary | {"<|endoftext|>": sources.TYPES - 1}))
+    else:
+        real.save(str(theirs / "tokenizer.json"))
+    read = read_tokenizer(theirs)
+    end = 0 if neox else sources.TYPES - 1
+    assert read.end_of_text == end and read.size == sources.TYPES and read.is_plain(end) is not neox
+    read.check(288, end)
+    read.write(ours, 288, end)
+    return real, ours, neox
+
+
+def byte_level(folder: Path) -> Any:
+    return encoders.build_bpe(Namespace(bpe="byte_level", byte_level_folder=str(folder)))
+
+
+def fairseqs(folder: Path) -> Any:
+    files = {"gpt2_encoder_json": str(folder / "encoder.json"), "gpt2_vocab_bpe": str(folder / "vocab.bpe")}
+    return encoders.build_bpe(Namespace(bpe="gpt2", **files))
+
+
+def test_byte_level_gives_the_real_numbers_and_the_text_back(both):
+    real, folder, neox = both
+    bpe = byte_level(folder)
+    for text in ALL:
+        numbers = bpe.encode(text)
+        assert [int(n) for n in numbers.split()] == real.encode(text).ids, repr(text)
+        assert bpe.decode(numbers) == (unicodedata.normalize("NFC", text) if neox else text), repr(text)
+        assert bpe.decode(numbers) == real.decode([int(n) for n in numbers.split()]), repr(text)
+
+
+def test_fairseqs_gpt2_does_where_the_tokenizer_is_plain(both):
+    real, folder, neox = both
+    bpe = fairseqs(folder)
+    same = [bpe.encode(text).split() == [str(n) for n in real.encode(text).ids] for text in ALL]
+    assert all(same) is not neox  # Pythia's joins spaces, and has NFC
+    for text in ALL:
+        assert bpe.decode(bpe.encode(text)) == text
+    # No number that a model can draw makes decoding fail.
+    for bpe in (fairseqs(folder), byte_level(folder)):
+        assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
+
+
+def test_the_end_of_text_is_fairseqs(both):
+    real, folder, _ = both
+    bpe = byte_level(folder)
+    words = bpe.encode("the cat<|endoftext|> the mat").split()
+    assert words.count("</s>") == 1 and "<unk>" not in words
+    end = str(real.token_to_id("<|endoftext|>"))
+    assert [end if word == "</s>" else word for word in words] == [
+        str(n) for n in real.encode("the cat<|endoftext|> the mat").ids
+    ]
+    assert bpe.decode(" ".join(words)) == "the cat<|endoftext|> the mat"
+    assert bpe.decode("<unk>") == "<unk>"
+
+
+def test_transformers_own_class_agrees(both, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    real, folder, _ = both
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=real)
+    bpe = byte_level(folder)
+    for text in TEXTS:
+        assert [int(n) for n in bpe.encode(text).split()] == fast(text)["input_ids"]
+
+
+@pytest.mark.parametrize("folder", ["", "nowhere"])
+def test_a_folder_without_the_files_is_refused(folder):
+    with pytest.raises(ValueError, match=f"byte_level_folder is '{folder}'; it must be a folder with encoder.json"):
+        byte_level(Path(folder)) if folder else encoders.build_bpe(Namespace(bpe="byte_level", byte_level_folder=""))
+
+
+@pytest.mark.parametrize("start, expected", [(" the", True), ("the", False)])
+def test_beginnings_of_words(both, start, expected):
+    bpe = byte_level(both[1])
+    assert bpe.is_beginning_of_word(bpe.encode(start).split()[0]) is expected
+
+
+# ------------------------------------------------------------------------------------ what is refused
+
+
+def change(part: str, value: Any):
+    def apply(content: dict[str, Any]) -> None:
+        *path, last = part.split("/")
+        for name in path:
+            content = content[name]
+        content[last] = value
+
+    return apply
+
+
+def add(**flags: Any):
+    def apply(content: dict[str, Any]) -> None:
+        content["added_tokens"][0] |= flags
+
+    return apply
+
+
+def repeat(content: dict[str, Any]) -> None:
+    content["model"]["vocab"]["!"] = content["model"]["vocab"]["#"]
+
+
+def drop(content: dict[str, Any]) -> None:
+    del content["model"]["vocab"]["!"]
+
+
+SPLIT = {"type": "Sequence", "pretokenizers": [{"type": "Split"}, {"type": "ByteLevel"}]}
+
+
+@pytest.mark.parametrize(
+    "alter, message",
+    [
+        (change("normalizer", {"type": "NFKC"}), "normalizer is NFKC; only NFC, or none"),
+        (
+            change("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}),
+            r"normalizer is Sequence \(NFC, Lowercase\)",
+        ),
+        (change("pre_tokenizer", {"type": "Whitespace"}), "pre_tokenizer is Whitespace; only ByteLevel"),
+        (change("pre_tokenizer", SPLIT), r"pre_tokenizer is Sequence \(Split, ByteLevel\)"),
+        (change("pre_tokenizer", None), "pre_tokenizer is missing"),
+        (change("pre_tokenizer/add_prefix_space", True), "ByteLevel add_prefix_space true"),
+        (change("pre_tokenizer/use_regex", False), "use_regex false"),
+        (
+            change("post_processor", {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}),
+            "post_processor is TemplateProcessing",
+        ),
+        (change("model/type", "Unigram"), "model is 'Unigram'; only 'BPE'"),
+        (change("model", None), "model is missing"),
+        (change("model/dropout", 0.1), "dropout of the model is 0.1"),
+        (change("model/byte_fallback", True), "byte_fallback of the model is True"),
+        (change("model/ignore_merges", True), "ignore_merges of the model is True"),
+        (change("model/end_of_word_suffix", "</w>"), "end_of_word_suffix of the model is '</w>'"),
+        (change("model/merges", None), "merges of the model are missing"),
+        (change("model/merges", ["a b c"]), "merges hold .*'c'.*; each must be two pieces"),
+        (change("model/merges", [["x", "y"]]), "merges join 'x' and 'y', which the vocabulary lacks"),
+        (change("model/vocab", []), "the vocabulary must give each piece its number"),
+        (change("model/vocab/!", "1"), "the vocabulary must give each piece its number"),
+        (repeat, "several pieces with the same number"),
+        (drop, "1 of the 256 bytes have no piece, '!'"),
+        (add(lstrip=True), r"lstrip of the added token '<\|endoftext\|>' is set"),
+        (add(single_word=True), "single_word of the added token"),
+        (add(id=3), r"3 is .* in the vocabulary and '<\|endoftext\|>' in added_tokens"),
+        (add(id=None), "added_tokens holds .*; it must have a content and an id"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, alter, message):
+    content = json.loads(sources.tokenizer(False).to_str())
+    alter(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message) as error:
+        read_tokenizer(tmp_path)
+    assert "tokenizer.json" in str(error.value)
+
+
+def test_settings_of_two_files_are_read_too(tmp_path):
+    sources.tokenizer(False).model.save(str(tmp_path))
+    read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    with pytest.raises(ValueError, match="tokenizer_config.json: add_prefix_space is set"):
+        read_tokenizer(tmp_path)
+
+
+def test_runs_of_spaces_that_only_a_vocabulary_lists_are_refused(tmp_path):
+    """As GPT-NeoX's vocab.json does: without tokenizer.json no one knows when they are cut out of a text."""
+    sources.tokenizer(False).model.save(str(tmp_path))
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary | {"   ": len(vocabulary)}))
+    with pytest.raises(ValueError, match="vocab.json: 1 pieces, '   ' for one, are not written in characters for byt"):
+        read_tokenizer(tmp_path)
+
+
+def test_added_words_may_be_in_the_vocabulary_as_they_are(tmp_path):
+    content = json.loads(sources.tokenizer(True).to_str())
+    content["model"]["vocab"] |= {word["content"]: word["id"] for word in content["added_tokens"]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    read_tokenizer(tmp_path).write(tmp_path, 288, 0)
+    for bpe in (fairseqs(tmp_path), byte_level(tmp_path)):
+        for word in content["added_tokens"]:
+            assert bpe.decode(str(word["id"])) == word["content"]
+
+
+def test_sizes_that_fit(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(sources.tokenizer(True).to_str())
+    read = read_tokenizer(tmp_path)
+    for size in (272, 288, 320, 384, 512, 1024):
+        read.check(size, 0)
+    for size in (271, 273, 276, 280, 2048):
+        with pytest.raises(ValueError, match=f"has 272 word types, but the model, .*vocab_size, {size}; it must be"):
+            read.check(size, 0)
+    with pytest.raises(ValueError, match=r"eos_token_id is 2, which in tokenizer.json is '!', a piece of text"):
+        read.check(272, 2)

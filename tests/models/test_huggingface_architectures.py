@@ -1,0 +1,218 @@
+"""The architectures of GPT-2 and Pythia have the sizes of their sources, and masked symbols have probability 0."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.modules import MultiheadAttention
+
+import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
+from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
+from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.modules.parallel_layer import ParallelDecoderLayer
+from fairseq_fastweights.modules.rotary_attention import RotaryAttention
+
+GPT2 = {
+    "small": {"n_layer": 12, "n_embd": 768, "n_head": 12},
+    "medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
+}
+# As in their config.json's; all with a quarter of each head turned, and 2,048 positions.
+PYTHIA = {
+    "70m": {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048},
+    "160m": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    "410m": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+    "1b": {"num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 8, "intermediate_size": 8192},
+}
+# Of the published models, and with what the papers call them.
+PUBLISHED = {
+    "gpt2_small": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "pythia_70m": 70_426_624,
+    "pythia_160m": 162_322_944,
+    "pythia_410m": 405_334_016,
+    "pythia_1b": 1_011_781_632,
+}
+ALL = "--softmax-attention-layers all"
+TINY = "--decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2"
+
+
+def dictionary(words: int) -> Dictionary:
+    made = Dictionary()
+    for i in range(words):
+        made.add_symbol(str(i))
+    return made
+
+
+def on_meta(fairseq, arch: str, words: int, flags: str = ALL):
+    """The model at full size, without memory for its weights."""
+    cfg = convert_namespace_to_omegaconf(fairseq.parse(arch, flags)).model
+    symbols = dictionary(words - 1)  # </s> is one of the source's
+    task = SimpleNamespace(source_dictionary=symbols, target_dictionary=symbols)
+    cfg.init_std = None  # nothing to draw
+    with torch.device("meta"):
+        return FastWeightLanguageModel.build_model(cfg, task), cfg
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_sources(fairseq, name):
+    transformers = pytest.importorskip("transformers")
+    family, size = name.split("_")
+    words, special = (50257, 3) if family == "gpt2" else (50304, 3)
+    model, cfg = on_meta(fairseq, f"fast_weight_lm_{name}", words)
+    with torch.device("meta"):
+        if family == "gpt2":
+            theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2[size]))
+        else:
+            config = transformers.GPTNeoXConfig(**PYTHIA[size], vocab_size=50304)
+            theirs = transformers.GPTNeoXForCausalLM(config)
+    width = cfg.decoder_embed_dim
+    # What ours has more: rows of symbols that the source has not, and of positions, two that fairseq leaves empty.
+    more = special * width + (2 if family == "gpt2" else special) * width
+    assert count(model) - more == count(theirs) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("size", GPT2)
+def test_gpt2_is_a_pre_norm_transformer_with_learned_positions(fairseq, size):
+    model, cfg = on_meta(fairseq, f"fast_weight_lm_gpt2_{size}", 100)
+    decoder = model.decoder
+    assert decoder.embed_scale == 1 and decoder.embed_positions.max_positions == 1024 == decoder.max_positions()
+    assert decoder.output_projection.weight is decoder.embed_tokens.weight
+    assert decoder.layer_norm is not None and cfg.activation_fn == "gelu_accurate"
+    assert {type(layer.self_attn) for layer in decoder.layers} == {MultiheadAttention}
+    assert all(layer.normalize_before and layer.self_attn.q_proj.bias is not None for layer in decoder.layers)
+    assert decoder.layers[0].self_attn.num_heads == GPT2[size]["n_head"]
+
+
+@pytest.mark.parametrize("size", PYTHIA)
+def test_pythia_is_parallel_and_rotary(fairseq, size):
+    model, cfg = on_meta(fairseq, f"fast_weight_lm_pythia_{size}", 100)
+    decoder = model.decoder
+    assert decoder.embed_scale == 1 and decoder.embed_positions is None and decoder.max_positions() == 2048
+    assert decoder.output_projection.weight is not decoder.embed_tokens.weight
+    assert decoder.output_projection.bias is None and decoder.layer_norm is not None and cfg.activation_fn == "gelu"
+    sizes = PYTHIA[size]
+    heads, head_dim = sizes["num_attention_heads"], sizes["hidden_size"] // sizes["num_attention_heads"]
+    for layer in decoder.layers:
+        assert isinstance(layer, ParallelDecoderLayer) and isinstance(layer.self_attn, RotaryAttention)
+        assert (layer.self_attn.num_heads, layer.self_attn.rotary_dim) == (heads, head_dim // 4)
+        assert layer.self_attn.q_proj.bias is not None
+
+
+@pytest.mark.parametrize("arch", ["fast_weight_lm_gpt2_small", "fast_weight_lm_pythia_70m"])
+def test_fast_weights_stand_where_attention_was(fairseq, text, arch):
+    model = fairseq.build(f"{TINY} --softmax-attention-layers 2 --rotary-dim 4", arch=arch)
+    first, second = (layer.self_attn for layer in model.decoder.layers)
+    assert isinstance(first, FastWeightAttention) and not isinstance(second, FastWeightAttention)
+    if "pythia" in arch:
+        assert all(isinstance(layer, ParallelDecoderLayer) for layer in model.decoder.layers)
+    full = model(text(2, 9))[0]
+    state: dict = {}
+    steps = [model(text(2, 9)[:, :t], incremental_state=state)[0] for t in range(1, 10)]
+    assert torch.allclose(torch.cat(steps, 1), full, atol=1e-4)
+    full.softmax(-1).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("arch", ["fast_weight_lm_gpt2_medium", "fast_weight_lm_pythia_160m"])
+def test_flags_overrule_the_architecture(fairseq, arch):
+    flags = "--decoder-layers 3 --dropout 0.3 --max-target-positions 77 --rotary-base 5 --init-std 0.5"
+    cfg = convert_namespace_to_omegaconf(fairseq.parse(arch, flags)).model
+    assert (cfg.decoder_layers, cfg.dropout, cfg.max_target_positions) == (3, 0.3, 77)
+    assert (cfg.rotary_base, cfg.init_std) == (5, 0.5)
+    task = convert_namespace_to_omegaconf(fairseq.parse(arch, flags)).task
+    assert task.max_target_positions == 77
+
+
+# --------------------------------------------------------------------------------------- masked symbols
+
+
+def probabilities(fairseq, text, dtype=torch.float32):
+    model = fairseq.build("--mask-special-symbols").to(dtype)
+    return model, model.get_normalized_probs(model(text(2, 9)), log_probs=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masked_symbols_have_probability_0_and_others_share_it_all(fairseq, text, dtype):
+    model, log_probabilities = probabilities(fairseq, text, dtype)
+    plain = fairseq.build("").to(dtype)
+    d = model.decoder.dictionary
+    masked = torch.tensor([d.bos(), d.pad(), d.unk()])
+    assert log_probabilities.isfinite().all()
+    assert not log_probabilities.exp()[..., masked].any()
+    logits = plain(text(2, 9))[0].float()
+    logits[..., masked] = float("-inf")
+    expected = logits.softmax(-1)
+    assert torch.allclose(log_probabilities.exp(), expected, atol=1e-6)
+    assert (expected[..., d.eos()] > 0).all()
+
+
+def test_label_smoothing_stays_finite(fairseq, text):
+    """The sum over all log-probabilities, also with no smoothing, where it is multiplied by 0."""
+    model, log_probabilities = probabilities(fairseq, text)
+    flat, target = log_probabilities.flatten(0, 1), text(2, 9, seed=1).flatten()
+    losses = {}
+    for epsilon in (0.0, 0.1):
+        loss, nll = label_smoothed_nll_loss(flat, target, epsilon, ignore_index=1)
+        assert loss.isfinite() and nll.isfinite()
+        losses[epsilon] = loss
+    assert torch.allclose(losses[0.0], -flat.gather(1, target[:, None]).sum())
+    losses[0.1].backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_masked_logits_pass_no_gradient(fairseq, text):
+    model = fairseq.build("--mask-special-symbols --share-decoder-input-output-embed")
+    model(text(1, 4))[0][..., model.decoder.dictionary.unk()].sum().backward()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_an_adaptive_softmax_has_nothing_to_mask(fairseq):
+    with pytest.raises(ValueError, match="mask_special_symbols is set and adaptive_softmax_cutoff is '10,20'"):
+        fairseq.build("--mask-special-symbols --adaptive-softmax-cutoff 10,20")
+
+
+# --------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--rotary-dim 4", "rotary dim is None in the checkpoint and 4 in the model"),
+        ("--parallel-residual --decoder-normalize-before", "parallel residual is None"),
+    ],
+)
+def test_a_checkpoint_without_these_does_not_fit(fairseq, flags, named):
+    """They have no parameters: nothing else would notice."""
+    before = "--decoder-normalize-before" if "before" in flags else ""
+    saved = fairseq.build(f"{ALL} {before}")
+    with pytest.raises(ValueError, match=named):
+        fairseq.build(f"{ALL} {flags}").load_state_dict(saved.state_dict())
+    again = fairseq.build(f"{ALL} {flags}")
+    again.load_state_dict(fairseq.build(f"{ALL} {flags}", seed=2).state_dict())
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--rotary-dim 3", "rotary_dim is 3; it must be an even number from 2 to the head dim, 8"),
+        ("--rotary-dim 10", "rotary_dim is 10"),
+        ("--parallel-residual", "parallel_residual is set; it needs decoder_normalize_before"),
+    ],
+)
+def test_bad_options_are_named(fairseq, flags, message):
+    with pytest.raises(ValueError, match=message):
+        fairseq.build(f"{ALL} {flags}")
