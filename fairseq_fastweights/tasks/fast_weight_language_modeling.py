@@ -12,6 +12,11 @@ from fairseq.data import FairseqDataset, data_utils, indexed_dataset, iterators
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
+from fairseq_fastweights.conversion.freezing import Freezing, LossImprovement, freeze_for_good
+from fairseq_fastweights.conversion.groups import parse_groups
+from fairseq_fastweights.conversion.source import Source, check_dictionary, find_files, read_source
+from fairseq_fastweights.conversion.transfer import transfer
+from fairseq_fastweights.conversion.transfer_options import TransferOptions, check_options
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
@@ -22,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class FastWeightLanguageModelingConfig(LanguageModelingConfig):
+class FastWeightLanguageModelingConfig(LanguageModelingConfig, TransferOptions):
     carry_over_state: bool = field(
         default=False,
         metadata={
@@ -38,12 +43,14 @@ class FastWeightLanguageModelingConfig(LanguageModelingConfig):
 class FastWeightLanguageModelingTask(LanguageModelingTask):
     """fairseq's language modelling, with state carried from segment to segment (--carry-over-state), and with a
     sliding window (fairseq-eval-lm --context-window) that computes no softmax for positions that are not scored.
+    Training may start from the weights of a Transformer (--transfer-from).
     """
 
     def __init__(self, args: Any, *others: Any, **named: Any) -> None:
         super().__init__(args, *others, **named)
         # Whether every model built so far can be asked for its last positions only.
         self._all_take_last_positions = True
+        self._freezing: Freezing | None = None
         if args.carry_over_state:
             self._check_carry_over(args)
 
@@ -66,6 +73,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 )
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
+        source = None if from_checkpoint else self._read_source()
         model = super().build_model(args, from_checkpoint)
         ours = isinstance(getattr(model, "decoder", None), FastWeightDecoder)
         self._all_take_last_positions &= ours
@@ -85,7 +93,58 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             )
             if concern is not None:
                 logger.warning("carry_over_state: %s", concern)
+        if source is not None:
+            self._transfer(model, source)
         return model
+
+    def _read_source(self) -> Source | None:
+        """The model to transfer from, if there is one and its dictionary is that of the data."""
+        check_options(self.args)
+        if self.args.transfer_from is None:
+            return None
+        file, dictionary = find_files(self.args.transfer_from)
+        check_dictionary(dictionary, self.dictionary)
+        return read_source(file)
+
+    def _transfer(self, model: Any, source: Source) -> None:
+        options = self.args
+        report = transfer(model, source, parse_groups("transfer", options.transfer))
+        frozen = report.freeze(parse_groups("freeze", options.freeze))
+        logger.info("%s", report)
+        if len(frozen) == len(list(model.parameters())) and options.unfreeze_threshold is None:
+            raise ValueError(f"freeze is {options.freeze!r}, which leaves nothing to train")
+        if options.dry_run:
+            raise SystemExit(0)
+        if options.unfreeze_threshold is None:
+            freeze_for_good(frozen)
+        else:
+            improvement = LossImprovement(
+                options.unfreeze_threshold, options.unfreeze_patience, options.unfreeze_interval
+            )
+            self._freezing = Freezing(frozen, improvement)
+
+    def train_step(
+        self, sample: Any, model: Any, criterion: Any, optimizer: Any, *others: Any, **named: Any
+    ) -> tuple[Any, Any, Any]:
+        """fairseq's; what is frozen has no gradient afterwards."""
+        if self._freezing is not None:
+            self._freezing.attach(optimizer)
+        results = super().train_step(sample, model, criterion, optimizer, *others, **named)
+        if self._freezing is not None:
+            self._freezing.drop_gradients(optimizer)
+        return results
+
+    def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
+        """fairseq's; what is frozen stays as it is."""
+        if self._freezing is not None:
+            self._freezing.drop_gradients(optimizer)  # once more: processes that add theirs up fill in zeros
+        super().optimizer_step(optimizer, model=model, update_num=update_num)
+
+    def reduce_metrics(self, logging_outputs: Any, criterion: Any) -> None:
+        """fairseq's; in training, it is where the losses of all processes are seen together, once an update."""
+        super().reduce_metrics(logging_outputs, criterion)
+        if self._freezing is not None and criterion.training:
+            self._freezing.observe(logging_outputs)
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **others: Any) -> None:
         """Loads a split; with --carry-over-state as one long text, otherwise as fairseq does.

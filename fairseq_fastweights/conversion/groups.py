@@ -1,0 +1,85 @@
+"""The groups of weights that transfer and freezing name (Choi 2024, Sec. 3)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+GROUPS = ("embeddings", "output", "feed-forward", "output-projection", "attention")
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+# What a name starts with, without `decoder.` or `decoder.layers.<number>.`, and the group.
+_OF_DECODER = {
+    "embed_tokens.": "embeddings",
+    "embed_positions.": "embeddings",
+    "project_in_dim.": "embeddings",
+    "layernorm_embedding.": "embeddings",
+    "layer_norm.": "output",
+    "project_out_dim.": "output",
+    "output_projection.": "output",
+    "adaptive_softmax.": "output",
+}
+_OF_LAYER = {
+    "self_attn.q_proj.": "attention",
+    "self_attn.k_proj.": "attention",
+    "self_attn.v_proj.": "attention",
+    "self_attn.out_proj.": "output-projection",
+    # What scales or normalises the attention's output.
+    "attn_ln.": "output-projection",
+    "c_attn": "output-projection",
+    "fc1.": "feed-forward",
+    "fc2.": "feed-forward",
+    "ffn_layernorm.": "feed-forward",
+    "w_resid": "feed-forward",
+}
+
+
+def parse_groups(argument: str, text: str) -> frozenset[str]:
+    """Reads comma-separated groups: "all", or any of `GROUPS`; empty or "none" for none.
+
+    Raises:
+        ValueError: for any other word.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if words == ["all"]:
+        return frozenset(GROUPS)
+    if words == ["none"]:
+        return frozenset()
+    if not set(words) <= set(GROUPS):
+        raise ValueError(f"{argument} is {text!r}; it must be all, none, or comma-separated: {', '.join(GROUPS)}")
+    return frozenset(words)
+
+
+def group_of(name: str, layers: int, pre_norm: bool) -> str | None:
+    """The group of a parameter of a Transformer language model, or None: it is the model's own, as gates are.
+
+    A norm belongs to what it precedes. With norms after each part, that of the attention precedes the feed-forward
+    layer, and that of the feed-forward layer the next layer's attention, or the output.
+
+    Args:
+        name: as fairseq names it.
+        layers: how many layers the model has.
+        pre_norm: whether norms stand before each part of a layer, or after it.
+    """
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer is None:
+        return _look_up(name.removeprefix("decoder."), _OF_DECODER) if name.startswith("decoder.") else None
+    number, part = int(in_layer[1]), in_layer[2]
+    if part.startswith("self_attn_layer_norm."):
+        return "attention" if pre_norm else "feed-forward"
+    if part.startswith("final_layer_norm."):
+        if pre_norm:
+            return "feed-forward"
+        return "attention" if number + 1 < layers else "output"
+    return _look_up(part, _OF_LAYER)
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """How many layers parameters of these names make up."""
+    found = [_LAYER.match(name) for name in names]
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def _look_up(part: str, table: dict[str, str]) -> str | None:
+    return next((group for start, group in table.items() if part.startswith(start)), None)

@@ -1,0 +1,131 @@
+"""What weights are transferred from: a Transformer language model that fairseq trained, in 2019 or today."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from omegaconf import OmegaConf
+from torch import Tensor
+
+# What is in a checkpoint beside parameters.
+_BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|settings)|decoder\.embed_positions\.weights")
+_OLD_NORM = re.compile(r"(decoder\.layers\.\d+\.)layer_norms\.([02])\.(weight|bias)")
+_NORMS = {"0": "self_attn_layer_norm", "2": "final_layer_norm"}
+
+
+@dataclass
+class Source:
+    """A trained model.
+
+    Attributes:
+        file: the checkpoint.
+        weights: its parameters, under the names that fairseq gives them today.
+        options: those of its model; what the fairseq that trained it did not have is missing.
+    """
+
+    file: Path
+    weights: dict[str, Tensor]
+    options: dict[str, Any]
+
+
+def find_files(path: str) -> tuple[Path, Path]:
+    """The checkpoint and the dictionary of `path`, a folder with model.pt and dict.txt or a file beside dict.txt.
+
+    Raises:
+        ValueError: if one of them is not there.
+    """
+    given = Path(path)
+    file = given / "model.pt" if given.is_dir() else given
+    if not file.is_file():
+        raise ValueError(
+            f"transfer_from is {path!r}, but there is no file {file}; it must be a folder with model.pt and dict.txt, "
+            "or a checkpoint with dict.txt beside it"
+        )
+    dictionary = file.parent / "dict.txt"
+    if not dictionary.is_file():
+        raise ValueError(
+            f"transfer_from is {path!r}, but there is no {dictionary}; the weights belong to the words in it"
+        )
+    return file, dictionary
+
+
+def check_dictionary(file: Path, dictionary: Dictionary) -> None:
+    """Checks that the dictionary in `file` is `dictionary`, symbol by symbol.
+
+    Raises:
+        ValueError: with the first difference, and with what to do.
+    """
+    theirs, ours = Dictionary.load(str(file)).symbols, dictionary.symbols
+    if theirs == ours:
+        return
+    if len(theirs) != len(ours):
+        difference = f"{file} has {len(theirs)} types, that of the data {len(ours)}"
+    else:
+        at = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
+        difference = f"type {at} is {theirs[at]!r} in {file} and {ours[at]!r} in that of the data"
+    raise ValueError(
+        f"the dictionary of transfer_from is not that of the data: {difference}. The published dictionary of the "
+        "Baevski & Auli checkpoint, for one, is in another order than a freshly made one. Binarise the data with "
+        f"fairseq-preprocess --srcdict {file}"
+    )
+
+
+def read_source(file: Path) -> Source:
+    """Reads the model in a checkpoint.
+
+    Raises:
+        ValueError: if the file is damaged or no checkpoint, or holds a model that has fast weights already.
+    """
+    try:
+        state = checkpoint_utils.load_checkpoint_to_cpu(str(file))
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a checkpoint that fairseq wrote: {type(error).__name__} {error}") from error
+    options = _options(state)
+    weights = state["model"]
+    if not isinstance(weights, dict) or not any(str(name).startswith("decoder.layers.") for name in weights):
+        raise ValueError(f"{file} holds no Transformer language model: no weight is named decoder.layers...")
+    settings = weights.get("decoder.settings")
+    if settings is not None and "update rule" in json.loads(bytes(settings.tolist())):
+        raise ValueError(
+            f"{file} holds a model with fast weights; transfer_from takes Transformers. To train it further, use "
+            "--finetune-from-model"
+        )
+    return Source(file, upgrade(weights), options)
+
+
+def upgrade(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters under the names that fairseq gives them today; buffers are left out."""
+    upgraded = {}
+    for name, tensor in weights.items():
+        norm = _OLD_NORM.fullmatch(name)
+        if norm is not None:
+            upgraded[f"{norm[1]}{_NORMS[norm[2]]}.{norm[3]}"] = tensor
+        elif name.endswith((".in_proj_weight", ".in_proj_bias")):
+            start, kind = name.rsplit("in_proj_", 1)
+            for projection, part in zip("qkv", tensor.chunk(3), strict=True):
+                upgraded[f"{start}{projection}_proj.{kind}"] = part
+        elif name == "decoder.embed_out":
+            upgraded["decoder.output_projection.weight"] = tensor
+        elif not _BUFFERS.fullmatch(name):
+            upgraded[name] = tensor
+    return upgraded
+
+
+def _options(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's options: of a Namespace as it was written, not as fairseq completes it."""
+    options = state.get("args")
+    if options is None:
+        options = (state.get("cfg") or {}).get("model")
+    if OmegaConf.is_config(options):
+        options = OmegaConf.to_container(options, resolve=False)
+    if isinstance(options, Namespace):
+        options = vars(options)
+    return dict(options or {})

@@ -1,0 +1,124 @@
+"""A fast weight memory in the place of trained softmax attention (Mao 2022, Sec. 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+
+ADDITIVE_SCALE = 1 / 512
+"""What values are multiplied by for the additive rule without normalisation (footnote 4)."""
+
+WRITE_STRENGTH = 0.007
+"""The delta rule's, at the start (footnote 3)."""
+
+
+class Start(NamedTuple):
+    """Where a parameter starts: its values, and how they were made: "kept", "rescaled", "folded" or "new"."""
+
+    values: Tensor
+    how: str
+
+
+def check_swap(attention: FastWeightAttention) -> None:
+    """Checks that the attention can start at the weights of a softmax attention of its width.
+
+    Raises:
+        ValueError: if its keys are longer than what a map folded into the projections can give, or its write strengths
+            need a bias that they have not.
+    """
+    if attention.feature_map.key_dim > attention.head_dim:
+        raise ValueError(
+            f"feature_dim is {attention.feature_map.key_dim}; with the feature map {attention.feature_map_name} it "
+            f"must be at most the {attention.head_dim} numbers that the source's keys and queries have per head "
+            "(relu, favor and dpfp make more of them)"
+        )
+    if attention.update_rule == "delta" and _gate(attention, "beta").bias is None:
+        raise ValueError(
+            f"no_attention_bias is set; the delta rule in place of a trained attention starts at a write strength of "
+            f"{WRITE_STRENGTH}, which is kept in a bias: it must not be set"
+        )
+
+
+def swap(attention: FastWeightAttention, weights: Mapping[str, Tensor]) -> dict[str, Start]:
+    """Where a memory starts that takes the place of an attention with these weights.
+
+    Queries and keys keep theirs where the map takes head_dim numbers; where it takes m < head_dim, both are multiplied
+    by `fold_map`. The decay rule's values are multiplied by 1 - sigmoid(b_z), b_z the biases of their gates; those of
+    the sum rule without normalisation by 1 / 512. Without an input, the delta rule's write strength is 0.007.
+
+    Args:
+        attention: a memory that `check_swap` passes; it is not changed.
+        weights: "q_proj.weight" (embed_dim, embed_dim), "q_proj.bias" (embed_dim,), and the same of k_proj and v_proj.
+
+    Returns:
+        starts of parameters of `attention`, by name. Those that are missing start as they are.
+    """
+    starts = {name: Start(tensor, "kept") for name, tensor in weights.items()}
+    m = attention.feature_map.key_dim
+    if m < attention.head_dim:
+        fold = fold_map(weights["q_proj.weight"], weights["k_proj.weight"], attention.num_heads, m)
+        for name, tensor in weights.items():
+            if not name.startswith("v_proj."):
+                starts[name] = Start(_fold(fold, tensor), "folded")
+    scale = _value_scale(attention)
+    if scale is not None:
+        for name in ("v_proj.weight", "v_proj.bias"):
+            if name in weights:
+                tensor = weights[name].to(scale.dtype)
+                starts[name] = Start(tensor * scale.view(-1, *[1] * (tensor.dim() - 1)), "rescaled")
+    if attention.update_rule == "delta":
+        projection = _gate(attention, "beta")
+        bias = torch.full_like(projection.bias.detach(), math.log(WRITE_STRENGTH / (1 - WRITE_STRENGTH)))
+        starts["beta_proj.weight"] = Start(torch.zeros_like(projection.weight.detach()), "new")
+        starts["beta_proj.bias"] = Start(bias, "new")
+    return starts
+
+
+def fold_map(q_weight: Tensor, k_weight: Tensor, heads: int, m: int) -> Tensor:
+    """The linear map of each head's queries and keys to m numbers that keeps most of them.
+
+    Its rows are the leading left singular vectors of the head's two projections side by side: of all maps with m
+    orthonormal rows, none leaves a larger norm of the two.
+
+    Args:
+        q_weight, k_weight: (heads * head_dim, width).
+
+    Returns:
+        (heads, m, head_dim), float64.
+    """
+    both = torch.cat([_by_head(q_weight, heads), _by_head(k_weight, heads)], dim=-1).double()
+    vectors = torch.linalg.svd(both, full_matrices=False)[0][..., :m].transpose(1, 2)
+    # A singular vector's sign is open; maps that are not linear would notice.
+    largest = vectors.gather(-1, vectors.abs().argmax(-1, keepdim=True))
+    return vectors * largest.sign()
+
+
+def _fold(fold: Tensor, tensor: Tensor) -> Tensor:
+    """Applies each head's map to a projection's weight or bias."""
+    heads, m, _ = fold.shape
+    folded = fold @ _by_head(tensor, heads).double()
+    return folded.reshape(heads * m, *tensor.shape[1:]).to(tensor.dtype)
+
+
+def _by_head(tensor: Tensor, heads: int) -> Tensor:
+    """(heads * head_dim, width), or a bias -> (heads, head_dim, width or 1)."""
+    return tensor.detach().reshape(heads, tensor.shape[0] // heads, -1)
+
+
+def _value_scale(attention: FastWeightAttention) -> Tensor | None:
+    """(embed_dim,), what each value dimension is multiplied by, or None."""
+    if attention.update_rule == "decay":
+        return torch.sigmoid(-_gate(attention, "value_decay").bias.detach())
+    if attention.update_rule == "sum" and not attention.normalization:
+        return torch.full((attention.embed_dim,), ADDITIVE_SCALE)
+    return None
+
+
+def _gate(attention: FastWeightAttention, name: str) -> Any:
+    return attention.get_submodule(f"{name}_proj")

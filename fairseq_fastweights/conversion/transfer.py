@@ -1,0 +1,238 @@
+"""Transfer of a Transformer's weights into a model whose attention may be another (Choi 2024; Mao 2022)."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fairseq.models.transformer import TransformerDecoderBase
+from torch import Tensor, nn
+
+from fairseq_fastweights.conversion.groups import GROUPS, count_layers, group_of
+from fairseq_fastweights.conversion.source import Source
+from fairseq_fastweights.conversion.swap import check_swap, swap
+from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+
+HOW = ("kept", "rescaled", "folded", "new")
+
+# Options that change what weights of the same shapes mean: the groups for which they do, and what models were before
+# there was the option, where it is known.
+_MEANING: dict[str, tuple[tuple[str, ...], Any]] = {
+    "decoder_normalize_before": (("attention", "feed-forward"), None),
+    "parallel_residual": (("attention", "feed-forward"), False),
+    "decoder_attention_heads": (("attention",), None),
+    "rotary_dim": (("attention",), 0),
+    "rotary_base": (("attention",), 10000.0),
+    "activation_fn": (("feed-forward",), "relu"),
+    "no_scale_embedding": (("embeddings",), False),
+    "decoder_learned_pos": (("embeddings",), False),
+    "no_token_positional_embeddings": (("embeddings",), False),
+}
+
+_NO_GROUP = "none of them"
+
+
+@dataclass
+class Target:
+    """A parameter of the model that weights go to.
+
+    Attributes:
+        names: one, or several where the parameter is tied.
+        groups: those of its names, in the order of `GROUPS`.
+        how: where its values are from, one of `HOW`.
+        frozen: whether training will leave it as it is.
+    """
+
+    parameter: nn.Parameter
+    names: list[str]
+    groups: list[str]
+    how: str = "new"
+    frozen: bool = False
+
+
+@dataclass
+class Report:
+    """What a transfer did with each parameter of the model."""
+
+    source: str
+    targets: list[Target] = field(default_factory=list)
+
+    def count(self, group: str, how: str) -> int:
+        """How many numbers of a group's parameters are of that origin, or "frozen"; a tied one counts once."""
+        return sum(
+            target.parameter.numel()
+            for target in self.targets
+            if (target.groups or [_NO_GROUP])[0] == group and (target.frozen if how == "frozen" else target.how == how)
+        )
+
+    def freeze(self, groups: frozenset[str]) -> list[nn.Parameter]:
+        """Marks what came from the source in these groups as frozen, and returns it."""
+        for target in self.targets:
+            target.frozen = target.how != "new" and bool(groups & set(target.groups))
+        return [target.parameter for target in self.targets if target.frozen]
+
+    def __str__(self) -> str:
+        columns = (*HOW, "frozen")
+        rows = [[group, *(self.count(group, column) for column in columns)] for group in (*GROUPS, _NO_GROUP)]
+        rows.append(["all", *(sum(row[i] for row in rows) for i in range(1, 1 + len(columns)))])  # type: ignore[misc]
+        lines = [["parameters", *columns], *([str(row[0]), *(f"{n:,}" for n in row[1:])] for row in rows)]
+        text = f"transfer from {self.source}\n" + _table(lines, numbers=True)
+        for (first, *others), number in sorted(self._tied().items()):
+            text += f"\n{number:,} parameters of {first} are tied to {', '.join(others)}"
+        return text
+
+    def _tied(self) -> Counter[tuple[str, ...]]:
+        tied: Counter[tuple[str, ...]] = Counter()
+        for target in self.targets:
+            if len(target.groups) > 1:
+                tied[tuple(target.groups)] += target.parameter.numel()
+        return tied
+
+
+def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
+    """Copies a source's weights into a model; fast weight layers take those of softmax attention (`swap`).
+
+    What is not in `groups`, and what the source has nothing for (gates, feature maps), stays as it is.
+
+    Args:
+        model: a language model as fairseq builds it.
+        source: its weights are dropped from it as they are copied.
+        groups: of `GROUPS`.
+
+    Raises:
+        ValueError: if the model is no Transformer; listing all that does not fit, before anything is copied.
+    """
+    if not isinstance(getattr(model, "decoder", None), TransformerDecoderBase):
+        raise ValueError(
+            f"transfer_from is set, but {type(model).__name__} is no Transformer; it must be fast_weight_lm"
+        )
+    options = model.decoder.args
+    pre_norm = bool(options.decoder_normalize_before)
+    attentions = {
+        f"{path}.": module for path, module in model.named_modules() if isinstance(module, FastWeightAttention)
+    }
+    if "attention" in groups:
+        for attention in attentions.values():
+            check_swap(attention)
+    names = [name for name, _ in model.named_parameters()]
+    targets = _targets(model, pre_norm)
+    shapes = {
+        f"{path}{name}": torch.Size([attention.embed_dim, *parameter.shape[1:]])
+        for path, attention in attentions.items()
+        for name, parameter in attention.named_parameters()
+        if name.startswith(("q_proj.", "k_proj."))
+    }
+    misfits = [
+        *_other_options(source, options, groups, has_softmax=len(attentions) < count_layers(names)),
+        *_other_weights(source, targets, groups, pre_norm, shapes),
+    ]
+    if misfits:
+        raise ValueError(
+            f"the weights in {source.file} do not fit the model; nothing was transferred\n"
+            + _table([["what", "name", "source", "model"], *misfits])
+        )
+    with torch.no_grad():
+        _copy(targets, source, groups, attentions)
+    return Report(str(source.file), targets)
+
+
+def _targets(model: nn.Module, pre_norm: bool) -> list[Target]:
+    names: dict[int, list[str]] = defaultdict(list)
+    parameters = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+        parameters[id(parameter)] = parameter
+    layers = count_layers(name for tied in names.values() for name in tied)
+    targets = []
+    for key, parameter in parameters.items():
+        groups = {group_of(name, layers, pre_norm) for name in names[key]}
+        targets.append(Target(parameter, names[key], [group for group in GROUPS if group in groups]))
+    return targets
+
+
+def _other_options(source: Source, options: Any, groups: frozenset[str], has_softmax: bool) -> Iterable[list[str]]:
+    for name, (of_groups, before) in _MEANING.items():
+        theirs = _plain(source.options.get(name, before))
+        ours = _plain(getattr(options, name, before))
+        if name.startswith("rotary_") and not has_softmax:
+            continue
+        if groups & set(of_groups) and None not in (theirs, ours) and theirs != ours:
+            yield ["other option", name, str(theirs), str(ours)]
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _other_weights(
+    source: Source, targets: list[Target], groups: frozenset[str], pre_norm: bool, shapes: dict[str, torch.Size]
+) -> Iterable[list[str]]:
+    wanted = [target for target in targets if groups & set(target.groups)]
+    lacking = {
+        group
+        for group in groups
+        if not any(name in source.weights for target in wanted if group in target.groups for name in target.names)
+    }
+    for group in GROUPS:
+        number = sum(target.parameter.numel() for target in wanted if group in target.groups)
+        if group in lacking and number:
+            yield ["missing group", group, "none of it", f"{number:,} parameters"]
+    for target in wanted:
+        name, *_ = target.names
+        found = [source.weights[name] for name in target.names if name in source.weights]
+        shape = shapes.get(name, target.parameter.shape)
+        if not found:
+            if not set(target.groups) <= lacking:
+                yield ["missing", name, "-", _size(shape)]
+        elif any(tensor.shape != shape for tensor in found):
+            yield ["wrong shape", name, _size(found[0].shape), _size(shape)]
+        elif any(not torch.equal(tensor, found[0]) for tensor in found[1:]):
+            yield ["not tied", name, "differs from", target.names[1]]
+    known = {name for target in targets for name in target.names}
+    layers = count_layers(source.weights)
+    for name, tensor in source.weights.items():
+        if name not in known and group_of(name, layers, pre_norm) in {*groups, None}:
+            yield ["left over", name, _size(tensor.shape), "-"]
+
+
+def _size(shape: torch.Size) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _copy(
+    targets: list[Target], source: Source, groups: frozenset[str], attentions: dict[str, FastWeightAttention]
+) -> None:
+    by_name = {name: target for target in targets for name in target.names}
+    for path, attention in attentions.items():
+        if "attention" not in groups:
+            continue
+        projections = ("q_proj.", "k_proj.", "v_proj.")
+        names = [name for name, _ in attention.named_parameters() if name.startswith(projections)]
+        weights = {name: source.weights.pop(f"{path}{name}") for name in names}
+        for name, (values, how) in swap(attention, weights).items():
+            _set(by_name[f"{path}{name}"], values, how)
+    for target in targets:
+        found = [source.weights.pop(name) for name in target.names if name in source.weights]
+        if found and groups & set(target.groups):
+            _set(target, found[0], "kept")
+
+
+def _set(target: Target, values: Tensor, how: str) -> None:
+    target.parameter.copy_(values)
+    target.how = how
+
+
+def _table(rows: list[list[str]], numbers: bool = False) -> str:
+    """Rows of words in columns; all but the first column to the right where they are numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            word.rjust(n) if numbers and i else word.ljust(n)
+            for i, (word, n) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

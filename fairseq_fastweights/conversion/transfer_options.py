@@ -1,0 +1,131 @@
+"""The options of a transfer: from where, of what, and what stays frozen."""
+
+# No `from __future__ import annotations` and no `X | None` here: fairseq reads the types of a configuration's fields as
+# they stand, and knows `Optional` alone.
+# ruff: noqa: UP045
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from fairseq.dataclass import FairseqDataclass
+from omegaconf import II
+
+from fairseq_fastweights.conversion.groups import GROUPS, parse_groups
+
+
+@dataclass
+class TransferOptions(FairseqDataclass):
+    transfer_from: Optional[str] = field(
+        default=None,
+        metadata={
+            "help": "before training, take the weights of a trained Transformer language model: a folder with model.pt "
+            "and dict.txt, or a checkpoint of fairseq with dict.txt beside it. Fast weight layers start at the weights "
+            "of the attention in whose place they are (Mao 2022). Its dictionary must be that of the data"
+        },
+    )
+    transfer: str = field(
+        default="all",
+        metadata={
+            "help": f"which weights to take: all, or comma-separated: {', '.join(GROUPS)}. Norms go with what they "
+            "precede"
+        },
+    )
+    freeze: str = field(
+        default="none",
+        metadata={
+            "help": "which of the weights that were taken stay as they are: none, all, or groups as for transfer"
+        },
+    )
+    unfreeze_threshold: Optional[float] = field(
+        default=None,
+        metadata={
+            "help": "train frozen weights too once the training loss improves, from one interval to the next, by less "
+            "than this part of itself (Choi 2024, Sec. 3.1, which has 0.01); default: they stay frozen"
+        },
+    )
+    unfreeze_patience: int = field(
+        default=1, metadata={"help": "for how many intervals in a row the loss must improve by less"}
+    )
+    unfreeze_interval: Optional[int] = field(
+        default=None, metadata={"help": "number of updates in an interval; must be given with --unfreeze-threshold"}
+    )
+    dry_run: bool = field(
+        default=False, metadata={"help": "report what would be transferred and frozen, and stop before training"}
+    )
+
+    # Set elsewhere; what weights can be transferred or frozen depends on them.
+    fp16: bool = II("common.fp16")
+    memory_efficient_fp16: bool = II("common.memory_efficient_fp16")
+    fp16_no_flatten_grads: bool = II("common.fp16_no_flatten_grads")
+    ddp_backend: Any = II("distributed_training.ddp_backend")
+    zero_sharding: Any = II("distributed_training.zero_sharding")
+    use_bmuf: bool = II("optimization.use_bmuf")
+    tpu: bool = II("common.tpu")
+
+
+def check_options(options: Any) -> None:
+    """Checks what can be checked before anything is read.
+
+    Raises:
+        ValueError: for options out of their range, that contradict each other, or that need others.
+    """
+    transferred = parse_groups("transfer", options.transfer)
+    frozen = parse_groups("freeze", options.freeze)
+    if options.transfer_from is None:
+        for name, unset in (("transfer", "all"), ("freeze", "none"), ("dry_run", False)):
+            value = getattr(options, name)
+            if value != unset:
+                raise ValueError(f"{name} is {value!r}; it needs transfer_from, which is not set")
+    if not transferred:
+        raise ValueError(f"transfer is {options.transfer!r}; with transfer_from it must name something")
+    if not frozen <= transferred:
+        raise ValueError(
+            f"freeze is {options.freeze!r}, but transfer is {options.transfer!r}: only what is transferred can be "
+            "frozen"
+        )
+    _check_unfreezing(options, bool(frozen))
+    if options.transfer_from is not None and _plain(options.ddp_backend) == "fully_sharded":
+        raise ValueError(
+            "ddp_backend is fully_sharded; with transfer_from it must not be: no process has whole weights"
+        )
+
+
+def _check_unfreezing(options: Any, frozen: bool) -> None:
+    threshold = options.unfreeze_threshold
+    if threshold is None:
+        for name, unset in (("unfreeze_patience", 1), ("unfreeze_interval", None)):
+            if getattr(options, name) != unset:
+                raise ValueError(f"{name} is {getattr(options, name)}; it needs unfreeze_threshold, which is not set")
+        return
+    if not 0 < threshold < 1:
+        raise ValueError(f"unfreeze_threshold is {threshold:g}; it must be above 0 and below 1")
+    if not frozen:
+        raise ValueError(
+            f"unfreeze_threshold is {threshold:g}, but freeze is none; it must name what is to be unfrozen"
+        )
+    if options.unfreeze_patience < 1:
+        raise ValueError(f"unfreeze_patience is {options.unfreeze_patience}; it must be at least 1")
+    if options.unfreeze_interval is None or options.unfreeze_interval < 1:
+        raise ValueError(
+            f"unfreeze_interval is {options.unfreeze_interval}; with unfreeze_threshold it must be a number of "
+            "updates, at least 1"
+        )
+    flat = options.fp16 is True and options.memory_efficient_fp16 is not True
+    for name, refused, instead in (
+        # One vector of all parameters, in which none can be left out of a step.
+        ("fp16", flat and options.fp16_no_flatten_grads is not True, "with fp16_no_flatten_grads"),
+        # Steps and averages of their own, after the optimizer's.
+        ("ddp_backend", _plain(options.ddp_backend) == "slowmo", "another"),
+        ("use_bmuf", options.use_bmuf is True, "off"),
+        ("zero_sharding", _plain(options.zero_sharding) == "os", "none"),
+        ("tpu", options.tpu is True, "off"),
+    ):
+        if refused:
+            raise ValueError(
+                f"{name} is {_plain(getattr(options, name))}; with unfreeze_threshold it must be {instead}: frozen "
+                "weights would be moved all the same"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)

@@ -1,0 +1,198 @@
+"""A fast weight memory that takes the place of softmax attention starts where Mao (2022) says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fairseq.modules import MultiheadAttention
+
+from fairseq_fastweights.conversion.swap import check_swap, fold_map, swap
+from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+
+WIDTH, HEADS, DIM = 24, 3, 8
+PROJECTIONS = ("q_proj.", "k_proj.", "v_proj.")
+KINDS = ("weight", "bias")
+
+
+def trained(seed: int = 0, bias: bool = True) -> MultiheadAttention:
+    torch.manual_seed(seed)
+    attention = MultiheadAttention(WIDTH, HEADS, self_attention=True, bias=bias)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)  # fairseq's biases start at 0
+    return attention
+
+
+def memory(seed: int = 1, **options) -> FastWeightAttention:
+    torch.manual_seed(seed)
+    return FastWeightAttention(WIDTH, HEADS, **options)
+
+
+def weights_of(attention: MultiheadAttention) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in attention.named_parameters() if name.startswith(PROJECTIONS)}
+
+
+def swapped(source: MultiheadAttention, **options) -> tuple[FastWeightAttention, dict[str, str]]:
+    """A memory with the source's weights, and how each of its parameters was made."""
+    new = memory(**options)
+    check_swap(new)
+    starts = swap(new, weights_of(source))
+    parameters = dict(new.named_parameters())
+    with torch.no_grad():
+        for name, (values, _) in starts.items():
+            assert values.shape == parameters[name].shape
+            parameters[name].copy_(values)
+        new.out_proj.weight.copy_(source.out_proj.weight)
+        new.out_proj.bias.copy_(source.out_proj.bias)
+    return new, {name: how for name, (_, how) in starts.items()}
+
+
+def heads(projection: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return projection(x).view(*x.shape[:2], HEADS, -1)
+
+
+def test_at_full_size_the_layer_is_linear_attention_of_the_sources_projections():
+    source = trained()
+    new, how = swapped(source, update_rule="sum", feature_map="identity", normalization=frozenset())
+    assert how == {f"{name}{kind}": "rescaled" if "v" in name else "kept" for name in PROJECTIONS for kind in KINDS}
+    x = torch.randn(7, 2, WIDTH)
+    q, k, v = (heads(projection, x) for projection in (source.q_proj, source.k_proj, source.v_proj))
+    read = torch.zeros(7, 2, HEADS, DIM)
+    for t in range(7):
+        for j in range(t + 1):
+            read[t] += (q[t] * k[j]).sum(-1, keepdim=True) * v[j] / 512
+    expected = source.out_proj(read.reshape(7, 2, WIDTH))
+    assert torch.allclose(new(x)[0], expected, rtol=1e-4, atol=1e-5)  # sums in another order
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update_rule": "decay"},
+        {"update_rule": "delta", "feature_map": "elu"},
+        {"update_rule": "gated", "feature_map": "tanh", "feature_dim": DIM},
+        {"update_rule": "sum", "feature_map": "relu", "feature_dim": 3},
+        {"update_rule": "sum", "feature_map": "relu", "feature_dim": 30},
+        {"update_rule": "sum", "feature_map": "favor", "favor_features": 20},
+        {"update_rule": "delta", "feature_map": "dpfp", "dpfp_nu": 2},
+    ],
+)
+def test_maps_that_take_whole_heads_keep_queries_and_keys_to_the_bit(options):
+    source = trained()
+    fresh = memory(**options)
+    new, how = swapped(source, **options)
+    for part in ("q", "k"):
+        for kind in KINDS:
+            name = f"{part}_proj.{kind}"
+            assert torch.equal(new.get_parameter(name), source.get_parameter(name)) and how[name] == "kept"
+    for name, parameter in new.feature_map.named_parameters():
+        assert torch.equal(parameter, fresh.feature_map.get_parameter(name))
+
+
+@pytest.mark.parametrize("m", [1, 4, 7])
+def test_the_folded_map_keeps_as_much_of_queries_and_keys_as_any(m):
+    source = trained()
+    q, k = source.q_proj.weight.detach(), source.k_proj.weight.detach()
+    fold = fold_map(q, k, HEADS, m)
+    assert fold.shape == (HEADS, m, DIM)
+    identity = torch.eye(m, dtype=torch.float64).expand(HEADS, m, m)
+    assert torch.allclose(fold @ fold.transpose(1, 2), identity, atol=1e-12)
+    for head in range(HEADS):
+        rows = slice(head * DIM, (head + 1) * DIM)
+        both = torch.cat([q[rows], k[rows]], dim=1).double()
+        kept = (fold[head] @ both).norm() ** 2
+        # Of all maps with m orthonormal rows: by the theorem of Eckart and Young, and by trying.
+        assert torch.allclose(kept, torch.linalg.svdvals(both)[:m].square().sum(), rtol=1e-10)
+        for _ in range(50):
+            other = torch.linalg.qr(torch.randn(DIM, m, dtype=torch.float64))[0].T
+            assert (other @ both).norm() ** 2 < kept
+
+
+@pytest.mark.parametrize("m", [1, 4, 7])
+@pytest.mark.parametrize("feature_map", ["identity", "elu", "tanh"])
+def test_queries_and_keys_go_through_one_map_with_their_biases(feature_map, m):
+    source = trained()
+    new, how = swapped(source, update_rule="gated", feature_map=feature_map, feature_dim=m)
+    assert [how[f"{part}_proj.{kind}"] for part in "qk" for kind in KINDS] == ["folded"] * 4
+    fold = fold_map(source.q_proj.weight, source.k_proj.weight, HEADS, m).float()
+    x = torch.randn(5, 2, WIDTH)
+    for name in ("q_proj", "k_proj"):
+        expected = torch.einsum("hmd,tbhd->tbhm", fold, heads(source.get_submodule(name), x))
+        assert torch.allclose(heads(new.get_submodule(name), x), expected, atol=1e-5)
+
+
+def test_a_map_of_what_lies_in_m_dimensions_loses_nothing():
+    source = trained()
+    with torch.no_grad():
+        basis = torch.randn(HEADS, DIM, 3)
+        for projection in (source.q_proj, source.k_proj):
+            projection.weight.copy_((basis @ torch.randn(HEADS, 3, WIDTH)).reshape(WIDTH, WIDTH))
+            projection.bias.zero_()
+    options = {"update_rule": "sum", "feature_map": "identity", "normalization": frozenset()}
+    (small, _), (whole, _) = swapped(source, feature_dim=3, **options), swapped(source, **options)
+    x = torch.randn(6, 2, WIDTH)
+    assert torch.allclose(small(x)[0], whole(x)[0], rtol=1e-4, atol=1e-4)  # products of about 100
+
+
+def test_values_of_the_decay_rule_are_multiplied_by_what_their_gates_let_in():
+    source = trained()
+    new, how = swapped(source, update_rule="decay", feature_dim=4)
+    fresh = memory(update_rule="decay", feature_dim=4)
+    gate = new.value_decay_proj.bias
+    assert torch.equal(gate, fresh.value_decay_proj.bias)
+    # Spread over [1/n, 1 - 1/n], n = 8: neither all open nor all shut.
+    assert gate.sigmoid().min() >= 1 / DIM - 1e-6 and gate.sigmoid().max() <= 1 - 1 / DIM + 1e-6 and gate.std() > 0.3
+    for row in range(WIDTH):
+        factor = 1 - 1 / (1 + torch.exp(-gate[row]))
+        assert torch.allclose(new.v_proj.weight[row], factor * source.v_proj.weight[row], rtol=1e-5)
+        assert torch.allclose(new.v_proj.bias[row], factor * source.v_proj.bias[row], rtol=1e-5)
+    assert how["v_proj.weight"] == how["v_proj.bias"] == "rescaled"
+    assert not any("decay" in name for name in how)
+
+
+@pytest.mark.parametrize(
+    "options, factor",
+    [
+        ({"update_rule": "sum", "normalization": frozenset(), "feature_map": "identity"}, 1 / 512),
+        ({"update_rule": "sum", "normalization": frozenset(), "feature_map": "relu"}, 1 / 512),
+        ({"update_rule": "sum", "normalization": frozenset({"attention"})}, 1),
+        ({"update_rule": "sum", "normalization": frozenset({"sum"})}, 1),
+        ({"update_rule": "gated"}, 1),
+        ({"update_rule": "delta"}, 1),
+    ],
+)
+def test_values_of_the_other_rules(options, factor):
+    source = trained()
+    new, how = swapped(source, **options)
+    assert torch.equal(new.v_proj.weight, source.v_proj.weight * factor)
+    assert torch.equal(new.v_proj.bias, source.v_proj.bias * factor)
+    assert how["v_proj.weight"] == ("kept" if factor == 1 else "rescaled")
+
+
+def test_the_delta_rule_starts_to_write_with_little_strength():
+    new, how = swapped(trained(), update_rule="delta")
+    strength = new.beta_proj(torch.randn(50, 2, WIDTH)).sigmoid()
+    assert torch.allclose(strength, torch.full_like(strength, 0.007), rtol=1e-5)
+    assert how["beta_proj.weight"] == how["beta_proj.bias"] == "new"
+
+
+def test_gates_of_the_gated_rule_stay_as_they_are():
+    fresh, (new, how) = memory(update_rule="gated"), swapped(trained(), update_rule="gated")
+    assert torch.equal(new.gate_proj.bias, fresh.gate_proj.bias) and "gate_proj.bias" not in how
+
+
+def test_attention_without_biases_is_swapped_too():
+    weights = {name: tensor for name, tensor in weights_of(trained()).items() if "weight" in name}
+    starts = swap(memory(update_rule="decay", feature_dim=4, bias=False), weights)
+    assert sorted(starts) == ["k_proj.weight", "q_proj.weight", "v_proj.weight"]
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "elu", "tanh"])
+def test_more_than_the_heads_dimension_cannot_be_had_of_a_linear_map(feature_map):
+    with pytest.raises(ValueError, match=rf"feature_dim is 9; with the feature map {feature_map} .* at most the 8"):
+        check_swap(memory(update_rule="gated", feature_map=feature_map, feature_dim=9))
+
+
+def test_a_delta_rule_without_biases_is_refused():
+    with pytest.raises(ValueError, match="no_attention_bias is set.*0.007"):
+        check_swap(memory(update_rule="delta", bias=False))
+    check_swap(memory(update_rule="decay", bias=False))
