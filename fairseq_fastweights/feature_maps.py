@@ -7,10 +7,14 @@ Weight Programmers" (ICML 2021), unless another paper is named.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Scales = Literal["fixed", "queries", "queries and source", "all"]
+"""See `FeatureMap.forward`."""
 
 
 class FeatureMap(nn.Module):
@@ -36,7 +40,7 @@ class FeatureMap(nn.Module):
         """The `eps` for `sum_normalize`: 0 for maps that cannot vanish, 1e-5 for those that can."""
         return 1e-5 if self.may_vanish else 0.0
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, *, scales: Scales = "fixed") -> tuple[Tensor, Tensor]:
         """Return `(phi(q), phi(k))`.
 
         Both go in together because a random map has to use one draw for the two.
@@ -44,6 +48,12 @@ class FeatureMap(nn.Module):
         Args:
             q: (batch, time, heads, key_dim).
             k: (batch, time, heads, key_dim); batch and time may differ from those of q.
+            scales: which vectors of features may be multiplied by positive numbers, because what
+                follows divides these out again. Maps whose features leave the range of their type
+                use it: "fixed", none; "queries", each of q by its own (attention normalisation);
+                "queries and source", besides all of k of a row and head by one (the same, where k
+                is all that there is to read); "all", each of q and k by its own (sum
+                normalisation).
 
         Returns:
             Two tensors (batch, time, heads, output_dim), float32 for half and bfloat16 inputs, else
@@ -55,7 +65,7 @@ class FeatureMap(nn.Module):
         self._check_inputs(q, k)
         # Autocast would run the matrix products of float32 inputs in half precision again.
         with torch.autocast(q.device.type, enabled=False):
-            return self._map_both(_at_least_float32(q), _at_least_float32(k))
+            return self._map_both(_at_least_float32(q), _at_least_float32(k), scales)
 
     def _check_inputs(self, q: Tensor, k: Tensor) -> None:
         for name, x in (("q", q), ("k", k)):
@@ -63,7 +73,7 @@ class FeatureMap(nn.Module):
                 expected = f"(batch, time, heads, {self.key_dim})"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
 
-    def _map_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _map_both(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
         return self._map(q), self._map(k)
 
     def _map(self, x: Tensor) -> Tensor:
@@ -82,7 +92,7 @@ class IdentityMap(FeatureMap):
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, *, scales: Scales = "fixed") -> tuple[Tensor, Tensor]:
         """Return q and k as they are."""
         self._check_inputs(q, k)
         return q, k
@@ -168,20 +178,29 @@ class FavorMap(FeatureMap):
         self.num_features = num_features
         self.register_buffer("features", orthogonal_features(num_features, head_dim))
 
-    def _map_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _map_both(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
         if self.training:
             features = orthogonal_features(self.num_features, self.key_dim, dtype=q.dtype, device=q.device)
         else:
             features = self.features.to(q.dtype)
-        return self._map_with(features, q), self._map_with(features, k)
+        log_q, log_k = self._exponents(features, q), self._exponents(features, k)
+        # The exponents of long vectors lie far below 0: their features would vanish, or leave quotients of numbers
+        # so small that gradients overflow. Whatever divides a factor out takes its gradient out too: hence detach().
+        if scales != "fixed":
+            log_q = log_q - log_q.detach().amax(dim=-1, keepdim=True)
+        if scales == "all":
+            log_k = log_k - log_k.detach().amax(dim=-1, keepdim=True)
+        elif scales == "queries and source" and k.shape[1]:
+            log_k = log_k - log_k.detach().amax(dim=(1, 3), keepdim=True)
+        return log_q.exp(), log_k.exp()
 
-    def _map_with(self, features: Tensor, x: Tensor) -> Tensor:
+    def _exponents(self, features: Tensor, x: Tensor) -> Tensor:
         x = x * self.key_dim**-0.25
         projected = x @ features.t()
         # One exponential of the sum: exp(R x) alone overflows where its product with
         # exp(-|x|^2 / 2) does not.
         log_scale = -0.5 * (x.square().sum(-1, keepdim=True) + math.log(self.output_dim))
-        return torch.cat([log_scale + projected, log_scale - projected], dim=-1).exp()
+        return torch.cat([log_scale + projected, log_scale - projected], dim=-1)
 
 
 class DpfpMap(FeatureMap):

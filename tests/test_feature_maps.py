@@ -428,3 +428,29 @@ def test_inputs_of_another_size_are_refused(name):
     for q, k, argument in ((good[..., :3], good, "q"), (good, good[0], "k")):
         with pytest.raises(ValueError, match=rf"{argument} has shape .*\(batch, time, heads, 4\)"):
             build(name)(q, k)
+
+
+# ---------------------------------------------------------------------------- factors that are divided out again
+
+
+@pytest.mark.parametrize(
+    "scales, together",
+    [("queries", [(3,), None]), ("queries and source", [(3,), (1, 3)]), ("all", [(3,), (3,)])],
+)
+@pytest.mark.parametrize("name, options, _", CASES)
+def test_favor_takes_out_the_largest_feature_and_the_others_nothing(name, options, _, scales, together):
+    """Of each query; and of each key, or of all keys of a row and head."""
+    feature_map = build(name, **options).double().eval()
+    torch.manual_seed(1)
+    q, k = 3 * torch.randn(2, 2, 5, HEADS, feature_map.key_dim, dtype=torch.float64)
+    for fixed, free, dims in zip(feature_map(q, k), feature_map(q, k, scales=scales), together, strict=True):
+        factor = torch.ones(()) if name != "favor" or dims is None else fixed.amax(dim=dims, keepdim=True)
+        torch.testing.assert_close(free * factor, fixed)
+
+
+@pytest.mark.parametrize("scales", ["queries and source", "all"])
+def test_favor_of_long_vectors_does_not_vanish_where_its_factor_is_free(scales):
+    feature_map = build("favor", favor_features=16).eval()
+    q, k = 200 * torch.randn(2, 1, 3, HEADS, DIM)
+    assert all(x.max() == 0 for x in feature_map(q, k))
+    assert all((x.amax(dim=(1, 3)) == 1).all() for x in feature_map(q, k, scales=scales))

@@ -38,6 +38,7 @@ class FastWeightSourceAttention(MemoryAttention):
             embed_dim, num_heads, update_rule=update_rule, normalization=frozenset({"attention"}), **options
         )
         self.beam_size = 1
+        self._scales = "queries and source"
         self.reset_parameters()
 
     def forward(

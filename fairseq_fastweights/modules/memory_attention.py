@@ -12,10 +12,13 @@ from fairseq.modules import FairseqDropout
 from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 
-from fairseq_fastweights.feature_maps import build_feature_map, sum_normalize
+from fairseq_fastweights.feature_maps import Scales, build_feature_map, sum_normalize
 from fairseq_fastweights.modules.update_rules import NORMALIZATIONS, UPDATE_RULES, known_to_diverge, lookup
 
 logger = logging.getLogger(__name__)
+
+SMALLEST_DIVISOR = 1e-30
+"""Sums by which attention normalisation divides are taken for 0 below it; gradients have float32's range above it."""
 
 _warned_of: set[str] = set()
 
@@ -97,6 +100,11 @@ class MemoryAttention(nn.Module):
         self.needs_float32_range = bool(normalization & {"attention", "removal"}) or (
             feature_map == "favor" and "sum" not in normalization
         )
+        self._scales: Scales = "fixed"
+        if "sum" in normalization:
+            self._scales = "all"
+        elif "attention" in normalization:
+            self._scales = "queries"
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
         _warn_once(update_rule, feature_map, normalization)
@@ -125,7 +133,7 @@ class MemoryAttention(nn.Module):
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps and normalises queries and keys, and gives all three a type with the range that they need."""
-        q, k = self.feature_map(q, k)
+        q, k = self.feature_map(q, k, scales=self._scales)
         if "sum" in self.normalization:
             q = sum_normalize(q, eps=self.feature_map.sum_eps)
             k = sum_normalize(k, eps=self.feature_map.sum_eps)
@@ -135,8 +143,9 @@ class MemoryAttention(nn.Module):
 
     def _divide(self, out: Tensor, z_q: Tensor) -> Tensor:
         divisor = z_q + self.feature_map.sum_eps
-        # Before the first key that is not padding there is nothing to read and nothing to divide by.
-        return out / divisor.masked_fill(divisor == 0, 1)
+        # Before the first key that is not padding there is nothing to read and nothing to divide by. Nor is there
+        # where FAVOR+ of all keys has as good as vanished: gradients through the quotient would overflow.
+        return out / divisor.masked_fill(divisor.abs() < SMALLEST_DIVISOR, 1)
 
     def _project_out(self, out: Tensor, query: Tensor) -> Tensor:
         """(batch, time, heads, head_dim), what was read -> (time, batch, embed_dim), the layer's output."""

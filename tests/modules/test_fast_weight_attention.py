@@ -423,6 +423,18 @@ def test_the_normaliser_of_a_long_text_does_not_overflow_float16(case):
     assert all(grad.isfinite().all() for grad in gradients(low, out).values())
 
 
+@pytest.mark.parametrize("rule", ["sum", "delta"])
+@pytest.mark.parametrize("scale", [1.0, 6.0, 8.0, 10.0, 12.0, 20.0, 1000.0])
+def test_long_queries_and_keys_of_favor_leave_gradients_finite(rule, scale):
+    """Features of e^-(|x|^2 / 2) and smaller, divided by their sums."""
+    torch.manual_seed(0)
+    module = FastWeightAttention(128, 4, update_rule=rule, feature_map="favor", favor_features=64).train()
+    x = (scale * sequence(16, batch=8, width=128)).requires_grad_()
+    out, _ = module(x)
+    assert out.isfinite().all() and (rule == "sum" or out.abs().max() > 1e-3 * scale)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), [x, *module.parameters()]))
+
+
 @pytest.mark.parametrize("normalization", [frozenset(), frozenset({"attention"})], ids=sorted)
 def test_large_features_of_favor_do_not_overflow_float16(normalization):
     """Products of features beyond 65,504, though the read-out that they come to is not."""

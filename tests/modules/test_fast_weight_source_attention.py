@@ -598,3 +598,15 @@ def test_keys_and_values_are_one_source():
     for key, value in ((source, source.clone()), (source, None), (None, source), (None, None)):
         with pytest.raises(ValueError, match="key and value must be the same tensor, the source"):
             module(query, key, value)
+
+
+def test_long_queries_and_keys_of_favor_neither_vanish_nor_overflow():
+    """Their features are e^-(|x|^2 / 2), and smaller: a training of a translation model ended at NaN over them."""
+    module = build("favor", embed_dim=128, num_heads=4, favor_features=64).train()
+    for scale in (1.0, 5.0, 8.0, 12.0, 30.0, 1000.0):
+        x = (scale * sequence(16, 8, 128)).requires_grad_()
+        torch.manual_seed(0)
+        out, _ = module(x, x, x)
+        assert out.abs().mean() > 0.1 * scale * module.out_proj.weight.std()
+        gradients = torch.autograd.grad(out.sum(), [x, *module.parameters()])
+        assert all(gradient.isfinite().all() for gradient in gradients)
