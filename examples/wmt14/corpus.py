@@ -1,0 +1,130 @@
+"""Parallel text as it comes: finding it, checking it, reading it."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SPLITS = ("train", "valid", "test")
+
+# Control characters, and marks of byte order.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
+
+
+class CorpusError(Exception):
+    """Text or settings that cannot be used; the message is for the person who gave them."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Three splits in two languages that were checked.
+
+    Attributes:
+        files: by split and language.
+        pairs: lines by split.
+        digest: of the languages and the whole text, compressed or not.
+    """
+
+    source: str
+    target: str
+    files: dict[tuple[str, str], Path]
+    pairs: dict[str, int]
+    digest: str
+
+    def read(self, split: str, language: str) -> Iterator[str]:
+        """The lines as they came, without the line ends."""
+        return (text for text, _ in read_lines(self.files[split, language]))
+
+
+def survey(folder: Path, source: str, target: str) -> Corpus:
+    """Finds {train,valid,test}.{source,target}[.gz] in a folder and reads all of it once.
+
+    Raises:
+        CorpusError: if a file is missing, there twice, damaged, empty or not UTF-8, or if two languages of a split have
+            different numbers of lines.
+    """
+    if not folder.is_dir():
+        raise CorpusError(f"there is no folder {folder}")
+    if source == target:
+        raise CorpusError(f"source and target are both {source}; they must be two languages")
+    files = {(split, lang): _find(folder, f"{split}.{lang}") for split in SPLITS for lang in (source, target)}
+    digest = hashlib.sha256(f"{source} {target}".encode())
+    counts = {}
+    for (split, language), path in files.items():
+        counts[split, language] = 0
+        digest.update(f"\0{split}.{language}\0".encode())
+        for _, raw in read_lines(path):
+            counts[split, language] += 1
+            digest.update(raw)
+        if not counts[split, language]:
+            raise CorpusError(f"{path} is empty")
+    for split in SPLITS:
+        ours, theirs = counts[split, source], counts[split, target]
+        if ours != theirs:
+            raise CorpusError(
+                f"{files[split, source]} has {ours} lines and {files[split, target]} has {theirs}; line by line, one "
+                "must be the translation of the other"
+            )
+    return Corpus(source, target, files, {split: counts[split, source] for split in SPLITS}, digest.hexdigest())
+
+
+def _find(folder: Path, name: str) -> Path:
+    found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
+    if not found:
+        raise CorpusError(f"{folder} holds neither {name} nor {name}.gz")
+    if len(found) > 1:
+        raise CorpusError(f"{folder} holds both {name} and {name}.gz; one of them must go")
+    return found[0]
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Each line of a file, plain or gzipped: its text without the line end, and its bytes.
+
+    Only a line feed ends a line: what else Unicode and Python take for an end of line occurs within sentences.
+
+    Raises:
+        CorpusError: if it cannot be read, or is not UTF-8.
+    """
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for raw in file:
+                number += 1
+                yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r"), raw
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise CorpusError(
+            f"{path}, line {number}: not UTF-8, byte {error.start + 1} of the line is 0x{wrong:02x}"
+        ) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise CorpusError(f"{path} is no whole gzip file: {error}") from None
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_text(path: Path) -> list[str]:
+    """The lines of a file that `write_text` wrote, or one like it."""
+    return [text for text, _ in read_lines(path)]
+
+
+def write_text(path: Path, lines: Iterable[str]) -> int:
+    """Writes lines to a file, and returns how many they were."""
+    count = 0
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for line in lines:
+            file.write(f"{line}\n")
+            count += 1
+    return count
+
+
+def clean(line: str) -> str:
+    """A line without control characters, with one space between words.
+
+    All white space of Unicode becomes such a space, since fairseq takes any for the end of a token.
+    """
+    return " ".join(_UNPRINTABLE.sub(" ", line).split())
