@@ -485,10 +485,12 @@ def test_wmt14_is_downloaded_and_a_download_that_was_cut_off_goes_on(
     assert gone.returncode == 1 and "cannot download" in gone.stderr and not out.exists()
     part = tmp_path / "out.unfinished" / "downloads" / f"{whole.name}.part"
     part.parent.mkdir(parents=True, exist_ok=True)
-    part.write_bytes(whole.read_bytes()[:1000])
+    content = whole.read_bytes()
+    part.write_bytes(content[:1000])
+    whole.write_bytes(b"\0" * 1000 + content[1000:])  # what has come must not be fetched again
     no_set = programs.prepare(out, **{**served, "SETS": tmp_path / "nowhere"})
     assert no_set.returncode == 1 and "sacrebleu cannot fetch wmt13" in no_set.stderr and not out.exists()
-    assert (part.parent / whole.name).read_bytes() == whole.read_bytes()
+    assert (part.parent / whole.name).read_bytes() == content
     shutil.rmtree(tmp_path / "served")  # all of it has come
     result = programs.prepare(out, **served)
     assert result.returncode == 0 and "downloading" not in result.stdout, result.stderr
