@@ -62,6 +62,8 @@ def binarise(folder: Path, *flags: str) -> Path:
 def command(name: str, *arguments: str, program: Callable[[], object] | None = None) -> str:
     """Runs `fairseq-<name>` within this process, which saves its start, and returns what it logged."""
     main = program or import_module(f"fairseq_cli.{name}").cli_main
+    # Of all trainings in a process fairseq would keep only one best checkpoint.
+    vars(import_module("fairseq.checkpoint_utils").save_checkpoint).pop("best", None)
     lines: list[str] = []
 
     class Collector(logging.Handler):

@@ -15,7 +15,12 @@ from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.modules.parallel_layer import ParallelDecoderLayer
 from fairseq_fastweights.modules.segment_state import SegmentState
-from fairseq_fastweights.modules.transformer_layers import AttentionBuilder, FastWeightDecoderLayer, wrap_layer
+from fairseq_fastweights.modules.transformer_layers import (
+    AttentionBuilder,
+    FastWeightDecoderLayer,
+    project,
+    wrap_layer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +199,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     def output_layer(self, features: Tensor, **options: Any) -> Tensor:
         """fairseq's output layer; symbols that are masked get logits with which their probabilities are 0."""
-        logits = super().output_layer(features, **options)
+        logits = project(super().output_layer, features, **options)
         if len(self._masked_symbols):
             logits = logits.index_fill_(-1, self._masked_symbols, MASKED_LOGIT)
         return logits

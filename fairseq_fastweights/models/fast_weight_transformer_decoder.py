@@ -9,7 +9,12 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from torch import Tensor, nn
 
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.modules.transformer_layers import AttentionBuilder, FastWeightDecoderLayer, wrap_layer
+from fairseq_fastweights.modules.transformer_layers import (
+    AttentionBuilder,
+    FastWeightDecoderLayer,
+    project,
+    wrap_layer,
+)
 
 
 class FastWeightTransformerDecoder(TransformerDecoderBase):
@@ -70,6 +75,10 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
             # Not [None]: fairseq's scorer adds it to the weights of an ensemble's other models.
             extra["attn"] = None
         return features, extra
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """fairseq's output layer."""
+        return project(super().output_layer, features)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
         """fairseq's mask, (time, time), if the self-attention is one that needs it."""

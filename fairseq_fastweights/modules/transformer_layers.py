@@ -9,7 +9,7 @@ from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
-from torch import nn
+from torch import Tensor, nn
 
 AttentionBuilder = Callable[[int], nn.Module]
 """Makes the attention of a layer, given the layer's width."""
@@ -85,3 +85,13 @@ def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     # As in fairseq: a layer whose activations are checkpointed is always wrapped.
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+def project(output_layer: Callable[..., Tensor], features: Tensor, **options: Any) -> Tensor:
+    """Runs an output layer on (batch, time, width); on single tokens, as in generation, as on a matrix.
+
+    On a batch of matrices of one row each torch would read all of the vocabulary's weights once for every row.
+    """
+    if features.shape[1] != 1:
+        return output_layer(features, **options)
+    return output_layer(features[:, 0], **options).unsqueeze(1)

@@ -14,7 +14,7 @@ from fairseq_fastweights.conversion.huggingface import from_huggingface, to_hugg
 from fairseq_fastweights.conversion.weight_files import WeightFiles
 from tests.conversion import sources
 
-# What the issue asks for, of logits of a few units; what is seen is below 2e-6.
+# Of logits of a few units; what is seen is below 2e-6.
 LOGITS = 1e-4
 
 

@@ -38,7 +38,7 @@ from tests.models.translation import (
 LENGTHS = (5, 9, 1, 7)
 TARGET_LENGTHS = (6, 4, 8, 8)
 
-# Of log-probabilities, which are of the order of 3: what the issue asks for. float32 leaves 2e-6.
+# Of log-probabilities, which are of the order of 3. float32 leaves 2e-6.
 SCORES = 1e-5
 # The same operations in the same order; rounding may differ where kernels are chosen by layout.
 SAME = 1e-6
