@@ -14,7 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, kernel_tables, length_tables, next_token_tables, records, targets, training_tables
+from harness import (
+    ROOT,
+    kernel_tables,
+    length_tables,
+    next_token_tables,
+    records,
+    targets,
+    training_tables,
+    translation_tables,
+)
 from harness.tables import count
 
 Record = dict[str, Any]
@@ -40,6 +49,16 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Record], str]]] = {
         "row, with fairseq's incremental state and the output layer. The peak is the most memory that the state and "
         "the call's tensors take, beside the weights.",
         next_token_tables.render,
+    ),
+    "translation": (
+        "A translated token",
+        "Models of the size of fairseq's `transformer_iwslt_de_en`: fairseq's own for attention, and fast weights in "
+        "place of all of it, with feature maps of 128 (`elu`), 512 (`dpfp-2`) and 256 (`favor-128`) features a head. A "
+        "token is what fairseq's `SequenceGenerator` does for one more of every hypothesis: they change places, the "
+        "decoder reads the last of each, the search takes the best of what may follow. A hypothesis' state is its own "
+        "and its share of what its sentence has in common; beside it the encoder's output is kept and put in order. "
+        "The peak is the most memory that all of these and the token's tensors take, beside the weights.",
+        translation_tables.render,
     ),
     "training_length": (
         "Training time against length",
@@ -90,7 +109,7 @@ counts is ratios. Absolute times are those of the machine named beside them.
 
 ```sh
 python benchmarks/build_causal_product.py   # optional: the peer of the sum rule, a minute
-python benchmarks/all_cpu.py                # all results of this page on a CPU, within 12 minutes on an idle machine
+python benchmarks/all_cpu.py                # all results of this page on a CPU, within 17 minutes on an idle machine
 python benchmarks/kernels.py --device cuda --out benchmarks/results/kernels_cuda.json    # on a GPU
 python benchmarks/training.py --device cuda --precision bf16 --out benchmarks/results/training_cuda.json
 python benchmarks/report.py                 # this page

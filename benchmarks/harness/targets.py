@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from harness.cases import RULES, SHAPES
@@ -251,6 +251,42 @@ def _generation(record: Record | None) -> list[Verdict]:
     ]
 
 
+def _translation(record: Record | None) -> list[Verdict]:
+    token = "a translated token"
+    against = Target("CPU", f"{token} against fairseq's Transformer, after 1,024", 1.5)
+    flat = Target("CPU", f"{token}, flat: time after the most tokens over that after the fewest", 1.1, "at most")
+    if record is None:
+        return [judge(target, [Comparison("", None, "translation.py was not run")]) for target in (against, flat)]
+    settings, rows = record["settings"], record["rows"]
+    where = f"CPU, {count(record['threads'], 'thread')}, {settings['hypotheses']} hypotheses"
+    medians = {(row["model"], row["beam"], row["source"], row["length"]): _median(row) for row in rows}
+    models = list(dict.fromkeys((row["model"], row["beam"]) for row in rows if row["model"] != "transformer"))
+    lengths = [row["length"] for row in rows]
+
+    def times(label: str, slow: tuple[str, int, int, int], fast: tuple[str, int, int, int]) -> Comparison:
+        if slow not in medians or fast not in medians:
+            return Comparison(label, None, "not in the run, or cut")
+        return Comparison(label, medians[slow] / medians[fast])
+
+    faster = [
+        times(
+            f"{model}, beam {beam}, source of {source:,}",
+            ("transformer", beam, source, 1024),
+            (model, beam, source, 1024),
+        )
+        for model, beam in models
+        for source in (settings["source"], 1024)
+    ]
+    # With sources of one length: another source is another task.
+    most, fewest = ((settings["source"], length) for length in (max(lengths), min(lengths)))
+    growth = [times(f"{model}, beam {beam}", (model, beam, *most), (model, beam, *fewest)) for model, beam in models]
+    span = f"{most[1]:,} tokens over that after {fewest[1]:,}"
+    return [
+        judge(replace(against, where=where), faster),
+        judge(replace(flat, where=where, what=f"{token}, flat: time after {span}"), growth),
+    ]
+
+
 def _gpu_kernels(record: Record | None) -> list[Verdict]:
     rows = _Rows(record, "GPU")
     kind = "forward+backward"
@@ -314,6 +350,7 @@ def _training(record: Record | None) -> list[Verdict]:
 _JUDGES: dict[tuple[str, str], Callable[[Record | None], list[Verdict]]] = {
     ("kernels", "cpu"): _cpu_kernels,
     ("generation", "cpu"): _generation,
+    ("translation", "cpu"): _translation,
     ("kernels", "cuda"): _gpu_kernels,
     ("training", "cuda"): _training,
 }

@@ -34,7 +34,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path) -> None:
     result = program("all_cpu.py", "--quick", "--threads", 1, "--results", tmp_path, "--page", page)
     assert result.returncode == 0, result.stderr
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(found) == {"kernels_cpu.json", "next_token.json", "training_length.json"}
+    assert set(found) == {"kernels_cpu.json", "next_token.json", "training_length.json", "translation.json"}
     for record in found.values():
         assert record["device"] == "cpu" and record["threads"] == 1 and record["cut"] == []
         assert record["machine"]["cpu"] and record["versions"]["torch"] == torch.__version__
@@ -56,6 +56,13 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path) -> None:
     assert {(row["model"], row["length"]) for row in tokens} == {
         (model, length) for model in ("transformer", "delta", "decay", "sum") for length in (1, 8)
     }
+    translation = found["translation.json"]
+    models = ("transformer", "elu", "dpfp-2", "favor-128")
+    assert {(row["model"], row["beam"], row["source"], row["length"]) for row in translation["rows"]} == {
+        (model, beam, *case) for model in models for beam in (1, 4) for case in ((4, 4), (4, 8), (8, 8))
+    }
+    assert [row["model"] for row in translation["whole"]] == list(models)
+    assert "](translation.json)" in page.read_text()
     for name in ("next_token.png", "training_length.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert f"]({name})" in page.read_text()

@@ -115,6 +115,33 @@ def test_targets_of_generation(growth: float, expected: list[str]) -> None:
     assert [verdict.state for verdict in evaluate_one(generation_record(growth))] == expected
 
 
+def translation_record(growth: float) -> dict[str, Any]:
+    rows = [
+        {"model": model, "beam": beam, "source": source, "length": length, "seconds": {"median": 1 + slope * length}}
+        for model, slope in (("transformer", 1e-3), ("elu", growth), ("dpfp-2", 0.0))
+        for beam in (1, 4)
+        for source, length in ((64, 64), (64, 1024), (64, 2048), (1024, 1024))
+    ]
+    settings = {"hypotheses": 8, "source": 64}
+    return {"program": "translation", "device": "cpu", "threads": 2, "settings": settings, "rows": rows}
+
+
+@pytest.mark.parametrize(("growth", "expected"), [(0.0, ["met", "met"]), (5e-4, ["missed", "missed"])])
+def test_targets_of_translation(growth: float, expected: list[str]) -> None:
+    verdicts = evaluate_one(translation_record(growth))
+    assert [verdict.state for verdict in verdicts] == expected
+    assert "; median of 8: 2.02 x" in evaluate_one(translation_record(0.0))[0].measured
+    assert verdicts[1].target.what.endswith("time after 2,048 tokens over that after 64")
+
+
+def test_a_translation_that_was_not_measured_is_named() -> None:
+    record = translation_record(0.0)
+    record["rows"] = [row for row in record["rows"] if row["source"] == 64]
+    verdict = evaluate_one(record)[0]
+    assert verdict.state == "met"
+    assert "unmeasured: elu, beam 1, source of 1,024" in verdict.comment
+
+
 def gpu_record(peer: float = 1.1, float32: float = 2.0, extra: int = 20) -> dict[str, Any]:
     memory = {"extra": extra, "tensors": 100}
     rows = [
@@ -150,9 +177,9 @@ def test_targets_of_training_on_a_gpu() -> None:
 
 def test_without_results_all_rows_are_there_and_unmeasured() -> None:
     verdicts = evaluate([])
-    assert len(verdicts) == 15 and {verdict.state for verdict in verdicts} == {"unmeasured"}
+    assert len(verdicts) == 17 and {verdict.state for verdict in verdicts} == {"unmeasured"}
     table = render(verdicts).splitlines()
-    assert len(table) == 2 + 15
+    assert len(table) == 2 + 17
     assert all("unmeasured: " in line for line in table[2:])
     assert "unmeasured: kernels.py was not run on a GPU" in table[-2]
 

@@ -1,0 +1,308 @@
+"""The next token of a translation, by how many there are before it, with fairseq's Transformer for attention.
+
+Models of one size, step by step as fairseq's `SequenceGenerator` goes: the hypotheses change places, in the decoder's
+state and in the encoder's output; the decoder reads the last token of each; the search takes the best of what may
+follow. The state is the one after that many tokens. The Transformer's is its key-value cache, filled with random keys
+and values of that length; a fast weight model's has the size that it has after any token. Sources are of one length,
+or as long as the target is by then.
+
+Whole translations by `SequenceGenerator` itself, encoder and all, say whether the steps add up. Takes up to 5 GB of
+memory.
+
+    python benchmarks/translation.py [--out results.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.sequence_generator import SequenceGenerator
+from harness import records, targets
+from harness.measuring import add_options, list_of, set_up
+from harness.memory import held, peak
+from harness.timing import FEWEST_ROUNDS, Budget, Clock, clock_for, time_in_turns
+from harness.translation_models import build_translation_model
+from harness.translation_tables import render
+from torch import Tensor
+
+TRANSFORMER = "transformer"
+# What the fast weight models are built with. Heads of 128 give 128, 512 and 256 features.
+MAPS = {
+    "elu": ["--feature-map", "elu"],
+    "dpfp-2": ["--feature-map", "dpfp", "--dpfp-nu", "2"],
+    "favor-128": ["--feature-map", "favor", "--favor-features", "128"],
+}
+# 1 comes first, because fairseq tells a model of larger beams only.
+BEAMS = (1, 4)
+LENGTHS = (64, 256, 1024, 2048)
+TOKENS_OF_A_TURN = 3
+# The size is that of fairseq's iwslt_de_en. There are `hypotheses` in all, of fewer sentences where the beam is wider.
+# `source` and `whole` count tokens: of a source, of a whole translation.
+SETTINGS = {
+    **{"layers": 6, "width": 512, "heads": 4, "feed-forward": 1024, "words": 8000},
+    **{"hypotheses": 8, "source": 64, "whole": 256},
+}
+QUICK_SETTINGS = {
+    **{"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20},
+    **{"hypotheses": 8, "source": 4, "whole": 5},
+}
+
+
+def build(name: str, settings: dict[str, int], longest: int) -> tuple[Any, Dictionary]:
+    """fairseq's Transformer, or the model with fast weights in place of all its attention; and the dictionary."""
+    flags = ["--share-decoder-input-output-embed"]
+    for side in ("encoder", "decoder"):
+        flags += [f"--{side}-layers", str(settings["layers"]), f"--{side}-attention-heads", str(settings["heads"])]
+        flags += [f"--{side}-embed-dim", str(settings["width"])]
+        flags += [f"--{side}-ffn-embed-dim", str(settings["feed-forward"])]
+    for side in ("source", "target"):
+        flags += [f"--max-{side}-positions", str(longest + 2)]
+    arch = "transformer_iwslt_de_en" if name == TRANSFORMER else "fast_weight_transformer_iwslt_de_en"
+    return build_translation_model(arch, flags + MAPS.get(name, []), settings["words"])
+
+
+def build_generator(model: Any, dictionary: Dictionary, beam: int, length: int) -> SequenceGenerator:
+    """A generator whose translations all have `length` tokens."""
+    return SequenceGenerator([model], dictionary, beam_size=beam, max_len_a=0, max_len_b=length, min_len=length)
+
+
+@dataclass
+class Hypotheses:
+    """What the generator holds between two tokens, for an ensemble of one model.
+
+    Attributes:
+        tokens: (rows, tokens so far and the symbol before them); those of a sentence are `beam` rows one by one.
+        scores: (rows, tokens so far), the sums of their logarithmic probabilities.
+        order: (rows,), which of the rows before each continues.
+        encoder_outs, states: the encoder's output and the decoder's state of each model.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    order: Tensor
+    encoder_outs: list[dict[str, list[Tensor]]]
+    states: list[dict[str, Any]]
+
+    def clone(self) -> Hypotheses:
+        """The same, with outputs and states of its own."""
+
+        def own(x: Any) -> Any:
+            if isinstance(x, dict):
+                return {name: own(value) for name, value in x.items()}
+            if isinstance(x, list):
+                return [own(value) for value in x]
+            return x.clone() if isinstance(x, Tensor) else x
+
+        return Hypotheses(self.tokens, self.scores, self.order, own(self.encoder_outs), own(self.states))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the states and of the encoder's outputs, all hypotheses together."""
+        outputs = [tensor for output in self.encoder_outs for tensors in output.values() for tensor in tensors]
+        return {"state bytes": sum(map(held, self.states)), "encoder bytes": sum(map(held, outputs))}
+
+
+def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, length: int, rows: int) -> Hypotheses:
+    """What the generator holds after `length` tokens, of random values.
+
+    Args:
+        name: of the model.
+        source: (source length,), which is that of all sentences: it is encoded once.
+        rows: number of hypotheses, a multiple of the beam.
+    """
+    ensemble, device = generator.model, source.device
+    tokens = torch.randint(4, generator.vocab_size, (rows, length + 1), device=device)
+    scores = -torch.rand(rows, length, device=device).cumsum(dim=1)
+    state: dict[str, Any] = {}
+    with torch.no_grad():
+        encoder_outs = ensemble.forward_encoder(sample(source, 1)["net_input"])
+        encoder_outs = ensemble.reorder_encoder_out(encoder_outs, torch.zeros(rows, dtype=torch.int64, device=device))
+        ensemble.forward_decoder(tokens[:, :1], encoder_outs, [state])
+    if name == TRANSFORMER:
+        for layer in ensemble.single_model.decoder.layers:
+            attention = layer.self_attn
+            shape = (rows, attention.num_heads, length, attention.head_dim)
+            cache = {what: torch.randn(shape, device=device) for what in ("prev_key", "prev_value")}
+            attention._set_input_buffer(state, {**cache, "prev_key_padding_mask": None})
+    order = draw_order(rows, generator.beam_size).to(device)
+    return Hypotheses(tokens, scores, order, encoder_outs, [state])
+
+
+def draw_order(rows: int, beam: int) -> Tensor:
+    """Which hypothesis of the same sentence each row continues.
+
+    In a beam of more than one some of them change places, always: an order that keeps all of them where they are is
+    rare, and may cost nothing.
+    """
+    kept = torch.arange(rows)
+    while True:
+        order = kept // beam * beam + torch.randint(beam, (rows,))
+        if beam == 1 or not torch.equal(order, kept):
+            return order
+
+
+def advance(generator: SequenceGenerator, hypotheses: Hypotheses) -> Any:
+    """What the generator does for the next token with the model, and its search.
+
+    What it does afterwards, to put tokens and scores in order, is the same small work for all models.
+    """
+    ensemble, beam = generator.model, generator.beam_size
+    rows, step = hypotheses.scores.shape
+    with torch.no_grad():
+        ensemble.reorder_incremental_state(hypotheses.states, hypotheses.order)
+        hypotheses.encoder_outs = ensemble.reorder_encoder_out(hypotheses.encoder_outs, hypotheses.order)
+        scores, _ = ensemble.forward_decoder(hypotheses.tokens, hypotheses.encoder_outs, hypotheses.states)
+        by_sentence = (rows // beam, beam, -1)
+        return generator.search.step(step, scores.view(by_sentence), hypotheses.scores.view(by_sentence))
+
+
+def draw_source(settings: dict[str, int], length: int, device: str = "cpu") -> Tensor:
+    return torch.randint(4, settings["words"], (length,), device=device)
+
+
+def sample(source: Tensor, sentences: int) -> dict[str, dict[str, Tensor]]:
+    """A batch as fairseq makes it, of so many times the same sentence."""
+    lengths = torch.full((sentences,), len(source), device=source.device)
+    return {"net_input": {"src_tokens": source.repeat(sentences, 1), "src_lengths": lengths}}
+
+
+class TurnClock:
+    """Times some tokens one after the other, of a generation that each turn takes up from the same hypotheses.
+
+    The token before them is not timed. It finds memory as the other contestants left it; in generation, a token finds
+    it as the token before left it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
+        step = call()
+        step()
+        return self._clock.seconds(step, repeats)
+
+    def repeats(self, seconds: float) -> int:
+        return TOKENS_OF_A_TURN
+
+
+def measure_steps(
+    generators: dict[str, SequenceGenerator],
+    cases: Sequence[tuple[int, int]],
+    settings: dict[str, int],
+    options: argparse.Namespace,
+    allowed: float,
+) -> tuple[list[dict[str, Any]], int]:
+    """A row for each model and case, and the rounds that were made. All models and cases take turns.
+
+    Args:
+        cases: lengths of a source and of what there is of its translation.
+        allowed: seconds for it.
+    """
+    budget = Budget(allowed)
+    clock = TurnClock(clock_for(options.device))
+    calls: dict[str, Callable[[], Any]] = {}
+    warm: dict[str, float] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for source_length, length in cases:
+        source = draw_source(settings, source_length, options.device)
+        for name, generator in generators.items():
+            key = f"{name} {source_length} {length}"
+            hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
+            calls[key] = partial(take_up, generator, hypotheses)
+            start = time.perf_counter()
+            clock.seconds(calls[key], TOKENS_OF_A_TURN)
+            warm[key] = (time.perf_counter() - start) / TOKENS_OF_A_TURN
+            rows[key] = {
+                **{"model": name, "beam": generator.beam_size, "source": source_length, "length": length},
+                **hypotheses.sizes(),
+                "peak bytes": peak_memory(generator, hypotheses, options.device),
+            }
+    seconds, made = time_in_turns(calls, warm, clock, rounds=options.rounds, allowed=max(0.0, budget.left))
+    return [row | {"seconds": seconds[key]} for key, row in rows.items()], made
+
+
+def take_up(generator: SequenceGenerator, hypotheses: Hypotheses) -> Callable[[], Any]:
+    """A generation that goes on from these hypotheses, which it leaves as they are: each call makes a token."""
+    return partial(advance, generator, hypotheses.clone())
+
+
+def peak_memory(generator: SequenceGenerator, hypotheses: Hypotheses, device: str) -> int:
+    """The most bytes that the hypotheses and the tensors of one more token take at a time.
+
+    The hypotheses are the call's own: what has been replaced is gone, as it is in generation.
+    """
+    return peak(hypotheses.clone, lambda own: advance(generator, own), device)
+
+
+def measure_whole(
+    generators: dict[str, SequenceGenerator], beam: int, settings: dict[str, int], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """A row for each model: the seconds of whole translations, which take turns."""
+    batch = sample(draw_source(settings, settings["source"], options.device), settings["hypotheses"] // beam)
+    calls = {name: partial(generator.generate, [], batch) for name, generator in generators.items()}
+    # Whatever they take exactly, each is measured once in a round, and as seldom as is of use.
+    warm = dict.fromkeys(calls, 1.0)
+    rounds = min(options.rounds, FEWEST_ROUNDS)
+    seconds, _ = time_in_turns(calls, warm, clock_for(options.device), rounds=rounds)
+    common = {"beam": beam, "source": settings["source"], "length": settings["whole"]}
+    return [{"model": name, **common, "seconds": seconds[name]} for name in generators]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument(
+        "--maps", type=list_of("maps", tuple(MAPS)), default=tuple(MAPS), metavar="LIST", help=f"of {','.join(MAPS)}"
+    )
+    parser.add_argument(
+        "--whole", type=int, metavar="TOKENS", help=f"of a whole translation (default: {SETTINGS['whole']})"
+    )
+    options = parser.parse_args()
+    set_up(options)
+
+    lengths, settings = LENGTHS, SETTINGS
+    if options.quick:
+        lengths, settings = (4, 8), QUICK_SETTINGS
+        options.rounds = min(options.rounds, 2)
+    if options.whole is not None:
+        settings = settings | {"whole": options.whole}
+    budget = Budget(options.budget)
+    longest = max(*lengths, settings["whole"])
+    models = {}
+    for name in (TRANSFORMER, *options.maps):
+        model, dictionary = build(name, settings, longest)
+        models[name] = model.to(options.device)
+    sources = {
+        "sources of one length": [(settings["source"], length) for length in lengths],
+        "sources as long as the target": [(length, length) for length in lengths if length != settings["source"]],
+    }
+    parts = len(BEAMS) * len(sources) + 1  # whole translations are one too
+    rows: list[dict[str, Any]] = []
+    for beam in BEAMS:
+        generators = {
+            name: build_generator(model, dictionary, beam, settings["whole"]) for name, model in models.items()
+        }
+        for what, cases in sources.items():
+            measured, made = measure_steps(generators, cases, settings, options, budget.share(parts))
+            parts -= 1
+            rows += measured
+            if made < options.rounds:
+                budget.cut.append(f"beam {beam}, {what}: {made} rounds of {options.rounds}")
+    whole = measure_whole(generators, beam, settings, options)
+    record = records.describe_run(
+        "translation", options.device, settings=settings, cut=budget.cut, rows=rows, whole=whole
+    )
+    print(render(record))
+    print(targets.render(targets.evaluate_one(record)))
+    if options.out is not None:
+        records.write(record, options.out)
+
+
+if __name__ == "__main__":
+    main()
