@@ -17,6 +17,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from typing import Any, TextIO
 BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
 LINE_EVERY = 10.0
 """Seconds between two lines about the same step where the output is not a terminal."""
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a program to end."""
 _TAIL = 20_000
 
 
@@ -116,6 +119,28 @@ class Step:
 def _broken_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that were being copied when the run was killed. Whole ones are zip files."""
     return [path for path in folder.glob("*.pt") if not zipfile.is_zipfile(path)]
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keeps signals that would end this program waiting until the block is done.
+
+    Only the main thread can, and only there does Python act on signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {number: handler for number in ENDINGS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, frame: arrived.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if arrived:
+        signal.raise_signal(arrived[0])
 
 
 class _Process:
@@ -225,7 +250,8 @@ class Runner:
                 for step in [step for step in waiting if all(s.result() is not None for s in step.after)]:
                     if len(running) < self.slots:
                         waiting.remove(step)
-                        running.append(_Process(step, self.cwd, self.environment, self.keep_open))
+                        with _undisturbed():  # or it could run on with nobody who knows of it
+                            running.append(_Process(step, self.cwd, self.environment, self.keep_open))
                         self._announce(running[-1])
                 self._show(running)
                 time.sleep(0.25)
@@ -234,11 +260,12 @@ class Runner:
                     process.finish()
                     self.say(f"{process.step.title}: done ({time.monotonic() - process.started:.0f} s)")
         finally:
-            self._clear()
-            for process in running:
-                process.ask_to_stop()
-            for process in running:
-                process.stop()
+            with _undisturbed():
+                self._clear()
+                for process in running:
+                    process.ask_to_stop()
+                for process in running:
+                    process.stop()
 
     def say(self, text: str) -> None:
         """Prints something that stays."""

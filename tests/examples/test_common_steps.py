@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -163,6 +164,32 @@ def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
         steps.Runner(ROOT, 2, io.StringIO(), {}, keep_open=[claimed]).run([slow, failing])
     with steps.claim(out, MARK):
         pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_in_the_very_moment_of_a_start_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """As when the signal comes in a busy machine, where a start takes long."""
+    started = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            signal.raise_signal(number)
+
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(steps.subprocess, "Popen", Popen)
+        with pytest.raises(KeyboardInterrupt):
+            work(make_step(tmp_path / "a", "import time; time.sleep(60)"))
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    (pid,) = started
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 HALF_THEN_WHOLE = """
