@@ -174,6 +174,7 @@ WAYS = {
     "float16": ["--fp16", "--fp16-no-flatten-grads"],
     "memory-efficient float16": ["--memory-efficient-fp16"],
     "stochastic gradient descent": ["--optimizer", "sgd", "--momentum", "0.9"],
+    "automatic mixed precision": ["--amp"],
     "checkpointed": ["--checkpoint-activations"],
 }
 
