@@ -5,10 +5,15 @@
 #
 # MODE    sliding   a window of LENGTH tokens that moves on by one token, the only one of it that is scored
 #         carried   segments of LENGTH tokens, each starting with the state that the one before left
-# LENGTH  256 for the small models, 384 for the medium ones
+#         context-N windows of LENGTH tokens of which the first N are only read, but for the text's first window;
+#                   context-0: segments of LENGTH tokens, each by itself
+# LENGTH  256 for the small models, 384 for the medium ones, 512 for those of mao-table3/
 # DATA    WikiText-103 as prepare.sh leaves it
 # OUT     the folder of the model: checkpoint_best.pt is read, MODE-valid.log and MODE-test.log are written
 # OPTION  of fairseq-eval-lm (--fp16, --max-tokens N for the size of batches, ...)
+#
+# In the environment: CHECKPOINT (default checkpoint_best.pt), the name in OUT of what is scored; SPLITS (default
+# "valid test"), on what.
 #
 # A log that is there already stands for an evaluation that is done, and is kept.
 set -euo pipefail
@@ -28,17 +33,24 @@ shift 4
 case $mode in
     sliding) flags=(--context-window $((length - 1))) ;;
     carried) flags=(--carry-over-state) ;;
-    *) die "MODE is $mode; it must be sliding or carried" ;;
+    context-*)
+        context=${mode#context-}
+        [[ $context =~ ^(0|[1-9][0-9]*)$ ]] && [ "$context" -lt "$length" ] ||
+            die "MODE is $mode; it must be context-N, N a number below LENGTH, $length"
+        flags=(--context-window "$context")
+        ;;
+    *) die "MODE is $mode; it must be sliding, carried or context-N" ;;
 esac
 [ -e "$data/dict.txt" ] || die "DATA is $data, which holds no dict.txt; prepare.sh makes it"
-[ -e "$out/checkpoint_best.pt" ] || die "OUT is $out, which holds no checkpoint_best.pt"
+checkpoint=${CHECKPOINT:-checkpoint_best.pt}
+[ -e "$out/$checkpoint" ] || die "OUT is $out, which holds no $checkpoint"
 
-for split in valid test; do
+for split in ${SPLITS:-valid test}; do
     log=$out/$mode-$split.log
     if [ ! -e "$log" ]; then
         echo "$out: scoring $split, $mode"
         # One process: with several, fairseq reports the perplexity of each one's share.
-        fairseq-eval-lm "$data" --path "$out/checkpoint_best.pt" --gen-subset "$split" \
+        fairseq-eval-lm "$data" --path "$out/$checkpoint" --gen-subset "$split" \
             --user-dir fairseq_fastweights --task fast_weight_language_modeling \
             --tokens-per-sample "$length" "${flags[@]}" --distributed-world-size 1 --no-progress-bar "$@" \
             > "$log.unfinished" 2>&1 || {

@@ -6,6 +6,9 @@
 # OUT     where the binarised data goes; it appears when all is done, and a finished OUT is left as it is
 # FOLDER  the original files wiki.{train,valid,test}.tokens, plain or gzipped; without it WikiText-103 is downloaded
 #
+# In the environment, DICT names the dict.txt of a trained model that is to be fine-tuned or scored: words get their
+# numbers from there. Without it they are numbered anew, and the model of another numbering is worth nothing.
+#
 # The token counts tell which of the two corpora it is. SKIP_COUNTS=1 takes any other corpus in the same format.
 # Work in progress lies in OUT.unfinished. A download that was cut off is kept there, and the next run goes on with it.
 set -euo pipefail
@@ -22,8 +25,12 @@ if [ $# -lt 1 ] || [ $# -gt 2 ]; then
     sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
-out=${1%/} folder=${2:-}
+out=${1%/} folder=${2:-} dict=${DICT:-}
+[ -z "$dict" ] || [ -s "$dict" ] || die "DICT is $dict; it must be a model's dict.txt"
 if [ -e "$out/dict.txt" ]; then
+    if [ -n "$dict" ] && ! cmp -s <(cut -d ' ' -f 1 "$dict") <(cut -d ' ' -f 1 "$out/dict.txt"); then
+        die "$out is finished, but its words are not those of DICT, $dict, in the same order; name another folder"
+    fi
     echo "$out is finished"
     exit 0
 fi
@@ -91,14 +98,17 @@ if [ -z "$types" ] && [ "${SKIP_COUNTS:-0}" != 1 ]; then
         "(103227021 217646 245569) nor WikiText-2 (2088628 217646 245569); SKIP_COUNTS=1 takes them all the same"
 fi
 
-fairseq-preprocess --only-source --workers "$(nproc)" --destdir "$work/bin" \
+numbered=()
+[ -z "$dict" ] || numbered=(--srcdict "$dict")
+fairseq-preprocess --only-source --workers "$(nproc)" "${numbered[@]}" --destdir "$work/bin" \
     --trainpref "$work/text/wiki.train.tokens" --validpref "$work/text/wiki.valid.tokens" \
     --testpref "$work/text/wiki.test.tokens"
 
 # <unk> and the line end are word types too; fairseq has them built in, without a line in dict.txt.
 found=$(($(LC_ALL=C grep --count --invert-match '^madeupword' "$work/bin/dict.txt") + 2))
 if [ -n "$types" ] && [ "$found" != "$types" ]; then
-    die "$corpus has $types word types with <unk> and line end, but these files have $found"
+    whose=${dict:+$dict has}
+    die "$corpus has $types word types with <unk> and line end, but ${whose:-these files have} $found"
 fi
 [ ! -d "$out" ] || rmdir "$out"
 mv "$work/bin" "$out"

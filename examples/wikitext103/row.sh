@@ -14,14 +14,9 @@
 # It calls this one: row.sh SIZE CONTEXTS MODEL-OPTION ... -- train|evaluate DATA OUT [OPTION ...]
 set -euo pipefail
 
-die() {
-    echo "row.sh: $*" >&2
-    exit 1
-}
-usage() {
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-}
+here=$(dirname "$0")
+# shellcheck source=examples/common/rows.sh
+. "$here/../common/rows.sh"
 
 [ $# -ge 2 ] || usage
 size=$1 contexts=$2
@@ -49,17 +44,11 @@ esac
 
 case $verb in
     train) ;;
-    evaluate) exec bash "$(dirname "$0")/evaluate.sh" "$contexts" "$length" "$data" "$out" "$@" ;;
+    evaluate) exec bash "$here/evaluate.sh" "$contexts" "$length" "$data" "$out" "$@" ;;
     *) usage ;;
 esac
 
-gpus=${GPUS:-1} update_freq=${UPDATE_FREQ:-1}
-for number in "$gpus" "$update_freq"; do
-    [[ $number =~ ^[1-9][0-9]*$ ]] || die "GPUS is $gpus and UPDATE_FREQ $update_freq; they must be positive numbers"
-done
-if [ $((batch % (gpus * update_freq))) != 0 ]; then
-    die "GPUS x UPDATE_FREQ is $((gpus * update_freq)); it must divide the batch of $batch"
-fi
+divide_batch "$batch"
 if [ "$contexts" = carried ] && [ "$update_freq" != 1 ]; then
     die "UPDATE_FREQ is $update_freq; with state carried over it must be 1, because each of the $batch streams has a" \
         "row of the batch to itself"
@@ -74,7 +63,7 @@ fairseq-train "$data" --save-dir "$out" \
     --arch "fast_weight_lm_wiki103_$size" "${row[@]}" \
     --criterion adaptive_loss --ddp-backend legacy_ddp \
     --distributed-world-size "$gpus" --update-freq "$update_freq" \
-    --tokens-per-sample "$length" --batch-size $((batch / gpus / update_freq)) --required-batch-size-multiple 1 \
+    --tokens-per-sample "$length" --batch-size "$batch_size" --required-batch-size-multiple 1 \
     --optimizer adam --clip-norm 0.25 \
     --lr 0.00025 --lr-scheduler cosine --warmup-updates 2000 --max-update "$updates" \
     --no-epoch-checkpoints --log-format json --log-interval 100 "$@" 2>&1 | tee -a "$out/train.log"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes a table, and curves, of what wikitext2.sh or the scripts of the tables' rows left in OUT.
+"""Makes a table, and curves, of what wikitext2.sh or the scripts of the tables' rows left in OUT, here or in ../gpt2.
 
     summarize.py OUT [MODEL ...] [--markdown FILE] [--figure FILE]
 
@@ -22,10 +22,14 @@ EVALUATIONS = {
     # log: column. wikitext2.sh scores the test set only, and does not name it.
     "sliding-valid": "valid, sliding",
     "carried-valid": "valid, carried over",
+    "context-0-valid": "valid, context 0",
+    "context-480-valid": "valid, context 480",
     "sliding-test": "test, sliding",
     "sliding": "test, sliding",
     "carried-test": "test, carried over",
     "carried": "test, carried over",
+    "context-0-test": "test, context 0",
+    "context-480-test": "test, context 480",
 }
 ABSENT = "–"
 

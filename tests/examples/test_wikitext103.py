@@ -19,11 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conversion.transfers import save_as_in_2019
+
 from .conftest import ROOT, WIKITEXT103, run_script
 
 PREPARE, WIKITEXT2 = WIKITEXT103 / "prepare.sh", WIKITEXT103 / "wikitext2.sh"
 EVALUATE, SUMMARIZE = WIKITEXT103 / "evaluate.sh", WIKITEXT103 / "summarize.py"
 ROWS = sorted(WIKITEXT103.glob("table*/*.sh"))
+MAO_ROWS = sorted((WIKITEXT103 / "mao-table3").glob("*.sh"))
+BASE, DECAY = WIKITEXT103 / "mao-table3" / "base.sh", WIKITEXT103 / "mao-table3" / "decay-32.sh"
 DELTA = WIKITEXT103 / "table2" / "small-delta-network.sh"
 CARRIED = WIKITEXT103 / "table4" / "delta-network.sh"
 
@@ -158,6 +162,17 @@ def test_a_row_runs_from_the_first_command_to_the_last(data: Path, tmp_path: Pat
         (EVALUATE, ["sliding", "256", "DATA"], {}, "evaluate.sh MODE LENGTH DATA OUT"),
         (EVALUATE, ["folded", "256", "DATA", "OUT"], {}, "MODE is folded"),
         (EVALUATE, ["sliding", "all", "DATA", "OUT"], {}, "LENGTH is all"),
+        (EVALUATE, ["context-512", "512", "DATA", "OUT"], {}, "N a number below LENGTH, 512"),
+        (EVALUATE, ["context-", "512", "DATA", "OUT"], {}, "MODE is context-; it must be context-N"),
+        (EVALUATE, ["context-0", "512", "DATA", "DATA"], {"CHECKPOINT": "x.pt"}, "data, which holds no x.pt"),
+        (DECAY, ["train", "DATA", "OUT"], {}, "ROW.sh train SOURCE DATA OUT"),
+        (DECAY, ["learn", "DATA", "DATA", "OUT"], {}, "ROW.sh train SOURCE DATA OUT"),
+        (DECAY, ["train", "nowhere", "DATA", "OUT"], {}, "SOURCE is nowhere; it must be a folder with model.pt"),
+        (DECAY, ["train", str(DECAY), "DATA", "OUT"], {}, "there is no dict.txt beside"),
+        (DECAY, ["train", "SOURCE", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
+        (DECAY, ["train", "SOURCE", "DATA", "OUT"], {"GPUS": "4"}, "it must divide the batch of 26"),
+        (DECAY, ["evaluate", "DATA", "DATA"], {}, "which holds no checkpoint_last.pt"),
+        (WIKITEXT103 / "mao-row.sh", ["all", "--", "train", "SOURCE", "DATA", "OUT"], {}, "M is all"),
         (WIKITEXT2, ["DATA"], {}, "wikitext2.sh DATA OUT [MODEL ...]"),
         (WIKITEXT2, ["nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
         (WIKITEXT2, ["DATA", "OUT", "gamma"], {}, "MODEL is gamma; it must be one of softmax sum delta"),
@@ -166,13 +181,109 @@ def test_a_row_runs_from_the_first_command_to_the_last(data: Path, tmp_path: Pat
 def test_wrong_use_is_refused_and_leaves_nothing_behind(
     script: Path, arguments: list[str], env: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "dict.txt").touch()
-    places = {"DATA": str(tmp_path / "data"), "OUT": str(tmp_path / "OUT")}
+    for folder, name in (("data", "dict.txt"), ("source", "dict.txt"), ("source", "model.pt")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).touch()
+    places = {"DATA": str(tmp_path / "data"), "SOURCE": str(tmp_path / "source"), "OUT": str(tmp_path / "OUT")}
     result = run_script(script, *(places.get(word, word) for word in arguments), env=env)
     assert result.returncode != 0
     assert message in result.stderr
     assert not (tmp_path / "OUT").exists()
+
+
+# --- Mao's Table 3
+
+
+@pytest.fixture(scope="module")
+def published(tokens: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint of the published one's format, its dictionary in another order than a freshly made one."""
+    from fairseq import options as fairseq_options
+    from fairseq import tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    folder = tmp_path_factory.mktemp("published")
+    words = (data / "dict.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "dict.txt").write_text("".join(reversed(words)), encoding="utf-8")
+    flags = ["--arch", "transformer_lm_baevski_wiki103", *TINY_MODEL, "--tokens-per-sample", "16"]
+    parser = fairseq_options.get_training_parser("language_modeling")
+    args = fairseq_options.parse_args_and_arch(parser, [str(folder), *flags])
+    torch.manual_seed(1)
+    model = tasks.setup_task(args).build_model(convert_namespace_to_omegaconf(args).model)
+    return save_as_in_2019(model, folder)
+
+
+@pytest.fixture(scope="module")
+def numbered(published: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tokens` in the numbers of the published dictionary."""
+    out = tmp_path_factory.mktemp("numbered") / "bin"
+    env = {"SKIP_COUNTS": "1", "DICT": str(published / "dict.txt")}
+    result = run_script(PREPARE, out, tokens, env=env)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+def test_maos_rows_are_all_there() -> None:
+    assert [row.stem for row in MAO_ROWS] == ["base", "decay-32", "decay-64"]
+    assert all(os.access(row, os.X_OK) for row in MAO_ROWS)
+
+
+@pytest.mark.parametrize("row", MAO_ROWS, ids=lambda row: row.stem)
+def test_a_row_of_mao_has_the_settings_of_the_paper(row: Path, tmp_path: Path, commands) -> None:
+    for name in ("dict.txt", "model.pt", "checkpoint_last.pt"):
+        (tmp_path / name).touch()
+    (train,) = commands(row, "train", tmp_path, tmp_path, tmp_path, env={"GPUS": "2"})
+    asked = options(train)
+    assert asked["--arch"] == "fast_weight_lm_baevski_wiki103"
+    assert asked["--transfer-from"] == str(tmp_path / "model.pt")
+    assert (asked["--tokens-per-sample"], asked["--batch-size"], asked["--clip-norm"]) == ("512", "13", "0.1")
+    if row == BASE:
+        assert (asked["--softmax-attention-layers"], asked["--lr"], asked["--max-update"]) == ("all", "0", "1")
+    else:
+        assert (asked["--update-rule"], asked["--feature-dim"]) == ("decay", row.stem.removeprefix("decay-"))
+        assert (asked["--feature-map"], asked["--normalization"]) == ("identity", "none")
+        assert (asked["--lr"], asked["--lr-scheduler"], asked["--min-lr"]) == ("0.0001", "cosine", "2e-06")
+        assert (asked["--warmup-updates"], asked["--max-update"]) == ("4000", "100000")
+    evaluations = [options(call) for call in commands(row, "evaluate", tmp_path, tmp_path)]
+    kinds = [(scored["--gen-subset"], scored["--context-window"]) for scored in evaluations]
+    assert kinds == [("valid", "0"), ("test", "0"), ("valid", "480"), ("test", "480")]
+    assert {scored["--tokens-per-sample"] for scored in evaluations} == {"512"}
+    assert {scored["--path"] for scored in evaluations} == {str(tmp_path / "checkpoint_last.pt")}
+
+
+@pytest.mark.slow
+def test_the_checkpoint_itself_is_scored_as_it_is(published, numbered, tmp_path, commands, fairseq) -> None:
+    (train,) = commands(BASE, "train", published, numbered, tmp_path / "out", *TINY_TRAINING, *TINY_MODEL)
+    fairseq(train)
+    source, ours = (
+        torch.load(path, weights_only=False)["model"]
+        for path in (published / "model.pt", tmp_path / "out" / "checkpoint_last.pt")
+    )
+    q, k, v = source["decoder.layers.0.self_attn.in_proj_weight"].chunk(3)
+    assert torch.equal(ours["decoder.layers.0.self_attn.k_proj.weight"], k)
+    same = [name for name in source if name in ours]
+    assert len(same) > 10 and all(torch.equal(source[name], ours[name]) for name in same)
+
+
+@pytest.mark.slow
+def test_a_row_of_mao_is_fine_tuned_and_scored(published, numbered, data, tmp_path, commands, fairseq, caplog) -> None:
+    # A head of this size has keys of 16.
+    small = [*TINY_TRAINING, *TINY_MODEL, "--feature-dim", "8"]
+    (train,) = commands(DECAY, "train", published, numbered, tmp_path / "out", *small)
+    fairseq(train)
+    checkpoint = torch.load(tmp_path / "out" / "checkpoint_last.pt", weights_only=False)
+    assert str(checkpoint["cfg"]["model"]["update_rule"]) == "decay"
+    assert checkpoint["model"]["decoder.layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+
+    window = [*TINY_EVALUATION, "--tokens-per-sample", 16]
+    for context, test in enumerate(commands(DECAY, "evaluate", numbered, tmp_path / "out", *window)[1::2]):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            fairseq([*test, "--context-window", "12"] if context else test)
+        assert "Perplexity: " in caplog.text
+
+    (other,) = commands(DECAY, "train", published, data, tmp_path / "other", *small)
+    with pytest.raises(ValueError, match="in another order than a freshly made one"):
+        fairseq(other)
 
 
 # --- wikitext2.sh
@@ -338,6 +449,28 @@ def test_plain_and_gzipped_files_are_taken_and_a_second_run_does_nothing(small: 
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
 
 
+@pytest.mark.slow
+def test_the_words_of_a_dictionary_are_numbered_as_they_are_there(published: Path, numbered: Path, quick) -> None:
+    def words(folder: Path) -> list[str]:
+        return [line.split(" ")[0] for line in (folder / "dict.txt").read_text(encoding="utf-8").splitlines()]
+
+    assert words(numbered) == words(published)
+    log = (numbered / "preprocess.log").read_text()
+    assert log.count(" 0.0% replaced (by <unk>)") == 3
+    again = run_script(PREPARE, numbered, "FOLDER", env={**quick, "DICT": str(published / "dict.txt")})
+    assert again.returncode == 0 and "is finished" in again.stdout
+
+
+def test_data_of_another_dictionary_are_not_taken_for_finished(small: Path, tmp_path: Path, quick) -> None:
+    assert run_script(PREPARE, tmp_path / "out", small, env=quick).returncode == 0
+    (tmp_path / "dict.txt").write_text("2 1\n1 1\n3 1\n4 1\n5 1\n")
+    result = run_script(PREPARE, tmp_path / "out", small, env={**quick, "DICT": str(tmp_path / "dict.txt")})
+    assert result.returncode == 1 and "its words are not those of DICT" in result.stderr
+    result = run_script(PREPARE, tmp_path / "new", small, env={**quick, "DICT": "nowhere"})
+    assert result.returncode == 1 and "DICT is nowhere" in result.stderr
+    assert not (tmp_path / "new").exists() and not (tmp_path / "new.unfinished").exists()
+
+
 def test_wikitext2_is_known_by_its_counts_and_checked_by_its_word_types(tmp_path: Path, quick) -> None:
     folder = tmp_path / "wikitext-2"
     folder.mkdir()
@@ -415,5 +548,5 @@ def test_a_damaged_download_is_deleted(tmp_path: Path, quick) -> None:
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 def test_the_scripts_pass_shellcheck() -> None:
     scripts = [str(path.relative_to(ROOT)) for path in sorted(WIKITEXT103.rglob("*.sh"))]
-    result = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

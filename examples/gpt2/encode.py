@@ -1,0 +1,208 @@
+#!/usr/bin/env python
+"""Cuts text into the subwords of a converted model, a document a line. See prepare.sh.
+
+    encode.py SOURCE FOLDER OUT [--train-tokens N] [--valid-tokens N] [--workers N]
+
+Makes OUT/{train,valid}.bpe of the text in FOLDER. Beside a file that is whole lies what it was made from,
+OUT/{train,valid}.json; it is not made again of the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parents[2]
+SEPARATOR = "<|endoftext|>"
+"""The line between two documents of a text file."""
+KINDS = tuple(f".{kind}{packed}" for kind in ("txt", "jsonl") for packed in ("", ".gz", ".zst"))
+NAMES = {"train": ("train",), "valid": ("valid", "val")}
+"""What the files, or folders of files, of a split may be called."""
+TOKENIZER = ("encoder.json", "vocab.bpe", "byte_level.json")
+_DOCUMENTS = 64
+"""For each process at a time."""
+
+
+class TextError(ValueError):
+    """What is wrong with the text; the message is for the person at the terminal."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Encodes both splits; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Cuts text into the subwords of a converted model.")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the converted model's folder")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="has the text")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder for the encoded text")
+    for split in NAMES:
+        parser.add_argument(
+            f"--{split}-tokens", type=_positive, metavar="N", help="take no more documents after so many"
+        )
+    parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes")
+    options = parser.parse_args(arguments)
+    try:
+        files = {split: find_files(options.folder, split) for split in NAMES}  # before any work
+        for split, paths in files.items():
+            most = getattr(options, f"{split}_tokens")
+            encode_split(options.source, paths, options.out / f"{split}.bpe", most, options.workers)
+    except (TextError, OSError) as error:
+        print(f"encode.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def find_files(folder: Path, split: str) -> list[Path]:
+    """The files of a split in the order of their names: those called after it, and all in a folder called after it.
+
+    Raises:
+        TextError: if there is none.
+    """
+    found = [
+        path
+        for name in NAMES[split]
+        for path in [*(folder / f"{name}{kind}" for kind in KINDS), *sorted((folder / name).glob("*"))]
+        if path.is_file() and path.name.endswith(KINDS)
+    ]
+    if not found:
+        raise TextError(
+            f"{folder} holds no {' or '.join(NAMES[split])}, neither a file nor a folder of files; they must be "
+            f"{', '.join(KINDS)}"
+        )
+    return found
+
+
+def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, workers: int) -> None:
+    """Writes the documents of some files as subwords, one a line, until there are `most` tokens with line ends.
+
+    Raises:
+        TextError: if there is no document, or a file cannot be read.
+    """
+    record = out.with_suffix(".json")
+    made_from = {
+        "tokenizer": [(source / name).read_text(encoding="utf-8") for name in TOKENIZER],
+        "files": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
+        "tokens": most,
+    }
+    if record.exists() and json.loads(record.read_text()) == made_from:
+        print(f"{out} is there")
+        return
+    record.unlink(missing_ok=True)
+    part = out.with_name(f"{out.name}.part")
+    written = tokens = 0
+    with part.open("w", encoding="ascii") as file:
+        for line in _encode_all(chain.from_iterable(map(documents, paths)), source, workers):
+            file.write(f"{line}\n")
+            written += 1
+            tokens += line.count(" ") + 2  # with the line end
+            if most is not None and tokens >= most:
+                break
+    if not written:
+        raise TextError(f"{', '.join(map(str, paths))}: there is no text")
+    part.replace(out)
+    part.write_text(json.dumps(made_from))
+    part.replace(record)
+    print(f"{out}: {written:,} documents, {tokens:,} tokens with an end for each")
+
+
+def documents(path: Path) -> Iterator[str]:
+    """The documents of a file; those with nothing in them are left out.
+
+    Raises:
+        TextError: naming the file, and the line if that is to blame.
+    """
+    with _open_text(path) as lines:
+        for document in _in_json_lines(path, lines) if ".jsonl" in path.name else _between_separators(lines):
+            if document.strip():
+                yield document
+
+
+def _in_json_lines(path: Path, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise TextError(f"{path}: line {number} is no JSON object with a text in it")
+        yield text
+
+
+def _between_separators(lines: Iterable[str]) -> Iterator[str]:
+    document: list[str] = []
+    for line in lines:
+        if line.rstrip("\n") == SEPARATOR:
+            yield "".join(document).removesuffix("\n")
+            document = []
+        else:
+            document.append(line)
+    yield "".join(document).removesuffix("\n")
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[TextIO]:
+    """The text in a file, which may be packed; lines end at line feeds and nowhere else."""
+    how: dict[str, Any] = {"encoding": "utf-8", "newline": "\n"}
+    with ExitStack() as stack:
+        try:
+            if path.suffix == ".zst":
+                process = stack.enter_context(subprocess.Popen(["zstd", "-dcq", path], stdout=subprocess.PIPE))
+                assert process.stdout is not None
+                yield stack.enter_context(open(process.stdout.fileno(), closefd=False, **how))
+                if process.wait():
+                    raise TextError(f"{path} is damaged, or not what its name says")
+            else:
+                yield stack.enter_context(gzip.open(path, "rt", **how) if path.suffix == ".gz" else path.open(**how))
+        except UnicodeDecodeError:
+            raise TextError(f"{path} is not text in UTF-8") from None
+        except FileNotFoundError:
+            raise TextError(f"{path} cannot be read: there is no file, or no program zstd to unpack it") from None
+        except (EOFError, OSError) as error:
+            raise TextError(f"{path} is damaged, or not what its name says: {error}") from None
+
+
+def load_tokenizer(source: Path) -> Callable[[str], str]:
+    """What turns a text into the numbers of its subwords, joined by spaces."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    from fairseq_fastweights.data.byte_level_bpe import ByteLevelBPE
+
+    return ByteLevelBPE(Namespace(byte_level_folder=str(source))).encode
+
+
+_tokenizer: Callable[[str], str]
+
+
+def _start_worker(source: Path) -> None:
+    global _tokenizer
+    _tokenizer = load_tokenizer(source)
+
+
+def _encode(document: str) -> str:
+    return _tokenizer(document)
+
+
+def _encode_all(texts: Iterator[str], source: Path, workers: int) -> Iterator[str]:
+    """Encodes texts, in order, without reading far ahead of what is taken."""
+    load_tokenizer(source)  # its imports and its errors, once and here
+    with Pool(workers, _start_worker, [source]) as pool:
+        while batch := list(islice(texts, _DOCUMENTS * workers)):
+            yield from pool.map(_encode, batch, chunksize=8)
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

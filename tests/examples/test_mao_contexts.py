@@ -1,0 +1,120 @@
+"""What contexts of 0 and of 480 are in Mao's (2022) Table 3, on a text of 23 tokens, windows of 8 and a context of 6.
+
+The model counts: how probable a token is to it depends on nothing but the number of words in the window before it. So
+the scores tell what each token has seen.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import QUIET, TASK, binarise, command
+
+WORDS = [f"w{i}" for i in range(22)]  # and the line's end, the 23rd token
+STOCK = [*TASK[:2], "--task", "language_modeling"]
+COUNTING = """--arch fast_weight_lm --update-rule sum --feature-map identity --normalization none
+    --decoder-layers 1 --decoder-embed-dim 4 --decoder-input-dim 4 --decoder-output-dim 4 --decoder-ffn-embed-dim 4
+    --decoder-attention-heads 1 --no-token-positional-embeddings --dropout 0""".split()
+
+# fairseq and what it calls, attributed to the line that calls fairseq.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+# Words of the text before each token, in its window. Worked out by hand.
+SEEN = {
+    # Segments of 8, each scored whole: tokens 0 to 7, 8 to 15, 16 to 22. Before a segment's first token fairseq puts
+    # the last one of the segment before; before the text's first one, a line end, which is no word of it.
+    0: [0, 1, 2, 3, 4, 5, 6, 7]
+    + [1, 2, 3, 4, 5, 6, 7, 8]
+    + [1, 2, 3, 4, 5, 6, 7],
+    # Windows of 8 of which the last 2 are scored: tokens 0 and 1, 2 and 3, ... 20 and 21, and 22 alone. Before them
+    # comes a context of 6, and what fairseq puts before that: 7 words before the first of the two, 8 before the second.
+    # Up to token 7 there are no more words than these.
+    6: [0, 1, 2, 3, 4, 5, 6, 7]
+    + [7, 8, 7, 8, 7, 8, 7, 8]
+    + [7, 8, 7, 8, 7, 8, 7],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("counted")
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.txt").write_text(" ".join(WORDS) + "\n")
+    return binarise(folder)
+
+
+@pytest.fixture(scope="module")
+def counter(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a model that counts: each word writes the same value under the same key, a line end none."""
+    folder = tmp_path_factory.mktemp("counter")
+    command(
+        "train",
+        *[str(data), *TASK, *QUIET, *COUNTING, "--save-dir", str(folder)],
+        *"--tokens-per-sample 8 --batch-size 1 --optimizer adam --lr 0 --max-update 1 --disable-validation".split(),
+    )
+    path = folder / "checkpoint_last.pt"
+    checkpoint = torch.load(path, weights_only=False)
+    weights = checkpoint["model"]
+    eos, words = 2, slice(4, 4 + len(WORDS))
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if weight.is_floating_point() and "layer_norm" not in name:
+                weight.zero_()
+        weights["decoder.embed_tokens.weight"][words, 0] = 1
+        weights["decoder.embed_tokens.weight"][eos, 1] = 1
+        for name in "qk":
+            weights[f"decoder.layers.0.self_attn.{name}_proj.bias"].fill_(1)
+        weights["decoder.layers.0.self_attn.v_proj.weight"][2, 0] = 0.04
+        weights["decoder.layers.0.self_attn.out_proj.weight"].copy_(torch.eye(4))
+        weights["decoder.output_projection.weight"][words, 2] = -3
+        weights["decoder.output_projection.weight"][eos, 2] = -3
+    torch.save(checkpoint, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def score_after(data: Path, counter: Path) -> list[float]:
+    """The logarithm of a token's probability after 0, 1, ... 8 words, as the model gives it."""
+    from fairseq import checkpoint_utils
+
+    [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(counter)], {"data": str(data)})
+    model.eval()
+    line = [task.dictionary.eos(), *map(task.dictionary.index, WORDS[:8])]
+    other = [task.dictionary.eos(), *map(task.dictionary.index, WORDS[:-9:-1])]
+    with torch.no_grad():
+        scores = model.get_normalized_probs(model(torch.tensor([line, other])), log_probs=True)
+        without = model.get_normalized_probs(model(torch.tensor([line[1:]])), log_probs=True)[0]
+    tokens = torch.tensor([task.dictionary.eos(), *map(task.dictionary.index, WORDS)])
+    after = scores[0, :, tokens[0]]
+    # Which token, which words, and whether a line end is among them: it makes no difference.
+    torch.testing.assert_close(scores[..., tokens], after[None, :, None].expand(2, -1, len(tokens)))
+    torch.testing.assert_close(without[:, tokens], after[1:, None].expand(-1, len(tokens)))
+    assert all(abs(a - b) > 0.01 for a, b in pairwise(sorted(after.tolist()))), "no two counts may look alike"
+    return after.tolist()
+
+
+@pytest.mark.parametrize("batch", ["1", "3"])
+@pytest.mark.parametrize("task", [TASK, STOCK], ids=["ours", "fairseq's"])
+@pytest.mark.parametrize("context", SEEN)
+def test_each_token_sees_the_words_that_its_context_says(
+    context: int, task: list[str], batch: str, data: Path, counter: Path, score_after: list[float]
+) -> None:
+    window = ["--tokens-per-sample", "8", "--context-window", str(context), "--batch-size", batch]
+    log = command("eval_lm", str(data), *task, *QUIET, "--path", str(counter), *window, "--output-word-probs")
+    samples = re.findall(r"^(\d+) (\S+ \[.*)$", log, flags=re.MULTILINE)
+    text = "\t".join(words for _, words in sorted(samples, key=lambda sample: int(sample[0])))
+    found = re.findall(r"(\S+) \[(-[\d.]+)\]", text)
+    assert [word for word, _ in found] == [*WORDS, "</s>"]
+    scores = [float(score) for _, score in found]
+    wanted = [score_after[words] for words in SEEN[context]]
+    assert scores == pytest.approx(wanted, abs=2e-6)  # the log has six decimals
+    assert "Evaluated 23 tokens" in log
+    perplexity = re.search(r"Perplexity: ([\d.]+)", log)
+    assert perplexity is not None
+    assert float(perplexity[1]) == pytest.approx(math.exp(-sum(wanted) / len(wanted)), abs=0.006)
