@@ -1,8 +1,14 @@
 """The next token, by how many there are before it: Figure 1 of Mao (2022), with fairseq's Transformer for attention.
 
 Models of one size, one step of `fairseq-generate`'s kind: a forward pass in evaluation mode for the last token of every
-row, with fairseq's incremental state, output layer included. The Transformer's state is its key-value cache, filled
-with random keys and values of the given length; a fast weight model's has the size that it has after any token.
+row, with fairseq's incremental state, output layer included. Generation rolls forward: the models take turns of some
+tokens, each going on where it stopped, in a stretch with the length in its middle. The lengths come one after the
+other: beside caches of other lengths a cache would find its memory taken, and get fresh pages where in generation it
+gets those that it left. From one length to the next the Transformer reads every token, where they are few; where they
+are many, its key-value cache is filled with random keys and values. A fast weight model's state has the size that it
+has after any token.
+
+What to expect is timed too: fairseq copies the whole cache for a token, and reads the copy.
 
     python benchmarks/generation.py [--out results.json] [--figure figure.png]
 """
@@ -11,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +28,16 @@ from harness.measuring import add_options, list_of, set_up
 from harness.memory import held, peak
 from harness.models import build_language_model
 from harness.next_token_tables import render
-from harness.timing import Budget, clock_for, first_calls, synchronizer, time_in_turns
+from harness.rolling import TOKENS_OF_A_TURN, fill_cache, time_tokens
+from harness.timing import FEWEST_ROUNDS, Budget, Call
+from torch import Tensor
 
 TRANSFORMER = "transformer"
 RULES = ("delta", "decay", "sum")
-LENGTHS = (1, 250, 500, 1000, 2000, 4000)
+LENGTHS = (64, 250, 500, 1000, 2000, 4000)
+QUICK_LENGTHS = (16, 32)
+# Tokens that are read to come to the next length; more would take minutes.
+MOST_READ = 500
 SETTINGS = {"layers": 6, "width": 512, "heads": 8, "feed-forward": 2048, "words": 10_000, "batch": 8}
 QUICK_SETTINGS = {"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20, "batch": 2}
 
@@ -36,79 +49,114 @@ def build(name: str, settings: dict[str, int], backend: str, longest: int) -> An
     for what in ("embed", "input", "output"):
         flags += [f"--decoder-{what}-dim", width]
     flags += ["--decoder-ffn-embed-dim", str(settings["feed-forward"]), "--share-decoder-input-output-embed"]
-    flags += ["--tokens-per-sample", str(longest + 1), "--max-target-positions", str(longest + 1)]
+    flags += ["--tokens-per-sample", str(longest), "--max-target-positions", str(longest)]
     if name == TRANSFORMER:
         return build_language_model("transformer_lm", flags, settings["words"])
     flags += ["--update-rule", name, "--fast-weight-backend", backend]
     return build_language_model("fast_weight_lm", flags, settings["words"])
 
 
-def state_after(model: Any, name: str, tokens: torch.Tensor) -> dict[str, Any]:
-    """An incremental state as it is after all these tokens but the last."""
-    state: dict[str, Any] = {}
-    batch, length = tokens.shape[0], tokens.shape[1] - 1
-    if name != TRANSFORMER:
-        model(tokens[:, :1], incremental_state=state)
-        return state
-    for layer in model.decoder.layers:
-        attention = layer.self_attn
-        shape = (batch, attention.num_heads, length, attention.head_dim)
-        cache = {what: torch.randn(shape, device=tokens.device) for what in ("prev_key", "prev_value")}
-        attention._set_input_buffer(state, {**cache, "prev_key_padding_mask": None})
-    return state
+@dataclass
+class Generation:
+    """Rows that are generated token by token.
 
-
-def next_token(model: Any, tokens: torch.Tensor, state: dict[str, Any]) -> Callable[[], Any]:
-    """A call that computes the next token's logits from a state, and gives back the logits and the state after them.
-
-    Fast weights may be updated in place: their values are then those of a later token, which changes no time.
+    Attributes:
+        tokens: (rows, as many as will be read), of any values.
+        length: how many of them have been read.
+        state: fairseq's incremental state after them.
     """
 
-    def call() -> Any:
+    model: Any
+    tokens: Tensor
+    length: int
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def advance(self) -> Tensor:
+        """Reads one more token of every row, and returns the logits of those that may follow."""
+        self.length += 1
         with torch.no_grad():
-            after = {key: dict(buffer) for key, buffer in state.items()}
-            return model(tokens, incremental_state=after)[0], after
-
-    return call
+            return self.model(self.tokens[:, : self.length], incremental_state=self.state)[0]
 
 
-def peak_memory(model: Any, name: str, tokens: torch.Tensor, device: str) -> int:
-    """The most bytes that the state and the tensors of one more token take at a time.
+def generation_after(model: Any, name: str, tokens: Tensor, length: int) -> Generation:
+    """A generation that goes on after `length` of these tokens."""
+    if name == TRANSFORMER:
+        generation = Generation(model, tokens, length)
+        fill_cache(model.decoder.layers, generation.state, len(tokens), length, tokens.device)
+    else:
+        generation = Generation(model, tokens, length - 1)
+        generation.advance()
+    return generation
 
-    The state is the call's own: a cache that has been replaced by a longer one is gone, as it is in generation.
+
+def go_on(generation: Generation, name: str, length: int) -> None:
+    """Brings a generation to where it goes on after `length` tokens."""
+    if name == TRANSFORMER and length - generation.length > MOST_READ:
+        generation.state.clear()
+        tokens = generation.tokens
+        fill_cache(generation.model.decoder.layers, generation.state, len(tokens), length, tokens.device)
+    elif name == TRANSFORMER:
+        while generation.length < length:
+            generation.advance()
+    generation.length = length
+
+
+def move_cache(state: dict[str, Any]) -> None:
+    """Does the least that fairseq's attention does with its cache: copies keys and values, and reads the copies."""
+    for buffer in state.values():
+        for what in ("prev_key", "prev_value"):
+            buffer[what].clone().sum()
+
+
+def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> dict[str, int]:
+    """Bytes of the state after so many tokens, and the most that it and the tensors of one more token take at a time.
+
+    A cache that has been replaced by a longer one is gone, as it is in generation.
     """
-    with torch.no_grad():
-        return peak(
-            lambda: state_after(model, name, tokens),
-            lambda state: model(tokens, incremental_state=state)[0],
-            device,
-        )
+    sizes = {}
+
+    def prepare() -> Generation:
+        generation = generation_after(model, name, tokens, length)
+        sizes["state bytes"] = held(generation.state)
+        return generation
+
+    most = peak(prepare, Generation.advance, device)
+    return sizes | {"peak bytes": most}
 
 
-def measure(
-    models: dict[str, Any], lengths: tuple[int, ...], settings: dict[str, int], options: argparse.Namespace
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row for each model and length, and what was cut. All models at all lengths take turns."""
-    budget = Budget(options.budget)
-    wait = synchronizer(options.device)
-    calls: dict[str, Callable[[], Any]] = {}
-    warm: dict[str, float] = {}
-    rows: dict[str, dict[str, Any]] = {}
-    for length in lengths:
-        tokens = torch.randint(4, settings["words"], (settings["batch"], length + 1), device=options.device)
-        for name, model in models.items():
-            key = f"{name} {length}"
-            memory = peak_memory(model, name, tokens, options.device)
-            with torch.no_grad():
-                state = state_after(model, name, tokens)
-            calls[key] = next_token(model, tokens, state)
-            warm[key] = first_calls(calls[key], wait)[1]
-            rows[key] = {"model": name, "length": length, "state bytes": held(state), "peak bytes": memory}
-    allowed = max(0.0, budget.left)
-    seconds, made = time_in_turns(calls, warm, clock_for(options.device), rounds=options.rounds, allowed=allowed)
-    if made < options.rounds:
-        budget.cut.append(f"{made} rounds of {options.rounds}")
-    return [row | {"seconds": seconds[key]} for key, row in rows.items()], budget.cut
+def tokens_ahead(rounds: int) -> int:
+    """How far before a length its stretch begins: by a turn that does not count and half of the rounds."""
+    turn = TOKENS_OF_A_TURN + 1
+    return turn + rounds * turn // 2
+
+
+def measure_length(
+    generations: dict[str, Generation], length: int, options: argparse.Namespace, allowed: float
+) -> tuple[list[dict[str, Any]], int]:
+    """A row for each model, and the rounds that were made.
+
+    Args:
+        generations: by model, each after fewer tokens than its stretch begins with; they go on to its end.
+        allowed: seconds for it.
+    """
+    budget = Budget(allowed)
+    begin = length - tokens_ahead(options.rounds)
+    for name, generation in generations.items():
+        go_on(generation, name, begin)
+    take_ups: dict[str, Callable[[], Call]] = {name: lambda g=g: g.advance for name, g in generations.items()}
+    seconds, made = time_tokens(take_ups, options.device, options.rounds, budget)
+    # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
+    cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
+    moved, _ = time_tokens(cache, options.device, FEWEST_ROUNDS, budget)
+    # After the turn that does not count, and the first token of the next.
+    first = begin + TOKENS_OF_A_TURN + 2
+    rows = []
+    for name, generation in generations.items():
+        timed = {"length": length, "first": first, "last": generation.length - 1}
+        rows.append({"model": name, **timed, "seconds": seconds[name]})
+        if name == TRANSFORMER:
+            rows[-1]["cache seconds"] = moved["cache"]
+    return rows, made
 
 
 def main() -> None:
@@ -122,13 +170,34 @@ def main() -> None:
 
     lengths, settings = LENGTHS, SETTINGS
     if options.quick:
-        lengths, settings = (1, 8), QUICK_SETTINGS
+        lengths, settings = QUICK_LENGTHS, QUICK_SETTINGS
         options.rounds = min(options.rounds, 2)
+    ahead = tokens_ahead(options.rounds)
+    if ahead >= min(lengths):
+        most = max(rounds for rounds in range(options.rounds) if tokens_ahead(rounds) < min(lengths))
+        parser.error(
+            f"--rounds is {options.rounds}: it may be {most} at most, or the first stretch begins before the text"
+        )
+    budget = Budget(options.budget)
     models = {
-        name: build(name, settings, options.backend, max(lengths)).to(options.device)
+        name: build(name, settings, options.backend, max(lengths) + ahead).to(options.device)
         for name in (TRANSFORMER, *options.rules)
     }
-    rows, cut = measure(models, lengths, settings, options)
+    shape = (settings["batch"], max(lengths) + ahead)
+    tokens = torch.randint(4, settings["words"], shape, device=options.device)
+    # All sizes come before all times, again for the sake of the memory that a cache finds.
+    sizes = {
+        (name, length): memory(model, name, tokens, length, options.device)
+        for length in lengths
+        for name, model in models.items()
+    }
+    generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
+    rows: list[dict[str, Any]] = []
+    for number, length in enumerate(lengths):
+        measured, made = measure_length(generations, length, options, budget.share(len(lengths) - number))
+        rows += [row | sizes[row["model"], length] for row in measured]
+        if made < options.rounds:
+            budget.cut.append(f"after {length:,}: {made} rounds of {options.rounds}")
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     record = records.describe_run(
         "generation",
@@ -136,7 +205,7 @@ def main() -> None:
         settings=settings,
         backend=options.backend,
         parameters=parameters,
-        cut=cut,
+        cut=budget.cut,
         rows=rows,
     )
     print(render(record))

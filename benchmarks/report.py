@@ -46,8 +46,12 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Record], str]]] = {
     "generation": (
         "The next token",
         "Figure 1 of Mao (2022), with fairseq's Transformer for attention: a forward pass for one more token of every "
-        "row, with fairseq's incremental state and the output layer. The peak is the most memory that the state and "
-        "the call's tensors take, beside the weights.",
+        "row, with fairseq's incremental state and the output layer. Generation rolls forward, in a stretch around "
+        "each length: the models take turns of a few tokens, each going on where it stopped; the first token of a "
+        "turn is not timed. Expected is the ratio if the Transformer's tokens took longer than after the fewest tokens "
+        "by no more than the time in which its cache is copied and the copy read, timed beside them, and the others' "
+        "no longer. The peak is the most memory that the state and the call's tensors take, beside the "
+        "weights.",
         next_token_tables.render,
     ),
     "translation": (
@@ -88,11 +92,15 @@ def find_records(folder: Path) -> list[tuple[Path, Record]]:
 
 def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
     """The page, as it is at the path `page`: its links start there."""
-    parts = [_HEAD, targets.render(targets.evaluate([record for _, record in results]))]
+    parts = [_HEAD, targets.render(targets.evaluate([record for _, record in results if records.is_current(record)]))]
     for path, record in results:
         title, text, table = _SECTIONS[record["program"]]
         where = "GPU" if record["device"] == "cuda" else "CPU"
         link = os.path.relpath(path, page.parent)
+        if not records.is_current(record):
+            was = f"[what it measured on {record['date'][:10]}]({link}) says something else"
+            parts.append(f"## {title}, {where}\n\nNot measured as {record['program']}.py measures now; {was}.\n")
+            continue
         parts += [f"## {title}, {where}\n", f"{text}\n", f"{_machine(record)} ([JSON]({link}))\n", table(record)]
         figure = path.with_suffix(".png")
         if figure.exists():

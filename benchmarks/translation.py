@@ -15,7 +15,6 @@ memory.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,8 @@ from fairseq.sequence_generator import SequenceGenerator
 from harness import records, targets
 from harness.measuring import add_options, list_of, set_up
 from harness.memory import held, peak
-from harness.timing import FEWEST_ROUNDS, Budget, Clock, clock_for, time_in_turns
+from harness.rolling import fill_cache, time_tokens
+from harness.timing import FEWEST_ROUNDS, Budget, clock_for, time_in_turns
 from harness.translation_models import build_translation_model
 from harness.translation_tables import render
 from torch import Tensor
@@ -42,7 +42,6 @@ MAPS = {
 # 1 comes first, because fairseq tells a model of larger beams only.
 BEAMS = (1, 4)
 LENGTHS = (64, 256, 1024, 2048)
-TOKENS_OF_A_TURN = 3
 # The size is that of fairseq's iwslt_de_en. There are `hypotheses` in all, of fewer sentences where the beam is wider.
 # `source` and `whole` count tokens: of a source, of a whole translation.
 SETTINGS = {
@@ -125,11 +124,7 @@ def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, le
         encoder_outs = ensemble.reorder_encoder_out(encoder_outs, torch.zeros(rows, dtype=torch.int64, device=device))
         ensemble.forward_decoder(tokens[:, :1], encoder_outs, [state])
     if name == TRANSFORMER:
-        for layer in ensemble.single_model.decoder.layers:
-            attention = layer.self_attn
-            shape = (rows, attention.num_heads, length, attention.head_dim)
-            cache = {what: torch.randn(shape, device=device) for what in ("prev_key", "prev_value")}
-            attention._set_input_buffer(state, {**cache, "prev_key_padding_mask": None})
+        fill_cache(ensemble.single_model.decoder.layers, state, rows, length, device)
     order = draw_order(rows, generator.beam_size).to(device)
     return Hypotheses(tokens, scores, order, encoder_outs, [state])
 
@@ -172,25 +167,6 @@ def sample(source: Tensor, sentences: int) -> dict[str, dict[str, Tensor]]:
     return {"net_input": {"src_tokens": source.repeat(sentences, 1), "src_lengths": lengths}}
 
 
-class TurnClock:
-    """Times some tokens one after the other, of a generation that each turn takes up from the same hypotheses.
-
-    The token before them is not timed. It finds memory as the other contestants left it; in generation, a token finds
-    it as the token before left it.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
-    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
-        step = call()
-        step()
-        return self._clock.seconds(step, repeats)
-
-    def repeats(self, seconds: float) -> int:
-        return TOKENS_OF_A_TURN
-
-
 def measure_steps(
     generators: dict[str, SequenceGenerator],
     cases: Sequence[tuple[int, int]],
@@ -205,25 +181,20 @@ def measure_steps(
         allowed: seconds for it.
     """
     budget = Budget(allowed)
-    clock = TurnClock(clock_for(options.device))
-    calls: dict[str, Callable[[], Any]] = {}
-    warm: dict[str, float] = {}
+    take_ups: dict[str, Callable[[], Any]] = {}
     rows: dict[str, dict[str, Any]] = {}
     for source_length, length in cases:
         source = draw_source(settings, source_length, options.device)
         for name, generator in generators.items():
             key = f"{name} {source_length} {length}"
             hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
-            calls[key] = partial(take_up, generator, hypotheses)
-            start = time.perf_counter()
-            clock.seconds(calls[key], TOKENS_OF_A_TURN)
-            warm[key] = (time.perf_counter() - start) / TOKENS_OF_A_TURN
+            take_ups[key] = partial(take_up, generator, hypotheses)
             rows[key] = {
                 **{"model": name, "beam": generator.beam_size, "source": source_length, "length": length},
                 **hypotheses.sizes(),
                 "peak bytes": peak_memory(generator, hypotheses, options.device),
             }
-    seconds, made = time_in_turns(calls, warm, clock, rounds=options.rounds, allowed=max(0.0, budget.left))
+    seconds, made = time_tokens(take_ups, options.device, options.rounds, budget)
     return [row | {"seconds": seconds[key]} for key, row in rows.items()], made
 
 

@@ -8,19 +8,28 @@ from harness.tables import markdown, mebibytes, ratio, significant
 
 
 def render(record: dict[str, Any]) -> str:
-    """Time and memory of the next token by model and length, and the Transformer's time over each."""
+    """Time and memory of the next token by model and length, and the Transformer's time over each.
+
+    Expected is what that would be if the Transformer's tokens took longer only by the time that its cache takes to be
+    copied and read, and the others' did not take longer.
+    """
     base = {row["length"]: row for row in record["rows"] if row["model"] == "transformer"}
-    header = ["model", "tokens before", "median (quartiles), ms", "Transformer over it", "state", "peak"]
+    fewest = {row["model"]: row["seconds"]["median"] for row in record["rows"] if row["length"] == min(base)}
+    header = ["model", "tokens before (first – last timed)", "median (quartiles), ms"]
+    header += ["Transformer over it", "expected", "state", "peak"]
     lines = []
     for row in sorted(record["rows"], key=lambda row: list(record["parameters"]).index(row["model"])):
         seconds = row["seconds"]
         quartiles = f"({significant(seconds['lower'] * 1e3)} – {significant(seconds['upper'] * 1e3)})"
+        transformer = base[row["length"]]
+        moved = transformer["cache seconds"]["median"] - base[min(base)]["cache seconds"]["median"]
         lines.append(
             [
                 row["model"],
-                f"{row['length']:,}",
+                f"{row['length']:,} ({row['first']:,} – {row['last']:,})",
                 f"{significant(seconds['median'] * 1e3)} {quartiles}",
-                ratio(base[row["length"]]["seconds"]["median"] / seconds["median"]),
+                ratio(transformer["seconds"]["median"] / seconds["median"]),
+                "–" if row is transformer else ratio((fewest["transformer"] + moved) / fewest[row["model"]]),
                 mebibytes(row["state bytes"]),
                 mebibytes(row["peak bytes"]),
             ]

@@ -25,11 +25,15 @@ PACKAGES = (
     "triton",
 )
 
+# One more where a program measures something in another way than before; 1 for the others.
+METHODS = {"generation": 2}
+
 
 def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
-    """The head of a record: program, date, machine, threads and versions, and `facts` after them."""
+    """The head of a record: program, its method, date, machine, threads and versions, and `facts` after them."""
     return {
         "program": program,
+        "method": METHODS.get(program, 1),
         "device": device,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": _machine(device),
@@ -57,6 +61,11 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
+
+
+def is_current(record: dict[str, Any]) -> bool:
+    """Whether a record was measured in the way in which its program measures now."""
+    return record.get("method", 1) == METHODS.get(record["program"], 1)
 
 
 def _dump(record: dict[str, Any]) -> str:

@@ -2,44 +2,157 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+from typing import Any, ClassVar
+
 import generation
 import pytest
 import torch
 from harness.memory import held, peak
+from harness.next_token_tables import render
+from harness.timing import CpuClock
 
 MEBIBYTE = 2**20
+NAMES = (generation.TRANSFORMER, *generation.RULES)
+SETTINGS = generation.QUICK_SETTINGS
+ROWS = SETTINGS["batch"]
 
 
-@pytest.mark.parametrize("name", [generation.TRANSFORMER, "delta", "decay", "sum"])
+def build(name: str, settings: dict[str, int] = SETTINGS, longest: int = 40) -> Any:
+    return generation.build(name, settings, "chunkwise", longest)
+
+
+def draw_tokens(length: int) -> torch.Tensor:
+    return torch.randint(4, SETTINGS["words"], (ROWS, length))
+
+
+def shapes(state: dict[str, Any]) -> list[tuple[str, str, torch.Size]]:
+    return sorted((key, n, x.shape) for key, buffer in state.items() for n, x in buffer.items() if x is not None)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_states_are_those_of_generation(name: str) -> None:
-    settings = generation.QUICK_SETTINGS
-    model = generation.build(name, settings, "chunkwise", longest=8)
-    tokens = torch.randint(4, 20, (settings["batch"], 6))
-    generated: dict = {}
+    model, tokens = build(name), draw_tokens(8)
+    generated: dict[str, Any] = {}
     with torch.no_grad():
         for end in range(1, 6):
             model(tokens[:, :end], incremental_state=generated)
-        state = generation.state_after(model, name, tokens)
-
-    def tensors(state: dict) -> list[tuple[str, str, torch.Size]]:
-        return sorted((key, n, x.shape) for key, buffer in state.items() for n, x in buffer.items() if x is not None)
-
-    assert tensors(state) == tensors(generated)
-    before = tensors(state)
-    _, after = generation.next_token(model, tokens, state)()
-    assert tensors(state) == before  # a call can be made again
-    assert (held(after) > held(state)) == (name == generation.TRANSFORMER)
+    started = generation.generation_after(model, name, tokens, 5)
+    assert shapes(started.state) == shapes(generated)
+    for end in (6, 7):  # and they go on as those do
+        with torch.no_grad():
+            model(tokens[:, :end], incremental_state=generated)
+        assert started.advance().shape == (ROWS, 1, len(model.decoder.dictionary))
+        assert started.length == end and shapes(started.state) == shapes(generated)
 
 
-def test_the_peak_of_a_token_counts_one_layers_cache_twice() -> None:
-    settings = {**generation.QUICK_SETTINGS, "layers": 5}
-    model = generation.build(generation.TRANSFORMER, settings, "chunkwise", longest=2000)
-    tokens = torch.randint(4, 20, (settings["batch"], 2001))
+def test_a_token_is_the_next_one() -> None:
+    model, tokens = build("delta"), draw_tokens(6)
+    rolling = generation.generation_after(model, "delta", tokens, 1)
+    steps = torch.cat([rolling.advance() for _ in range(5)], dim=1)
     with torch.no_grad():
-        size = held(generation.state_after(model, generation.TRANSFORMER, tokens))
-    peak_size = generation.peak_memory(model, generation.TRANSFORMER, tokens, "cpu")
+        expected = model(tokens)[0][:, 1:]
+    torch.testing.assert_close(steps, expected, rtol=1e-4, atol=1e-5)  # float32 in another order
+
+
+class NotingClock(CpuClock):
+    """Notes how many tokens there are before each that is timed, by turn."""
+
+    turns: ClassVar[list[tuple[Any, list[int]]]] = []
+
+    def seconds(self, call: Any, repeats: int) -> float:
+        rolling = getattr(call, "__self__", None)
+        lengths: list[int] = []
+        self.turns.append((rolling, lengths))
+
+        def noted() -> None:
+            if rolling is not None:
+                lengths.append(rolling.length)
+            call()
+
+        return super().seconds(noted, repeats)
+
+
+def test_models_take_turns_and_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.rolling.clock_for", lambda device: NotingClock())
+    monkeypatch.setattr(NotingClock, "turns", [])
+    models = {name: build(name) for name in (generation.TRANSFORMER, "sum")}
+    options = argparse.Namespace(rounds=4, device="cpu")
+    generations = {name: generation.generation_after(model, name, draw_tokens(45), 1) for name, model in models.items()}
+    rows, made = generation.measure_length(generations, 32, options, allowed=60.0)
+    assert made == 4 and [row["model"] for row in rows] == list(models)
+    # A turn of each that does not count, and the rounds. The cache alone comes after them.
+    turns_of = [rolling and rolling.model for rolling, _ in NotingClock.turns]
+    assert turns_of == [*models.values()] * 5 + [None] * 4
+    for row, model in zip(rows, models.values(), strict=True):
+        turns = [lengths for rolling, lengths in NotingClock.turns if rolling and rolling.model is model]
+        # Three are timed, and one between the turns is not.
+        assert turns == [list(range(first, first + 3)) for first in range(turns[0][0], turns[0][0] + 20, 4)]
+        assert (row["first"], row["last"]) == (turns[1][0], turns[-1][-1])
+        assert abs((row["first"] + row["last"]) / 2 - row["length"]) <= 1
+        assert 0 < row["seconds"]["min"] and row["seconds"]["rounds"] == 4
+        assert ("cache seconds" in row) == (row["model"] == generation.TRANSFORMER)
+
+
+@pytest.mark.parametrize("most_read", [3, 20])
+@pytest.mark.parametrize("name", ["transformer", "sum"])
+def test_a_generation_comes_to_a_length_with_its_state(
+    name: str, most_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MOST_READ", most_read)
+    model, tokens = build(name), draw_tokens(20)
+    rolling = generation.generation_after(model, name, tokens, 2)
+    kept = {key: buffer.get("prev_key") for key, buffer in rolling.state.items()}
+    generation.go_on(rolling, name, 12)
+    assert rolling.length == 12
+    assert shapes(rolling.state) == shapes(generation.generation_after(model, name, tokens, 12).state)
+    if name == "transformer":  # what was there before is still there, unless it was too far to read
+        for key, old in kept.items():
+            new = rolling.state[key]["prev_key"][:, :, :2]
+            assert torch.equal(new, old) == (most_read == 20)
+
+
+def test_a_stretch_that_begins_before_the_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["generation.py", "--rounds", "30"])
+    monkeypatch.setattr(generation, "build", lambda *_: pytest.fail("it built a model"))
+    with pytest.raises(SystemExit):
+        generation.main()
+    assert "--rounds is 30: it may be 29 at most" in capsys.readouterr().err
+
+
+def test_sizes_are_those_at_the_length_with_one_layers_cache_twice() -> None:
+    model = build(generation.TRANSFORMER, {**SETTINGS, "layers": 5}, longest=2001)
+    sizes = generation.memory(model, generation.TRANSFORMER, draw_tokens(2001), 2000, "cpu")
+    size = 2 * 5 * ROWS * SETTINGS["width"] * 2000 * 4
+    assert sizes["state bytes"] == size
     # The cache, a copy of one layer's with the new token in it, and the weights of attention and other small tensors.
-    assert 1.2 * size < peak_size < 1.3 * size
+    assert 1.2 * size < sizes["peak bytes"] < 1.3 * size
+
+
+def test_the_ratio_is_expected_to_grow_with_the_time_of_the_cache() -> None:
+    def row(model: str, length: int, median: float, **more: Any) -> dict[str, Any]:
+        seconds = {"median": median, "lower": median, "upper": 2 * median}
+        return {
+            **{"model": model, "length": length, "first": length - 3, "last": length + 3, "seconds": seconds},
+            **{"state bytes": 1 << 20, "peak bytes": 2 << 20, **more},
+        }
+
+    rows = [
+        row("transformer", 64, 0.010, **{"cache seconds": {"median": 0.001}}),
+        row("transformer", 1000, 0.040, **{"cache seconds": {"median": 0.021}}),
+        row("sum", 64, 0.020),
+        row("sum", 1000, 0.010),
+    ]
+    table = render({"parameters": {"transformer": 1, "sum": 1}, "rows": rows, "cut": ["some rounds"]})
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    sizes = ["1.00 MiB", "2.00 MiB"]
+    assert ["transformer", "1,000 (997 – 1,003)", "40.0 (40.0 – 80.0)", "1.00 x", "–", *sizes] in cells
+    assert ["sum", "64 (61 – 67)", "20.0 (20.0 – 40.0)", "0.5 x", "0.5 x", *sizes] in cells
+    assert ["sum", "1,000 (997 – 1,003)", "10.0 (10.0 – 20.0)", "4.00 x", "1.50 x", *sizes] in cells
+    assert ["- cut to keep to the budget: some rounds"] in cells
 
 
 def megabytes(number: int) -> torch.Tensor:

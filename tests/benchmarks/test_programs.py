@@ -54,7 +54,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path) -> None:
 
     tokens = found["next_token.json"]["rows"]
     assert {(row["model"], row["length"]) for row in tokens} == {
-        (model, length) for model in ("transformer", "delta", "decay", "sum") for length in (1, 8)
+        (model, length) for model in ("transformer", "delta", "decay", "sum") for length in (16, 32)
     }
     translation = found["translation.json"]
     models = ("transformer", "elu", "dpfp-2", "favor-128")
@@ -129,3 +129,11 @@ def test_results_are_found_within_those_of_a_device(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(json.dumps({"tokens": 3}))
     found = [(path.name, record["device"], record["program"]) for path, record in report.find_records(tmp_path)]
     assert found == [("b.json", "cpu", "kernels"), ("a.json", "cuda", "kernels"), ("a.json", "cuda", "training")]
+
+
+def test_what_was_measured_in_another_way_is_not_shown(tmp_path: Path) -> None:
+    old = {"program": "generation", "device": "cpu", "date": "2026-01-02T03:04:05", "rows": [{"model": "transformer"}]}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    page = report.render(report.find_records(tmp_path), tmp_path / "page.md")
+    assert "unmeasured: generation.py was not run as it measures now" in page
+    assert "Not measured as generation.py measures now; [what it measured on 2026-01-02](old.json) says" in page

@@ -26,3 +26,12 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
         records.write({"rows": [2]}, path_is_a_folder)
     assert records.read(path) == {"rows": [1]}
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "record.json"]
+
+
+def test_a_record_of_another_method_is_not_current() -> None:
+    for program in ("kernels", "generation"):
+        record = records.describe_run(program, "cpu")
+        assert records.is_current(record)
+        assert not records.is_current(record | {"method": record["method"] + 1})
+    # What was written before there were methods is of the first.
+    assert records.is_current({"program": "kernels"}) and not records.is_current({"program": "generation"})

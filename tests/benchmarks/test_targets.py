@@ -105,7 +105,7 @@ def generation_record(growth: float) -> dict[str, Any]:
     rows = [
         {"model": model, "length": length, "seconds": {"median": base * (1 + slope * length)}}
         for model, base, slope in (("transformer", 1.0, 1e-3), ("delta", 1.0, growth), ("sum", 0.9, 0.0))
-        for length in (1, 1000, 4000)
+        for length in (64, 1000, 4000)
     ]
     return {"program": "generation", "device": "cpu", "threads": 2, "settings": {"batch": 8}, "rows": rows}
 

@@ -12,7 +12,6 @@ import torch
 import translation
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
-from harness.timing import CpuClock
 from harness.translation_tables import render
 
 SETTINGS = translation.QUICK_SETTINGS
@@ -129,25 +128,6 @@ def test_hypotheses_change_places_within_their_sentence(beam: int) -> None:
         order = translation.draw_order(2 * beam, beam)
         assert torch.equal(order // beam, kept // beam)
         assert torch.equal(order, kept) == (beam == 1)
-
-
-def test_the_first_token_of_a_turn_is_not_timed() -> None:
-    turns: list[list[str]] = []
-
-    def take_up() -> Callable[[], None]:
-        turns.append([])
-        return lambda: turns[-1].append("token")
-
-    class CountingClock(CpuClock):
-        def seconds(self, call: Callable[[], Any], repeats: int) -> float:
-            assert turns[-1] == ["token"]
-            return super().seconds(call, repeats)
-
-    clock = translation.TurnClock(CountingClock())
-    assert clock.repeats(1e-6) == clock.repeats(10.0) == translation.TOKENS_OF_A_TURN
-    clock.seconds(take_up, 3)
-    clock.seconds(take_up, 3)
-    assert turns == [["token"] * 4] * 2
 
 
 def test_tables_show_bytes_of_a_hypothesis_and_times_against_the_transformer() -> None:
