@@ -51,7 +51,9 @@ def time_tokens(
 
     Args:
         take_ups: what `TurnClock` calls.
-        others: as `timing.time_in_turns` has them; the first turn is of the budget.
+        device: the torch device that makes the tokens.
+        rounds: turns of each, if the budget allows as many.
+        budget: for all of it, the first turn included.
 
     Returns:
         what `timing.time_in_turns` does.

@@ -117,7 +117,9 @@ def draw_curves(runs: dict[str, Run], path: Path) -> None:
     from matplotlib import pyplot
 
     sizes = sorted({int(name.split("-")[1]) for name in runs if name != "source"}) or [0]
-    figure, panels = pyplot.subplots(1, len(sizes), sharey=True, figsize=(5 * len(sizes), 4.5), squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(sizes), sharey=True, figsize=(4.5 * len(sizes) + 1.5, 4.5), squeeze=False, layout="constrained"
+    )
     for axes, size in zip(panels[0], sizes, strict=True):
         for color, rule in enumerate(RULES):
             for start, style in zip(STARTS, ("-", ":"), strict=True):
@@ -134,9 +136,9 @@ def draw_curves(runs: dict[str, Run], path: Path) -> None:
         axes.grid(alpha=0.3, which="both")
     for ticks in (panels[0][0].yaxis.set_major_formatter, panels[0][0].yaxis.set_minor_formatter):
         ticks("{x:g}")
-    panels[0][0].set(ylabel="perplexity of the validation set", ylim=(None, 2000))
-    panels[0][-1].legend()
-    figure.tight_layout()
+    lowest = min(min(run.curve.values()) for run in runs.values())
+    panels[0][0].set(ylabel="perplexity of the validation set", ylim=(0.9 * lowest, max(1000, 2 * lowest)))
+    figure.legend(*panels[0][-1].get_legend_handles_labels(), loc="outside right upper")
     new = path.with_name(f"{path.name}.new")
     figure.savefig(new, format="png", dpi=120)
     pyplot.close(figure)
