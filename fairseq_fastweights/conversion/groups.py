@@ -75,6 +75,16 @@ def group_of(name: str, layers: int, pre_norm: bool) -> str | None:
     return _look_up(part, _OF_LAYER)
 
 
+def attention_of(name: str, pre_norm: bool) -> str | None:
+    """Path, with a dot at its end, of the attention that a parameter of the group "attention" is of or stands before;
+    None for parameters outside the layers."""
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer is None:
+        return None
+    follows = not pre_norm and in_layer[2].startswith("final_layer_norm.")
+    return f"decoder.layers.{int(in_layer[1]) + follows}.self_attn."
+
+
 def count_layers(names: Iterable[str]) -> int:
     """How many layers parameters of these names make up."""
     found = [_LAYER.match(name) for name in names]

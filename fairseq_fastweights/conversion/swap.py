@@ -25,6 +25,16 @@ class Start(NamedTuple):
     how: str
 
 
+def takes_attention(attention: FastWeightAttention) -> bool:
+    """Whether a memory starts at the queries, keys and values of the attention in whose place it is.
+
+    Retention does not: its queries and keys are turned in all their dimensions, where the source's are turned in a
+    quarter of them or none, its heads may be larger, and nothing divides what they read but a norm in each head. Choi
+    (2024) gives attention to the softmax layers of hybrids alone.
+    """
+    return not attention.rule.rotary
+
+
 def check_swap(attention: FastWeightAttention) -> None:
     """Checks that the attention can start at the weights of a softmax attention of its width.
 

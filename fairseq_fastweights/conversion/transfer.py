@@ -11,9 +11,9 @@ import torch
 from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 
-from fairseq_fastweights.conversion.groups import GROUPS, count_layers, group_of
+from fairseq_fastweights.conversion.groups import GROUPS, attention_of, count_layers, group_of
 from fairseq_fastweights.conversion.source import Source
-from fairseq_fastweights.conversion.swap import check_swap, swap
+from fairseq_fastweights.conversion.swap import check_swap, swap, takes_attention
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
 
 HOW = ("kept", "rescaled", "folded", "new")
@@ -23,7 +23,6 @@ HOW = ("kept", "rescaled", "folded", "new")
 _MEANING: dict[str, tuple[tuple[str, ...], Any]] = {
     "decoder_normalize_before": (("attention", "feed-forward"), None),
     "parallel_residual": (("attention", "feed-forward"), False),
-    "decoder_attention_heads": (("attention",), None),
     "rotary_dim": (("attention",), 0),
     "rotary_base": (("attention",), 10000.0),
     "activation_fn": (("feed-forward",), "relu"),
@@ -41,7 +40,7 @@ class Target:
 
     Attributes:
         names: one, or several where the parameter is tied.
-        groups: those of its names, in the order of `GROUPS`.
+        groups: those that it is in, in the order of `GROUPS`. It goes with any of them.
         how: where its values are from, one of `HOW`.
         frozen: whether training will leave it as it is.
     """
@@ -87,7 +86,7 @@ class Report:
     def _tied(self) -> Counter[tuple[str, ...]]:
         tied: Counter[tuple[str, ...]] = Counter()
         for target in self.targets:
-            if len(target.groups) > 1:
+            if len(target.groups) > 1 and len(target.names) > 1:
                 tied[tuple(target.groups)] += target.parameter.numel()
         return tied
 
@@ -95,7 +94,9 @@ class Report:
 def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     """Copies a source's weights into a model; fast weight layers take those of softmax attention (`swap`).
 
-    What is not in `groups`, and what the source has nothing for (gates, feature maps), stays as it is.
+    What is not in `groups`, and what the source has nothing for (gates, feature maps), stays as it is. So does the
+    attention of layers with retention, and the norm that it stands behind (`takes_attention`). In a model that has such
+    layers "attention" means that of the others as a whole, with its output projection (Choi 2024, Sec. 3.2).
 
     Args:
         model: a language model as fairseq builds it.
@@ -111,14 +112,13 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         )
     options = model.decoder.args
     pre_norm = bool(options.decoder_normalize_before)
-    attentions = {
-        f"{path}.": module for path, module in model.named_modules() if isinstance(module, FastWeightAttention)
-    }
+    memories = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, FastWeightAttention)}
+    attentions = {path: memory for path, memory in memories.items() if takes_attention(memory)}
     if "attention" in groups:
         for attention in attentions.values():
             check_swap(attention)
     names = [name for name, _ in model.named_parameters()]
-    targets = _targets(model, pre_norm)
+    targets = _targets(model, pre_norm, {path for path in memories if path not in attentions})
     shapes = {
         f"{path}{name}": torch.Size([attention.embed_dim, *parameter.shape[1:]])
         for path, attention in attentions.items()
@@ -126,7 +126,8 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         if name.startswith(("q_proj.", "k_proj."))
     }
     misfits = [
-        *_other_options(source, options, groups, has_softmax=len(attentions) < count_layers(names)),
+        *_other_options(source, options, groups, has_softmax=len(memories) < count_layers(names)),
+        *_other_heads(source, options, groups, attentions, has_softmax=len(memories) < count_layers(names)),
         *_other_weights(source, targets, groups, pre_norm, shapes),
     ]
     if misfits:
@@ -134,12 +135,24 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
             f"the weights in {source.file} do not fit the model; nothing was transferred\n"
             + _table([["what", "name", "source", "model"], *misfits])
         )
+    if not any(groups & set(target.groups) for target in targets):
+        raise ValueError(
+            f"transfer is {','.join(group for group in GROUPS if group in groups)}, of which the model has nothing: "
+            "layers with retention start with attention of their own"
+        )
     with torch.no_grad():
         _copy(targets, source, groups, attentions)
     return Report(str(source.file), targets)
 
 
-def _targets(model: nn.Module, pre_norm: bool) -> list[Target]:
+def _targets(model: nn.Module, pre_norm: bool, own_attention: set[str]) -> list[Target]:
+    """The model's parameters.
+
+    Args:
+        model: the model.
+        pre_norm: whether norms stand before each part of a layer, or after it.
+        own_attention: paths, with a dot at their ends, of attention that is not in the group of that name.
+    """
     names: dict[int, list[str]] = defaultdict(list)
     parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -149,6 +162,10 @@ def _targets(model: nn.Module, pre_norm: bool) -> list[Target]:
     targets = []
     for key, parameter in parameters.items():
         groups = {group_of(name, layers, pre_norm) for name in names[key]}
+        if any(attention_of(name, pre_norm) in own_attention for name in names[key]):
+            groups.discard("attention")
+        elif own_attention and "output-projection" in groups:
+            groups.add("attention")
         targets.append(Target(parameter, names[key], [group for group in GROUPS if group in groups]))
     return targets
 
@@ -165,6 +182,26 @@ def _other_options(source: Source, options: Any, groups: frozenset[str], has_sof
 
 def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
+
+
+def _other_heads(
+    source: Source,
+    options: Any,
+    groups: frozenset[str],
+    attentions: dict[str, FastWeightAttention],
+    has_softmax: bool,
+) -> Iterable[list[str]]:
+    """Heads cut queries, keys and values up: with another number of them the same weights mean something else."""
+    theirs, common = source.options.get("decoder_attention_heads"), options.decoder_attention_heads
+    if "attention" not in groups or theirs is None:
+        return
+    ours = {"decoder_attention_heads": common} if has_softmax else {}
+    for attention in attentions.values():
+        name = "decoder_attention_heads" if attention.num_heads == common else "fast_weight_heads"
+        ours[name] = attention.num_heads
+    for name, heads in ours.items():
+        if heads != theirs:
+            yield ["other option", name, str(theirs), str(heads)]
 
 
 def _other_weights(

@@ -68,6 +68,9 @@ class FastWeightDecoder(TransformerDecoder):
         settings = describe(args, dictionary, softmax_layers)
         for attention in self.attention_modules():
             settings |= attention.settings()
+            # Checkpoints from before these could differ have no such setting, and fit all the same.
+            if attention.num_heads != args.decoder_attention_heads:
+                settings["fast weight heads"] = attention.num_heads
         self.register_buffer("settings", checkpoint_settings.encode(settings))
         masked = [dictionary.bos(), dictionary.pad(), dictionary.unk()] if args.mask_special_symbols else []
         self.register_buffer("_masked_symbols", torch.tensor(masked, dtype=torch.long), persistent=False)

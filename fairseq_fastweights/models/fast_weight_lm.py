@@ -37,6 +37,10 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
             "which is fairseq's Transformer"
         },
     )
+    fast_weight_heads: Optional[int] = field(
+        default=None,
+        metadata={"help": "number of heads in layers with fast weights (default: decoder-attention-heads)"},
+    )
     no_attention_bias: bool = field(
         default=False,
         metadata={"help": "projections of fast weight layers have no bias (the gates that decay a memory keep theirs)"},
@@ -52,7 +56,8 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
         default=0,
         metadata={
             "help": "layers with ordinary attention turn the first so many dimensions of each head's queries and keys "
-            "by their positions (rotary position embedding); 0: none. Layers with fast weights have order without it"
+            "by their positions (rotary position embedding); 0: none. Layers with fast weights have order without it, "
+            "and retention turns all dimensions in any case"
         },
     )
     rotary_base: float = field(
@@ -96,6 +101,13 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                     f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
                     "an adaptive softmax has no logits to mask: one of them must go"
                 )
+        heads = args.decoder_attention_heads
+        if args.fast_weight_heads is not None:
+            heads = args.fast_weight_heads
+            if heads < 1 or args.decoder_embed_dim % heads:
+                raise ValueError(
+                    f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
+                )
         if args.rotary_dim and args.decoder_xformers_att_config:
             raise ValueError(
                 f"decoder_xformers_att_config is {args.decoder_xformers_att_config!r}; with rotary_dim it must not be "
@@ -109,7 +121,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             _build_embeddings(args, task.source_dictionary),
             build_attention=partial(
                 FastWeightAttention,
-                num_heads=args.decoder_attention_heads,
+                num_heads=heads,
                 bias=not args.no_attention_bias,
                 **causal_options(args),
             ),

@@ -22,14 +22,15 @@ class FastWeightOptions(FairseqDataclass):
         metadata={
             "help": "how a layer's memory is written: sum adds each value under its key (linear Transformer, "
             "Performer), gated decays the memory by one gate per head, decay by a gate per key and per value "
-            "dimension (Mao 2022), delta corrects what the key retrieves (Delta Network)"
+            "dimension (Mao 2022), delta corrects what the key retrieves (Delta Network), retention decays it by a "
+            "number that each head has, and normalises and gates what is read (RetNet)"
         },
     )
     feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
         default="auto",
         metadata={
             "help": "phi of keys and queries; auto is what the rule's paper uses: elu for sum and delta, identity "
-            "for gated and decay"
+            "for gated, decay and retention"
         },
     )
     feature_dim: Optional[int] = field(
@@ -53,7 +54,7 @@ class FastWeightOptions(FairseqDataclass):
         metadata={
             "help": "comma-separated: sum (keys and queries divided by their sums), attention (the read-out divided "
             "by what a value of 1 would read), removal (delta rule only: the same for the value it removes); none; "
-            "auto is what the rule's paper uses: attention for sum, sum for delta, none for gated and decay"
+            "auto is what the rule's paper uses: attention for sum, sum for delta, none for gated, decay and retention"
         },
     )
     scale_read_out: bool = field(

@@ -1,6 +1,7 @@
 """The named architectures whose trained models `fairseq_fastweights.conversion` reads: GPT-2's and Pythia's.
 
 With --softmax-attention-layers all they are these models; otherwise fast weights take the place of their attention.
+Choi's RetNet is Pythia with retention in its place, in heads of 256 (Choi 2024, Table 1).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from fairseq_fastweights.models.fast_weight_options import set_defaults
 # Layers, width, heads.
 GPT2 = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20), "xl": (48, 1600, 25)}
 PYTHIA = {"70m": (6, 512, 8), "160m": (12, 768, 12), "410m": (24, 1024, 16), "1b": (16, 2048, 8)}
+# The Pythia that it is but for retention, and heads of that.
+RETNET = {"430m": ("410m", 4), "1b": ("1b", 8)}
 
 
 def _register(name: str, document: str, sizes: tuple[int, int, int], **settings: Any) -> None:
@@ -56,17 +59,36 @@ for _size, _sizes in GPT2.items():
         attention_dropout=0.1,
     )
 
-for _size, _sizes in PYTHIA.items():
+
+def _register_pythia(name: str, document: str, sizes: tuple[int, int, int], **settings: Any) -> None:
     _register(
-        f"fast_weight_lm_pythia_{_size}",
-        f"Biderman et al. 2023, Pythia {_size}: rotary embedding of a quarter of each head, parallel residual.",
-        _sizes,
+        name,
+        document,
+        sizes,
         no_token_positional_embeddings=True,
         no_scale_embedding=True,
-        rotary_dim=_sizes[1] // _sizes[2] // 4,
+        rotary_dim=sizes[1] // sizes[2] // 4,
         parallel_residual=True,
         activation_fn="gelu",
         max_target_positions=2048,
         dropout=0.0,
         attention_dropout=0.0,
+        **settings,
+    )
+
+
+for _size, _sizes in PYTHIA.items():
+    _register_pythia(
+        f"fast_weight_lm_pythia_{_size}",
+        f"Biderman et al. 2023, Pythia {_size}: rotary embedding of a quarter of each head, parallel residual.",
+        _sizes,
+    )
+
+for _size, (_pythia, _heads) in RETNET.items():
+    _register_pythia(
+        f"fast_weight_lm_retnet_{_size}",
+        f"Choi 2024, Table 1, RetNet {_size}: Pythia {_pythia} with retention in {_heads} heads of 256.",
+        PYTHIA[_pythia],
+        update_rule="retention",
+        fast_weight_heads=_heads,
     )

@@ -10,8 +10,15 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.modules.memory_attention import MemoryAttention, keeps_rows
+from fairseq_fastweights.modules.rotary_embedding import rotate, turns
 from fairseq_fastweights.modules.segment_state import SegmentState
 from fairseq_fastweights.modules.update_rules import Gate
+
+ROTARY_BASE = 10000.0
+"""Of rules that turn queries and keys by their positions: all dimensions of each head (Sun et al. 2023, Sec. 2.1)."""
+
+GROUP_NORM_EPS = 1e-5
+"""Added to the variance of what a head reads where that is normalised; torch's default, as the paper gives none."""
 
 
 class FastWeightAttention(MemoryAttention):
@@ -25,6 +32,10 @@ class FastWeightAttention(MemoryAttention):
         "attention": y_t divided by z_t q_t, z_t = z_{t-1} + k_t with the rule's decays (Eq. 26, 28; Mao 2022, Eq. 5)
         "removal":   the value that the delta rule takes out divided by z_{t-1} k_t (Eq. 27)
         out = W_out (scale * y)
+
+    Retention (Sun et al. 2023, Eq. 6 and 8) turns q and k by their positions besides (Su et al. 2021), and
+        out = W_out (scale * swish(W_g x) * norm(y / sqrt(m))), norm to mean 0 and variance 1 in each head,
+                                                                m the size of q and k
 
     Args:
         embed_dim, num_heads: width of the input and of the output, and how many heads share it.
@@ -50,16 +61,22 @@ class FastWeightAttention(MemoryAttention):
             raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         super().__init__(embed_dim, num_heads, update_rule=update_rule, bias=bias, **options)
         self.backend = backend
-        for gate in self.rule.gates:
+        if self.rule.rotary and self.feature_map.output_dim % 2:
+            raise ValueError(
+                f"the feature map gives keys {self.feature_map.output_dim} dimensions; with the {update_rule} rule "
+                "their number must be even: they are turned in pairs"
+            )
+        for gate in self.rule.learned_gates:
             width = num_heads * self._gate_size(gate)
             self.add_module(f"{gate.name}_proj", self._projection(embed_dim, width, bias or gate.log))
+        self.g_proj = self._projection(embed_dim, embed_dim, bias) if self.rule.gated_read_out else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does, and the biases of gates (`reset_gate_biases`)."""
         super().reset_parameters()
-        for gate in self.rule.gates:
-            module = self._gate_projection(gate)
+        modules = [self._gate_projection(gate) for gate in self.rule.learned_gates]
+        for module in modules if self.g_proj is None else [*modules, self.g_proj]:
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -67,7 +84,7 @@ class FastWeightAttention(MemoryAttention):
 
     def reset_gate_biases(self) -> None:
         """Draws the biases of the gates that decay the memory, so that its decays start uniformly spread."""
-        for gate in self.rule.gates:
+        for gate in self.rule.learned_gates:
             if gate.log:
                 units = self.num_heads if gate.per == "head" else self._gate_size(gate)
                 uniform_gate_bias_(self._gate_projection(gate).bias, units)
@@ -87,7 +104,8 @@ class FastWeightAttention(MemoryAttention):
         Args:
             query: (time, batch, embed_dim).
             key, value: None or `query` itself, as fairseq passes it.
-            key_padding_mask: (batch, time), true where a position is padding: it neither writes nor decays the state.
+            key_padding_mask: (batch, time), true where a position is padding: it neither writes nor decays the state,
+                and takes no position of its own.
             incremental_state: where given, the state that it holds is the one before the first step, and the state
                 after the last step is put there. One token or a whole segment: it is the same.
             need_weights, attn_mask: taken for fairseq's sake. There are no weights to return, and no step can read
@@ -105,18 +123,40 @@ class FastWeightAttention(MemoryAttention):
         gates = [self._gate(gate, query) for gate in self.rule.gates]
 
         q, k, v = self._features(q, k, v)
-        if key_padding_mask is not None:
-            padding = key_padding_mask.to(torch.bool)[:, :, None, None]
-            k = k.masked_fill(padding, 0)
+        padding = None if key_padding_mask is None else key_padding_mask.to(torch.bool)
+        saved = self._get_input_buffer(incremental_state)
+        if self.rule.rotary:
+            q, k = self._turn(q, k, padding, saved.get("position"))
+        if padding is not None:
+            k = k.masked_fill(padding[:, :, None, None], 0)
             gates = [g.masked_fill(padding.view(batch, time, *[1] * (g.dim() - 2)), 0) for g in gates]
 
-        state = self._get_input_buffer(incremental_state).get("state")
+        state = saved.get("state")
         # A segment may be computed twice from the same state; the state of a text that is being written is read once.
         in_place = state is not None and not torch.is_grad_enabled() and not isinstance(incremental_state, SegmentState)
         out, state = self._recall(q, k, v, gates, state, in_place)
         if incremental_state is not None:
-            self._set_input_buffer(incremental_state, {"state": state})
+            buffer = {"state": state}
+            if self.rule.rotary:
+                buffer["position"] = _positions_after(batch, time, padding, saved.get("position"), query.device)
+            self._set_input_buffer(incremental_state, buffer)
+        if self.g_proj is not None:
+            # The norm of y / sqrt(m) is that of y with m times the epsilon: the division costs nothing.
+            eps = GROUP_NORM_EPS * self.feature_map.output_dim
+            out = F.layer_norm(out, (self.head_dim,), eps=eps) * self._heads(F.silu(self.g_proj(query)), self.head_dim)
         return self._project_out(out, query), None
+
+    def _turn(self, q: Tensor, k: Tensor, padding: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Turns queries and keys by their positions; `before`, (batch,), says how many each row has read."""
+        if padding is None:
+            positions = torch.arange(q.shape[1], device=q.device)[None]
+        else:
+            positions = (~padding).cumsum(dim=1) - 1
+        if before is not None:
+            positions = positions + before[:, None]
+        # Texts that are carried over have millions of positions, which differ by less than float32 can tell.
+        turned = turns(positions[..., None].double(), q.shape[-1], ROTARY_BASE, q.dtype)
+        return rotate(q, *turned), rotate(k, *turned)
 
     def _recall(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: Tensor | None, in_place: bool
@@ -152,6 +192,9 @@ class FastWeightAttention(MemoryAttention):
         return out, state
 
     def _gate(self, gate: Gate, x: Tensor) -> Tensor:
+        if gate.fixed is not None:
+            time, batch, _ = x.shape
+            return gate.fixed(self.num_heads, x.device, ops.state_dtype(x.dtype)).expand(batch, time, self.num_heads)
         logits = self._gate_projection(gate)(x)
         logits = logits.to(ops.state_dtype(logits.dtype))
         value = F.logsigmoid(logits) if gate.log else logits.sigmoid()
@@ -172,6 +215,17 @@ class FastWeightAttention(MemoryAttention):
             reordered = {name: x.index_select(0, new_order) for name, x in buffer.items()}
             self._set_input_buffer(incremental_state, reordered)
         return incremental_state
+
+
+def _positions_after(
+    batch: int, time: int, padding: Tensor | None, before: Tensor | None, device: torch.device
+) -> Tensor:
+    """(batch,), how many steps that are not padding each row has read."""
+    if padding is None:
+        read = torch.full((batch,), time, device=device)
+    else:
+        read = (~padding).sum(dim=1)
+    return read if before is None else before + read
 
 
 def uniform_gate_bias_(bias: Tensor, units: int) -> None:

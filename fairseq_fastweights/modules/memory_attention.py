@@ -13,7 +13,13 @@ from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 
 from fairseq_fastweights.feature_maps import Scales, build_feature_map, sum_normalize
-from fairseq_fastweights.modules.update_rules import NORMALIZATIONS, UPDATE_RULES, known_to_diverge, lookup
+from fairseq_fastweights.modules.update_rules import (
+    NORMALIZATIONS,
+    UPDATE_RULES,
+    check_normalization,
+    known_to_diverge,
+    lookup,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +77,7 @@ class MemoryAttention(nn.Module):
         normalization = rule.normalization if normalization is None else frozenset(normalization)
         if not normalization <= set(NORMALIZATIONS):
             raise ValueError(f"normalization is {sorted(normalization)}; it may hold {', '.join(NORMALIZATIONS)}")
+        check_normalization(normalization, update_rule)
         if "removal" in normalization and not rule.corrects:
             raise ValueError(f"normalization holds 'removal', but the {update_rule} rule removes nothing")
         self.embed_dim = embed_dim
@@ -96,9 +103,12 @@ class MemoryAttention(nn.Module):
                 "outputs: what is removed is divided by a sum of them"
             )
         # Normalisers grow with time, their inverses shrink, and exp() of FAVOR+'s exponents is large unless sum
-        # normalisation takes it back: float16 has not the range for them.
-        self.needs_float32_range = bool(normalization & {"attention", "removal"}) or (
-            feature_map == "favor" and "sum" not in normalization
+        # normalisation takes it back; and a memory that fades over thousands of steps, read before it is normalised,
+        # holds sums of as many products: float16 has not the range for them.
+        self.needs_float32_range = (
+            bool(normalization & {"attention", "removal"})
+            or (feature_map == "favor" and "sum" not in normalization)
+            or rule.gated_read_out
         )
         self._scales: Scales = "fixed"
         if "sum" in normalization:

@@ -9,6 +9,8 @@ from fairseq.modules import MultiheadAttention
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_fastweights.modules.rotary_embedding import rotate, turns
+
 
 class RotaryAttention(MultiheadAttention):
     """fairseq's self-attention, causal, whose queries and keys are turned by their positions (Su et al. 2021).
@@ -74,8 +76,9 @@ class RotaryAttention(MultiheadAttention):
         saved = {} if incremental_state is None else self._get_input_buffer(incremental_state)
         past_keys = saved.get("prev_key")
         before = 0 if past_keys is None else past_keys.shape[2]
-        turn = self._turns(before, time, query.device, query.dtype)
-        q, k = _rotate(q, *turn), _rotate(k, *turn)
+        positions = torch.arange(before, before + time, device=query.device, dtype=torch.float32)
+        turned = turns(positions, self.rotary_dim, self.rotary_base, query.dtype)
+        q, k = rotate(q, *turned), rotate(k, *turned)
         if incremental_state is not None:
             if past_keys is not None:
                 k, v = torch.cat([past_keys, k], dim=2), torch.cat([saved["prev_value"], v], dim=2)
@@ -101,26 +104,8 @@ class RotaryAttention(MultiheadAttention):
         time, batch, _ = x.shape
         return x.view(time, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
-    def _turns(self, first: int, time: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for `time` positions from `first`: (time, rotary_dim / 2).
-
-        The angles are float32 whatever the model is: bfloat16 cannot tell position 300 from 301.
-        """
-        exponents = torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32) / self.rotary_dim
-        frequencies = 1.0 / self.rotary_base**exponents
-        positions = torch.arange(first, first + time, device=device, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, rotary_dim={self.rotary_dim}, rotary_base={self.rotary_base:g}"
-
-
-def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turns x, (batch, heads, time, dim), in the planes of its dimensions i and i + rotary_dim / 2."""
-    half = cosines.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines, rest], dim=-1)
 
 
 def _visible(time: int, keys: int, key_padding_mask: Tensor | None, device: torch.device) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from fairseq import tasks
 from fairseq.modules import MultiheadAttention
 
-from fairseq_fastweights.conversion.groups import GROUPS, group_of, parse_groups
+from fairseq_fastweights.conversion.groups import GROUPS, attention_of, group_of, parse_groups
 from fairseq_fastweights.conversion.source import read_source
 from fairseq_fastweights.conversion.transfer import transfer
 from tests.conversion.transfers import save_as_in_2019, save_as_today
@@ -188,6 +188,13 @@ def test_norms_go_with_what_they_precede(name, pre_norm, post_norm):
     assert group_of(f"decoder.{name}", 12, True) == pre_norm
     assert group_of(f"decoder.{name}", 12, False) == post_norm
     assert group_of(f"encoder.{name}", 12, True) is None
+    # The attention that it is of or stands before, where it is of that group.
+    number = int(name.split(".")[1]) if name.startswith("layers") else None
+    for expected, is_pre_norm in ((pre_norm, True), (post_norm, False)):
+        if expected == "attention":
+            follows = number + ("final" in name)
+            assert attention_of(f"decoder.{name}", is_pre_norm) == f"decoder.layers.{follows}.self_attn."
+    assert number is not None or attention_of(f"decoder.{name}", True) is None
 
 
 def test_every_parameter_of_fairseqs_transformer_has_a_group(fairseq):
@@ -314,6 +321,75 @@ def test_options_that_give_weights_another_meaning_are_named(fairseq, source, fl
 
 def test_models_of_other_heads_take_what_does_not_depend_on_them(fairseq, source):
     take(fairseq, source[1], f"{PRE_NORM} --decoder-attention-heads 4 --transfer embeddings,output,feed-forward")
+
+
+@pytest.mark.parametrize("flags", ["--update-rule gated", "--softmax-attention-layers 2"])
+def test_attention_is_not_swapped_into_other_heads(fairseq, source, flags):
+    flags = f"{PRE_NORM} --fast-weight-heads 4 {flags}"
+    assert misfits(fairseq, source[1], flags) == ["other option fast_weight_heads 2 4".split()]
+    take(fairseq, source[1], f"{flags} --transfer embeddings,output,feed-forward,output-projection")
+
+
+def test_fast_weight_layers_with_the_sources_heads_take_its_attention(fairseq, source):
+    model, folder = source
+    flags = f"{PRE_NORM} --update-rule gated --fast-weight-heads 2 --decoder-attention-heads 4"
+    taken = take(fairseq, folder, flags)
+    name = "decoder.layers.1.self_attn.k_proj.weight"
+    assert torch.equal(taken.get_parameter(name), model.get_parameter(name))
+    # In a hybrid the layers with ordinary attention are those that do not fit.
+    assert misfits(fairseq, folder, f"{flags} --softmax-attention-layers 2") == [
+        "other option decoder_attention_heads 2 4".split()
+    ]
+
+
+@pytest.mark.parametrize("pre_norm", [True, False], ids=["pre-norm", "post-norm"])
+def test_retention_starts_with_attention_of_its_own(fairseq, tmp_path, caplog, pre_norm):
+    """Choi 2024, Sec. 3.2: in hybrids attention goes to the softmax layers; norms go with what they precede."""
+    common = "--decoder-normalize-before" if pre_norm else ""
+    model = make_source(fairseq, tmp_path, f"{common} --decoder-layers 3")
+    flags = f"{common} --decoder-layers 3 --update-rule retention --fast-weight-heads 4 --softmax-attention-layers 2"
+    with caplog.at_level(logging.INFO):
+        taken = take(fairseq, tmp_path, f"{flags} --freeze all")
+    # The norm before layer 1 with post-norm is the embeddings' or nobody's; that of layer 3 stands in layer 2.
+    norms = ("0.self_attn_layer_norm", "2.self_attn_layer_norm") if pre_norm else ("1.final_layer_norm",)
+    new = [f"decoder.layers.{norm}." for norm in norms]
+    new += [f"decoder.layers.{i}.self_attn.{p}_proj." for i in (0, 2) for p in "qkvg"]
+    for name, parameter in taken.named_parameters():
+        if name.startswith(tuple(new)):
+            assert parameter.requires_grad, name
+            assert ".g_proj" in name or not torch.equal(parameter, model.get_parameter(name)), name
+        else:
+            assert not parameter.requires_grad and torch.equal(parameter, model.get_parameter(name)), name
+    rows = {line.split("  ")[0]: line.split()[-5:] for line in caplog.text.splitlines() if line.count("  ") > 4}
+    numbers = [f"{n:,}" for n in (3 * (16 * 16 + 16) + 2 * 16, 2 * 4 * (16 * 16 + 16) + len(norms) * 2 * 16)]
+    assert rows["attention"] == [numbers[0], "0", "0", "0", numbers[0]]
+    assert rows["none of them"] == ["0", "0", "0", numbers[1], "0"]
+
+
+def test_attention_of_a_hybrid_with_retention_goes_with_its_output_projection(fairseq, source, caplog):
+    model, folder = source
+    flags = f"{PRE_NORM} --update-rule retention --softmax-attention-layers 2"
+    with caplog.at_level(logging.INFO):
+        taken = take(fairseq, folder, f"{flags} --transfer attention")
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
+    of_layer = [*projections, "self_attn_layer_norm"]
+    expected = {f"decoder.layers.1.{name}.{kind}" for name in of_layer for kind in ("weight", "bias")}
+    fresh = fairseq.build(flags, seed=3)
+    for name, parameter in taken.named_parameters():
+        assert torch.equal(parameter, (model if name in expected else fresh).get_parameter(name)), name
+    assert "of output-projection are tied to" not in caplog.text
+    taken = take(fairseq, folder, f"{flags} --transfer output-projection")
+    for name, parameter in taken.named_parameters():
+        assert torch.equal(parameter, (model if ".out_proj." in name else fresh).get_parameter(name)), name
+
+
+def test_a_transfer_of_nothing_is_refused(fairseq, source):
+    flags = f"{PRE_NORM} --update-rule retention"
+    with pytest.raises(
+        ValueError, match="transfer is attention, of which the model has nothing: layers with retention"
+    ):
+        take(fairseq, source[1], f"{flags} --transfer attention")
+    take(fairseq, source[1], flags)
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,49 @@ def test_pythia_is_parallel_and_rotary(fairseq, size):
         assert layer.self_attn.q_proj.bias is not None
 
 
-@pytest.mark.parametrize("arch", ["fast_weight_lm_gpt2_small", "fast_weight_lm_pythia_70m"])
+# Choi 2024, Table 1: layers, width, between, heads of retention; and Pythia's heads, in layers of a hybrid.
+RETNET = {"430m": (24, 1024, 4096, 4, 16), "1b": (16, 2048, 8192, 8, 8)}
+# With 50,304 word types and 3 special ones, in a model whose embeddings are not tied.
+RETNET_PARAMETERS = {"430m": 430_524_416, "1b": 1_078_923_264}
+
+
+@pytest.mark.parametrize("size", RETNET)
+def test_retnet_is_pythia_with_retention(fairseq, size):
+    model, cfg = on_meta(fairseq, f"fast_weight_lm_retnet_{size}", 50304, "")
+    layers, width, between, heads, _ = RETNET[size]
+    assert len(model.decoder.layers) == layers and cfg.activation_fn == "gelu"
+    for layer in model.decoder.layers:
+        attention = layer.self_attn
+        assert isinstance(layer, ParallelDecoderLayer) and isinstance(attention, FastWeightAttention)
+        assert (attention.update_rule, attention.num_heads, attention.head_dim) == ("retention", heads, 256)
+        assert (attention.embed_dim, layer.fc1.out_features) == (width, between)
+    # Pythia's, a gate of width x width with its biases for each layer.
+    pythia = PUBLISHED["pythia_410m" if size == "430m" else "pythia_1b"]
+    gates = layers * (width * width + width)
+    special = 2 * 3 * width
+    assert count(model) - special == pythia + gates == RETNET_PARAMETERS[size]
+
+
+@pytest.mark.parametrize("size", RETNET)
+def test_hybrids_keep_the_sources_heads(fairseq, size):
+    layers, width, _, heads, of_source = RETNET[size]
+    flags = f"--softmax-attention-layers 2,{layers // 2}"
+    model, _ = on_meta(fairseq, f"fast_weight_lm_retnet_{size}", 100, flags)
+    attentions = [layer.self_attn for layer in model.decoder.layers]
+    softmax = {i + 1: a for i, a in enumerate(attentions) if isinstance(a, RotaryAttention)}
+    assert set(softmax) == {2, layers // 2}
+    assert {(a.num_heads, a.rotary_dim) for a in softmax.values()} == {(of_source, width // of_source // 4)}
+    assert {a.num_heads for a in attentions if isinstance(a, FastWeightAttention)} == {heads}
+
+
+@pytest.mark.parametrize(
+    "arch", ["fast_weight_lm_gpt2_small", "fast_weight_lm_pythia_70m", "fast_weight_lm_retnet_430m"]
+)
 def test_fast_weights_stand_where_attention_was(fairseq, text, arch):
     model = fairseq.build(f"{TINY} --softmax-attention-layers 2 --rotary-dim 4", arch=arch)
     first, second = (layer.self_attn for layer in model.decoder.layers)
     assert isinstance(first, FastWeightAttention) and not isinstance(second, FastWeightAttention)
-    if "pythia" in arch:
+    if "gpt2" not in arch:
         assert all(isinstance(layer, ParallelDecoderLayer) for layer in model.decoder.layers)
     full = model(text(2, 9))[0]
     state: dict = {}
@@ -127,7 +164,9 @@ def test_fast_weights_stand_where_attention_was(fairseq, text, arch):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("arch", ["fast_weight_lm_gpt2_medium", "fast_weight_lm_pythia_160m"])
+@pytest.mark.parametrize(
+    "arch", ["fast_weight_lm_gpt2_medium", "fast_weight_lm_pythia_160m", "fast_weight_lm_retnet_430m"]
+)
 def test_flags_overrule_the_architecture(fairseq, arch):
     flags = "--decoder-layers 3 --dropout 0.3 --max-target-positions 77 --rotary-base 5 --init-std 0.5"
     cfg = convert_namespace_to_omegaconf(fairseq.parse(arch, flags)).model
@@ -135,6 +174,46 @@ def test_flags_overrule_the_architecture(fairseq, arch):
     assert (cfg.rotary_base, cfg.init_std) == (5, 0.5)
     task = convert_namespace_to_omegaconf(fairseq.parse(arch, flags)).task
     assert task.max_target_positions == 77
+
+
+def test_retnet_without_retention_is_pythia(fairseq):
+    saved = fairseq.build(f"{TINY} {ALL} --rotary-dim 4", arch="fast_weight_lm_pythia_70m")
+    model = fairseq.build(f"{TINY} {ALL} --rotary-dim 4", arch="fast_weight_lm_retnet_430m", seed=1)
+    model.load_state_dict(saved.state_dict())
+
+
+# ------------------------------------------------------------------------------------- heads of fast weights
+
+
+def test_fast_weight_layers_can_have_heads_of_their_own(fairseq):
+    model = fairseq.build("--fast-weight-heads 4 --softmax-attention-layers 2")
+    assert [layer.self_attn.num_heads for layer in model.decoder.layers] == [4, 2]
+    same = fairseq.build("--fast-weight-heads 2", seed=1)
+    same.load_state_dict(fairseq.build().state_dict())
+
+
+def test_a_checkpoint_with_other_heads_does_not_fit(fairseq):
+    """Parameters of the same shapes: nothing else would notice."""
+    flags = "--update-rule sum --feature-map dpfp --dpfp-nu 2 --fast-weight-heads 4"
+    model, again = fairseq.build(flags), fairseq.build(flags, seed=1)
+    saved = fairseq.build("--update-rule sum --feature-map dpfp --dpfp-nu 1").state_dict()
+    ours = model.state_dict()
+    assert {n: x.shape for n, x in saved.items() if "settings" not in n} == {
+        n: x.shape for n, x in ours.items() if "settings" not in n
+    }
+    with pytest.raises(
+        ValueError, match="does not fit the model: fast weight heads is None in the checkpoint and 4 in"
+    ):
+        model.load_state_dict(saved)
+    again.load_state_dict(ours)
+
+
+@pytest.mark.parametrize("heads", [0, -2, 3, 32])
+def test_heads_that_do_not_divide_the_width_are_refused(fairseq, heads):
+    with pytest.raises(
+        ValueError, match=f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, 16"
+    ):
+        fairseq.build(f"--fast-weight-heads {heads}")
 
 
 # --------------------------------------------------------------------------------------- masked symbols

@@ -42,6 +42,7 @@ GATES = {
     "gated": ["gate_proj.weight", "gate_proj.bias"],
     "decay": [f"{name}_decay_proj.{kind}" for name in ("key", "value") for kind in ("weight", "bias")],
     "delta": ["beta_proj.weight", "beta_proj.bias"],
+    "retention": ["g_proj.weight", "g_proj.bias"],
 }
 
 

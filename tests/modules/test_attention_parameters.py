@@ -35,6 +35,7 @@ GATES = {
     "gated": {"gate_proj": 4},
     "decay": {"key_decay_proj": 64, "value_decay_proj": 64},
     "delta": {"beta_proj": 4},
+    "retention": {"g_proj": 64},
 }
 
 
@@ -49,7 +50,7 @@ def test_parameters_are_fairseqs_and_the_gates(rule, bias):
     for name, width in GATES[rule].items():
         expected[f"{name}.weight"] = (width, 64)
         # A gate that decays the memory has a bias in any case: its spread is where decays start.
-        if bias or rule != "delta":
+        if bias or rule not in ("delta", "retention"):
             expected[f"{name}.bias"] = (width,)
     assert shapes(build(update_rule=rule, bias=bias)) == expected
 

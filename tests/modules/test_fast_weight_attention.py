@@ -69,6 +69,8 @@ class Case:
 
 
 def combinations(rule: str) -> list[frozenset[str]]:
+    if UPDATE_RULES[rule].gated_read_out:
+        return [frozenset()]
     names = ["sum", "attention"] + (["removal"] if UPDATE_RULES[rule].corrects else [])
     sets: list[frozenset[str]] = [frozenset()]
     for name in names:
@@ -100,6 +102,8 @@ STATES = [
     Case("delta", "favor", frozenset({"sum", "removal"})),
     Case("delta", "relu", frozenset({"sum", "attention", "removal"})),
     Case("delta", "elu", frozenset({"attention", "removal"})),
+    Case("retention", "identity"),
+    Case("retention", "elu", sizes={"feature_dim": 6}),
 ]
 
 
@@ -152,10 +156,19 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 # ------------------------------------------------------------------------------ the equations
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Each pair (i, i + half) of dimensions as a complex number, times e^(i n theta) at position n."""
+    half = x.shape[-1] // 2
+    theta = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(len(x), dtype=torch.float64)[:, None] * theta
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None, None]
+    return torch.cat([z.real, z.imag], dim=-1)
+
+
 def papers_equations(module: FastWeightAttention, x: torch.Tensor) -> torch.Tensor:
     """The whole module in float64, one step after another. `module` is one in float64.
 
-    W is (value, key) as in the papers: Schlag et al. 2021 ("S"), Mao 2022 ("M").
+    W is (value, key) as in the papers: Schlag et al. 2021 ("S"), Mao 2022 ("M"), Sun et al. 2023 ("R").
     """
     rule, normalization = module.update_rule, module.normalization
 
@@ -167,6 +180,8 @@ def papers_equations(module: FastWeightAttention, x: torch.Tensor) -> torch.Tens
 
     q, k = module.feature_map(heads(module.q_proj(x)), heads(module.k_proj(x)))
     v = heads(module.v_proj(x))
+    if rule == "retention":  # R, Eq. 5: q_n gamma^n e^(i n theta), here the turns of it
+        q, k = turned(q), turned(k)
     # Added wherever Eq. 28 and 29 divide by what can be exactly zero.
     eps = 1e-5 if type(module.feature_map).__name__ in ("ReluMap", "DpfpMap") else 0.0
     if "sum" in normalization:  # S, Eq. 29
@@ -192,6 +207,8 @@ def papers_equations(module: FastWeightAttention, x: torch.Tensor) -> torch.Tens
         elif rule == "decay":  # M, Eq. 7; the normaliser is a value of 1 that does not decay
             W = d[t][..., :, None] * f[t][..., None, :] * W + write
             z = f[t] * z + k[t]
+        elif rule == "retention":  # R, Eq. 6 and 8
+            W = (1 - 2.0 ** (-5 - torch.arange(module.num_heads)))[:, None, None] * W + write
         else:
             retrieved = (W * k[t][..., None, :]).sum(-1)  # S, Eq. 20
             if "removal" in normalization:  # S, Eq. 27; nothing is retrieved from nothing
@@ -202,6 +219,11 @@ def papers_equations(module: FastWeightAttention, x: torch.Tensor) -> torch.Tens
         y = (W * q[t][..., None, :]).sum(-1)  # S, Eq. 25
         if "attention" in normalization:  # S, Eq. 28
             y = y / ((z * q[t]).sum(-1, keepdim=True) + eps)
+        if rule == "retention":  # R, Eq. 8, and "QK^T / sqrt(d)" of Sec. 2.2
+            y = y / k.shape[-1] ** 0.5
+            y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+            g = heads(module.g_proj(x))[t]
+            y = y * g * g.sigmoid()
         outputs.append(y)
     return module.out_proj(module.scale * torch.stack(outputs).flatten(-2))
 
@@ -229,7 +251,7 @@ def test_float64_inputs_are_computed_in_float64(case):
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 @pytest.mark.parametrize("options", [{"bias": False}, {"scale_read_out": True}], ids=str)
 def test_options_change_what_they_say_and_nothing_else(rule, options):
-    module = Case(rule, "elu", frozenset({"sum"})).build(**options)
+    module = Case(rule, "elu", max(combinations(rule)[:2], key=len)).build(**options)
     assert module.scale == (8**-0.5 if "scale_read_out" in options else 1)
     exact = papers_equations(copy.deepcopy(module).double(), sequence().double())
     assert relative_error(module(sequence())[0], exact) <= FLOAT32

@@ -559,7 +559,7 @@ ORDERED = [name for name, rule in UPDATE_RULES.items() if rule.ordered]
 
 
 def test_rules_with_an_order_are_all_but_the_sum():
-    assert ORDERED == ["gated", "decay", "delta"]
+    assert ORDERED == ["gated", "decay", "delta", "retention"]
 
 
 @pytest.mark.parametrize("rule", ORDERED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
@@ -12,6 +13,8 @@ from fairseq_fastweights.modules.update_rules import (
     known_to_diverge,
     lookup,
     parse_normalization,
+    retention,
+    retention_log_decays,
 )
 
 # Operation, gates as (name, per, logarithm), what the rule's paper uses it with, whether a write
@@ -28,7 +31,10 @@ ROWS = {
         False,
     ),
     "delta": (ops.delta_rule, [("beta", "head", False)], "elu", {"sum"}, True),
+    "retention": (retention, [("decay", "head", True)], "identity", set(), False),
 }
+# Queries and keys that are turned, a gate that is no projection's, a norm and a gate behind the read-out.
+OF_RETENTION = {"retention"}
 
 
 def test_every_rule_has_a_row_here():
@@ -41,6 +47,36 @@ def test_rules_are_as_their_papers_have_them(name):
     gates = [(gate.name, gate.per, gate.log) for gate in rule.gates]
     row = (rule.operation, gates, rule.feature_map, rule.normalization, rule.corrects)
     assert row == ROWS[name]
+    assert {rule.rotary, rule.gated_read_out, not rule.learned_gates and bool(gates)} == {name in OF_RETENTION}
+
+
+def test_retention_is_its_equation_exactly_as_far_as_types_reach():
+    """Parallel form: y_t = sum over s <= t of gamma^(t - s) <q_t, k_s> v_s; gamma = 1 - 2^(-5 - h)."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 150, 16, 4, dtype=torch.float64).unbind()
+    decays = 1 - 2.0 ** -(5 + torch.arange(16, dtype=torch.float64))
+    distance = (torch.arange(150)[:, None] - torch.arange(150)).double()
+    mask = (decays[:, None, None] ** distance).masked_fill(distance < 0, 0)
+    expected = torch.einsum("bthk,bshk,hts,bshv->bthv", q, k, mask, v)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        log_decays = retention_log_decays(16, q.device, dtype)
+        # To the last digit, where 1 - gamma has lost most of them: 2^-20 in float32.
+        assert torch.allclose(log_decays.double(), decays.log(), rtol=torch.finfo(dtype).eps, atol=0)
+        for backend in ("reference", "chunkwise", "native"):
+            y, _ = retention(*(x.to(dtype) for x in (q, k, v)), log_decays.expand(2, 150, 16), backend=backend)
+            assert (y.double() - expected).norm() <= bound * expected.norm(), (dtype, backend)
+
+
+def test_retention_takes_the_kernels_of_one_gate_per_head(monkeypatch):
+    taken = []
+    forward = torch.ops.fairseq_fastweights.diagonal_forward
+    monkeypatch.setattr(
+        torch.ops.fairseq_fastweights, "diagonal_forward", lambda *args: (taken.append(args[3:7]), forward(*args))[1]
+    )
+    q, k, v = torch.randn(3, 2, 5, 4, 6, requires_grad=True).unbind()
+    retention(q, k, v, retention_log_decays(4, q.device, q.dtype).expand(2, 5, 4), backend="native")
+    ((gate, complement, key_decay, value_decay),) = taken
+    assert gate.shape == (2, 5, 4) and not complement and key_decay is None and value_decay is None
 
 
 @pytest.mark.parametrize("name", UPDATE_RULES)
@@ -61,6 +97,7 @@ def test_rows_fit_together(name):
         ("auto", "gated", set()),
         ("auto", "decay", set()),
         ("auto", "delta", {"sum"}),
+        ("auto", "retention", set()),
         ("none", "delta", set()),
         (" none ", "sum", set()),
         ("sum", "sum", {"sum"}),
@@ -89,7 +126,9 @@ def test_normalisations_are_read(text, rule, expected):
         ("removal", "sum", r"'removal', but the sum rule removes nothing .* with delta$"),
         ("sum,removal", "gated", r"'sum,removal', but the gated rule removes nothing"),
         ("removal", "decay", r"the decay rule removes nothing"),
-        ("sum", "hebb", r"update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
+        ("sum", "retention", r"normalization is 'sum'; with the retention rule it must be none: what is read"),
+        ("sum,attention", "retention", r"'attention,sum'; with the retention rule it must be none"),
+        ("sum", "hebb", r"update_rule is 'hebb'; it must be one of sum, gated, decay, delta, retention"),
     ],
 )
 def test_other_words_are_refused_by_name(text, rule, message):
