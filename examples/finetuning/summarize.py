@@ -22,7 +22,8 @@ from common.fairseq_logs import read_training
 from common.tables import format_table
 
 RULES = ("decay", "gated", "delta", "add")
-STARTS = ("converted", "scratch")
+STARTS = {"converted": "-", "scaled": "--", "scratch": ":"}
+"""How a model can begin, and the line that shows it."""
 ABSENT = "–"
 
 
@@ -122,16 +123,16 @@ def draw_curves(runs: dict[str, Run], path: Path) -> None:
     )
     for axes, size in zip(panels[0], sizes, strict=True):
         for color, rule in enumerate(RULES):
-            for start, style in zip(STARTS, ("-", ":"), strict=True):
+            for start, style in STARTS.items():
                 run = runs.get(f"{rule}-{size}-{start}")
                 if run is not None:
                     axes.plot(*zip(*sorted(run.curve.items()), strict=True), style, color=f"C{color}", marker=".")
             axes.plot([], [], color=f"C{color}", label=rule)
-        for start, style in zip(STARTS, ("-", ":"), strict=True):
+        for start, style in STARTS.items():
             axes.plot([], [], style, color="black", label=start)
         if "source" in runs:
             level = runs["source"].training["best_valid_ppl"]
-            axes.axhline(level, color="grey", linestyle="--", label="the Transformer")
+            axes.axhline(level, color="grey", linestyle="-.", label="the Transformer")
         axes.set(title=f"m = {size}", xlabel="updates", yscale="log")
         axes.grid(alpha=0.3, which="both")
     for ticks in (panels[0][0].yaxis.set_major_formatter, panels[0][0].yaxis.set_minor_formatter):
@@ -150,7 +151,7 @@ def _order(name: str) -> tuple[int, int, int, str]:
     rule, _, rest = name.partition("-")
     size, _, start = rest.partition("-")
     known = rule in RULES and size.isdecimal() and start in STARTS
-    return (int(size), RULES.index(rule), STARTS.index(start), name) if known else (0, 0, 0, name)
+    return (int(size), RULES.index(rule), list(STARTS).index(start), name) if known else (0, 0, 0, name)
 
 
 def _text(path: Path) -> str:

@@ -6,8 +6,10 @@
 #
 # DATA    WikiText-2 as examples/wikitext103/prepare.sh leaves it
 # OUT     where checkpoints and logs go; models that OUT holds already are not trained again
-# MODEL   source, or RULE-M-START: RULE one of decay, gated, delta, add; M features of a key; START converted (from
-#         source, which must be trained) or scratch. Without it: source, then all rules with M 4 and 16, both starts
+# MODEL   source, or RULE-M-START: RULE one of decay, gated, delta, add; M features of a key; START scratch, converted
+#         (from source, which must be trained), or scaled (converted, and what is read is divided by the square root of
+#         the head dim, as the source's attention does with what it compares). Without it: source, then all rules
+#         with M 4 and 16, converted and from scratch, and decay and gated scaled
 #
 # UPDATES (default 8000) is the length of the source's training; the others take a tenth of it. JOBS (default 2)
 # models are trained at the same time, one thread each. summarize.py makes the tables and the curves from OUT.
@@ -34,10 +36,10 @@ if [ "${1:-}" != --one ]; then
                 models+=("$rule-$features-converted" "$rule-$features-scratch")
             done
         done
-        models=(source "${models[@]}")
+        models=(source "${models[@]}" {decay,gated}-{4,16}-scaled)
     fi
     for model in "${models[@]}"; do
-        [[ $model =~ ^(source|(decay|gated|delta|add)-[1-9][0-9]*-(converted|scratch))$ ]] ||
+        [[ $model =~ ^(source|(decay|gated|delta|add)-[1-9][0-9]*-(converted|scaled|scratch))$ ]] ||
             die "MODEL is $model; it must be source or RULE-M-START, as in decay-16-converted"
     done
     updates=${UPDATES:-8000}
@@ -65,7 +67,8 @@ else
         add) flags=(--update-rule sum --feature-map identity --normalization none) ;;
     esac
     flags+=(--feature-dim "$features" --lr 0.001)
-    if [ "$start" = converted ]; then
+    [ "$start" != scaled ] || flags+=(--scale-read-out)
+    if [ "$start" != scratch ]; then
         [ -e "$out/source/trained" ] || die "$out/source is not trained yet; $model starts from it"
         flags+=(--transfer-from "$out/source/checkpoint_best.pt")
     fi
@@ -86,7 +89,7 @@ train() { # train LOG FLAG...: one training, or the start of one
         --optimizer adam --clip-norm 0.25 --seed 1 --log-format json "$@" > "$log" 2>&1 \
         || { tail -n 3 "$log" >&2; exit 1; }
 }
-if [ ! -e "$dir/start.log" ] && [ "$start" = converted ]; then
+if [ ! -e "$dir/start.log" ] && [ "${start:-scratch}" != scratch ]; then
     # Before any training: an update that changes nothing, and the validation after it.
     echo "$model: its start, log in $dir/start.log"
     train "$dir/start.unfinished" --lr 0 --max-update 1 --no-save --log-interval 1

@@ -55,6 +55,19 @@ def check_swap(attention: FastWeightAttention) -> None:
         )
 
 
+def reads_without_scale(attention: FastWeightAttention) -> bool:
+    """Whether nothing makes up for the 1 / sqrt(head dim) by which the source's attention multiplies what it compares.
+
+    Normalised keys and queries or read-outs need no scale, and the sum rule's values are scaled (`_value_scale`).
+    """
+    return (
+        takes_attention(attention)
+        and not attention.normalization
+        and attention.update_rule != "sum"
+        and attention.scale == 1
+    )
+
+
 def swap(attention: FastWeightAttention, weights: Mapping[str, Tensor]) -> dict[str, Start]:
     """Where a memory starts that takes the place of an attention with these weights.
 

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.conversion.groups import GROUPS, attention_of, count_layers, group_of
 from fairseq_fastweights.conversion.source import Source
-from fairseq_fastweights.conversion.swap import check_swap, swap, takes_attention
+from fairseq_fastweights.conversion.swap import check_swap, reads_without_scale, swap, takes_attention
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
 
 HOW = ("kept", "rescaled", "folded", "new")
+_NO_SCALE = (
+    "the source's attention multiplies what it compares by 1 / sqrt(head dim), these layers do not: with "
+    "scale_read_out they start nearer to it"
+)
 
 # Options that change what weights of the same shapes mean: the groups for which they do, and what models were before
 # there was the option, where it is known.
@@ -54,10 +58,17 @@ class Target:
 
 @dataclass
 class Report:
-    """What a transfer did with each parameter of the model."""
+    """What a transfer did with each parameter of the model.
+
+    Attributes:
+        source: file of the weights.
+        targets: the parameters.
+        advice: what may start better otherwise, for a person to read.
+    """
 
     source: str
     targets: list[Target] = field(default_factory=list)
+    advice: str = ""
 
     def count(self, group: str, how: str) -> int:
         """How many numbers of a group's parameters are of that origin, or "frozen"; a tied one counts once."""
@@ -81,7 +92,7 @@ class Report:
         text = f"transfer from {self.source}\n" + _table(lines, numbers=True)
         for (first, *others), number in sorted(self._tied().items()):
             text += f"\n{number:,} parameters of {first} are tied to {', '.join(others)}"
-        return text
+        return text + (f"\n{self.advice}" if self.advice else "")
 
     def _tied(self) -> Counter[tuple[str, ...]]:
         tied: Counter[tuple[str, ...]] = Counter()
@@ -142,7 +153,8 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         )
     with torch.no_grad():
         _copy(targets, source, groups, attentions)
-    return Report(str(source.file), targets)
+    scaled = "attention" not in groups or not any(map(reads_without_scale, attentions.values()))
+    return Report(str(source.file), targets, "" if scaled else _NO_SCALE)
 
 
 def _targets(model: nn.Module, pre_norm: bool, own_attention: set[str]) -> list[Target]:

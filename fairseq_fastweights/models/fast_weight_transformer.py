@@ -53,7 +53,7 @@ class FastWeightTransformerOptions(FastWeightOptions):
         default="sum",
         metadata={
             "help": "how the memory of the decoder's self-attention is written: sum (linear Transformer, Performer), "
-            "gated, decay (Mao 2022), delta (Delta Network)"
+            "gated, decay (Mao 2022), delta (Delta Network), retention (RetNet)"
         },
     )
     encoder_update_rule: str = field(

@@ -255,6 +255,27 @@ def test_the_report_counts_parameters(fairseq, source, caplog):
     assert [f"{sum(column):,}" for column in zip(*counts, strict=True)] == report["all"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "advised"),
+    [
+        ("--update-rule decay", True),
+        ("--update-rule gated", True),
+        ("--update-rule delta --feature-map relu --normalization none", True),
+        ("--update-rule decay --scale-read-out", False),
+        ("--update-rule decay --transfer feed-forward", False),
+        ("--update-rule gated --feature-map relu --normalization attention", False),
+        ("--update-rule delta", False),
+        ("--update-rule sum --feature-map identity --normalization none", False),
+        ("--update-rule retention", False),
+    ],
+)
+def test_the_report_advises_to_keep_the_attentions_scale(fairseq, source, caplog, flags, advised):
+    _, folder = source
+    with caplog.at_level(logging.INFO):
+        take(fairseq, folder, f"{PRE_NORM} {flags}")
+    assert ("with scale_read_out they start nearer" in caplog.text) == advised
+
+
 def misfits(fairseq, folder: Path, flags: str, **more) -> list[list[str]]:
     with pytest.raises(ValueError, match="do not fit the model; nothing was transferred") as error:
         take(fairseq, folder, flags, **more)

@@ -50,11 +50,13 @@ def test_it_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gated-16-converted", "delta-4-converted", "add-16-converted", "delta-16-scratch"])
+@pytest.mark.parametrize("model", ["gated-16-scaled", "delta-4-converted", "add-16-converted", "delta-16-scratch"])
 def test_every_rule_starts_finite_and_trains(model: str, data: Path, source: Path, tmp_path: Path, commands, fairseq):
     (tmp_path / "source").symlink_to(source)
     calls = commands(WIKITEXT2, data, tmp_path, model, env={"UPDATES": "20"})
-    assert [call[0] for call in calls] == ["fairseq-train"] * (1 + model.endswith("converted")) + ["fairseq-eval-lm"]
+    assert [call[0] for call in calls] == ["fairseq-train"] * (1 + (not model.endswith("scratch"))) + [
+        "fairseq-eval-lm"
+    ]
     for call in calls:
         fairseq(call)
 
@@ -72,12 +74,15 @@ def test_all_rules_and_both_starts_are_run_if_none_is_named(tmp_path: Path, comm
     calls = commands(WIKITEXT2, tmp_path, tmp_path / "out", env={"JOBS": "1"})
     folders = [call[call.index("--save-dir") + 1] for call in calls if call[0] == "fairseq-train"]
     models = [f"{rule}-{m}-{start}" for rule in RULES for m in (4, 16) for start in ("converted", "scratch")]
+    models += [f"{rule}-{m}-scaled" for rule in ("decay", "gated") for m in (4, 16)]
     assert {Path(folder).name for folder in folders} == {"source", *models}
     updates = {
         Path(c[c.index("--save-dir") + 1]).name: c[c.index("--max-update") + 1] for c in calls if "--lr-scheduler" in c
     }
     assert updates == {"source": "8000", **dict.fromkeys(models, "800")}
-    assert sum("--transfer-from" in call for call in calls) == 2 * 8  # the start, and the training
+    assert sum("--transfer-from" in call for call in calls) == 2 * 12  # the start, and the training
+    scaled = {Path(call[call.index("--save-dir") + 1]).name for call in calls if "--scale-read-out" in call}
+    assert scaled == set(models[-4:])
 
 
 @pytest.mark.parametrize(
