@@ -265,23 +265,24 @@ def test_the_checkpoint_itself_is_scored_as_it_is(published, numbered, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_row_of_mao_is_fine_tuned_and_scored(published, numbered, data, tmp_path, commands, fairseq, caplog) -> None:
+@pytest.mark.parametrize("row", [row for row in MAO_ROWS if row != BASE], ids=lambda row: row.stem)
+def test_a_row_of_mao_is_fine_tuned_and_scored(row, published, numbered, data, tmp_path, commands, fairseq, caplog):
     # A head of this size has keys of 16.
     small = [*TINY_TRAINING, *TINY_MODEL, "--feature-dim", "8"]
-    (train,) = commands(DECAY, "train", published, numbered, tmp_path / "out", *small)
+    (train,) = commands(row, "train", published, numbered, tmp_path / "out", *small)
     fairseq(train)
     checkpoint = torch.load(tmp_path / "out" / "checkpoint_last.pt", weights_only=False)
     assert str(checkpoint["cfg"]["model"]["update_rule"]) == "decay"
     assert checkpoint["model"]["decoder.layers.0.self_attn.k_proj.weight"].shape == (16, 32)
 
     window = [*TINY_EVALUATION, "--tokens-per-sample", 16]
-    for context, test in enumerate(commands(DECAY, "evaluate", numbered, tmp_path / "out", *window)[1::2]):
+    for context, test in enumerate(commands(row, "evaluate", numbered, tmp_path / "out", *window)[1::2]):
         caplog.clear()
         with caplog.at_level(logging.INFO):
             fairseq([*test, "--context-window", "12"] if context else test)
         assert "Perplexity: " in caplog.text
 
-    (other,) = commands(DECAY, "train", published, data, tmp_path / "other", *small)
+    (other,) = commands(row, "train", published, data, tmp_path / "other", *small)
     with pytest.raises(ValueError, match="in another order than a freshly made one"):
         fairseq(other)
 
