@@ -17,7 +17,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from common.interruptions import undisturbed
+
 BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
 LINE_EVERY = 10.0
 """Seconds between two lines about the same step where the output is not a terminal."""
-ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a program to end."""
 _TAIL = 20_000
 
 
@@ -119,28 +118,6 @@ class Step:
 def _broken_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that were being copied when the run was killed. Whole ones are zip files."""
     return [path for path in folder.glob("*.pt") if not zipfile.is_zipfile(path)]
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keeps signals that would end this program waiting until the block is done.
-
-    Only the main thread can, and only there does Python act on signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    handlers = {number: handler for number in ENDINGS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
-    try:
-        for number in handlers:
-            signal.signal(number, lambda number, frame: arrived.append(number))
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if arrived:
-        signal.raise_signal(arrived[0])
 
 
 class _Process:
@@ -250,7 +227,7 @@ class Runner:
                 for step in [step for step in waiting if all(s.result() is not None for s in step.after)]:
                     if len(running) < self.slots:
                         waiting.remove(step)
-                        with _undisturbed():  # or it could run on with nobody who knows of it
+                        with undisturbed():  # or it could run on with nobody who knows of it
                             running.append(_Process(step, self.cwd, self.environment, self.keep_open))
                         self._announce(running[-1])
                 self._show(running)
@@ -260,7 +237,7 @@ class Runner:
                     process.finish()
                     self.say(f"{process.step.title}: done ({time.monotonic() - process.started:.0f} s)")
         finally:
-            with _undisturbed():
+            with undisturbed():
                 self._clear()
                 for process in running:
                     process.ask_to_stop()
