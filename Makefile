@@ -7,12 +7,13 @@ DATA ?=
 # A finished .venv of another Python or torch will do, unless one was asked for.
 ANY := $(if $(filter file,$(origin PYTHON)),--any-python) $(if $(filter file,$(origin TORCH)),--any-torch)
 
-.PHONY: help setup test test-fast lint gpu-check demo demo-translation clean
+.PHONY: help setup test test-fast lint gpu-check demo demo-translation demo-synthetic clean
 
 help:
 	@echo 'make setup             make the environment .venv, with torch, fairseq and this project in it'
 	@echo 'make demo              train and compare three small language models (DATA=folder: on your text)'
 	@echo 'make demo-translation  train two small models to translate numbers, score and compare them'
+	@echo 'make demo-synthetic    see what memories of key-value pairs can hold and replace'
 	@echo 'make test              check style and types, run all tests'
 	@echo 'make test-fast         run the tests that are not marked slow'
 	@echo 'make lint              check style and types'
@@ -20,7 +21,7 @@ help:
 	@echo 'make clean             remove .venv and what tools left behind'
 	@echo
 	@echo 'PYTHON=$(PYTHON) and TORCH=$(TORCH) choose what the environment is made from.'
-	@echo 'demo, demo-translation, test, test-fast and lint make it first where it is missing or unfinished.'
+	@echo 'demo, demo-translation, demo-synthetic, test, test-fast and lint make it first where it is missing or unfinished.'
 
 setup:
 	@$(PYTHON) tools/setup_environment.py --torch $(TORCH) $(ANY)
@@ -46,6 +47,9 @@ demo: setup
 
 demo-translation: setup
 	.venv/bin/python examples/demo_translation/run.py
+
+demo-synthetic: setup
+	.venv/bin/python examples/synthetic/demo.py
 
 clean:
 	rm -rf .venv build dist *.egg-info fairseq_fastweights/_native_* .pytest_cache .mypy_cache .ruff_cache

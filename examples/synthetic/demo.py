@@ -1,0 +1,120 @@
+"""The smallest grid that shows both effects of the synthetic experiments: what `make demo-synthetic` does.
+
+    python examples/synthetic/demo.py [--out FOLDER] [--jobs N]
+
+What is finished is kept in --out: the same call again, also after an interruption, goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the plugin
+
+from common.command_line import run_to_the_end
+from common.commands import require_packages, shown
+from common.steps import StepError, claim
+
+from synthetic.figures import draw_figures
+from synthetic.grid import Grid
+from synthetic.models import MODELS
+from synthetic.report import loss_table, shown_loss
+from synthetic.results import Result, ResultsError, file_of, read_results
+from synthetic.run import cores, positive
+from synthetic.training import TARGET, Point
+
+MARK = "made-by-the-synthetic-demo"
+POINTS = [
+    *(Point(1, model, size) for model in ("softmax", "linear", "dpfp-1") for size in (20, 60, 100, 140)),
+    *(Point(2, model, 20) for model in ("sum-dpfp-1", "delta-dpfp-1")),
+]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo; returns the exit status."""
+    out = Path(__file__).resolve().parent / "demo-out"
+    parser = argparse.ArgumentParser(
+        description="Trains a few models to retrieve values by their keys, and shows what their memories can hold and "
+        "which update rule can replace what it holds. The same call again goes on where one was interrupted."
+    )
+    parser.add_argument(
+        "--out", type=Path, default=out, metavar="FOLDER", help=f"where the results go (default: {shown(out)})"
+    )
+    parser.add_argument(
+        "--jobs", type=positive, default=cores(), metavar="N", help="points at a time (default: one for each core)"
+    )
+    options = parser.parse_args(arguments)
+    return run_to_the_end(lambda: work(options.out, options.jobs))
+
+
+def work(out: Path, jobs: int) -> None:
+    """Trains, draws and reports.
+
+    Raises:
+        StepError: if the folder cannot be used, or a process dies.
+    """
+    require_packages("matplotlib")
+    started = time.monotonic()
+    with claim(out, MARK) as claimed:
+        grid = Grid(out, jobs, sys.stdout, [claimed])
+        try:
+            grid.run(POINTS)
+            results = {setting: list(read_results(file_of(out, setting)).values()) for setting in MODELS}
+        except ResultsError as error:
+            raise StepError(str(error)) from None
+        drawn = draw_figures(results, out, numbers=(2, 3))
+        grid.say("\n" + report(results) + "\n")
+        for path in drawn:
+            grid.say(f"figure: {shown(path.resolve())}")
+        grid.say(f"done in {time.monotonic() - started:.0f} s")
+
+
+def report(results: Mapping[int, Sequence[Result]]) -> str:
+    """A table of the lowest losses for each setting, with a sentence of what it says."""
+    return "\n".join(
+        [
+            "Setting 1, capacity: lowest evaluation loss, by the number S of pairs to remember",
+            "",
+            loss_table(results[1]),
+            "",
+            "A loss of 0.5 is that of retrieving nothing. " + capacity_sentence(results[1]),
+            "",
+            "Setting 2, update rules: 40 pairs of 20 keys, so that most keys get new values on the way",
+            "",
+            loss_table(results[2]),
+            "",
+            rules_sentence(results[2]),
+        ]
+    )
+
+
+def capacity_sentence(results: Sequence[Result]) -> str:
+    """From where on each model of Setting 1 makes errors."""
+    says = []
+    for name, model in MODELS[1].items():
+        mine = sorted((r for r in results if r.point.model == name), key=lambda result: result.point.size)
+        if not mine:
+            continue
+        failed = [r.point.size for r in mine if r.best_loss is None or r.best_loss >= TARGET]
+        says.append(
+            f"{model.title} makes errors from S = {failed[0]} on" if failed else f"{model.title} at none of these sizes"
+        )
+    return f"Above {TARGET}: " + ", ".join(says) + "."
+
+
+def rules_sentence(results: Sequence[Result]) -> str:
+    """How the rules of Setting 2 compare."""
+    loss = {result.point.model: shown_loss(result.best_loss) for result in results}
+    return (
+        f"The sum rule, which can only add to what a key has, ends at {loss['sum-dpfp-1']}; "
+        f"the delta rule, which replaces it, at {loss['delta-dpfp-1']}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

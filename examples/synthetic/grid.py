@@ -1,0 +1,244 @@
+"""Many points, several at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from common.interruptions import undisturbed
+from common.steps import StepError
+
+from synthetic.results import Result, append_result, drop_half_line, file_of, read_results
+from synthetic.training import Point
+
+WORKER = Path(__file__).resolve().parent / "worker.py"
+ENVIRONMENT = {
+    # Many processes of one thread each make better use of a processor than one of many threads.
+    "OMP_NUM_THREADS": "1",
+    # The C library would hand every large tensor back to the system, which has to clear the memory for the next one.
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+}
+LINE_EVERY = 30.0
+"""Seconds between two lines of progress where the output is not a terminal."""
+
+
+class Estimate:
+    """How long points take, learned from those that are finished."""
+
+    def __init__(self, finished: Iterable[Result]) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._work: dict[str, float] = defaultdict(float)
+        for result in finished:
+            self.learn(result.point, result.seconds)
+
+    def learn(self, point: Point, seconds: float) -> None:
+        for name in (point.model, ""):
+            self._seconds[name] += seconds
+            self._work[name] += point.work
+
+    def seconds(self, point: Point) -> float | None:
+        """What a point of its model and size takes, by that of other models where there is none; None at first."""
+        name = point.model if self._work.get(point.model) else ""
+        return self._seconds[name] / self._work[name] * point.work if self._work.get(name) else None
+
+    def left(self, waiting: Sequence[Point], running: Sequence[tuple[Point, float]], jobs: int) -> float | None:
+        """Seconds until the last point is done.
+
+        Args:
+            running: points with the seconds that they have taken so far.
+            jobs: how many run at a time.
+        """
+        expected = [self.seconds(point) for point in [*waiting, *(point for point, _ in running)]]
+        if None in expected:
+            return None
+        ahead = [seconds for seconds in expected[: len(waiting)] if seconds is not None]
+        for (_, taken), seconds in zip(running, expected[len(waiting) :], strict=True):
+            assert seconds is not None
+            # One that takes longer than expected is taken to be done any moment now: nothing better is known.
+            ahead.append(max(0.0, seconds - taken))
+        return max([sum(ahead) / jobs, *ahead], default=0.0)
+
+
+class _Worker:
+    """A process that trains one point after the other."""
+
+    def __init__(self, keep_open: Sequence[int]) -> None:
+        self.errors = tempfile.TemporaryFile()
+        self.popen = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=os.environ | ENVIRONMENT,
+            # In a session of its own, so that Ctrl-C reaches the program only that will end it.
+            start_new_session=True,
+            pass_fds=keep_open,
+        )
+        assert self.popen.stdin is not None and self.popen.stdout is not None
+        self.input, self.output = self.popen.stdin, self.popen.stdout
+        self.point: Point | None = None
+        self.started = 0.0
+        self.progress = ""
+        self._half = b""
+
+    def begin(self, point: Point) -> None:
+        self.point, self.started, self.progress = point, time.monotonic(), "begins"
+        with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will notice
+            self.input.write((json.dumps(asdict(point)) + "\n").encode())
+            self.input.flush()
+
+    def read(self) -> list[dict[str, Any]]:
+        """What it has written since; raises StepError if it has ended."""
+        text = os.read(self.output.fileno(), 2**16)
+        if not text:
+            self.errors.seek(0)
+            end = "".join(f"\n  | {line}" for line in self.errors.read().decode(errors="replace").splitlines()[-8:])
+            raise StepError(f"the process for {self.point.title if self.point else 'no point'} ended{end}")
+        *lines, self._half = (self._half + text).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def stop(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(timeout=10)
+        for file in (self.input, self.output, self.errors):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
+
+
+class Grid:
+    """Trains points and keeps their results.
+
+    Args:
+        folder: for the files of results.
+        jobs: how many points at a time.
+        output: where progress goes; a terminal gets a live line.
+        keep_open: file descriptors that the processes inherit.
+    """
+
+    def __init__(self, folder: Path, jobs: int, output: TextIO, keep_open: Sequence[int] = ()) -> None:
+        self.folder = folder
+        self.jobs = jobs
+        self.output = output
+        self.keep_open = keep_open
+        self._live = False
+        self._last_line = time.monotonic()
+
+    def run(self, points: Sequence[Point]) -> None:
+        """Trains the points that have no result yet, those with the least work first.
+
+        Raises:
+            StepError: if a process dies. The others are stopped then, as they are on any exception; their points will
+                begin anew.
+            ResultsError: for a file of results that cannot be used.
+        """
+        for setting in sorted({point.setting for point in points}):
+            if drop_half_line(file_of(self.folder, setting)):
+                self.say(f"{file_of(self.folder, setting)} ended with half a line, which is dropped")
+        finished: dict[str, Result] = {}
+        for setting in {point.setting for point in points}:
+            finished |= read_results(file_of(self.folder, setting))
+        waiting = sorted((point for point in points if point.key not in finished), key=lambda point: point.work)
+        if len(waiting) < len(points):
+            self.say(f"{len(points) - len(waiting)} of {len(points)} points: done before")
+        devices = {point.device for point in points}
+        estimate = Estimate(result for result in finished.values() if result.point.device in devices)
+        self._work(waiting, estimate)
+
+    def _work(self, waiting: list[Point], estimate: Estimate) -> None:
+        total, done = len(waiting), 0
+        workers: list[_Worker] = []
+        with selectors.DefaultSelector() as selector:
+            try:
+                while done < total:
+                    while waiting and len(workers) < self.jobs:
+                        with undisturbed():  # or it could run on with nobody who knows of it
+                            workers.append(_Worker(self.keep_open))
+                        selector.register(workers[-1].output, selectors.EVENT_READ, workers[-1])
+                        workers[-1].begin(waiting.pop(0))
+                    for key, _ in selector.select(timeout=1):
+                        for message in key.data.read():
+                            if "result" not in message:
+                                key.data.progress = f"step {message['step']:,}, loss {_shown(message['loss'])}"
+                                continue
+                            done += 1
+                            self._keep(key.data, message["result"], estimate)
+                            running = [(w.point, 0.0) for w in workers if w.point is not None and w is not key.data]
+                            left = estimate.left(waiting, running, self.jobs)
+                            self._announce(key.data, message["result"], done, total, left)
+                            key.data.point = None
+                            if waiting:
+                                key.data.begin(waiting.pop(0))
+                    self._show(workers, waiting, estimate)
+            finally:
+                with undisturbed():
+                    self._clear()
+                    for worker in workers:
+                        worker.stop()
+
+    def _keep(self, worker: _Worker, result: dict[str, Any], estimate: Estimate) -> None:
+        assert worker.point is not None
+        append_result(file_of(self.folder, worker.point.setting), result)
+        estimate.learn(worker.point, result["seconds"])
+
+    def _announce(self, worker: _Worker, result: dict[str, Any], done: int, total: int, left: float | None) -> None:
+        assert worker.point is not None
+        end = {"solved": "below the target", "no progress": "no progress", "limit": "at the limit of steps"}
+        self.say(
+            f"[{done}/{total}] {worker.point.title}: loss {_shown(result['best_loss'])}, "
+            f"{end.get(result['stopped'], result['stopped'])} after {result['steps']:,} steps "
+            f"({result['seconds']:.0f} s){_time_left(left) if done < total else ''}"
+        )
+
+    def say(self, text: str) -> None:
+        """Prints something that stays."""
+        self._clear()
+        print(text, file=self.output, flush=True)
+        self._last_line = time.monotonic()
+
+    def _show(self, workers: Sequence[_Worker], waiting: Sequence[Point], estimate: Estimate) -> None:
+        live = self.output.isatty()
+        if not live and time.monotonic() - self._last_line < LINE_EVERY:
+            return
+        running = [(w.point, time.monotonic() - w.started, w.progress) for w in workers if w.point is not None]
+        left = estimate.left(waiting, [(point, taken) for point, taken, _ in running], self.jobs)
+        line = "; ".join(f"{point.title}: {progress}" for point, _, progress in running)
+        line = f"  {len(waiting)} waiting{_time_left(left)}; {line}"
+        if not live:
+            self.say(line)
+            return
+        self._clear()
+        print(line[: os.get_terminal_size(self.output.fileno()).columns - 1], end="", file=self.output, flush=True)
+        self._live = True
+
+    def _clear(self) -> None:
+        if self._live:
+            print("\r\x1b[K", end="", file=self.output, flush=True)
+            self._live = False
+
+
+def _shown(loss: float | None) -> str:
+    return "not a number" if loss is None else f"{loss:.5f}"
+
+
+def _time_left(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 90:
+        return f", about {seconds:.0f} s left"
+    return f", about {seconds / 60:.0f} min left"

@@ -1,0 +1,42 @@
+"""The finished points in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from common.tables import format_table
+
+from synthetic.models import MODELS
+from synthetic.results import Result
+from synthetic.training import TARGET
+
+
+def loss_table(results: Sequence[Result]) -> str:
+    """The lowest losses by model and S, as a table that is also Markdown.
+
+    With several seeds a cell is their median.
+    """
+    losses: dict[tuple[str, int], list[float]] = {}
+    for result in results:
+        cell = losses.setdefault((result.point.model, result.point.size), [])
+        cell.append(float("nan") if result.best_loss is None else result.best_loss)
+    sizes = sorted({size for _, size in losses})
+    titles = {result.point.model: result.title for result in results}
+    models = [model for setting in MODELS.values() for model in setting if model in titles]
+    rows = [[titles[model], *(_cell(losses.get((model, size), [])) for size in sizes)] for model in models]
+    return format_table(["model", *(f"S = {size}" for size in sizes)], rows)
+
+
+def _cell(losses: Sequence[float]) -> str:
+    if not losses:
+        return ""
+    loss = median(losses)
+    return shown_loss(None if loss != loss else loss)
+
+
+def shown_loss(loss: float | None) -> str:
+    """A loss for people."""
+    if loss is None:
+        return "not a number"
+    return f"< {TARGET}" if loss < TARGET else f"{loss:.4f}"

@@ -1,0 +1,112 @@
+"""The finished points: a file of JSON lines for each setting, one line a point."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from synthetic.models import MODELS
+from synthetic.training import Point
+
+
+class ResultsError(Exception):
+    """A file of results that cannot be used; the message is for the person at the terminal."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A line, as `training.train_point` made it; a loss that was not a number is None."""
+
+    point: Point
+    best_loss: float | None
+    best_step: int
+    steps: int
+    stopped: str
+    curve: list[tuple[int, float | None]]
+    seconds: float
+
+    @property
+    def title(self) -> str:
+        return MODELS[self.point.setting][self.point.model].title
+
+
+def file_of(folder: Path, setting: int) -> Path:
+    return folder / f"setting{setting}.jsonl"
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """Reads a file of results; a half line at its end, which a crash left, is left out.
+
+    Returns:
+        The results by their points' keys; none if there is no such file. Lines of a version of this program that
+        trained otherwise have other keys than any point has, and are left out.
+
+    Raises:
+        ResultsError: for a line that is no result, and for a point that is there twice.
+    """
+    results: dict[str, Result] = {}
+    for number, line in enumerate(_whole_lines(path), 1):
+        try:
+            value = json.loads(line)
+            result = _read(value)
+            key = value["key"]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ResultsError(f"{path}, line {number} is no result of a point; remove the line") from None
+        if key in results:
+            raise ResultsError(f"{path}, line {number} repeats a point that an earlier line has; remove one of them")
+        if key == result.point.key:
+            results[key] = result
+    return results
+
+
+def append_result(path: Path, value: dict[str, Any]) -> None:
+    """Appends a line, which is on the disk when this returns. A half line that a crash left is removed first."""
+    drop_half_line(path)
+    line = (json.dumps(value) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if os.write(descriptor, line) != len(line):
+            raise OSError(f"{path} could not be written whole: is the disk full?")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def drop_half_line(path: Path) -> bool:
+    """Cuts off what comes after the last end of line; returns whether there was something."""
+    if not path.exists():
+        return False
+    with path.open("r+b") as file:
+        text = file.read()
+        whole = text.rfind(b"\n") + 1
+        if whole == len(text):
+            return False
+        file.truncate(whole)
+        os.fsync(file.fileno())
+    return True
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        yield from path.read_bytes().split(b"\n")[:-1]
+
+
+def _read(value: dict[str, Any]) -> Result:
+    point = Point(**value["point"])
+    if point.model not in MODELS[point.setting]:
+        raise ValueError(point.model)
+    curve = [(int(step), None if loss is None else float(loss)) for step, loss in value["curve"]]
+    best = value["best_loss"]
+    return Result(
+        point,
+        None if best is None else float(best),
+        int(value["best_step"]),
+        int(value["steps"]),
+        str(value["stopped"]),
+        curve,
+        float(value["seconds"]),
+    )

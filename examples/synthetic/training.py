@@ -1,0 +1,182 @@
+"""One point of the grid: a model is trained on sequences that are drawn as it learns, and evaluated on others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from synthetic.models import KEY_DIM, MODELS, Retriever, embedding_size, retrieval_loss
+from synthetic.retrieval import all_queries, draw_queries, draw_sequences, sequence_length
+
+BATCH = 32
+LEARNING_RATE = 1e-3
+"""Adam's default, as are its other settings."""
+EVALUATE_EVERY = 100
+"""Steps. The paper leaves it open; the authors' published code has the same."""
+EVALUATED = 20
+"""Sequences of an evaluation. They are drawn anew for each."""
+TARGET = 0.001
+"""Training ends with an evaluation loss below it."""
+PROGRESS = 0.99
+"""An evaluation loss is progress if it is below this share of the last one that was."""
+PATIENCE = 1_000
+"""Steps without progress after which training ends."""
+MAX_STEPS = 20_000
+"""Training ends here in any case, which the paper does not say."""
+VERSION = 1
+"""To be raised with any change of the code that changes results by more than rounding does."""
+AT_ONCE = 2**22
+"""About how many coefficients an evaluation computes at a time."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model, a size, and all else that its result depends on.
+
+    Attributes:
+        setting: 1 or 2.
+        model: a name of `MODELS[setting]`.
+        size: S.
+        seed: of the initial weights and all that is drawn.
+        max_steps: where training ends if nothing else ends it.
+        device: "cpu" or "cuda", whose generators draw different numbers.
+    """
+
+    setting: int
+    model: str
+    size: int
+    seed: int = 1
+    max_steps: int = MAX_STEPS
+    device: str = "cpu"
+
+    @property
+    def key(self) -> str:
+        """A digest of the point, its model and how points are trained and evaluated."""
+        protocol = [VERSION, BATCH, LEARNING_RATE, EVALUATE_EVERY, EVALUATED, TARGET, PROGRESS, PATIENCE, KEY_DIM]
+        model = asdict(MODELS[self.setting][self.model])
+        del model["title"]
+        parts = [asdict(self), model, protocol, embedding_size(self.size)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def title(self) -> str:
+        return f"setting {self.setting}, {MODELS[self.setting][self.model].title}, S = {self.size}"
+
+    @property
+    def work(self) -> float:
+        """About how much there is to compute, in units of its own, to put points in order and to estimate times."""
+        return 10_000 + sequence_length(self.setting, self.size) * _features(self.setting, self.model)
+
+
+@cache
+def _features(setting: int, model: str) -> int:
+    return MODELS[setting][model].build().features
+
+
+class StopRule:
+    """When training ends.
+
+    Attributes:
+        best_loss, best_step: of the lowest evaluation loss so far.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self.best_loss = math.inf
+        self.best_step = 0
+        self._progress_loss = math.inf
+        self._progress_step = 0
+
+    def judge(self, step: int, loss: float) -> str | None:
+        """Takes an evaluation's result; returns why training ends with it, None if it goes on."""
+        if not math.isfinite(loss):
+            return "not a number"
+        if loss < self.best_loss:
+            self.best_loss, self.best_step = loss, step
+        if loss < PROGRESS * self._progress_loss:
+            self._progress_loss, self._progress_step = loss, step
+        if loss < TARGET:
+            return "solved"
+        if step - self._progress_step >= PATIENCE:
+            return "no progress"
+        return "limit" if step >= self.max_steps else None
+
+
+def train_point(point: Point, report: Callable[[int, float], None] = lambda step, loss: None) -> dict[str, Any]:
+    """Trains and evaluates until `StopRule` ends it.
+
+    Args:
+        report: is told of each evaluation: the step and the loss.
+
+    Returns:
+        What goes into the point's line: its key, the point, the lowest loss and its step, how many steps there were
+        and why they ended, the loss of each evaluation, and how long it took where.
+    """
+    started = time.monotonic()
+    torch.manual_seed(point.seed)
+    device = torch.device(point.device)
+    retriever = Retriever(MODELS[point.setting][point.model], point.size).to(device)
+    optimizer = torch.optim.Adam(retriever.parameters(), lr=LEARNING_RATE, fused=True)
+    rule = StopRule(point.max_steps)
+    curve = []
+    stopped, step = None, 0
+    while stopped is None:
+        step += 1
+        train_step(retriever, optimizer, point)
+        if step % EVALUATE_EVERY == 0 or step == point.max_steps:
+            loss = evaluate(retriever, point)
+            curve.append([step, round_off(loss)])
+            stopped = rule.judge(step, loss)
+            report(step, loss)
+    return {
+        "key": point.key,
+        "point": asdict(point),
+        "best_loss": round_off(rule.best_loss),
+        "best_step": rule.best_step,
+        "steps": step,
+        "stopped": stopped,
+        "curve": curve,
+        "seconds": round(time.monotonic() - started, 1),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def train_step(retriever: Retriever, optimizer: torch.optim.Optimizer, point: Point) -> None:
+    """One batch of sequences, with one query each."""
+    retriever.train()
+    sequences = draw_sequences(point.setting, point.size, BATCH, point.device)
+    queries, targets = draw_queries(sequences)
+    optimizer.zero_grad()
+    retrieval_loss(retriever(sequences, queries), targets).mean().backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def evaluate(retriever: Retriever, point: Point) -> float:
+    """The mean loss over all possible queries of `EVALUATED` new sequences."""
+    retriever.eval()
+    length = sequence_length(point.setting, point.size)
+    batch = max(1, min(EVALUATED, AT_ONCE // (point.size * length)))
+    total = count = 0.0
+    for first in range(0, EVALUATED, batch):
+        sequences = draw_sequences(point.setting, point.size, min(batch, EVALUATED - first), point.device)
+        queries, targets, possible = all_queries(sequences)
+        losses = retrieval_loss(retriever(sequences, queries), targets)
+        total += losses[possible].sum().item()
+        count += possible.sum().item()
+    return total / count
+
+
+def round_off(loss: float) -> float | None:
+    """Six digits; None where there is no number, for which JSON has no word."""
+    return float(f"{loss:.6g}") if math.isfinite(loss) else None
