@@ -22,14 +22,11 @@ FOLDER = EXAMPLES / "synthetic" / "results"
 REQUIRED = {1: (20, 60, 100, 140, 200, 300, 400, 500, 600), 2: (20, 60, 100, 140, 180)}
 MISSING = {
     1: {
-        *(("favor-64", size) for size in (400, 500, 600)),
-        *(("favor-128", size) for size in (200, 300, 400, 500, 600)),
-        *(("favor-512", size) for size in (140, 200, 300, 400, 500, 600)),
+        *(("favor-512", size) for size in (400, 500, 600)),
     },
     2: {
         *(("delta-favor-64", size) for size in (140, 180)),
-        ("tanh", 140),
-        *(("tanh-dpfp-1", size) for size in (60, 100, 140, 180)),
+        *(("tanh-dpfp-1", size) for size in (100, 140, 180)),
         *(("tanh-bare", size) for size in (100, 140, 180)),
         *(("tanh-dpfp-1-bare", size) for size in (60, 100, 140, 180)),
     },
