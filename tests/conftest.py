@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -59,11 +60,26 @@ def binarise(folder: Path, *flags: str) -> Path:
     return out
 
 
+def import_plugin() -> None:
+    """What --user-dir does, also where a test has imported a part of the plugin before.
+
+    fairseq takes a package that is there for one whose tasks and models are registered.
+    """
+    from fairseq.utils import import_user_module
+
+    import_user_module(Namespace(user_dir=TASK[1]))
+    for folder in ("tasks", "models"):
+        for path in sorted((Path(TASK[1]) / folder).glob("*.py")):
+            import_module(f"fairseq_fastweights.{folder}.{path.stem}".removesuffix(".__init__"))
+
+
 def command(name: str, *arguments: str, program: Callable[[], object] | None = None) -> str:
     """Runs `fairseq-<name>` within this process, which saves its start, and returns what it logged."""
     main = program or import_module(f"fairseq_cli.{name}").cli_main
     # Of all trainings in a process fairseq would keep only one best checkpoint.
     vars(import_module("fairseq.checkpoint_utils").save_checkpoint).pop("best", None)
+    if "fairseq_fastweights" in sys.modules:  # otherwise it is left to --user-dir
+        import_plugin()
     lines: list[str] = []
 
     class Collector(logging.Handler):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import import_plugin
+
 ROOT = Path(__file__).resolve().parents[2]
 WIKITEXT103 = ROOT / "examples" / "wikitext103"
 
@@ -28,6 +30,16 @@ def run_script(script: Path, *arguments: object, env: Mapping[str, str] | None =
         capture_output=True,
         text=True,
     )
+
+
+def options(command: list[str]) -> dict[str, str]:
+    """The options of a call by name; the last one of a kind counts, as for argparse."""
+    found = {}
+    for i, word in enumerate(command):
+        if word.startswith("--"):
+            value = command[i + 1] if i + 1 < len(command) else "--"
+            found[word] = "" if value.startswith("--") else value
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +104,8 @@ def fairseq(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
         from fairseq import checkpoint_utils
         from fairseq_cli import eval_lm, train
 
+        if "fairseq_fastweights" in sys.modules:  # otherwise it is left to --user-dir
+            import_plugin()
         # Of all trainings in a process fairseq keeps only one best checkpoint.
         monkeypatch.delattr(checkpoint_utils.save_checkpoint, "best", raising=False)
         monkeypatch.setattr(sys, "argv", command)

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from .conftest import ROOT, WIKITEXT103, run_script
+from tests.conftest import import_plugin
+
+from .conftest import ROOT, WIKITEXT103, options, run_script
 
 GPT2 = ROOT / "examples" / "gpt2"
 PREPARE, TARGET = GPT2 / "prepare.sh", GPT2 / "target.sh"
@@ -53,9 +55,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 with random weights, through the conversion."""
-    from fairseq import utils
-
-    utils.import_user_module(Namespace(user_dir=str(ROOT / "fairseq_fastweights")))
+    import_plugin()
     from fairseq_fastweights.conversion.huggingface import from_huggingface
     from tests.conversion import sources
 
@@ -110,16 +110,6 @@ def places(tmp_path: Path) -> dict[str, Path]:
         for name in names:
             (tmp_path / folder / name).touch()
     return {name.upper(): tmp_path / name for name in ("gpt2", "target", "training", "data", "text", "out")}
-
-
-def options(command: list[str]) -> dict[str, str]:
-    """The options of a call by name; the last one of a kind counts, as for argparse."""
-    found = {}
-    for i, word in enumerate(command):
-        if word.startswith("--"):
-            value = command[i + 1] if i + 1 < len(command) else "--"
-            found[word] = "" if value.startswith("--") else value
-    return found
 
 
 # --- the rows of the tables
@@ -367,10 +357,3 @@ def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(
     assert encode.main([str(source), str(tmp_path), str(tmp_path)]) == 1
     assert message in capfd.readouterr().err
     assert not (tmp_path / "train.bpe").exists() and not (tmp_path / "train.json").exists()
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
-def test_the_scripts_pass_shellcheck() -> None:
-    scripts = [str(path.relative_to(ROOT)) for path in sorted(GPT2.rglob("*.sh"))]
-    result = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout

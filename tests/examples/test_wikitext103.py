@@ -21,7 +21,7 @@ import torch
 
 from tests.conversion.transfers import save_as_in_2019
 
-from .conftest import ROOT, WIKITEXT103, run_script
+from .conftest import WIKITEXT103, options, run_script
 
 PREPARE, WIKITEXT2 = WIKITEXT103 / "prepare.sh", WIKITEXT103 / "wikitext2.sh"
 EVALUATE, SUMMARIZE = WIKITEXT103 / "evaluate.sh", WIKITEXT103 / "summarize.py"
@@ -45,16 +45,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 def row_id(row: Path) -> str:
     return f"{row.parent.name}/{row.stem}"
-
-
-def options(command: list[str]) -> dict[str, str]:
-    """The options of a call by name; the last one of a kind counts, as for argparse."""
-    found = {}
-    for i, word in enumerate(command):
-        if word.startswith("--"):
-            value = command[i + 1] if i + 1 < len(command) else "--"
-            found[word] = "" if value.startswith("--") else value
-    return found
 
 
 # --- the rows of the tables
@@ -544,10 +534,3 @@ def test_a_damaged_download_is_deleted(tmp_path: Path, quick) -> None:
     result = run_script(PREPARE, tmp_path / "out", env={**quick, "WIKITEXT_URL": (tmp_path / "served.zip").as_uri()})
     assert result.returncode == 1 and "is damaged and was deleted" in result.stderr
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.unfinished").exists()
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
-def test_the_scripts_pass_shellcheck() -> None:
-    scripts = [str(path.relative_to(ROOT)) for path in sorted(WIKITEXT103.rglob("*.sh"))]
-    result = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import ROOT, run_script
+from .conftest import ROOT, options, run_script
 
 WMT14 = ROOT / "examples" / "wmt14"
 PREPARE, GENERATE, MULTI30K = WMT14 / "prepare.sh", WMT14 / "generate.sh", WMT14 / "multi30k.sh"
@@ -163,16 +163,6 @@ def stub_data(parallel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = Programs(out.with_name("programs")).prepare(out, parallel)
     assert result.returncode == 0, result.stderr
     return out
-
-
-def options(command: list[str]) -> dict[str, str]:
-    """The options of a call by name; the last one of a kind counts, as for argparse."""
-    found = {}
-    for i, word in enumerate(command):
-        if word.startswith("--"):
-            value = command[i + 1] if i + 1 < len(command) else "--"
-            found[word] = "" if value.startswith("--") else value
-    return found
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -925,13 +915,6 @@ def test_nothing_to_summarize_is_an_error(folder: str, message: str, tmp_path: P
     assert result.returncode == 1 and message in result.stderr and not result.stdout
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
-def test_the_scripts_pass_shellcheck() -> None:
-    scripts = [str(path.relative_to(ROOT)) for path in sorted(WMT14.rglob("*.sh"))]
-    result = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-
-
 # --- with fairseq
 
 
@@ -944,26 +927,14 @@ def data(parallel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def run_in_process(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a call of fairseq-train that `Programs` noted, which saves the seconds that fairseq takes to start."""
-    from fairseq import checkpoint_utils
-    from fairseq_cli import train
-
-    # Of all trainings in a process fairseq keeps only one best checkpoint.
-    monkeypatch.delattr(checkpoint_utils.save_checkpoint, "best", raising=False)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", command)
-    train.cli_main()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_trains_the_model_that_it_names(
-    name: str, data: Path, tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+    name: str, data: Path, tmp_path: Path, programs: Programs, fairseq: Callable[[list[str]], None]
 ) -> None:
     _, (train,) = programs.run(ROWS[name], "train", data, tmp_path / "out", *TINY_TRAINING, *TINY_MODEL)
     (tmp_path / "out" / "checkpoint_last.pt").unlink()  # an empty one, of the program in fairseq's place
-    run_in_process(train, monkeypatch)
+    fairseq(train)
     checkpoint = torch.load(tmp_path / "out" / "checkpoint_best.pt", weights_only=False)
     model = vars(checkpoint["cfg"]["model"])
     kind, _, size = name.partition("-")
@@ -1003,7 +974,7 @@ def test_a_row_runs_from_raw_text_to_bleu_and_goes_on_where_it_stopped(data: Pat
 
 @pytest.mark.slow
 def test_moses_tokens_and_bpe_go_from_raw_text_to_bleu(
-    parallel: Path, tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+    parallel: Path, tmp_path: Path, programs: Programs, fairseq: Callable[[list[str]], None]
 ) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
     result = run_script(PREPARE, data, parallel, env={"VOCABULARY": "60", "SUBWORDS": "bpe"})
@@ -1012,7 +983,7 @@ def test_moses_tokens_and_bpe_go_from_raw_text_to_bleu(
     assert options(train)["--eval-bleu-detok"] == "moses" and options(train)["--eval-bleu-remove-bpe"] == ""
     assert json.loads(options(train)["--eval-bleu-detok-args"])["target_lang"] == "de"
     (out / "checkpoint_last.pt").unlink()
-    run_in_process(train, monkeypatch)
+    fairseq(train)
     # A generation that repeats the references.
     target = {f"H-{n}\t0\t{line}\n" for n, line in enumerate(subwords_of(data, "test.de"))}
     result, _ = generate(programs, data, out, [*target, SUMMARY])

@@ -15,14 +15,15 @@ import re
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-from .conftest import ROOT, run_script
+from tests.conftest import import_plugin
+
+from .conftest import ROOT, options, run_script
 
 XATL = ROOT / "examples" / "xatl"
 PREPARE, ROW = XATL / "prepare.sh", XATL / "row.sh"
@@ -62,9 +63,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.fixture(scope="session")
 def pythia(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-NeoX with random weights, through the command that converts it."""
-    from fairseq import utils
-
-    utils.import_user_module(Namespace(user_dir=str(ROOT / "fairseq_fastweights")))
+    import_plugin()
     from tests.conversion import sources
 
     folder = tmp_path_factory.mktemp("pythia")
@@ -97,16 +96,6 @@ def places(tmp_path: Path) -> dict[str, Path]:
         for name in names:
             (tmp_path / folder / name).touch()
     return {name.upper(): tmp_path / name for name in ("pythia", "data", "trained", "out")}
-
-
-def options(command: list[str]) -> dict[str, str]:
-    """The options of a call by name; the last one of a kind counts, as for argparse."""
-    found = {}
-    for i, word in enumerate(command):
-        if word.startswith("--"):
-            value = command[i + 1] if i + 1 < len(command) else "--"
-            found[word] = "" if value.startswith("--") else value
-    return found
 
 
 # --- the rows of the tables
@@ -352,10 +341,3 @@ def test_what_is_no_test_is_refused(lines: str | None, message: str, tmp_path: P
     assert lambada.main([str(tmp_path), str(tmp_path), str(file)]) == 1
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("lambada*"))
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
-def test_the_scripts_pass_shellcheck() -> None:
-    scripts = [str(path.relative_to(ROOT)) for path in sorted(XATL.rglob("*.sh"))]
-    result = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout

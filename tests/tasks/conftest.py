@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from argparse import Namespace
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-from fairseq.utils import import_user_module
 
-from tests.conftest import QUIET, TASK, command
+from tests.conftest import QUIET, TASK, command, import_plugin
 
 TRANSLATION = [*TASK[:2], "--task", "translation", "--source-lang", "en", "--target-lang", "de"]
 SMALL = "--arch fast_weight_transformer_tiny --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 --dropout 0".split()
@@ -48,9 +45,8 @@ def binarise_pairs(folder: Path, text: dict[str, list[str]], *flags: str) -> Pat
 
 @pytest.fixture(scope="session")
 def plugin() -> None:
-    """The plugin as --user-dir brings it, also where tests of models have imported some of it before."""
-    import_user_module(Namespace(user_dir=TASK[1]))
-    import_module("fairseq_fastweights.models.fast_weight_transformer")
+    """The plugin as --user-dir brings it."""
+    import_plugin()
 
 
 @pytest.fixture(scope="session")
