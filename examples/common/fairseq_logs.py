@@ -4,49 +4,91 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-_JSON_LINE = re.compile(r"\| (train_inner|valid) \| (\{.*\})$", re.MULTILINE)
+_JSON_LINE = re.compile(r"\| (train_inner|valid) \| (\{.*)$", re.MULTILINE)
+
+
+@dataclass
+class Training:
+    """What the log of `fairseq-train --log-format json` says.
+
+    Attributes:
+        parameters: of the model; None if the log ends before that was built.
+        train, valid: perplexity by update; one that an interrupted training did twice counts once.
+        speed: tokens per second, the median of the reports.
+        finished: whether the training came to the end.
+        damaged: lines that are cut off.
+    """
+
+    parameters: int | None = None
+    train: dict[int, float] = field(default_factory=dict)
+    valid: dict[int, float] = field(default_factory=dict)
+    speed: float | None = None
+    finished: bool = False
+    damaged: list[str] = field(default_factory=list)
+
+    @property
+    def updates(self) -> int:
+        """How many were done."""
+        return max([*self.train, *self.valid], default=0)
+
+
+def parse_training(log: str) -> Training:
+    """Reads what there is, which may be nothing."""
+    training, speeds = Training(), []
+    if parameters := re.findall(r"num\. shared model params: ([\d,]+)", log):
+        training.parameters = int(parameters[-1].replace(",", ""))
+    last = 0
+    for found in _JSON_LINE.finditer(log):
+        last = found.end()
+        try:
+            values = json.loads(found[2])
+            if found[1] == "valid":
+                training.valid[int(values["valid_num_updates"])] = float(values["valid_ppl"])
+            else:
+                training.train[int(values["num_updates"])] = float(values["ppl"])
+                speeds.append(float(values["wps"]))
+        except (ValueError, KeyError):
+            training.damaged.append(found[0])
+    training.speed = median(speeds) if speeds else None
+    # Of the last call: it may go on where one before it ended.
+    training.finished = "| done training in " in log[last:]
+    return training
 
 
 def read_training(log: str) -> dict[str, Any]:
-    """Reads the log of `fairseq-train --log-format json`.
+    """What a demo keeps of a training.
 
     Returns:
-        "parameters", "tokens_per_second" (the median), "train_ppl" and "valid_ppl" (lists of updates and
-        perplexities) and "best_valid_ppl".
+        "parameters", "tokens_per_second", "train_ppl" and "valid_ppl" (lists of updates and perplexities) and
+        "best_valid_ppl".
 
     Raises:
         ValueError: if the log has none of these.
     """
-    parameters = re.search(r"num\. shared model params: ([\d,]+)", log)
-    # By update: a run that was interrupted did some of them twice.
-    curves: dict[str, dict[int, float]] = {"train_inner": {}, "valid": {}}
-    speeds = []
-    for kind, values in _json_lines(log):
-        prefix = "valid_" if kind == "valid" else ""
-        curves[kind][int(values[f"{prefix}num_updates"])] = float(values[f"{prefix}ppl"])
-        if kind == "train_inner":
-            speeds.append(float(values["wps"]))
-    if parameters is None or not speeds or not curves["valid"]:
+    training = parse_training(log)
+    if training.parameters is None or training.speed is None or not training.valid:
         raise ValueError("its log has no training and validation in it")
     return {
-        "parameters": int(parameters[1].replace(",", "")),
-        "tokens_per_second": median(speeds),
-        "train_ppl": sorted(curves["train_inner"].items()),
-        "valid_ppl": sorted(curves["valid"].items()),
-        "best_valid_ppl": min(curves["valid"].values()),
+        "parameters": training.parameters,
+        "tokens_per_second": training.speed,
+        "train_ppl": sorted(training.train.items()),
+        "valid_ppl": sorted(training.valid.items()),
+        "best_valid_ppl": min(training.valid.values()),
     }
 
 
 def describe_training(log_end: str, updates: int) -> str:
     """How far a training has come, by the end of its log."""
     last = None
-    for kind, values in _json_lines(log_end):
+    for kind, text in _JSON_LINE.findall(log_end):
         if kind == "train_inner":
-            last = values
+            with suppress(ValueError):  # it is being written
+                last = json.loads(text)
     if last is None:
         return "starting"
     done, speed = int(last["num_updates"]), float(last["ups"])
@@ -57,11 +99,3 @@ def describe_training(log_end: str, updates: int) -> str:
 def read_nothing(log: str) -> dict[str, Any]:
     """For commands that are known by what they leave behind."""
     return {}
-
-
-def _json_lines(log: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for kind, text in _JSON_LINE.findall(log):
-        try:
-            yield kind, json.loads(text)
-        except ValueError:  # it is being written
-            continue

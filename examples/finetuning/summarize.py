@@ -14,11 +14,10 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.fairseq_logs import read_training
+from common.fairseq_logs import Training, parse_training
 from common.tables import format_table
 
 RULES = ("decay", "gated", "delta", "add")
@@ -32,12 +31,12 @@ class Run:
     """What one model left behind.
 
     Attributes:
-        training: of `read_training`.
+        training: what its log says.
         before: perplexity of the validation set before the first update; of converted models.
         test: perplexity of the test set, once it was scored.
     """
 
-    training: dict[str, Any]
+    training: Training
     before: float | None
     test: float | None
 
@@ -45,7 +44,7 @@ class Run:
     def curve(self) -> dict[int, float]:
         """Perplexity of the validation set by update."""
         start = {} if self.before is None else {0: self.before}
-        return start | dict(self.training["valid_ppl"])
+        return start | self.training.valid
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,12 +77,11 @@ def read_runs(out: Path) -> tuple[dict[str, Run], list[str]]:
     """The models in `out` by name, in the table's order, and what is wrong with their logs."""
     runs, problems = {}, []
     for log in sorted(out.glob("*/train.log"), key=lambda log: _order(log.parent.name)):
-        try:
-            training = read_training(_text(log))
-        except ValueError as error:
-            problems.append(f"{log}: {error}")
+        training = parse_training(_text(log))
+        if training.parameters is None or not training.valid:
+            problems.append(f"{log}: it has no validation in it")
             continue
-        if "| done training in " not in _text(log):
+        if not training.finished:
             problems.append(f"{log}: it is not finished")
         before = re.search(r'"valid_ppl": "([^"]+)"', _text(log.parent / "start.log"))
         test = re.search(r"Perplexity: ([\d.]+)", _text(log.parent / "test.log"))
@@ -101,11 +99,11 @@ def format_runs(runs: dict[str, Run]) -> str:
     for name, run in runs.items():
         model, _, start = name.rpartition("-")
         if not model:  # the source: its last perplexity, after updates of its own
-            cells = [*[""] * (len(updates) - 1), _number(run.training["best_valid_ppl"])] if updates else []
-            rows.append([name, "", f"{run.training['parameters']:,}", "", *cells, _number(run.test)])
+            cells = [*[""] * (len(updates) - 1), _number(min(run.training.valid.values()))] if updates else []
+            rows.append([name, "", f"{run.training.parameters:,}", "", *cells, _number(run.test)])
             continue
         cells = [_number(run.curve.get(update)) for update in updates]
-        parameters = f"{run.training['parameters']:,}"
+        parameters = f"{run.training.parameters:,}"
         rows.append([model.replace("-", ", m = "), start, parameters, _number(run.before), *cells, _number(run.test)])
     return format_table(header, rows)
 
@@ -131,7 +129,7 @@ def draw_curves(runs: dict[str, Run], path: Path) -> None:
         for start, style in STARTS.items():
             axes.plot([], [], style, color="black", label=start)
         if "source" in runs:
-            level = runs["source"].training["best_valid_ppl"]
+            level = min(runs["source"].training.valid.values())
             axes.axhline(level, color="grey", linestyle="-.", label="the Transformer")
         axes.set(title=f"m = {size}", xlabel="updates", yscale="log")
         axes.grid(alpha=0.3, which="both")

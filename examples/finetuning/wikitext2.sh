@@ -15,15 +15,11 @@
 # models are trained at the same time, one thread each. summarize.py makes the tables and the curves from OUT.
 set -euo pipefail
 
-die() {
-    echo "wikitext2.sh: $*" >&2
-    exit 1
-}
+here=$(dirname "$0")
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
 
-if [ $# -lt 2 ]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-fi
+[ $# -ge 2 ] || usage
 data=$1 out=$2
 shift 2
 
@@ -42,14 +38,15 @@ if [ "${1:-}" != --one ]; then
         [[ $model =~ ^(source|(decay|gated|delta|add)-[1-9][0-9]*-(converted|scaled|scratch))$ ]] ||
             die "MODEL is $model; it must be source or RULE-M-START, as in decay-16-converted"
     done
-    updates=${UPDATES:-8000}
+    updates=${UPDATES:-8000} jobs=${JOBS:-2}
+    check_positive JOBS "$jobs"
     [[ $updates =~ ^[1-9][0-9]*0$ ]] || die "UPDATES is $updates; it must be a positive multiple of ten"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     for model in "${models[@]}"; do
         if [ "$model" = source ]; then bash "$0" "$data" "$out" --one source; fi
     done
     printf '%s\n' "${models[@]}" | { grep -v '^source$' || true; } |
-        xargs -r -P "${JOBS:-2}" -I{} bash "$0" "$data" "$out" --one {}
+        xargs -r -P "$jobs" -I{} bash "$0" "$data" "$out" --one {}
     exit
 fi
 model=$2 dir=$out/$2 start=

@@ -18,8 +18,8 @@
 set -euo pipefail
 
 here=$(dirname "$0")
-# shellcheck source=examples/common/rows.sh
-. "$here/../common/rows.sh"
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
 
 [ $# = 3 ] || usage
 out=${1%/} source=$2 folder=$3

@@ -20,8 +20,8 @@
 set -euo pipefail
 
 here=$(dirname "$0")
-# shellcheck source=examples/common/rows.sh
-. "$here/../common/rows.sh"
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
 
 row=()
 while [ "${1:---}" != -- ]; do

@@ -18,18 +18,14 @@
 # A log that is there already stands for an evaluation that is done, and is kept.
 set -euo pipefail
 
-die() {
-    echo "evaluate.sh: $*" >&2
-    exit 1
-}
+here=$(dirname "$0")
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
 
-if [ $# -lt 4 ]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-fi
+[ $# -ge 4 ] || usage
 mode=$1 length=$2 data=$3 out=$4
 shift 4
-[[ $length =~ ^[1-9][0-9]*$ ]] || die "LENGTH is $length; it must be a positive number"
+check_positive LENGTH "$length"
 case $mode in
     sliding) flags=(--context-window $((length - 1))) ;;
     carried) flags=(--carry-over-state) ;;

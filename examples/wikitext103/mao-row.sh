@@ -16,8 +16,8 @@
 set -euo pipefail
 
 here=$(dirname "$0")
-# shellcheck source=examples/common/rows.sh
-. "$here/../common/rows.sh"
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
 
 [ $# -ge 3 ] && [ "$2" = -- ] || usage
 size=$1 verb=$3

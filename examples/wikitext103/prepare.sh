@@ -13,18 +13,14 @@
 # Work in progress lies in OUT.unfinished. A download that was cut off is kept there, and the next run goes on with it.
 set -euo pipefail
 
+here=$(dirname "$0")
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
+
 # The address in fairseq's own preparation script no longer serves the file; this is its author's.
 url=${WIKITEXT_URL:-https://wikitext.smerity.com/wikitext-103-v1.zip}
 
-die() {
-    echo "prepare.sh: $*" >&2
-    exit 1
-}
-
-if [ $# -lt 1 ] || [ $# -gt 2 ]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-fi
+[ $# -ge 1 ] && [ $# -le 2 ] || usage
 out=${1%/} folder=${2:-} dict=${DICT:-}
 [ -z "$dict" ] || [ -s "$dict" ] || die "DICT is $dict; it must be a model's dict.txt"
 if [ -e "$out/dict.txt" ]; then

@@ -11,24 +11,27 @@
 # summarize.py makes the table and the curves from OUT.
 set -euo pipefail
 
+here=$(dirname "$0")
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
+
 models=(softmax sum delta delta-no-positions sum-carried delta-carried)
 
-if [ $# -lt 2 ]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-fi
+[ $# -ge 2 ] || usage
 data=$1 out=$2
 shift 2
+updates=${UPDATES:-2000} jobs=${JOBS:-2}
 
 if [ "${1:-}" != --one ]; then
     # Each model is trained by a call of its own, one thread each.
+    for model; do
+        [[ " ${models[*]} " = *" $model "* ]] || die "MODEL is $model; it must be one of ${models[*]}"
+    done
     [ $# = 0 ] || models=("$@")
-    if [ ! -e "$data/dict.txt" ]; then
-        echo "wikitext2.sh: DATA is $data, which holds no dict.txt; prepare.sh makes it" >&2
-        exit 1
-    fi
+    check_positive UPDATES "$updates" JOBS "$jobs"
+    [ -e "$data/dict.txt" ] || die "DATA is $data, which holds no dict.txt; prepare.sh makes it"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    printf '%s\n' "${models[@]}" | xargs -P "${JOBS:-2}" -I{} bash "$0" "$data" "$out" --one {}
+    printf '%s\n' "${models[@]}" | xargs -P "$jobs" -I{} bash "$0" "$data" "$out" --one {}
     exit
 fi
 model=$2 dir=$out/$2
@@ -42,7 +45,6 @@ case $model in
     delta-no-positions) flags=(--update-rule delta --no-token-positional-embeddings) ;;
     sum-carried) flags=(--update-rule sum "${carried[@]}") ;;
     delta-carried) flags=(--update-rule delta "${carried[@]}") ;;
-    *) echo "wikitext2.sh: MODEL is $model; it must be one of ${models[*]}" >&2; exit 2 ;;
 esac
 mkdir -p "$dir"
 
@@ -57,7 +59,7 @@ if [ ! -e "$dir/trained" ]; then
         --criterion adaptive_loss --ddp-backend legacy_ddp \
         --tokens-per-sample $length --batch-size 4 --batch-size-valid 4 \
         --optimizer adam --clip-norm 0.25 --lr 0.001 --lr-scheduler cosine --warmup-updates 200 \
-        --max-update "${UPDATES:-2000}" --seed 1 \
+        --max-update "$updates" --seed 1 \
         --no-epoch-checkpoints --no-save-optimizer-state \
         --validate-interval-updates 1000 --save-interval-updates 1000 --keep-interval-updates 1 \
         --log-format json --log-interval 50 > "$dir/train.log" 2>&1 \

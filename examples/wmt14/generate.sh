@@ -14,18 +14,13 @@
 # SUBSETS (default "valid test") in the environment are the sets. A result that is there already is kept.
 set -euo pipefail
 
-die() {
-    echo "generate.sh: $*" >&2
-    exit 1
-}
+here=$(dirname "$0")
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
 
-if [ $# -lt 2 ]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-fi
+[ $# -ge 2 ] || usage
 data=$1 out=$2
 shift 2
-here=$(dirname "$0")
 [ -e "$data/preparation.json" ] || die "DATA is $data, which holds no preparation.json; prepare.sh makes it"
 [ -e "$out/checkpoint_best.pt" ] || die "OUT is $out, which holds no checkpoint_best.pt"
 for option; do

@@ -14,16 +14,12 @@
 # OUT.
 set -euo pipefail
 
-models=(softmax linear favor dpfp)
+here=$(dirname "$0")
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
 
-die() {
-    echo "multi30k.sh: $*" >&2
-    exit 1
-}
-if [ $# -lt 2 ]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-fi
+models=(softmax linear favor dpfp)
+[ $# -ge 2 ] || usage
 data=$1 out=$2
 shift 2
 updates=${UPDATES:-3871} jobs=${JOBS:-2}
@@ -37,9 +33,7 @@ if [ "${1:-}" != --one ]; then
         shift
     done
     [ $# = 0 ] || shift
-    for number in "$updates" "$jobs"; do
-        [[ $number =~ ^[1-9][0-9]*$ ]] || die "UPDATES is $updates and JOBS $jobs; they must be positive numbers"
-    done
+    check_positive UPDATES "$updates" JOBS "$jobs"
     [ -e "$data/preparation.json" ] || die "DATA is $data, which holds no preparation.json; prepare.sh makes it"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     printf '%s\n' "${chosen[@]:-${models[@]}}" \
@@ -81,4 +75,4 @@ if [ ! -e "$dir/trained" ]; then
         || { tail -n 3 "$dir/train.log" >&2; exit 1; }
     touch "$dir/trained"
 fi
-bash "$(dirname "$0")/generate.sh" "$data" "$dir" "${device[@]}"
+bash "$here/generate.sh" "$data" "$dir" "${device[@]}"

@@ -22,17 +22,12 @@
 # download that was cut off goes on.
 set -euo pipefail
 
-die() {
-    echo "prepare.sh: $*" >&2
-    exit 1
-}
-
-if [ $# -lt 1 ] || [ $# -gt 2 ]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-fi
-out=${1%/} folder=${2:-}
 here=$(dirname "$0")
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
+
+[ $# -ge 1 ] && [ $# -le 2 ] || usage
+out=${1%/} folder=${2:-}
 source=${SRC:-en} target=${TGT:-de}
 command -v fairseq-preprocess > /dev/null || die "there is no fairseq-preprocess; is the environment activated?"
 settings=(--source "$source" --target "$target" --subwords "${SUBWORDS:-sentencepiece}"

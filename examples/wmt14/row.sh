@@ -14,16 +14,11 @@
 # It calls this one: row.sh MODEL-OPTION ... -- train|generate DATA OUT [OPTION ...]
 set -euo pipefail
 
-batch=$((3 * 16 * 3584)) # GPUs, batches added up, tokens: those of the paper
+here=$(dirname "$0")
+# shellcheck source=examples/common/scripts.sh
+. "$here/../common/scripts.sh"
 
-die() {
-    echo "row.sh: $*" >&2
-    exit 1
-}
-usage() {
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2
-    exit 2
-}
+batch=$((3 * 16 * 3584)) # GPUs, batches added up, tokens: those of the paper
 
 row=()
 while [ "${1:---}" != -- ]; do
@@ -33,7 +28,6 @@ done
 [ $# -ge 4 ] || usage
 verb=$2 data=$3 out=$4
 shift 4
-here=$(dirname "$0")
 
 case $verb in
     train) ;;
@@ -42,12 +36,12 @@ case $verb in
 esac
 
 gpus=${GPUS:-1}
-[[ $gpus =~ ^[1-9][0-9]*$ ]] || die "GPUS is $gpus; it must be a positive number"
+check_positive GPUS "$gpus"
 if [ -z "${UPDATE_FREQ:-}" ] && [ $((48 % gpus)) != 0 ]; then
     die "GPUS is $gpus; it must divide 48, or UPDATE_FREQ must be given too"
 fi
 update_freq=${UPDATE_FREQ:-$((48 / gpus))}
-[[ $update_freq =~ ^[1-9][0-9]*$ ]] || die "UPDATE_FREQ is $update_freq; it must be a positive number"
+check_positive UPDATE_FREQ "$update_freq"
 if [ $((batch % (gpus * update_freq))) != 0 ]; then
     die "GPUS x UPDATE_FREQ is $((gpus * update_freq)); it must divide the batch of $batch tokens"
 fi

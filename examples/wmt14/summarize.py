@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.summaries import Run, draw_curves
 
 SUBSETS = ("valid", "test")
 PAPER = {
@@ -36,34 +38,20 @@ ABSENT = "–"
 
 
 @dataclass
-class Run:
-    """What one model left behind.
+class ScoredRun(Run):
+    """What one model left behind; its speed is in target subwords per second.
 
     Attributes:
-        train, valid: perplexity by update.
-        speed: of training, in target subwords per second, in the middle of the training's reports.
         results: what generate.sh wrote, by subset.
         of_paper: whether it is the paper's architecture.
-        problems: what is wrong with the files, for a person to read.
     """
 
-    name: str
-    parameters: int | None = None
-    train: dict[int, float] = field(default_factory=dict)
-    valid: dict[int, float] = field(default_factory=dict)
-    speed: float | None = None
-    finished: bool = False
     of_paper: bool = False
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def updates(self) -> int:
-        return max([*self.train, *self.valid], default=0)
 
     @property
     def missing(self) -> bool:
-        return self.parameters is None and not self.results
+        return self.training.parameters is None and not self.results
 
     @property
     def papers_bleu(self) -> dict[str, float]:
@@ -94,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.markdown:
         options.markdown.write_text(table + "\n", encoding="utf-8")
     if options.figure:
-        draw_curves(runs, options.figure)
+        draw_curves(runs, options.figure, "perplexity of subwords")
     return 0
 
 
@@ -104,12 +92,12 @@ def find_models(folder: Path) -> list[str]:
     return [*(name for name in ORDER if name in found), *sorted(found - set(ORDER))]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> ScoredRun:
     """Reads what is in `folder`; what cannot be read is among the problems of the result."""
-    run = Run(folder.name)
+    run = ScoredRun(folder.name)
     log = folder / "train.log"
     if log.exists():
-        _read_training(log, run)
+        run.of_paper = f"arch='{PAPERS_ARCHITECTURE}'" in run.read_training(log)
     else:
         run.problems.append(f"{log} is missing")
     for subset in SUBSETS:
@@ -124,40 +112,12 @@ def read_run(folder: Path) -> Run:
                 run.results[subset] = result
             except (ValueError, KeyError, TypeError):
                 run.problems.append(f"{path} is no result of generate.sh: delete it and generate again")
-        elif run.finished:
+        elif run.training.finished:
             run.problems.append(f"{path} is missing: {folder.name} is trained, but was not scored on {subset}")
     return run
 
 
-def _read_training(log: Path, run: Run) -> None:
-    speeds = []
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        if found := re.search(r"num\. shared model params: ([\d,]+)", line):
-            run.parameters = int(found[1].replace(",", ""))
-        if f"arch='{PAPERS_ARCHITECTURE}'" in line:
-            run.of_paper = True
-        if "| done training in " in line:
-            run.finished = True
-        if found := re.search(r"\| (train_inner|valid) \| (\{.*)", line):
-            run.finished = False  # of this call, which goes on where an earlier one ended
-            try:
-                values = json.loads(found[2])
-                if found[1] == "valid":
-                    run.valid[int(values["valid_num_updates"])] = float(values["valid_ppl"])
-                else:
-                    run.train[int(values["num_updates"])] = float(values["ppl"])
-                    speeds.append(float(values["wps"]))
-            except (ValueError, KeyError):
-                run.problems.append(f"{log} has a damaged line: {line[:100]}")
-    run.speed = statistics.median(speeds) if speeds else None
-    if run.parameters is None:
-        run.problems.append(f"{log} ends before the model was built")
-    elif not run.finished:
-        reached = "no validation yet" if not run.valid else f"last validation at update {max(run.valid)}"
-        run.problems.append(f"{log} is of an unfinished training: it ends at update {run.updates}, {reached}")
-
-
-def format_table(runs: list[Run]) -> list[str]:
+def format_table(runs: list[ScoredRun]) -> list[str]:
     """Rows of markdown; with the paper's columns if one of the models is in its table."""
     with_paper = any(run.papers_bleu for run in runs)
     columns = [f"{subset} BLEU{kind}" for subset in SUBSETS for kind in ([", paper"] if with_paper else []) + [""]]
@@ -176,11 +136,11 @@ def format_table(runs: list[Run]) -> list[str]:
         rows.append(
             [
                 run.name,
-                _number(run.parameters, ","),
-                _number(run.updates or None, ",") + ("" if run.finished else " (unfinished)"),
+                _number(run.training.parameters, ","),
+                _number(run.training.updates or None, ",") + ("" if run.training.finished else " (unfinished)"),
                 *scores,
                 _number(test.get("compound_split_bleu"), ".2f"),
-                _number(run.speed, ",.0f"),
+                _number(run.training.speed, ",.0f"),
                 _number(test.get("tokens_per_second"), ",.0f"),
             ]
         )
@@ -191,7 +151,7 @@ def _number(value: float | None, form: str) -> str:
     return ABSENT if value is None else format(value, form)
 
 
-def format_notes(runs: list[Run]) -> list[str]:
+def format_notes(runs: list[ScoredRun]) -> list[str]:
     """What the numbers are: signatures and options, with the models they are of if these differ."""
     lines = []
     for title, key in (
@@ -210,43 +170,6 @@ def format_notes(runs: list[Run]) -> list[str]:
             who = f" ({', '.join(names)})" if len(users) > 1 else ""
             lines.append(f"- {title}{who}: `{value}`")
     return lines
-
-
-def draw_curves(runs: list[Run], path: Path) -> None:
-    """Draws perplexity over updates, training on the left and validation on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for axis, kind in zip(axes, ("train", "valid"), strict=True):
-        for number, run in enumerate(runs):
-            curve = sorted(getattr(run, kind).items())
-            if curve:
-                updates, perplexities = zip(*curve, strict=True)
-                marker = "o" if kind == "valid" or len(curve) == 1 else None
-                axis.plot(updates, perplexities, f"C{number}", marker=marker, markersize=3, linewidth=1.4)
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
-        axis.yaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(ScalarFormatter())
-        axis.set_xlim(left=0)
-        axis.set_xlabel("updates")
-        axis.set_ylabel("perplexity of subwords (log scale)")
-        axis.set_title("training" if kind == "train" else "validation", loc="left")
-        axis.grid(color="0.9", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    names = [
-        plt.Line2D([], [], color=f"C{number}", linewidth=2, label=run.name)
-        for number, run in enumerate(runs)
-        if run.train or run.valid
-    ]
-    figure.legend(handles=names, loc="outside lower center", ncols=min(len(names) or 1, 7), frameon=False)
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
 
 
 if __name__ == "__main__":

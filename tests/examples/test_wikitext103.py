@@ -145,7 +145,7 @@ def test_a_row_runs_from_the_first_command_to_the_last(data: Path, tmp_path: Pat
         (DELTA, ["evaluate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
         (DELTA, ["evaluate", "DATA", "OUT"], {}, "OUT, which holds no checkpoint_best.pt"),
         (DELTA, ["train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS x UPDATE_FREQ is 5; it must divide the batch of 96"),
-        (DELTA, ["train", "DATA", "OUT"], {"GPUS": "two"}, "must be positive numbers"),
+        (DELTA, ["train", "DATA", "OUT"], {"GPUS": "two"}, "GPUS is two; it must be a positive number"),
         (CARRIED, ["train", "DATA", "OUT"], {"UPDATE_FREQ": "2"}, "with state carried over it must be 1"),
         (WIKITEXT103 / "row.sh", ["huge", "sliding", "--", "train", "DATA", "OUT"], {}, "must be small or medium"),
         (WIKITEXT103 / "row.sh", ["small", "folded", "--", "train", "DATA", "OUT"], {}, "must be sliding or carried"),
@@ -166,6 +166,8 @@ def test_a_row_runs_from_the_first_command_to_the_last(data: Path, tmp_path: Pat
         (WIKITEXT2, ["DATA"], {}, "wikitext2.sh DATA OUT [MODEL ...]"),
         (WIKITEXT2, ["nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
         (WIKITEXT2, ["DATA", "OUT", "gamma"], {}, "MODEL is gamma; it must be one of softmax sum delta"),
+        (WIKITEXT2, ["DATA", "OUT"], {"UPDATES": "0"}, "UPDATES is 0; it must be a positive number"),
+        (WIKITEXT2, ["DATA", "OUT"], {"JOBS": "all"}, "JOBS is all; it must be a positive number"),
     ],
 )
 def test_wrong_use_is_refused_and_leaves_nothing_behind(

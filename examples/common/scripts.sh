@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the scripts behind a table's rows share. They source this file, after `set -euo pipefail`; the comment at their
-# head is what `usage` prints.
+# What the examples' scripts share. They source this file, after `set -euo pipefail`; the comment at their head is what
+# `usage` prints.
 
 die() {
     echo "$(basename "$0"): $*" >&2
@@ -12,15 +12,19 @@ usage() {
     exit 2
 }
 
+# check_positive NAME VALUE ...
+check_positive() {
+    while [ $# -gt 0 ]; do
+        [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 is $2; it must be a positive number"
+        shift 2
+    done
+}
+
 # divide_batch SIZE: sets gpus and update_freq, from GPUS and UPDATE_FREQ in the environment, and batch_size, what is
 # left of SIZE for each GPU's batch.
 divide_batch() {
     gpus=${GPUS:-1} update_freq=${UPDATE_FREQ:-1}
-    local number
-    for number in "$gpus" "$update_freq"; do
-        [[ $number =~ ^[1-9][0-9]*$ ]] ||
-            die "GPUS is $gpus and UPDATE_FREQ $update_freq; they must be positive numbers"
-    done
+    check_positive GPUS "$gpus" UPDATE_FREQ "$update_freq"
     if [ $(($1 % (gpus * update_freq))) != 0 ]; then
         die "GPUS x UPDATE_FREQ is $((gpus * update_freq)); it must divide the batch of $1"
     fi
