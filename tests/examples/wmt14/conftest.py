@@ -1,0 +1,178 @@
+"""A small parallel corpus, prepared, and programs in fairseq's place that note how examples/wmt14/ calls them."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import ROOT, run_script
+
+WMT14 = ROOT / "examples" / "wmt14"
+PREPARE, GENERATE, MULTI30K = WMT14 / "prepare.sh", WMT14 / "generate.sh", WMT14 / "multi30k.sh"
+SUMMARIZE = WMT14 / "summarize.py"
+ROWS = {row.stem: row for row in sorted((WMT14 / "table1").glob("*.sh"))}
+
+sys.path.append(str(WMT14))  # as when one of its programs is started
+corpus, preparation, score, subwords = map(import_module, ("corpus", "preparation", "score", "subwords"))
+
+LEXICON = [
+    ("the", "die"), ("well-known", "wohl-bekannte"), ("café", "Kaffeehaus"), ("state-of-the-art", "hoch-moderne"),
+    ("costs", "kostet"), ("12.50", "12,50"), ("€", "€"), ("naïve", "naive"), ("“ideas”", "„Ideen“"), ("and", "und"),
+    ("green", "grüne"), ("dogs", "Hunde"), ("don't", "nicht"), ("sleep", "schlafen"), ("& more", "& mehr"),
+    ("(often)", "(oft)"), ("furiously", "wütend"), ("Straße", "Straße"), ("–", "–"), ("a/b", "a/b"),
+]  # fmt: skip
+TEST = [
+    ("the green dogs sleep.", "die grüne Hunde schlafen."),
+    ("", "nichts"),
+    ("the 日本 café\u2028costs 12.50 €!", "die 日本 Kaffeehaus kostet 12,50 €!"),
+    ("a well-known\tstate-of-the-art café.", "die wohl-bekannte hoch-moderne Kaffeehaus."),
+]
+
+
+def draw_pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """Sentences and their translations, word by word."""
+    draw = random.Random(seed)
+    pairs = []
+    for _ in range(count):
+        words, end = draw.choices(LEXICON, k=draw.randint(2, 8)), draw.choice(".!?")
+        pairs.append((" ".join(w[0] for w in words) + end, " ".join(w[1] for w in words) + end))
+    return pairs
+
+
+def write_pairs(folder: Path, split: str, pairs: list[tuple[str, str]]) -> None:
+    for language, lines in zip(("en", "de"), zip(*pairs, strict=True), strict=True):
+        text = "".join(f"{line}\n" for line in lines)
+        (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")
+
+
+@pytest.fixture(scope="session")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A FOLDER for prepare.sh; the second line of its test set is empty, and one has a line end of Unicode's in it."""
+    folder = tmp_path_factory.mktemp("parallel")
+    write_pairs(folder, "train", draw_pairs(300, 1))
+    write_pairs(folder, "valid", draw_pairs(6, 2))
+    write_pairs(folder, "test", TEST)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(parallel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`parallel` as prepare.sh leaves it."""
+    out = tmp_path_factory.mktemp("data") / "bin"
+    result = run_script(PREPARE, out, parallel, env={"VOCABULARY": "360", "LC_ALL": "C"})
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+# --- programs in fairseq's place
+
+STUBS = {
+    "fairseq-train": """
+        touch "$save/checkpoint_last.pt" "$save/checkpoint_best.pt"
+        echo "training fails"; exit "${TRAIN_FAILS:-0}"
+    """,
+    "fairseq-generate": 'cat "${GENERATED:-/dev/null}"; exit "${GENERATE_FAILS:-0}"',
+    # What it is given is what it leaves.
+    "fairseq-preprocess": """
+        mkdir -p "$dest"
+        for split in train valid test; do cp "$encoded/$split".?? "$dest"; done
+        [ -z "${INTERRUPT:-}" ] || { kill -"$INTERRUPT" $PPID; sleep 0.5; exit 1; }
+    """,
+    "sacrebleu": 'cat "$SETS/$2.$6" 2> /dev/null || { echo "no such set"; exit 1; }',
+    # The first 64 characters of what comes to pass for a checksum are in $SUMS beside the real one.
+    "sha256sum": 'sum=$(/usr/bin/sha256sum | cut -d " " -f 1); grep "^$sum" "$SUMS" | cut -d " " -f 2 || echo "$sum"',
+}
+OPTIONS = """
+arguments=("$@")
+for i in "${!arguments[@]}"; do
+    case ${arguments[i]} in
+        --save-dir) save=${arguments[i + 1]} ;;
+        --destdir) dest=${arguments[i + 1]} ;;
+        --trainpref) encoded=$(dirname "${arguments[i + 1]}") ;;
+    esac
+done
+"""
+
+
+class Programs:
+    """Runs scripts with programs that note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name, body in STUBS.items():
+            note = 'printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"'
+            (folder / name).write_text(f"#!/bin/bash\n{note}\n{OPTIONS}\n{body}\n")
+            (folder / name).chmod(0o755)
+
+    def run(
+        self, script: Path, *arguments: object, env: Mapping[str, object] | None = None
+    ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+        """The result, and the calls in their order."""
+        calls = self.folder / "calls"
+        calls.mkdir()
+        path = [str(self.folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        variables = {"PATH": os.pathsep.join(path), "CALLS": str(calls), "SUMS": "/dev/null", **(env or {})}
+        try:
+            result = subprocess.run(
+                ["bash", str(script), *map(str, arguments)],
+                cwd=ROOT,
+                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+                capture_output=True,
+                text=True,
+            )
+            return result, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
+        finally:
+            shutil.rmtree(calls)
+
+    def prepare(self, *arguments: object, **env: object) -> subprocess.CompletedProcess[str]:
+        """prepare.sh with a vocabulary for small texts, unless `env` has another."""
+        return self.run(PREPARE, *arguments, env={"VOCABULARY": 360, "WORKERS": 1, **env})[0]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Programs:
+    return Programs(tmp_path / "programs")
+
+
+@pytest.fixture(scope="session")
+def stub_data(parallel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`parallel` as prepare.sh leaves it, but not binarised."""
+    out = tmp_path_factory.mktemp("stub_data") / "data"
+    result = Programs(out.with_name("programs")).prepare(out, parallel)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+# --- calls that several files make
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+SUMMARY = (
+    "2026-01-01 | INFO | fairseq_cli.generate | Translated 4 sentences (1,234 tokens) in 2.5s (1.60 sentences/s, "
+    "493.60 tokens/s)\n"
+)
+
+
+def generate(
+    programs: Programs, data: Path, model: Path, lines: list[str], *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """generate.sh for the test set, if fairseq-generate logs these lines."""
+    log = programs.folder / "log"
+    log.write_text("".join(lines), encoding="utf-8")
+    return programs.run(GENERATE, data, model, *arguments, env={"SUBSETS": "test", "GENERATED": log})
+
+
+def summarize(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SUMMARIZE), *map(str, arguments)], capture_output=True, text=True)

@@ -1,0 +1,133 @@
+"""examples/wmt14/ with fairseq, on a few hundred pairs: from raw text to a trained model, to BLEU and to the table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.conftest import options, run_script
+from tests.examples.wmt14.conftest import (
+    MULTI30K,
+    PREPARE,
+    ROWS,
+    SUMMARY,
+    Programs,
+    corpus,
+    generate,
+    subwords,
+    summarize,
+)
+
+# At a call's end they override what the scripts set.
+TINY_MODEL = (
+    "--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32 --encoder-ffn-embed-dim 32"
+    " --decoder-ffn-embed-dim 32 --encoder-attention-heads 2 --decoder-attention-heads 2"
+).split()
+TINY_TRAINING = "--cpu --num-workers 0 --max-update 1 --update-freq 1 --max-tokens 256".split()
+
+# fairseq and what it calls, attributed to the line that calls fairseq.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_trains_the_model_that_it_names(
+    name: str, data: Path, tmp_path: Path, programs: Programs, fairseq: Callable[[list[str]], None]
+) -> None:
+    _, (train,) = programs.run(ROWS[name], "train", data, tmp_path / "out", *TINY_TRAINING, *TINY_MODEL)
+    (tmp_path / "out" / "checkpoint_last.pt").unlink()  # an empty one, of the program in fairseq's place
+    fairseq(train)
+    checkpoint = torch.load(tmp_path / "out" / "checkpoint_best.pt", weights_only=False)
+    model = vars(checkpoint["cfg"]["model"])
+    kind, _, size = name.partition("-")
+    assert model["fast_weight_attention"] == ("none" if name == "standard" else "encoder,decoder,cross")
+    if name != "standard":
+        assert str(model["feature_map"]) == {"linear": "elu", "performer": "favor", "dpfp": "dpfp"}[kind]
+    if kind == "performer":
+        assert 2 * model["favor_features"] == int(size)
+    if kind == "dpfp":
+        assert 2 * 64 * model["dpfp_nu"] == int(size)
+    assert model["share_all_embeddings"] and "best" in checkpoint["extra_state"]
+    assert checkpoint["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu"
+
+
+@pytest.mark.slow
+def test_a_row_runs_from_raw_text_to_bleu_and_goes_on_where_it_stopped(data: Path, tmp_path: Path) -> None:
+    row, out = ROWS["linear"], tmp_path / "linear"
+    tiny = [*TINY_TRAINING, *TINY_MODEL]
+    result = run_script(row, "train", data, out, *tiny)
+    assert result.returncode == 0 and "done training" in result.stdout, result.stdout
+    result = run_script(row, "train", data, out, *tiny, "--max-update", "2", "--lr", "0.001", "--log-interval", "1")
+    assert "Loaded checkpoint" in result.stdout and '"num_updates": "2"' in result.stdout, result.stdout
+
+    result = run_script(row, "generate", data, out, "--cpu", "--max-len-b", "5", "--beam", "2")
+    assert result.returncode == 0, result.stderr
+    for subset, count in (("valid", 6), ("test", 4)):
+        assert len(corpus.read_text(out / f"generate-{subset}.hyp")) == count
+        values = json.loads((out / f"generate-{subset}.json").read_text())
+        assert values["sentences"] == count and values["signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|")
+        assert values["tokens_per_second"] > 0
+    log = (out / "generate-test.log").read_text()
+    assert {int(number) for number in re.findall(r"^H-(\d+)", log, re.MULTILINE)} == {0, 1, 2, 3}
+
+    table = summarize(tmp_path)
+    assert not table.stderr and "| linear | " in table.stdout and "| 25.5 |" in table.stdout
+
+
+@pytest.mark.slow
+def test_moses_tokens_and_bpe_go_from_raw_text_to_bleu(
+    parallel: Path, tmp_path: Path, programs: Programs, fairseq: Callable[[list[str]], None]
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    result = run_script(PREPARE, data, parallel, env={"VOCABULARY": "60", "SUBWORDS": "bpe"})
+    assert result.returncode == 0, result.stderr
+    _, (train,) = programs.run(ROWS["standard"], "train", data, out, *TINY_TRAINING, *TINY_MODEL)
+    assert options(train)["--eval-bleu-detok"] == "moses" and options(train)["--eval-bleu-remove-bpe"] == ""
+    assert json.loads(options(train)["--eval-bleu-detok-args"])["target_lang"] == "de"
+    (out / "checkpoint_last.pt").unlink()
+    fairseq(train)
+    # A generation that repeats the references.
+    target = {f"H-{n}\t0\t{line}\n" for n, line in enumerate(subwords_of(data, "test.de"))}
+    result, _ = generate(programs, data, out, [*target, SUMMARY])
+    assert result.returncode == 0, result.stderr
+    raw = corpus.read_text(data / "raw" / "test.de")
+    texts = corpus.read_text(out / "generate-test.hyp")
+    assert [texts[0], texts[3]] == [raw[0], raw[3]]
+    assert texts[2] == raw[2].replace("日本", "<unk> <unk>")  # it has no bytes to fall back on
+
+
+def subwords_of(data: Path, name: str) -> list[str]:
+    """The lines of a text of binarised data."""
+    from fairseq.data import Dictionary, data_utils
+
+    split, language = name.split(".")
+    dictionary = Dictionary.load(str(data / f"dict.{language}.txt"))
+    dataset = data_utils.load_indexed_dataset(str(data / f"{split}.en-de.{language}"), dictionary)
+    return [dictionary.string(dataset[i]) for i in range(len(dataset))]
+
+
+@pytest.mark.slow
+def test_binarised_data_hold_each_line_and_nothing_unknown(data: Path, parallel: Path) -> None:
+    model = subwords.SentencePieces((data / "subwords.model").read_bytes())
+    for language in ("en", "de"):
+        lines = subwords_of(data, f"test.{language}")
+        assert [model.decode(line) for line in lines] == [
+            corpus.clean(line) for line in corpus.read_text(parallel / f"test.{language}")
+        ]
+        assert "<unk>" not in " ".join(lines)
+    assert (data / "dict.en.txt").read_bytes() == (data / "dict.de.txt").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path) -> None:
+    tiny = ["--", "--max-tokens", "256", *TINY_MODEL]
+    env = {"UPDATES": "2", "SUBSETS": "test"}
+    result = run_script(MULTI30K, data, tmp_path / "out", "dpfp", *tiny, env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    table = summarize(tmp_path / "out").stdout
+    assert "| dpfp | " in table and " | 2 | " in table and "tok:13a" in table and "paper" not in table
