@@ -27,8 +27,13 @@ template <class real> struct Side {
     const real *write, *read, *decay;  // k, q, f; or v, dy, z; no decay: null
 };
 
+template <bool row_decay, bool lane_decay, class real>
+FAST_WEIGHTS_INLINE vec<real> decayed(vec<real> x, real f, vec<real> z) {
+    return row_decay && lane_decay ? x * (z * f) : row_decay ? x * f : x * z;
+}
+
 // Takes a tile of R rows and one vector of lanes through the chunk. `out` += what is read; `history`: what decays left
-// of S_{t-1}, and behind it, where both kinds are there, the decays themselves.
+// of S_{t-1}.
 template <int R, bool row_decay, bool lane_decay, bool reads, bool keeps, class real>
 FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, const Side<real>& rows,
                                       const Side<real>& lanes, index_t row, index_t lane, real* out, real* history) {
@@ -44,17 +49,9 @@ FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, co
         vec<real> y[2] = {reads ? load(out + t * lanes.ld) : vec<real>{}, vec<real>{}};
 #pragma GCC unroll 16
         for (int i = 0; i < R; ++i) {
-            if (keeps && row_decay) {
-                const vec<real> decay = z * f[i];
-                s[i] *= decay;
-                store(history + (t * R + i) * W, s[i]);
-                store(history + (CHUNK * R + t * R + i) * W, decay);
-                s[i] += v * k[i];
-            } else {
-                vec<real> kept = lane_decay ? s[i] * z : s[i];
-                if (keeps) store(history + (t * R + i) * W, kept);
-                s[i] = row_decay ? kept * f[i] + v * k[i] : kept + v * k[i];
-            }
+            s[i] = decayed<row_decay, lane_decay>(s[i], row_decay ? f[i] : real(1), z);
+            if (keeps) store(history + (t * R + i) * W, s[i]);
+            s[i] += v * k[i];
             if (reads) y[i % 2] += s[i] * q[i];
         }
         if (reads) store(out + t * lanes.ld, y[0] + y[1]);
@@ -84,11 +81,7 @@ FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld,
             g[i] += dy * q[i];
             dv[i % 2] += g[i] * k[i];
             if (lane_decay) dz[i % 2] += g[i] * load(history + (t * R + i) * W);
-            if (lane_decay && row_decay) {
-                g[i] *= load(history + (CHUNK * R + t * R + i) * W);
-            } else {
-                g[i] *= lane_decay ? z : vec<real>{} + f[i];
-            }
+            g[i] = decayed<row_decay, lane_decay>(g[i], row_decay ? f[i] : real(1), z);
         }
         store(d_write + t * lanes.ld, dv[0] + dv[1]);
         if (lane_decay) store(d_log + t * lanes.ld, dz[0] + dz[1]);
@@ -119,7 +112,7 @@ template <class real> class DecayChunk {
         turned = scratch.take(Vp * Kp);
         d_turned = scratch.take(Vp * Kp);
         again = scratch.take(Kp * Vp);
-        history = scratch.take(2 * CHUNK * TILE * Vector<real>::lanes);
+        history = scratch.take(CHUNK * TILE * Vector<real>::lanes);
     }
 
     void open(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
