@@ -77,7 +77,7 @@ extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* 
 extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                                       int32_t capability) {
     // Decays by dimension have no chunked kernels: the factors that halving a chunk takes would cost about as much as
-    // the whole recurrent pass, but for large states or few heads.
+    // the whole recurrent pass, but for large states. Few heads are divided in time (recurrent_segments.cuh).
     if (separate_decays || !fastweights_chunked_supports(operation, sizes, dtype, capability)) return kRecurrent;
     return chunked_is_faster(operation, *sizes) ? kChunked : kRecurrent;
 }

@@ -22,12 +22,6 @@ struct Segments {
     }
 };
 
-inline int multiprocessors() {
-    int device = 0, count = 1;
-    if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return count;
-}
-
 // Divides if less than half of the device would be busy with `blocks_of_head` at once, into segments of at least 4
 // chunks: the first launch costs about half of the last one, and each segment another step of the second.
 inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_of_head) {

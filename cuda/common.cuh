@@ -137,6 +137,12 @@ inline int shared_memory_limit() {
     return bytes;
 }
 
+inline int multiprocessors() {
+    int device = 0, count = 1;
+    if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+}
+
 // kernel<<<grid, block, shared, stream>>>(args...), which only nvcc can parse.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,

@@ -11,18 +11,19 @@
 // A block walks back over the chunks that the forward pass kept states for. Within a chunk it recomputes states
 // forwards from the chunk's, in spans of a few steps, and keeps those at the spans' starts (or at every `spacing`-th
 // one's) in `slots` of shared memory. In a span, from the last to the first, one sweep forwards gives dq and what the
-// way back needs: with decays, the state before every step, in more slots; for the delta rule, the errors e_t alone, and after
-// the way back a third sweep adds what dk has of S_{t-1}. A slot is private to its threads: element i of thread n lies
+// way back needs: with decays, the state before every step, in more slots; for the delta rule, the errors e_t alone, and
+// after the way back a third sweep adds what dk has of S_{t-1}. A slot is private to its threads: element i of thread n lies
 // n-th in row i, so that there is neither a barrier nor a bank conflict.
 //
 // Without decays dq needs no G and the rest no S: blocks of two kinds, one for each, run through all steps, and the
 // states that were kept are not read.
 //
 // Sums over columns go across warps once a span, through shared memory; where a head's columns do not fit one block,
-// blocks write parts to the workspace, and a second kernel adds them in order.
+// blocks write parts to the workspace, and a second kernel adds them in order. With decays by dimension, time is split
+// too where heads are few (recurrent_segments.cuh).
 #pragma once
 
-#include "recurrent_tile.cuh"
+#include "recurrent_forward.cuh"
 
 namespace fairseq_fastweights {
 
@@ -112,8 +113,8 @@ __device__ __forceinline__ void get_slot(typename Tile::A (&state)[Tile::kRows][
 }
 
 template <class Tile, int M>
-__global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_backward(const BackwardCall call,
-                                                                           const BackwardPlan plan) {
+__global__ void __launch_bounds__(kMostWarps* kWarp, 1)
+    recurrent_backward(const BackwardCall call, const BackwardPlan plan, const TimeSegments segments) {
     using A = typename Tile::A;
     constexpr int R = Tile::kRows, C = Tile::kColumns, keys = Tile::kKeys;
     constexpr bool decays = M == kKey || M == kBoth;
@@ -186,6 +187,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_backward(const
     A state[R][C], grad[R][C];
     const StateSlice<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
     const int64_t size = static_cast<int64_t>(sizes.key_dim) * sizes.value_dim;
+    const int segment = decays ? blockIdx.z : 0;
     const auto head_state = [&](const void* states, int64_t index) {
         return states ? static_cast<const A*>(states) + index * size + first : nullptr;
     };
@@ -412,9 +414,14 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_backward(const
             store(p * span, length(p), false);
         }
     } else {
-        slice.load(grad, head_state(call.d_final_state, blockIdx.x), place);
+        const int64_t in_segments = static_cast<int64_t>(segment) * gridDim.x + blockIdx.x;
+        slice.load(grad,
+                   segments.count > 1 ? head_state(segments.states, in_segments)
+                                      : head_state(call.d_final_state, blockIdx.x),
+                   place);
         const int chunk = call.chunk(), chunks = (sizes.time + chunk - 1) / chunk;
-        for (int n = chunks - 1; n >= 0; --n) {
+        const int last = segments.begin(segment) + segments.steps(segment, sizes.time) - 1;
+        for (int n = last / chunk; n >= segments.begin(segment) / chunk; --n) {
             const int start = n * chunk, end = min(start + chunk, sizes.time);
             const int spans = (end - start + span - 1) / span;
             const auto begin = [&](int p) { return start + p * span; };
@@ -448,7 +455,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_backward(const
             }
         }
     }
-    if (call.d_initial_state)
+    if (call.d_initial_state && segment == 0)
         slice.store(grad, static_cast<A*>(call.d_initial_state) + blockIdx.x * size + first, place);
 }
 
@@ -497,12 +504,23 @@ bool plan_backward(const BackwardCall& call, BackwardPlan& plan) {
 }
 
 template <class Tile, int M>
-size_t parts_bytes(const BackwardCall& call) {
-    BackwardPlan plan;
-    if (!plan_backward<Tile, M>(call, plan) || plan.splits == 1) return 0;
+size_t parts_bytes(const BackwardCall& call, const BackwardPlan& plan) {
+    if (plan.splits == 1) return 0;
     const int64_t rows = static_cast<int64_t>(call.sizes.batch) * call.sizes.time * call.sizes.heads;
     const int64_t dims = call.sizes.key_dim * (call.key_decay.data ? 3 : 2) + (call.gate.data ? 1 : 0);
-    return static_cast<size_t>(plan.splits * rows * dims) * sizeof(typename Tile::A);
+    const size_t bytes = static_cast<size_t>(plan.splits * rows * dims) * sizeof(typename Tile::A);
+    return (bytes + 255) / 256 * 256;  // what lies behind is aligned, too
+}
+
+// Segments start from states that were kept.
+template <class Tile, int M>
+TimeSegments segments_of_backward(const BackwardCall& call, const BackwardPlan& plan) {
+    const Sizes& sizes = call.sizes;
+    if ((M != kKey && M != kBoth) || states_kept(sizes) == 0) return {1, sizes.time, nullptr, nullptr};
+    const int shared = BackwardOffsets<Tile, M>(call, plan).total;
+    const int64_t resident = max(1, shared_memory_limit() / (shared + 1024));
+    return find_time_segments(sizes, static_cast<int64_t>(sizes.batch) * sizes.heads * plan.splits,
+                              resident * multiprocessors());
 }
 
 template <class Tile, int M>
@@ -529,9 +547,25 @@ cudaError_t launch_backward(BackwardCall call, cudaStream_t stream) {
             free += plan.splits * rows * dim;
         }
     }
-    const dim3 grid(static_cast<unsigned>(heads), plan.splits, M == kPlain ? 2 : 1);
-    cudaError_t error = launch(recurrent_backward<Tile, M>, grid, dim3(plan.warps * kWarp),
-                               BackwardOffsets<Tile, M>(call, plan).total, stream, call, plan);
+    TimeSegments segments = segments_of_backward<Tile, M>(call, plan);
+    cudaError_t error = cudaSuccess;
+    if constexpr (M == kKey || M == kBoth) {
+        if (segments.count > 1) {
+            place_segments<A>(segments, sizes,
+                              static_cast<unsigned char*>(call.workspace) + parts_bytes<Tile, M>(call, plan));
+            ForwardCall march{};
+            march.sizes = sizes;
+            march.k = call.q;
+            march.v = call.d_out;
+            march.key_decay = call.key_decay;
+            march.value_decay = call.value_decay;
+            error = launch_segments<Tile, M, kGradientOfSegment>(march, segments, call.d_final_state, stream);
+            if (error != cudaSuccess) return error;
+        }
+    }
+    const dim3 grid(static_cast<unsigned>(heads), plan.splits, M == kPlain ? 2 : segments.count);
+    error = launch(recurrent_backward<Tile, M>, grid, dim3(plan.warps * kWarp),
+                   BackwardOffsets<Tile, M>(call, plan).total, stream, call, plan, segments);
     for (int i = 0; i < 4 && error == cudaSuccess; ++i) {
         if (!parts[i]) continue;
         const int dim = i == 3 ? 1 : sizes.key_dim;
@@ -554,8 +588,13 @@ cudaError_t launch_backward(const BackwardCall& call, cudaStream_t stream) {
 template <int M>
 size_t backward_workspace(const BackwardCall& call) {
     size_t bytes = 0;
+    if (!sizes_fit(call.sizes) || call.sizes.batch == 0) return bytes;
     with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
-        bytes = parts_bytes<decltype(tile), M>(call);
+        using Chosen = decltype(tile);
+        BackwardPlan plan;
+        if (!plan_backward<Chosen, M>(call, plan)) return cudaErrorInvalidConfiguration;
+        const TimeSegments segments = segments_of_backward<Chosen, M>(call, plan);
+        bytes = parts_bytes<Chosen, M>(call, plan) + bytes_of_segments<typename Chosen::A>(segments, call.sizes);
         return cudaSuccess;
     });
     return bytes;

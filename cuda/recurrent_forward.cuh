@@ -3,9 +3,10 @@
 // A stage of `steps` steps is converted into shared memory while the copies of the next are under way. Global memory is
 // read and written once: inputs, outputs, and a state every `interval` steps. V is split over blocks where one
 // block of kMostWarps warps does not cover it, or to occupy the device; blocks of a head then read q and k each.
+// With decays by dimension, time is split too where heads are few (recurrent_segments.cuh).
 #pragma once
 
-#include "recurrent_tile.cuh"
+#include "recurrent_segments.cuh"
 
 namespace fairseq_fastweights {
 
@@ -18,6 +19,7 @@ struct ForwardCall {
     Sequence out;
     void* final_state;
     void* states;
+    void* workspace;
 
     __host__ __device__ const Sequence& input(int i) const {
         return i == kQ ? q : i == kK ? k : i == kV ? v : i == kF ? key_decay : value_decay;
@@ -32,16 +34,18 @@ struct ForwardOffsets : Offsets {
         for (int i = 0; i < kDy; ++i) {
             const int width = i == kV || i == kZ ? values : keys;
             raw[i] = take(call.input(i).data ? steps * ((width * bytes_of(call.input(i).dtype) + 15) & ~15) : 0);
-            rows[i] = take(steps * width * element);
+            rows[i] = take(i == kQ && !call.q.data ? 0 : steps * width * element);
         }
         gate = take(steps * element);
         write = take(steps * element);
-        out = take(steps * values * element);
+        out = take(call.out.data ? steps * values * element : 0);
     }
 };
 
-template <class Tile, int M>
-__global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_forward(const ForwardCall call, const int stage) {
+// For kGradientOfSegment k and v are q and dy, and time runs backwards.
+template <class Tile, int M, March P>
+__global__ void __launch_bounds__(kMostWarps* kWarp, 1)
+    recurrent_forward(const ForwardCall call, const int stage, const TimeSegments segments) {
     using A = typename Tile::A;
     constexpr int R = Tile::kRows, C = Tile::kColumns, keys = Tile::kKeys;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -58,8 +62,13 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_forward(const 
     A* const writes = reinterpret_cast<A*>(memory + at.write);
     A* const outs = reinterpret_cast<A*>(memory + at.out);
 
-    constexpr bool decays = M == kKey || M == kBoth;
-    unsigned inputs = 1u << kQ | 1u << kK | 1u << kV;
+    constexpr bool decays = M == kKey || M == kBoth, results = P == kResults, back = P == kGradientOfSegment;
+    // Of the first segment nobody asks what it makes of a gradient.
+    const int segment = decays ? blockIdx.z + (back ? 1 : 0) : 0;
+    const int begin = segments.begin(segment), total = segments.steps(segment, sizes.time);
+    const int first_step = back ? begin + total - 1 : begin;
+
+    unsigned inputs = (results ? 1u << kQ : 0u) | 1u << kK | 1u << kV;
     if (decays && call.key_decay.data) inputs |= 1u << kF;
     if (M == kBoth && call.value_decay.data) inputs |= 1u << kZ;
 #pragma unroll
@@ -68,6 +77,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_forward(const 
         const bool key = i == kQ || i == kK || i == kF;
         table[i] = make_source(call.input(i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
                                key ? keys : values, memory + at.raw[i], memory + at.rows[i], i == kF || i == kZ);
+        table[i].from += first_step * table[i].stride;
+        if (back) table[i].stride = -table[i].stride;
     }
     if (M == kBoth && !call.key_decay.data)
         for (int i = threadIdx.x; i < stage * keys; i += blockDim.x) rows(kF)[i] = A(1);
@@ -77,12 +88,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_forward(const 
 
     A gate_ahead{};
     const auto start = [&](int time) {
-        const int steps = min(stage, sizes.time - time);
+        const int steps = min(stage, total - time);
         copy_inputs(table, inputs, time, steps);
         if constexpr (M == kScalar || M == kDelta) gate_ahead = gate.load(time, steps);
     };
     const auto convert = [&](int time) {
-        const int steps = min(stage, sizes.time - time);
+        const int steps = min(stage, total - time);
         convert_inputs<A>(table, inputs, time, steps);
         if ((M == kScalar || M == kDelta) && threadIdx.x < steps) {
             gates[threadIdx.x] = M == kDelta ? gate_ahead : exponential(gate_ahead);
@@ -95,7 +106,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_forward(const 
     };
     const auto load = [&](int s) {
         Operands x;
-        read_keys<Tile>(x.q, rows(kQ) + s * keys, place);
+        if constexpr (results) read_keys<Tile>(x.q, rows(kQ) + s * keys, place);
         read_keys<Tile>(x.k, rows(kK) + s * keys, place);
         read_values<Tile>(x.v, rows(kV) + s * values, place);
         if constexpr (decays) read_keys<Tile>(x.f, rows(kF) + s * keys, place);
@@ -106,32 +117,42 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_forward(const 
     };
 
     A state[R][C];
+    A keys_passed[R], values_passed[C];  // products of the segment's decays
+#pragma unroll
+    for (int r = 0; r < R; ++r) keys_passed[r] = A(1);
+#pragma unroll
+    for (int c = 0; c < C; ++c) values_passed[c] = A(1);
     const StateSlice<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
     const int64_t size = static_cast<int64_t>(sizes.key_dim) * sizes.value_dim;
-    const A* const initial = static_cast<const A*>(call.initial_state);
-    slice.load(state, initial ? initial + blockIdx.x * size + first : nullptr, place);
-    const int kept = states_kept(sizes);
-    A* saved = static_cast<A*>(call.states) + static_cast<int64_t>(blockIdx.x) * kept * size + first;
-    int next_save = kept ? sizes.interval : sizes.time;
+    const int64_t in_segments = static_cast<int64_t>(segment) * gridDim.x + blockIdx.x;
+    A* const of_segment = segments.count > 1 ? static_cast<A*>(segments.states) + in_segments * size + first : nullptr;
+    const A* initial = static_cast<const A*>(call.initial_state);
+    initial = segments.count > 1 ? of_segment : initial ? initial + blockIdx.x * size + first : nullptr;
+    slice.load(state, results ? initial : nullptr, place);
+    // The first state that this segment keeps, and before which of its steps.
+    const int kept = results ? states_kept(sizes) : 0;
+    const int passed = kept && begin ? begin / sizes.interval - 1 : 0;
+    A* saved = static_cast<A*>(call.states) + (static_cast<int64_t>(blockIdx.x) * kept + passed) * size + first;
+    int next_save = !kept ? total : begin ? 0 : sizes.interval;
 
     start(0);
     for (int time = 0;; time += stage) {
-        const int steps = min(stage, sizes.time - time);
+        const int steps = min(stage, total - time);
         copies_wait<0>();
         __syncthreads();
-        if (time > 0)
+        if (results && time > 0)
             store_rows(call.out, batch * call.out.batch + head * call.out.head + first, columns, outs, values, 1, 0,
-                       time - stage, min(stage, sizes.time - time + stage));
+                       begin + time - stage, min(stage, total - time + stage));
         if (steps <= 0) break;
         convert(time);
         __syncthreads();
-        if (time + stage < sizes.time) start(time + stage);
+        if (time + stage < total) start(time + stage);
         Operands next = load(0);
         for (int s = 0; s < steps;) {
             if (time + s == next_save) {
                 slice.store(state, saved, place);
                 saved += size;
-                next_save = sizes.time - next_save > sizes.interval ? next_save + sizes.interval : sizes.time;
+                next_save = total - next_save > sizes.interval ? next_save + sizes.interval : total;
             }
             for (const int stop = min(steps, next_save - time); s < stop; ++s) {
                 Operands x = next;
@@ -154,43 +175,113 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) recurrent_forward(const 
                     for (int c = 0; c < C; ++c) {
                         A old = state[r][c];
                         if constexpr (M == kScalar) old *= x.gate;
+                        if constexpr (back) old += key * x.v[c];
                         if constexpr (decays) old *= x.f[r];
                         if constexpr (M == kBoth) old *= x.z[c];
-                        state[r][c] = old + key * x.v[c];
-                        out[c] += x.q[r] * state[r][c];
+                        state[r][c] = back ? old : old + key * x.v[c];
+                        if constexpr (results) out[c] += x.q[r] * state[r][c];
                     }
+                    if constexpr (!results) keys_passed[r] *= x.f[r];
                 }
-                put_column_sums<Tile>(out, outs + s * values, place);
+                if constexpr (results) put_column_sums<Tile>(out, outs + s * values, place);
+                if constexpr (!results && M == kBoth) {
+#pragma unroll
+                    for (int c = 0; c < C; ++c) values_passed[c] *= x.z[c];
+                }
             }
         }
     }
-    slice.store(state, static_cast<A*>(call.final_state) + blockIdx.x * size + first, place);
+    if constexpr (results) {
+        if (segment == segments.count - 1)
+            slice.store(state, static_cast<A*>(call.final_state) + blockIdx.x * size + first, place);
+    } else {
+        slice.store(state, of_segment, place);
+        A* const products = static_cast<A*>(segments.passed) + in_segments * (sizes.key_dim + sizes.value_dim);
+        if (blockIdx.y == 0 && place.warp == 0 && place.value_lane == 0) {
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+                if (place.row(r) < sizes.key_dim) products[place.row(r)] = keys_passed[r];
+        }
+        if (place.key_lane == 0) {
+#pragma unroll
+            for (int c = 0; c < C; ++c)
+                if (place.column + c < columns) products[sizes.key_dim + first + place.column + c] = values_passed[c];
+        }
+    }
 }
 
 // Shared memory that leaves room for several blocks on a multiprocessor.
 constexpr int kComfortable = 40 * 1024;
 
-template <class Tile, int M>
-cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
+// How a launch is laid out.
+struct ForwardPlan {
+    int warps, splits, stage;
+};
+
+template <class Tile>
+int shared_of_forward(const ForwardCall& call, const ForwardPlan& plan) {
+    return ForwardOffsets(call, plan.stage, Tile::kKeys, Tile::padded(plan.warps), sizeof(typename Tile::A)).total;
+}
+
+template <class Tile>
+ForwardPlan plan_forward(const ForwardCall& call) {
     const Sizes& sizes = call.sizes;
     const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads;
-    int warps = min(kMostWarps, (sizes.value_dim + Tile::kWarpValues - 1) / Tile::kWarpValues);
-    int device = 0, processors = 1;
-    if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    if (cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-        error != cudaSuccess)
-        return error;
-    const auto splits = [&] {
-        return (sizes.value_dim + warps * Tile::kWarpValues - 1) / (warps * Tile::kWarpValues);
+    ForwardPlan plan{min(kMostWarps, (sizes.value_dim + Tile::kWarpValues - 1) / Tile::kWarpValues), 0,
+                     min(16, sizes.time)};
+    const int processors = multiprocessors();
+    const auto split = [&] {
+        plan.splits = (sizes.value_dim + plan.warps * Tile::kWarpValues - 1) / (plan.warps * Tile::kWarpValues);
+        return heads * plan.splits;
     };
-    while (warps > 1 && heads * splits() < processors) warps = (warps + 1) / 2;
-    int steps = min(16, sizes.time);
-    const auto bytes = [&] {
-        return ForwardOffsets(call, steps, Tile::kKeys, Tile::padded(warps), sizeof(typename Tile::A)).total;
-    };
-    while (steps > 1 && bytes() > kComfortable) steps /= 2;
-    return launch(recurrent_forward<Tile, M>, dim3(static_cast<unsigned>(heads), splits()), dim3(warps * kWarp),
-                  bytes(), stream, call, steps);
+    while (split() < processors && plan.warps > 1) plan.warps = (plan.warps + 1) / 2;
+    while (plan.stage > 1 && shared_of_forward<Tile>(call, plan) > kComfortable) plan.stage /= 2;
+    return plan;
+}
+
+// Warps that keep a multiprocessor busy: two for each of its schedulers.
+constexpr int kBusyWarps = 8;
+
+template <class Tile, int M>
+TimeSegments segments_of_forward(const ForwardCall& call, const ForwardPlan& plan) {
+    if (M != kKey && M != kBoth) return {1, call.sizes.time, nullptr, nullptr};
+    const int64_t warps = static_cast<int64_t>(call.sizes.batch) * call.sizes.heads * plan.splits * plan.warps;
+    return find_time_segments(call.sizes, warps, static_cast<int64_t>(kBusyWarps) * multiprocessors());
+}
+
+template <class Tile, int M, March P>
+cudaError_t launch_march(const ForwardCall& call, const ForwardPlan& plan, const TimeSegments& segments,
+                         cudaStream_t stream) {
+    const unsigned heads = static_cast<unsigned>(call.sizes.batch) * call.sizes.heads;
+    const unsigned divided = P == kResults ? segments.count : segments.count - 1;
+    return launch(recurrent_forward<Tile, M, P>, dim3(heads, plan.splits, divided), dim3(plan.warps * kWarp),
+                  shared_of_forward<Tile>(call, plan), stream, call, plan.stage, segments);
+}
+
+// What segments make of a state, or, with q and d_out as k and v, of a gradient, and with what each starts therefore.
+// `first`: the state before the first, or the gradient after the last.
+template <class Tile, int M, March P>
+cudaError_t launch_segments(ForwardCall call, const TimeSegments& segments, const void* first, cudaStream_t stream) {
+    call.q = {};
+    call.out = {};
+    const cudaError_t error = launch_march<Tile, M, P>(call, plan_forward<Tile>(call), segments, stream);
+    if (error != cudaSuccess) return error;
+    return launch_carry_decayed<typename Tile::A>(segments, call.sizes, first, P == kGradientOfSegment, stream);
+}
+
+template <class Tile, int M>
+cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
+    const ForwardPlan plan = plan_forward<Tile>(call);
+    TimeSegments segments = segments_of_forward<Tile, M>(call, plan);
+    if constexpr (M == kKey || M == kBoth) {
+        if (segments.count > 1) {
+            place_segments<typename Tile::A>(segments, call.sizes, call.workspace);
+            const cudaError_t error =
+                launch_segments<Tile, M, kStateOfSegment>(call, segments, call.initial_state, stream);
+            if (error != cudaSuccess) return error;
+        }
+    }
+    return launch_march<Tile, M, kResults>(call, plan, segments, stream);
 }
 
 template <int M>
@@ -200,6 +291,19 @@ cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
     return with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
         return launch_forward<decltype(tile), M>(call, stream);
     });
+}
+
+template <int M>
+size_t forward_workspace(const ForwardCall& call) {
+    size_t bytes = 0;
+    if (!sizes_fit(call.sizes) || call.sizes.batch == 0) return bytes;
+    with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
+        using Chosen = decltype(tile);
+        const TimeSegments segments = segments_of_forward<Chosen, M>(call, plan_forward<Chosen>(call));
+        bytes = bytes_of_segments<typename Chosen::A>(segments, call.sizes);
+        return cudaSuccess;
+    });
+    return bytes;
 }
 
 }  // namespace fairseq_fastweights

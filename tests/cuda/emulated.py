@@ -142,6 +142,7 @@ class Emulator:
         self.library.emulation_error.restype = c_char_p
         self.library.emulation_schedule.argtypes = [c_int64]
         self.library.emulation_device.argtypes = [c_int32, c_int32]
+        self.workspaces: dict[str, int] = {}  # bytes that the last launch of an operation asked for
 
     @contextmanager
     def schedule(self, seed: int) -> Iterator[None]:
@@ -359,7 +360,7 @@ class Emulator:
         if algorithm:
             ask = getattr(self.library, f"{name}_workspace")
             ask.restype = c_size_t
-            size = ask(ctypes.byref(params))
+            size = self.workspaces[operation] = ask(ctypes.byref(params))
             workspace = torch.full((size + 512,), 0xFF, dtype=torch.uint8)  # NaN in every type
             start = -workspace.data_ptr() % 256
             params.workspace = workspace.data_ptr() + start if size else None

@@ -108,6 +108,47 @@ def test_every_interval(emulator: Emulator, rule: Rule, interval: int) -> None:
     check(emulator, rule, torch.float32, interval, B=1, T=70, H=1, K=5, V=7)
 
 
+DECAYS = (RULE["decay"], RULE["decay of keys"], RULE["decay of values"])
+
+
+def check_divided(emulator: Emulator, rule: Rule, dtype: torch.dtype, interval: int, **shape: object) -> None:
+    check(emulator, rule, dtype, interval, **shape)
+    assert emulator.workspaces["diagonal_forward"] > 0
+    assert emulator.workspaces["diagonal_backward"] > 0
+
+
+@pytest.mark.parametrize(("T", "interval"), [(384, 128), (391, 64), (512, 96), (520, 5)])
+@pytest.mark.parametrize("rule", DECAYS, ids=label)
+def test_few_heads_are_divided_in_time(emulator: Emulator, rule: Rule, T: int, interval: int) -> None:
+    """One head leaves most of the emulated device's multiprocessors idle: its steps are worked on in segments."""
+    check_divided(emulator, rule, torch.float32, interval, B=1, T=T, H=1, K=5, V=7)
+
+
+@pytest.mark.parametrize("regime", RULE["decay"].regimes, ids=label)
+@pytest.mark.parametrize("rule", DECAYS, ids=label)
+def test_segments_of_every_regime(emulator: Emulator, rule: Rule, regime: str) -> None:
+    check_divided(emulator, rule, torch.float32, 64, B=1, T=400, H=2, K=3, V=4, regime=regime)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+def test_segments_of_every_dtype(emulator: Emulator, dtype: torch.dtype) -> None:
+    extras = torch.float64 if dtype == torch.float64 else torch.float32
+    check_divided(emulator, RULE["decay"], dtype, 64, B=2, T=390, H=1, K=5, V=6, extras_dtype=extras)
+
+
+@pytest.mark.parametrize("rule", DECAYS, ids=label)
+def test_segments_of_states_that_several_blocks_share(emulator: Emulator, rule: Rule) -> None:
+    check_divided(emulator, rule, torch.float32, 128, B=1, T=400, H=1, K=36, V=40, initial_state=False)
+
+
+def test_nothing_is_divided_without_need(emulator: Emulator) -> None:
+    # Too short; no state to start the way back from; enough heads.
+    for T, H, interval, back in ((380, 1, 64, 0), (400, 1, 0, 0), (384, 355, 64, 0)):
+        check(emulator, RULE["decay"], torch.float32, interval, B=1, T=T, H=H, K=2, V=2)
+        assert emulator.workspaces["diagonal_backward"] == back
+        assert emulator.workspaces["diagonal_forward"] == 0 or interval == 0
+
+
 @pytest.mark.parametrize("rule", [RULE["gated"], RULE["delta"], RULE["sum"]], ids=label)
 def test_kept_states_are_those_before_their_steps(emulator: Emulator, rule: Rule) -> None:
     T, interval = 23, 5
@@ -174,9 +215,9 @@ def test_strides_do_not_change_a_bit(emulator: Emulator, rule: Rule, dtype: torc
 
 
 @pytest.mark.parametrize("rule", [RULE["sum"], RULE["gated"], RULE["decay"], RULE["delta"]], ids=label)
-@pytest.mark.parametrize(("K", "V"), [(20, 40), (100, 36)])
-def test_threads_may_run_in_any_order(emulator: Emulator, rule: Rule, K: int, V: int) -> None:
-    inputs = rule.inputs(B=1, T=21, K=K, V=V)
+@pytest.mark.parametrize(("T", "K", "V"), [(21, 20, 40), (21, 100, 36), (390, 3, 5)])
+def test_threads_may_run_in_any_order(emulator: Emulator, rule: Rule, T: int, K: int, V: int) -> None:
+    inputs = rule.inputs(B=1, T=T, H=1 if T > 300 else 2, K=K, V=V)
     weights = weights_for(inputs)
     expected = emulator.run(rule, inputs, interval=6, weights=weights)
     for seed in (1, 7):

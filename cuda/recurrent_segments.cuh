@@ -1,0 +1,94 @@
+// Long sequences of few heads, with decays by dimension: time is dealt out to several blocks in segments, so that the
+// device is full.
+//
+// What a segment makes of the state is S_end = (F Z^T) * S_start + C, with F and Z the products of its decays. A first
+// launch finds F, Z and C (a march from zeros) for all segments at once; a second carries the state from segment to
+// segment; the third is the march that computes results, each segment from its own start. The way back is the same:
+// dS_start = (F Z^T) * dS_end + C', where C' comes of a march back through q and dy alone.
+//
+// It is what chunked_segments.cuh does for a number in place of F Z^T.
+#pragma once
+
+#include "recurrent_tile.cuh"
+
+namespace fairseq_fastweights {
+
+// What a launch of the forward kernel is for: results, or what a segment makes of a state, or of a gradient, of zeros.
+enum March { kResults, kStateOfSegment, kGradientOfSegment };
+
+struct TimeSegments {
+    int count;     // 1: the sequence is not divided
+    int length;    // in steps, of all but the last; a multiple of the interval between kept states, if any are kept
+    void* states;  // (segment, head, key_dim, value_dim): C, then what the last launch starts from
+    void* passed;  // (segment, head, key_dim + value_dim): F and Z
+
+    __device__ __forceinline__ int begin(int segment) const { return segment * length; }
+    __device__ __forceinline__ int steps(int segment, int time) const { return min(length, time - begin(segment)); }
+};
+
+constexpr int kShortestSegment = 128;
+
+// Divides if `active` warps, or blocks, leave most of a device idle that is busy with `capacity` of them. The first
+// launch costs about half of the last one, so that two segments would gain little.
+inline TimeSegments find_time_segments(const Sizes& sizes, int64_t active, int64_t capacity) {
+    TimeSegments segments{1, sizes.time, nullptr, nullptr};
+    const int64_t wanted = capacity / active, most = sizes.time / kShortestSegment;
+    const int64_t count = wanted < most ? wanted : most;
+    if (count < 3) return segments;
+    const int unit = states_kept(sizes) ? sizes.interval : 1;
+    const int64_t length = (sizes.time + count - 1) / count, units = (length + unit - 1) / unit;
+    if (units * unit >= sizes.time) return segments;
+    segments.length = static_cast<int>(units * unit);
+    segments.count = (sizes.time + segments.length - 1) / segments.length;
+    return segments;
+}
+
+template <typename A>
+size_t bytes_of_segments(const TimeSegments& segments, const Sizes& sizes) {
+    if (segments.count == 1) return 0;
+    const size_t of_head = static_cast<size_t>(sizes.key_dim) * sizes.value_dim + sizes.key_dim + sizes.value_dim;
+    return sizeof(A) * segments.count * sizes.batch * sizes.heads * of_head;
+}
+
+template <typename A>
+void place_segments(TimeSegments& segments, const Sizes& sizes, void* workspace) {
+    segments.states = workspace;
+    segments.passed = static_cast<A*>(workspace) + static_cast<int64_t>(segments.count) * sizes.batch * sizes.heads *
+                                                       sizes.key_dim * sizes.value_dim;
+}
+
+// An element of a head's state to a thread. `first`: the state before the first segment, or, `reverse`, the gradient
+// after the last; null: zeros.
+template <typename A>
+__global__ void __launch_bounds__(256) carry_decayed(const TimeSegments segments, const Sizes sizes, const A* first,
+                                                     const int reverse) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int elements = sizes.key_dim * sizes.value_dim;
+    const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads;
+    if (i >= heads * elements) return;
+    const int64_t head = i / elements;
+    const int element = static_cast<int>(i % elements);
+    const int row = element / sizes.value_dim, column = element % sizes.value_dim;
+    A state = first == nullptr ? A(0) : first[i];
+    for (int step = 0; step < segments.count; ++step) {
+        const int64_t index = (reverse ? segments.count - 1 - step : step) * heads + head;
+        A& place = static_cast<A*>(segments.states)[index * elements + element];
+        A next = A(0);
+        if (step + 1 < segments.count) {  // what the last makes of it, nobody asks
+            const A* const passed = static_cast<const A*>(segments.passed) + index * (sizes.key_dim + sizes.value_dim);
+            next = passed[row] * passed[sizes.key_dim + column] * state + place;
+        }
+        place = state;
+        state = next;
+    }
+}
+
+template <typename A>
+cudaError_t launch_carry_decayed(const TimeSegments& segments, const Sizes& sizes, const void* first, bool reverse,
+                                 cudaStream_t stream) {
+    const int64_t count = static_cast<int64_t>(sizes.batch) * sizes.heads * sizes.key_dim * sizes.value_dim;
+    return launch(carry_decayed<A>, dim3(static_cast<unsigned>((count + 255) / 256)), dim3(256), 0, stream, segments,
+                  sizes, static_cast<const A*>(first), static_cast<int>(reverse));
+}
+
+}  // namespace fairseq_fastweights
