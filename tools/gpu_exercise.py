@@ -29,8 +29,15 @@ from fairseq_fastweights import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # (batch, time, heads, key_dim, value_dim): fewer steps than any chunk, one chunk, several and a part of one; sizes that
-# fit no tile, and ones that fill them.
-SMALL_SHAPES = ((2, 5, 3, 7, 9), (1, 64, 2, 16, 16), (1, 131, 1, 33, 65), (1, 200, 1, 64, 64), (2, 2, 1, 130, 5))
+# fit no tile, and ones that fill them; steps enough for one head to be divided in time.
+SMALL_SHAPES = (
+    (2, 5, 3, 7, 9),
+    (1, 64, 2, 16, 16),
+    (1, 131, 1, 33, 65),
+    (1, 200, 1, 64, 64),
+    (2, 2, 1, 130, 5),
+    (1, 530, 1, 12, 7),
+)
 LARGE_SHAPES = ((8, 256, 8, 16, 16), (2, 1024, 4, 64, 64), (1, 4096, 2, 64, 128))
 ALGORITHMS = ("recurrent", "chunked")
 """Of the CUDA kernels: what FASTWEIGHTS_CUDA_ALGORITHM may ask for, where both can run."""
