@@ -20,18 +20,8 @@ models, results, training = map(import_module, ("synthetic.models", "synthetic.r
 
 FOLDER = EXAMPLES / "synthetic" / "results"
 REQUIRED = {1: (20, 60, 100, 140, 200, 300, 400, 500, 600), 2: (20, 60, 100, 140, 180)}
-MISSING = {
-    1: {
-        *(("favor-512", size) for size in (400, 500, 600)),
-    },
-    2: {
-        *(("delta-favor-64", size) for size in (140, 180)),
-        *(("tanh-dpfp-1", size) for size in (100, 140, 180)),
-        *(("tanh-bare", size) for size in (100, 140, 180)),
-        *(("tanh-dpfp-1-bare", size) for size in (60, 100, 140, 180)),
-    },
-}
-"""Points that were not run; docs/synthetic.md says so."""
+MODELS = {setting: [name for name in models.MODELS[setting] if not name.endswith("-bare")] for setting in REQUIRED}
+"""Those of the paper, by setting: all but the ones without layer normalisation."""
 DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}
 """The capacity of each."""
 
@@ -58,17 +48,12 @@ def loss(finished: dict[tuple[int, str, int], Any]) -> Any:
     return of
 
 
-@pytest.mark.parametrize("setting", [1, 2])
-def test_no_more_points_are_missing_than_the_document_says(
+@pytest.mark.parametrize("setting", REQUIRED)
+def test_all_of_the_papers_models_were_trained_at_all_sizes(
     setting: int, finished: dict[tuple[int, str, int], Any]
 ) -> None:
-    missing = {
-        (model, size)
-        for model in models.MODELS[setting]
-        for size in REQUIRED[setting]
-        if (setting, model, size) not in finished
-    }
-    assert missing <= MISSING[setting]
+    required = {(setting, model, size) for model in MODELS[setting] for size in REQUIRED[setting]}
+    assert required <= finished.keys()
 
 
 def test_every_training_ended_as_the_paper_says(finished: dict[tuple[int, str, int], Any]) -> None:
@@ -102,22 +87,20 @@ def test_a_larger_capacity_is_never_worse(size: int, loss: Any) -> None:
     assert by_capacity == sorted(by_capacity, reverse=True)
 
 
-def test_favor_never_comes_to_the_target(finished: dict[tuple[int, str, int], Any]) -> None:
-    favor = [result for (_, model, _), result in finished.items() if model.startswith("favor")]
-    assert len(favor) >= 12
-    assert all(result.stopped == "no progress" and result.best_loss > training.TARGET for result in favor)
+def test_favor_never_comes_to_the_target(loss: Any) -> None:
+    favor = [model for model in MODELS[1] if model.startswith("favor")]
+    assert min(loss(1, model, size) for model in favor for size in REQUIRED[1]) > 10 * training.TARGET
 
 
-@pytest.mark.parametrize("size", (20, 60, 100))
+@pytest.mark.parametrize("size", [size for size in REQUIRED[1] if size <= 200])
 def test_favor_is_better_with_more_features(size: int, loss: Any) -> None:
     assert loss(1, "favor-64", size) > loss(1, "favor-128", size) > loss(1, "favor-512", size)
 
 
 @pytest.mark.parametrize("size", REQUIRED[1])
-def test_no_memory_is_better_than_softmax(size: int, finished: dict[tuple[int, str, int], Any], loss: Any) -> None:
+def test_no_memory_is_better_than_softmax(size: int, loss: Any) -> None:
     """Down to the target, where training ends."""
-    others = [name for name in models.MODELS[1] if (1, name, size) in finished and name != "softmax"]
-    best = min(loss(1, name, size) for name in others)
+    best = min(loss(1, name, size) for name in MODELS[1] if name != "softmax")
     assert max(loss(1, "softmax", size), training.TARGET) <= max(best, training.TARGET)
 
 
@@ -130,11 +113,9 @@ def test_softmax_holds_400_pairs_and_struggles_from_500_on(loss: Any) -> None:
 
 
 @pytest.mark.parametrize("size", REQUIRED[2])
-def test_the_delta_rule_is_better_than_the_papers_other_rules(
-    size: int, finished: dict[tuple[int, str, int], Any], loss: Any
-) -> None:
-    others = [name for name in ("sum-dpfp-1", "tanh", "tanh-dpfp-1") if (2, name, size) in finished]
-    assert loss(2, "delta-dpfp-1", size) < min(loss(2, name, size) for name in others)
+def test_the_delta_rule_is_better_than_the_papers_other_rules(size: int, loss: Any) -> None:
+    others = [loss(2, name, size) for name in ("sum-dpfp-1", "tanh", "tanh-dpfp-1")]
+    assert loss(2, "delta-dpfp-1", size) < min(others)
 
 
 @pytest.mark.parametrize("size", REQUIRED[2])
