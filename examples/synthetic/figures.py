@@ -88,7 +88,7 @@ def _draw_curves(results: Sequence[Result], number: int, setting: int, size: int
 def _axes() -> tuple[Any, Any]:
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=(8, 5), layout="constrained")
+    return pyplot.subplots(figsize=(8, 5.4), layout="constrained")
 
 
 def _style(index: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _save(figure: Any, axes: Any, title: str, number: int, folder: Path) -> Path
 
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     path = folder / f"synthetic-figure{number}.png"
     new = path.with_name(f"{path.name}.new")
     figure.savefig(new, dpi=120, format="png")
