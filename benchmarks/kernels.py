@@ -15,6 +15,7 @@ import argparse
 from functools import partial
 
 from harness import records, targets
+from harness.allocation import keep_freed_memory
 from harness.cases import DTYPES, QUICK_SHAPES, SHAPES, Pass, Shape
 from harness.kernel_tables import render
 from harness.measuring import Case, add_options, add_peer_options, all_contestants, list_of, measure_all, set_up
@@ -41,6 +42,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     set_up(options)
+    if options.device == "cpu":
+        keep_freed_memory()
 
     shapes = [SHAPES[name] for name in options.shapes or SHAPES]
     if options.quick:

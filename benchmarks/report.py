@@ -40,7 +40,8 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Record], str]]] = {
         "`-O3 -march=native -ffast-math`, is the sum rule alone. Every contestant has its own layout, contiguous; "
         "forward+backward makes the gradients of all inputs, gates included. The limit is the larger of two times: "
         "every input, output and gradient moved once over the bandwidth of a copy of that many bytes, and the "
-        "recurrence's operations over the rate of a matrix product.",
+        "recurrence's operations over the rate of a matrix product. On a CPU what calls free is kept for those after "
+        "them, so that none waits for the system to hand out pages.",
         kernel_tables.render,
     ),
     "generation": (

@@ -34,4 +34,4 @@ def test_a_record_of_another_method_is_not_current() -> None:
         assert records.is_current(record)
         assert not records.is_current(record | {"method": record["method"] + 1})
     # What was written before there were methods is of the first.
-    assert records.is_current({"program": "kernels"}) and not records.is_current({"program": "generation"})
+    assert records.is_current({"program": "training"}) and not records.is_current({"program": "generation"})
