@@ -91,6 +91,7 @@ def test_all_rules_and_both_starts_are_run_if_none_is_named(tmp_path: Path, comm
         (["decay-4"], {}, "MODEL is decay-4; it must be source or RULE-M-START, as in decay-16-converted"),
         (["sum-4-scratch"], {}, "MODEL is sum-4-scratch; it must be source or"),
         (["decay-0-scratch"], {}, "MODEL is decay-0-scratch; it must be source or"),
+        (["source"], {"JOBS": "0"}, "JOBS is 0; it must be a positive number"),
         (["source"], {"UPDATES": "15"}, "UPDATES is 15; it must be a positive multiple of ten"),
         (["decay-4-converted"], {}, "source is not trained yet; decay-4-converted starts from it"),
     ],

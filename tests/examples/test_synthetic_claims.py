@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 sys.path.insert(0, str(EXAMPLES))  # as when run.py is started
-models, results, training = map(import_module, ("synthetic.models", "synthetic.results", "synthetic.training"))
+models, results, retrieval, training = (
+    import_module(f"synthetic.{name}") for name in ("models", "results", "retrieval", "training")
+)
 
 FOLDER = EXAMPLES / "synthetic" / "results"
 REQUIRED = {1: (20, 60, 100, 140, 200, 300, 400, 500, 600), 2: (20, 60, 100, 140, 180)}
@@ -103,6 +106,42 @@ def test_no_memory_is_better_than_softmax(size: int, loss: Any) -> None:
 def test_softmax_holds_400_pairs_and_struggles_from_500_on(loss: Any) -> None:
     assert all(loss(1, "softmax", size) < training.TARGET for size in REQUIRED[1] if size <= 400)
     assert training.TARGET < loss(1, "softmax", 500) < loss(1, "softmax", 600) < 0.1
+
+
+def weights(steps: int, size: int) -> dict[str, tuple[float, float]]:
+    """What FAVOR+ with 64 features, trained for `steps`, and exact attention of its queries and keys weigh values with.
+
+    For each the weight of the right value and the sum of all weights' squares, means over all queries.
+    """
+    point = training.Point(1, "favor-64", size)
+    torch.manual_seed(point.seed)
+    retriever = models.Retriever(models.MODELS[1][point.model], size)
+    optimizer = torch.optim.Adam(retriever.parameters(), lr=training.LEARNING_RATE)
+    for _ in range(steps):
+        training.train_step(retriever, optimizer, point)
+    found = {}
+    favor, exact = retriever.memory, models.MODELS[1]["softmax"].build()
+    for name, memory in (("favor", favor), ("exact", exact)):
+        retriever.memory = memory
+        torch.manual_seed(1)
+        sequences = retrieval.draw_sequences(1, size, training.EVALUATED)
+        queries, values, _ = retrieval.all_queries(sequences)
+        with torch.no_grad():
+            read = retriever.eval()(
+                sequences, queries
+            )  # values are one-hot, and each is there once: these are the weights
+        found[name] = (read.gather(2, values[..., None]).mean().item(), read.square().sum(2).mean().item())
+    return found
+
+
+def test_favor_puts_its_weight_on_wrong_values_before_any_training() -> None:
+    (favor, favor_square), (_, exact_square) = weights(0, 300).values()
+    assert 0.3 < favor_square < 0.5 and 0.2 < exact_square < 0.35 and favor < 0.005
+
+
+def test_favor_does_not_find_what_exact_attention_of_its_keys_would() -> None:
+    (favor, _), (exact, _) = weights(600, 20).values()
+    assert exact > 0.95 and 0.4 < favor < 0.6
 
 
 # --- Setting 2
