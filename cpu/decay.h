@@ -1,7 +1,7 @@
 // Decays of rows and columns, S_t = (f_t z_t^T) * S_{t-1} + k_t v_t^T, step by step with the state in registers.
 //
 // The elements of the state do not depend on one another, so a tile of it passes through a whole chunk on its own. Where
-// states are small this beats halving chunks (diagonal.h): three multiplications an element and step against the many
+// states are small this beats halving chunks (levels.h): three multiplications an element and step against the many
 // short rows of the levels. Products with everything in the other dimension are sums over the tile's rows; so the
 // backward pass goes over the state twice, once with columns in the lanes of a vector (for v and z) and once, on
 // transposed states, with rows (for q, k and f). With G the gradient of S:

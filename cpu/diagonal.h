@@ -1,23 +1,11 @@
 // The diagonal family: S_t = decay_t * S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, a chunk of 16 steps at a time.
 //
 // Without decays a chunk is a causal matrix product. A decay that the whole state shares multiplies its scores:
-// D[t][s] = g_{s+1} ... g_t, made row by row as running products. Decays of rows f and columns z, one for each key and
-// value dimension, cannot be pulled out of the scores; so the chunk is halved again and again, and in each block of
-// 2h steps every t of the second half reads every s of the first:
-//
-//     y_t += Pz_t * sum_s <q_t * Pf_t, k_s * Rf_s> v_s * Rz_s
-//     P_t = product of the decays of (m, t], R_s = product of those of (s, m], m the first half's last step
-//
-// No factor exceeds 1 and nothing is divided or subtracted, so gates of 1e-6, or 0, do no harm. Each pair s < t meets
-// in one block; the pairs s = t decay by nothing. Doubling h makes the factors of the next level out of these:
-// R_s *= P of the second half's last step (s in the first half), P_t *= P of the first half's last step (t in the second).
-// After the last level P reaches from the chunk's start to t and R from s to its end, which is what reading the state
-// before the chunk and writing the one after it take.
-//
-// The gradient of a log decay collects, for step u, the products of all pairs with s < u <= t: again plain sums.
+// D[t][s] = g_{s+1} ... g_t, made row by row as running products. Decays of rows and columns, one for each key and value
+// dimension, divide the chunk into pairs, blocks and halves (levels.h).
 #pragma once
 
-#include "chunk.h"
+#include "levels.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
@@ -53,139 +41,6 @@ template <class real> struct SharedDecay {
         }
     }
 };
-
-// Decays of rows (or columns) in a chunk, and the factors of the current level; null without decays.
-template <class real> struct Factors {
-    index_t n = 0, ld = 0;
-    real* gates = nullptr;   // exp of the logs, a slot for each chunk
-    real* gate = nullptr;    // those of the chunk at hand
-    real* prefix = nullptr;  // P
-    real* suffix = nullptr;  // R
-
-    void take(Scratch<real>& scratch, const Sequence& logs, index_t dim, index_t slots) {
-        n = dim;
-        ld = padded(dim);
-        if (logs.data == nullptr) return;
-        gates = scratch.take(slots * CHUNK * ld);
-        prefix = scratch.take(CHUNK * ld);
-        suffix = scratch.take(CHUNK * ld);
-    }
-
-    void choose(index_t slot) {
-        if (gates != nullptr) gate = gates + slot * CHUNK * ld;
-    }
-
-    void load(const Sequence& logs, index_t b, index_t t, index_t h, index_t rows) {
-        if (gate == nullptr) return;
-        load_steps(gate, logs, b, t, h, rows, n, 1);
-        exponentiate(gate, rows * ld);
-        if (rows < CHUNK) fill(gate + rows * ld, real(1), (CHUNK - rows) * ld);
-    }
-
-    // The factors of the first level.
-    void begin() {
-        if (gate == nullptr) return;
-        copy(prefix, gate, CHUNK * ld);
-        fill(suffix, real(1), CHUNK * ld);
-    }
-
-    // From blocks of 2 half steps to blocks of twice as many.
-    void widen(index_t half) {
-        for (index_t block = 0; gate != nullptr && block < CHUNK; block += 2 * half) {
-            const real* first = prefix + (block + half - 1) * ld;
-            const real* second = prefix + (block + 2 * half - 1) * ld;
-            for (index_t i = 0; i < half; ++i) {
-                multiply(suffix + (block + i) * ld, suffix + (block + i) * ld, second, ld);
-            }
-            for (index_t i = 0; i < half; ++i) {
-                real* row = prefix + (block + half + i) * ld;
-                if (row != second) multiply(row, row, first, ld);
-            }
-            multiply(prefix + (block + 2 * half - 1) * ld, second, first, ld);
-        }
-    }
-
-    // Past all levels: the factors of reading from before the chunk and of writing to after it.
-    void widen_to_chunk() {
-        for (index_t half = 1; half < CHUNK; half *= 2) widen(half);
-    }
-
-    const real* total() const { return gate ? prefix + (CHUNK - 1) * ld : nullptr; }
-
-    void apply_row(real* y, const real* x, const real* factor) const {
-        if (gate != nullptr) {
-            multiply(y, x, factor, ld);
-        } else {
-            copy(y, x, ld);
-        }
-    }
-    void apply(real* y, const real* x, const real* factors) const {
-        gate ? multiply(y, x, factors, CHUNK * ld) : copy(y, x, CHUNK * ld);
-    }
-    void apply_add(real* y, const real* x, const real* factors) const {
-        gate ? multiply_add(y, x, factors, CHUNK * ld) : add(y, x, CHUNK * ld);
-    }
-};
-
-// Two levels at a time fill 16 rows: of each the 8 steps in second halves, which read, and the 8 in first halves, which
-// are read. Row i is step reads(i) or is_read(i).
-struct Levels {
-    unsigned half_of_first;  // 1 or 4: the levels with this half and twice it
-    unsigned shift;          // its binary logarithm
-    index_t half(index_t i) const { return i < 8 ? half_of_first : 2 * half_of_first; }
-    index_t is_read(index_t i) const {
-        const unsigned j = i & 7, log = shift + (i >> 3);
-        return (j >> log << (log + 1)) | (j & ((1u << log) - 1));
-    }
-    index_t reads(index_t i) const { return is_read(i) + half(i); }
-    // The rows that meet reader i: those from first(i) on, half(i) of them.
-    index_t first(index_t i) const { return i & ~(half(i) - 1); }
-};
-constexpr Levels LEVELS[2] = {{1, 0}, {4, 2}};
-
-// What the rows of two levels are made of.
-template <class real> struct LevelRows {
-    real* readers;       // q * Pf, or dy * Pz
-    real* read;          // k * Rf, or v * Rz
-    real* of_readers;    // the factors Pf or Pz themselves
-    real* of_read;       // Rf or Rz
-
-    void take(Scratch<real>& scratch, index_t ld) {
-        readers = scratch.take(CHUNK * ld);
-        read = scratch.take(CHUNK * ld);
-        of_readers = scratch.take(CHUNK * ld);
-        of_read = scratch.take(CHUNK * ld);
-    }
-
-    // Fills the 8 rows of one level; `second` (q or dy) may be null.
-    void gather(const Factors<real>& factors, const Levels& levels, index_t from, const real* second,
-                const real* first) {
-        const index_t ld = factors.ld;
-        const bool decays = factors.gate != nullptr;
-        for (index_t i = from; i < from + 8; ++i) {
-            const index_t t = levels.reads(i), s = levels.is_read(i);
-            if (decays) {
-                copy(of_readers + i * ld, factors.prefix + t * ld, ld);
-                copy(of_read + i * ld, factors.suffix + s * ld, ld);
-            }
-            if (second) factors.apply_row(readers + i * ld, second + t * ld, of_readers + i * ld);
-            factors.apply_row(read + i * ld, first + s * ld, of_read + i * ld);
-        }
-    }
-};
-
-template <class real> inline void mask_levels(real* scores, const Levels& levels) {
-    using index = typename Index<real>::type;
-    constexpr int W = Vector<real>::lanes;
-    for (index_t i = 0; i < CHUNK; ++i) {
-        const int first = static_cast<int>(levels.first(i)), end = first + static_cast<int>(levels.half(i));
-        for (int j = 0; j < CHUNK; j += W) {
-            const index lane = lane_numbers<real>() + j;
-            const index kept = (lane >= index{} + first) & (lane < index{} + end);
-            store(scores + i * CHUNK + j, kept ? load(scores + i * CHUNK + j) : vec<real>{});
-        }
-    }
-}
 
 template <class real> inline void decay_state(real* state, const real* f, const real* z, index_t keys, index_t ld) {
     constexpr int W = Vector<real>::lanes;
@@ -256,8 +111,8 @@ template <class real, Decay decay> class DiagonalChunk {
             }
         }
         if (decay == Decay::separate) {
-            f.load(p_.log_key_decay, b, t, h, rows);
-            z.load(p_.log_value_decay, b, t, h, rows);
+            f.open(p_.log_key_decay, b, t, h, rows);
+            z.open(p_.log_value_decay, b, t, h, rows);
         }
     }
 
@@ -275,9 +130,7 @@ template <class real, Decay decay> class DiagonalChunk {
     void forward(real* state, bool empty) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
         if (decay == Decay::separate) {
-            f.begin();
-            z.begin();
-            read_within_chunk_by_levels();
+            read_within_chunk();
         } else {
             transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
             product<false, Into::set>(rows_, CHUNK, K, scores, CHUNK, q, Kp, keys_t, CHUNK);
@@ -319,9 +172,7 @@ template <class real, Decay decay> class DiagonalChunk {
             fill(d_log, real(0), CHUNK);
         }
         if (decay == Decay::separate) {
-            f.begin();
-            z.begin();
-            backward_by_levels();
+            differentiate_within_chunk();
         } else {
             transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
             transpose(dy_t, CHUNK, y, Vp, CHUNK, Vp);
@@ -401,84 +252,80 @@ template <class real, Decay decay> class DiagonalChunk {
         product<true, Into::add>(K, Vp, rows_, state, Vp, scaled(k, scaled_k), Kp, z.gate ? scaled_v : v, Vp);
     }
 
-    void gather_levels(const Levels& levels, const real* dy) {
+    void gather_levels(const real* dy) {
+        f.begin();
+        z.begin();
         for (index_t from = 0; from < CHUNK; from += 8) {
-            key_rows.gather(f, levels, from, q, k);
-            value_rows.gather(z, levels, from, dy, v);
-            f.widen(levels.half(from));
-            z.widen(levels.half(from));
+            key_rows.gather(f, from, q, k);
+            value_rows.gather(z, from, dy, v);
+            f.widen(levels::half(from));
+            z.widen(levels::half(from));
         }
         transpose(keys_t, CHUNK, key_rows.read, Kp, CHUNK, Kp);
         product<false, Into::set>(CHUNK, CHUNK, K, scores, CHUNK, key_rows.readers, Kp, keys_t, CHUNK);
-        mask_levels(scores, levels);
+        mask_levels(scores);
     }
 
-    void read_within_chunk_by_levels() {
-        for (index_t t = 0; t < rows_; ++t) scale(y + t * Vp, v + t * Vp, dot(q + t * Kp, k + t * Kp, Kp), Vp);
-        for (const Levels& levels : LEVELS) {
-            gather_levels(levels, nullptr);
-            product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, read_out, Vp, scores, CHUNK, value_rows.read, Vp);
-            for (index_t i = 0; i < CHUNK; ++i) {
-                const index_t t = levels.reads(i);
-                if (z.gate) {
-                    multiply_add(y + t * Vp, read_out + i * Vp, value_rows.of_readers + i * Vp, Vp);
-                } else {
-                    add(y + t * Vp, read_out + i * Vp, Vp);
-                }
-            }
-        }
-    }
-
-    void backward_by_levels() {
-        if (f.gate) fill(df, real(0), CHUNK * Kp);
-        if (z.gate) fill(dz, real(0), CHUNK * Vp);
-        for (index_t t = 0; t < CHUNK; ++t) {
-            const real own = dot(y + t * Vp, v + t * Vp, Vp);
-            scale(dq + t * Kp, k + t * Kp, own, Kp);
-            scale(dk + t * Kp, q + t * Kp, own, Kp);
-            scale(dv + t * Vp, y + t * Vp, dot(q + t * Kp, k + t * Kp, Kp), Vp);
-        }
-        for (const Levels& levels : LEVELS) {
-            gather_levels(levels, y);
-            transpose(values_t, CHUNK, value_rows.read, Vp, CHUNK, Vp);
-            product<false, Into::set>(CHUNK, CHUNK, V, d_scores, CHUNK, value_rows.readers, Vp, values_t, CHUNK);
-            mask_levels(d_scores, levels);
-            // Of the readers' queries, then of what they read: keys, then values.
-            product<false, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.read, Kp);
-            add_level(levels, f, true, more_k, key_rows, dq, df);
-            product<true, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.readers, Kp);
-            add_level(levels, f, false, more_k, key_rows, dk, df);
-            product<true, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.readers, Vp);
-            add_level(levels, z, false, more_v, value_rows, dv, dz);
+    void read_within_chunk() {
+        score_pairs(scores, q, k, f.gate, Kp);
+        read_pairs(y, scores, v, z.gate, Vp);
+        gather_levels(nullptr);
+        product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, read_out, Vp, scores, CHUNK, value_rows.read, Vp);
+        for (index_t i = 0; i < CHUNK; ++i) {
+            const index_t t = levels::reads(i);
             if (z.gate) {
-                // The read-outs, whose products with their gradients are what the decays of values scale.
-                product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.read, Vp);
-                add_level(levels, z, true, more_v, value_rows, nullptr, dz);
+                multiply_add(y + t * Vp, read_out + i * Vp, value_rows.of_readers + i * Vp, Vp);
+            } else {
+                add(y + t * Vp, read_out + i * Vp, Vp);
             }
+        }
+    }
+
+    void differentiate_within_chunk() {
+        score_pairs(scores, q, k, f.gate, Kp);
+        score_pairs(d_scores, y, v, z.gate, Vp);
+        read_pairs(dq, d_scores, k, f.gate, Kp);
+        differentiate_pairs(d_scores, q, k, f.gate, Kp, dk, df);
+        differentiate_pairs(scores, y, v, z.gate, Vp, dv, dz);
+        gather_levels(y);
+        transpose(values_t, CHUNK, value_rows.read, Vp, CHUNK, Vp);
+        product<false, Into::set>(CHUNK, CHUNK, V, d_scores, CHUNK, value_rows.readers, Vp, values_t, CHUNK);
+        mask_levels(d_scores);
+        // Of the readers' queries, then of what they read: keys, then values.
+        product<false, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.read, Kp);
+        add_levels(f, true, more_k, key_rows, dq, df);
+        product<true, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.readers, Kp);
+        add_levels(f, false, more_k, key_rows, dk, df);
+        product<true, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.readers, Vp);
+        add_levels(z, false, more_v, value_rows, dv, dz);
+        if (z.gate) {
+            // The read-outs, whose products with their gradients are what the decays of values scale.
+            product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.read, Vp);
+            add_levels(z, true, more_v, value_rows, nullptr, dz);
         }
     }
 
     // `gradient` (CHUNK, ld) is that of the rows that read (`second`) or are read. It goes to the steps it belongs to,
     // and, times the rows, to the log decays that these rows passed through: those of (m, t] or of (s, m].
-    void add_level(const Levels& levels, const Factors<real>& factors, bool second, const real* gradient,
-                   const LevelRows<real>& rows, real* d_steps, real* d_logs) {
+    void add_levels(const Factors<real>& factors, bool second, const real* gradient, const LevelRows<real>& rows,
+                    real* d_steps, real* d_logs) {
         constexpr int W = Vector<real>::lanes;
         const index_t ld = factors.ld;
         const real* scaled_rows = second ? rows.readers : rows.read;
         const real* scales = second ? rows.of_readers : rows.of_read;
         for (index_t m = 0; m < ld; m += W) {
             for (index_t i = 0; d_steps != nullptr && i < CHUNK; ++i) {
-                real* step = d_steps + (second ? levels.reads(i) : levels.is_read(i)) * ld + m;
+                real* step = d_steps + (second ? levels::reads(i) : levels::is_read(i)) * ld + m;
                 const vec<real> x = load(gradient + i * ld + m);
                 store(step, load(step) + (factors.gate ? x * load(scales + i * ld + m) : x));
             }
-            for (index_t from = 0; factors.gate && from < CHUNK; from += levels.half(from)) {
+            for (index_t from = 0; factors.gate && from < CHUNK; from += levels::half(from)) {
                 // Backwards in time over the second half, forwards over the first: there step s is passed by s + 1.
                 vec<real> run{};
-                for (index_t j = 0, half = levels.half(from); j < half; ++j) {
+                for (index_t j = 0, half = levels::half(from); j < half; ++j) {
                     const index_t i = second ? from + half - 1 - j : from + j;
                     const vec<real> x = load(gradient + i * ld + m) * load(scaled_rows + i * ld + m);
-                    real* log = d_logs + (second ? levels.reads(i) : levels.is_read(i)) * ld + m;
+                    real* log = d_logs + (second ? levels::reads(i) : levels::is_read(i)) * ld + m;
                     if (second) run += x;
                     store(log, load(log) + run);
                     if (!second) run += x;

@@ -13,8 +13,11 @@ namespace {
 #define FAST_WEIGHTS_STRING(name) FAST_WEIGHTS_STRING_(name)
 
 // Up to these sizes of state decays go step by step through registers (decay.h); beyond them, the products of matrices
-// that halving chunks leads to (diagonal.h) are faster, backwards sooner: measured between 32 x 32 and 256 x 64.
-constexpr int64_t LARGEST_STEPPED_FORWARD = 64 * 64, LARGEST_STEPPED_BACKWARD = 32 * 64;
+// that halving chunks leads to (levels.h) are faster, backwards sooner: measured between 16 x 16 and 64 x 128. Narrower
+// vectors have fewer registers besides.
+constexpr bool WIDE = FAST_WEIGHTS_VECTOR_BYTES == 64;
+constexpr int64_t LARGEST_STEPPED_FORWARD = WIDE ? 64 * 64 : 32 * 32;
+constexpr int64_t LARGEST_STEPPED_BACKWARD = WIDE ? 32 * 32 : 32 * 16;
 
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
