@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "kernels.h"
 
@@ -61,7 +62,8 @@ int64_t heads_together(const Problem& p, int64_t bytes_of_number) {
 Problem problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t interval) {
     TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval, "; it must be a multiple of 16, or 0");
     Problem p;
-    p.batch = v.size(0), p.time = v.size(1), p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
+    p.batch = v.size(0), p.time = v.size(1), p.heads = v.size(2), p.keys = k.size(3);
+    p.values = p.columns = v.size(3);
     p.interval = interval;
     p.q = sequence("q", q), p.k = sequence("k", k), p.v = sequence("v", v);
     p.group = heads_together(p, v.scalar_type() == at::kDouble ? 8 : 4);
@@ -75,10 +77,79 @@ Tensor contiguous_state(const optional<Tensor>& state) { return state ? state->c
 
 const void* data_of(const Tensor& x) { return x.defined() ? x.data_ptr() : nullptr; }
 
+// Blocks of value columns that a call is divided into where its heads are fewer than the threads. What is multiplied with
+// keys alone is done once in each. Calls that take no longer than threads to meet stay whole.
+struct Blocks {
+    int64_t count = 1, width;
+
+    explicit Blocks(const Problem& p) : width(p.columns) {
+        const int64_t heads = p.batch * p.heads, threads = at::get_num_threads();
+        if (heads == 0 || heads >= threads || p.time * p.keys * p.columns < 1 << 18) return;
+        const int64_t wanted = std::min((threads + heads - 1) / heads, (p.columns + 15) / 16);
+        width = ((p.columns + wanted - 1) / wanted + 15) / 16 * 16;
+        count = (p.columns + width - 1) / width;
+    }
+
+    // Room for the gradient of `x`, in which all blocks have a share: as it is, or a part for each block.
+    Tensor room(const Tensor& x) const {
+        if (count == 1) return at::empty_like(x);
+        std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+        sizes.insert(sizes.begin(), count);
+        return at::empty(sizes, x.options().dtype(state_type(x)));
+    }
+
+    // The part of the first block.
+    Sequence first(const char* name, const Tensor& room) const {
+        return sequence(name, count == 1 ? room : room.select(0, 0));
+    }
+
+    // The gradient of `x` that the parts add up to, in the order of the blocks.
+    Tensor total(const Tensor& room, const Tensor& x) const {
+        if (count == 1) return room;
+        Tensor sum = room.select(0, 0);
+        for (int64_t i = 1; i < count; ++i) sum.add_(room.select(0, i));
+        return at::empty_like(x).copy_(sum);
+    }
+
+    Problem block(const Problem& p, int64_t number) const {
+        Problem block = p;
+        const int64_t start = number * width;
+        block.values = std::min(width, p.columns - start);
+        for (Sequence* x : {&block.v, &block.log_value_decay, &block.out, &block.d_out, &block.dv,
+                            &block.d_log_value_decay}) {
+            advance(*x, start);
+        }
+        for (Sequence* x : {&block.dq, &block.dk, &block.d_log_gate, &block.d_log_key_decay, &block.d_beta}) {
+            advance(*x, number * p.batch * x->batch);
+        }
+        const int64_t bytes = start * (p.v.type == Type::float64 ? 8 : 4);
+        for (const void** state : {&block.initial_state, &block.d_final_state}) {
+            if (*state) *state = static_cast<const char*>(*state) + bytes;
+        }
+        for (void** state : {&block.states, &block.final_state, &block.d_initial_state}) {
+            if (*state) *state = static_cast<char*>(*state) + bytes;
+        }
+        return block;
+    }
+
+   private:
+    static void advance(Sequence& x, int64_t elements) {
+        const int64_t size = x.type == Type::float64 ? 8 : x.type == Type::float32 ? 4 : 2;
+        if (x.data) x.data = static_cast<char*>(x.data) + elements * size;
+    }
+};
+
 using Kernel = void (*)(const Problem&, int64_t, int64_t);
 
-void run(Kernel kernel, const Problem& p) {
-    at::parallel_for(0, p.tasks(), 1, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+void run(Kernel kernel, const Problem& p, const Blocks& blocks) {
+    const int64_t tasks = p.tasks();
+    at::parallel_for(0, blocks.count * tasks, 1, [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+            const int64_t number = begin / tasks, before = number * tasks, last = std::min(end, before + tasks);
+            kernel(blocks.block(p, number), begin - before, last - before);
+            begin = last;
+        }
+    });
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(Kernel kernel, Problem& p, const Tensor& v,
@@ -90,22 +161,25 @@ std::tuple<Tensor, Tensor, Tensor> forward(Kernel kernel, Problem& p, const Tens
     Tensor states = at::empty({p.batch, p.heads, kept_states(p), p.keys, p.values}, options);
     p.initial_state = data_of(initial);
     p.out = sequence("out", out), p.final_state = final_state.data_ptr(), p.states = states.data_ptr();
-    run(kernel, p);
+    run(kernel, p, Blocks(p));
     return {out, final_state, states};
 }
 
-// What every backward pass takes beside the inputs, and the gradients that all rules have.
+// What every backward pass takes beside the inputs, and the gradients that all rules have. Those of q and k are rooms
+// (`Blocks::room`).
 struct Backward {
+    Blocks blocks;
     Tensor dy, initial, d_final, kept, dq, dk, dv, d_initial;
 
     Backward(Problem& p, const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k,
              const Tensor& v, const optional<Tensor>& initial_state, const Tensor& states)
-        : dy(d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous()),
+        : blocks(p),
+          dy(d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous()),
           initial(contiguous_state(initial_state)),
           d_final(contiguous_state(d_final_state)),
           kept(states.contiguous()),
-          dq(at::empty_like(q)),
-          dk(at::empty_like(k)),
+          dq(blocks.room(q)),
+          dk(blocks.room(k)),
           dv(at::empty_like(v)) {
         TORCH_CHECK(p.interval > 0, "the forward pass kept no states (interval 0)");
         TORCH_CHECK(states.size(2) == kept_states(p), "states has shape ", states.sizes(), "; an interval of ",
@@ -114,17 +188,22 @@ struct Backward {
         d_initial = initial_state ? at::empty({p.batch, p.heads, p.keys, p.values}, options) : at::empty({0}, options);
         p.initial_state = data_of(initial), p.d_final_state = data_of(d_final), p.states = kept.data_ptr();
         p.d_out = sequence("d_out", dy);
-        p.dq = sequence("dq", dq), p.dk = sequence("dk", dk), p.dv = sequence("dv", dv);
+        p.dq = blocks.first("dq", dq), p.dk = blocks.first("dk", dk), p.dv = sequence("dv", dv);
         p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
     }
 };
 
-// Where the gradient of a gate goes; empty if the gate is absent.
-Tensor gradient_of(const char* name, const optional<Tensor>& gate, const Tensor& v, Sequence& where) {
-    if (!gate) return at::empty({0}, v.options());
-    Tensor gradient = at::empty_like(*gate);
-    where = sequence(name, gradient);
-    return gradient;
+// Of what may be absent; an empty tensor is its gradient then.
+
+Tensor room_for(const char* name, const optional<Tensor>& gate, const Blocks& blocks, Sequence& where) {
+    if (!gate) return {};
+    Tensor room = blocks.room(*gate);
+    where = blocks.first(name, room);
+    return room;
+}
+
+Tensor total_of(const Tensor& room, const optional<Tensor>& gate, const Blocks& blocks, const Tensor& v) {
+    return gate ? blocks.total(room, *gate) : at::empty({0}, v.options());
 }
 
 std::tuple<Tensor, Tensor, Tensor> diagonal_forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -149,11 +228,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_back
     p.log_key_decay = sequence("log_key_decay", log_key_decay);
     p.log_value_decay = sequence("log_value_decay", log_value_decay);
     const Backward with(p, d_out, d_final_state, q, k, v, initial_state, states);
-    Tensor d_gate = gradient_of("d_log_gate", log_gate, v, p.d_log_gate);
-    Tensor d_keys = gradient_of("d_log_key_decay", log_key_decay, v, p.d_log_key_decay);
-    Tensor d_values = gradient_of("d_log_value_decay", log_value_decay, v, p.d_log_value_decay);
-    run(kernels().diagonal_backward, p);
-    return {with.dq, with.dk, with.dv, d_gate, d_keys, d_values, with.d_initial};
+    const Blocks& blocks = with.blocks;
+    const Tensor d_gate = room_for("d_log_gate", log_gate, blocks, p.d_log_gate);
+    const Tensor d_keys = room_for("d_log_key_decay", log_key_decay, blocks, p.d_log_key_decay);
+    Tensor d_values = log_value_decay ? at::empty_like(*log_value_decay) : at::empty({0}, v.options());
+    if (log_value_decay) p.d_log_value_decay = sequence("d_log_value_decay", d_values);
+    run(kernels().diagonal_backward, p, blocks);
+    return {blocks.total(with.dq, q),
+            blocks.total(with.dk, k),
+            with.dv,
+            total_of(d_gate, log_gate, blocks, v),
+            total_of(d_keys, log_key_decay, blocks, v),
+            d_values,
+            with.d_initial};
 }
 
 std::tuple<Tensor, Tensor, Tensor> delta_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
@@ -169,10 +256,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_backward(
     Problem p = problem(q, k, v, interval);
     p.beta = sequence("beta", beta);
     const Backward with(p, d_out, d_final_state, q, k, v, initial_state, states);
-    Tensor d_beta = at::empty_like(beta);
-    p.d_beta = sequence("d_beta", d_beta);
-    run(kernels().delta_backward, p);
-    return {with.dq, with.dk, with.dv, d_beta, with.d_initial};
+    const Blocks& blocks = with.blocks;
+    const Tensor d_beta = blocks.room(beta);
+    p.d_beta = blocks.first("d_beta", d_beta);
+    run(kernels().delta_backward, p, blocks);
+    return {blocks.total(with.dq, q), blocks.total(with.dk, k), with.dv, blocks.total(d_beta, beta), with.d_initial};
 }
 
 Step step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& state, const Tensor& out) {

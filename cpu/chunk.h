@@ -56,25 +56,31 @@ inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, cons
     store_rows(x, place(x, b, t, h), x.time, src, rows, n);
 }
 
-// States: (keys, values) contiguous outside, (keys, padded values) in scratch memory.
-template <class real> inline void load_state(real* dst, const void* src, index_t index, index_t keys, index_t values) {
-    const index_t ld = padded(values);
+// Numbers from row to row of a state in scratch memory. Rows that lie whole multiples of 2 KiB apart would fall into so few
+// sets of the first cache that a column of them does not stay there.
+template <class real> constexpr index_t state_row(index_t values) {
+    return padded(values) * sizeof(real) % 2048 == 0 ? padded(values) + ROW : padded(values);
+}
+
+// States: (keys, columns) contiguous outside, rows of `state_row` in scratch memory.
+template <class real> inline void load_state(real* dst, const Problem& p, const void* src, index_t index) {
+    const index_t ld = state_row<real>(p.values);
     if (src == nullptr) {
-        fill(dst, real(0), keys * ld);
+        fill(dst, real(0), p.keys * ld);
         return;
     }
-    const real* from = static_cast<const real*>(src) + index * keys * values;
-    for (index_t e = 0; e < keys; ++e) {
-        for (index_t m = 0; m < values; ++m) dst[e * ld + m] = from[e * values + m];
-        for (index_t m = values; m < ld; ++m) dst[e * ld + m] = 0;
+    const real* from = static_cast<const real*>(src) + index * p.keys * p.columns;
+    for (index_t e = 0; e < p.keys; ++e) {
+        for (index_t m = 0; m < p.values; ++m) dst[e * ld + m] = from[e * p.columns + m];
+        for (index_t m = p.values; m < ld; ++m) dst[e * ld + m] = 0;
     }
 }
 
-template <class real> inline void store_state(void* dst, index_t index, const real* src, index_t keys, index_t values) {
-    const index_t ld = padded(values);
-    real* to = static_cast<real*>(dst) + index * keys * values;
-    for (index_t e = 0; e < keys; ++e) {
-        for (index_t m = 0; m < values; ++m) to[e * values + m] = src[e * ld + m];
+template <class real> inline void store_state(void* dst, const Problem& p, index_t index, const real* src) {
+    const index_t ld = state_row<real>(p.values);
+    real* to = static_cast<real*>(dst) + index * p.keys * p.columns;
+    for (index_t e = 0; e < p.keys; ++e) {
+        for (index_t m = 0; m < p.values; ++m) to[e * p.columns + m] = src[e * ld + m];
     }
 }
 
@@ -119,9 +125,9 @@ struct Intervals {
 template <class real>
 inline void load_start(real* dst, const Problem& p, const Intervals& intervals, index_t b, index_t h, index_t n) {
     if (n == 0) {
-        load_state(dst, p.initial_state, b * p.heads + h, p.keys, p.values);
+        load_state(dst, p, p.initial_state, b * p.heads + h);
     } else {
-        load_state(dst, p.states, intervals.state(p, b, h, n), p.keys, p.values);
+        load_state(dst, p, p.states, intervals.state(p, b, h, n));
     }
 }
 

@@ -95,7 +95,8 @@ template <class real> class DecayChunk {
    public:
     // With `slots` for as many chunks: what `open` reads into one stays there until it is opened again.
     DecayChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
-        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), f_(p.log_key_decay.data != nullptr),
+        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)),
+          f_(p.log_key_decay.data != nullptr),
           z_(p.log_value_decay.data != nullptr) {
         k_slots = scratch.take(slots * CHUNK * Kp);
         v_slots = scratch.take(slots * CHUNK * Vp);
@@ -111,7 +112,7 @@ template <class real> class DecayChunk {
         dz = dv + CHUNK * Vp;
         turned = scratch.take(Vp * Kp);
         d_turned = scratch.take(Vp * Kp);
-        again = scratch.take(Kp * Vp);
+        again = scratch.take(Kp * Vs);
         history = scratch.take(CHUNK * TILE * Vector<real>::lanes);
     }
 
@@ -149,17 +150,17 @@ template <class real> class DecayChunk {
         fill(dq, real(0), 3 * CHUNK * Kp);  // dk and df lie behind it
         fill(dv, real(0), 2 * CHUNK * Vp);  // and dz behind this
         const Side<real> keys{Kp, k, q, f}, values{Vp, v, y, z};
-        transpose(turned, Kp, state, Vp, Kp, Vp);
-        transpose(d_turned, Kp, d_state, Vp, Kp, Vp);
-        copy(again, state, Kp * Vp);
+        transpose(turned, Kp, state, Vs, Kp, Vp);
+        transpose(d_turned, Kp, d_state, Vs, Kp, Vp);
+        copy(again, state, Kp * Vs);
         // Rows in the lanes: what is read forwards is dq, of which dy is the query.
-        f_ ? (z_ ? passes<true, true, true>(V, Kp, values, keys, turned, d_turned, dq, dk, df)
-                 : passes<false, true, true>(V, Kp, values, keys, turned, d_turned, dq, dk, df))
-           : passes<true, false, true>(V, Kp, values, keys, turned, d_turned, dq, dk, df);
+        f_ ? (z_ ? passes<true, true, true>(V, Kp, values, keys, turned, d_turned, Kp, dq, dk, df)
+                 : passes<false, true, true>(V, Kp, values, keys, turned, d_turned, Kp, dq, dk, df))
+           : passes<true, false, true>(V, Kp, values, keys, turned, d_turned, Kp, dq, dk, df);
         // Columns in the lanes: what is read forwards would be the output.
-        z_ ? (f_ ? passes<true, true, false>(K, Vp, keys, values, again, d_state, nullptr, dv, dz)
-                 : passes<false, true, false>(K, Vp, keys, values, again, d_state, nullptr, dv, dz))
-           : passes<true, false, false>(K, Vp, keys, values, again, d_state, nullptr, dv, dz);
+        z_ ? (f_ ? passes<true, true, false>(K, Vp, keys, values, again, d_state, Vs, nullptr, dv, dz)
+                 : passes<false, true, false>(K, Vp, keys, values, again, d_state, Vs, nullptr, dv, dz))
+           : passes<true, false, false>(K, Vp, keys, values, again, d_state, Vs, nullptr, dv, dz);
         store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
         store_steps(p_.dk, b_, t_, h_, dk, rows_, K);
         store_steps(p_.dv, b_, t_, h_, dv, rows_, V);
@@ -196,7 +197,7 @@ template <class real> class DecayChunk {
         for (index_t m = 0; m < Vp; m += Vector<real>::lanes) {
             for_tiles(K, [&](auto tile, index_t e) {
                 forward_tile<decltype(tile)::value, row_decay, lane_decay, reads, false>(
-                    rows_, state + e * Vp + m, Vp, keys, values, e, m, y + m, history);
+                    rows_, state + e * Vs + m, Vs, keys, values, e, m, y + m, history);
             });
         }
     }
@@ -204,23 +205,23 @@ template <class real> class DecayChunk {
     // Forwards and backwards, tile by tile.
     template <bool row_decay, bool lane_decay, bool reads>
     void passes(index_t rows, index_t lanes, const Side<real>& row_side, const Side<real>& lane_side, real* state,
-                real* d_state, real* out, real* d_write, real* d_log) {
+                real* d_state, index_t ld, real* out, real* d_write, real* d_log) {
         for (index_t m = 0; m < lanes; m += Vector<real>::lanes) {
             for_tiles(rows, [&](auto tile, index_t e) {
                 constexpr int R = decltype(tile)::value;
                 if (reads || lane_decay) {
                     forward_tile<R, row_decay, lane_decay, reads, lane_decay>(
-                        rows_, state + e * lanes + m, lanes, row_side, lane_side, e, m, reads ? out + m : nullptr,
+                        rows_, state + e * ld + m, ld, row_side, lane_side, e, m, reads ? out + m : nullptr,
                         history);
                 }
-                backward_tile<R, row_decay, lane_decay>(rows_, d_state + e * lanes + m, lanes, row_side, lane_side, e,
-                                                        m, d_write + m, d_log + m, history);
+                backward_tile<R, row_decay, lane_decay>(rows_, d_state + e * ld + m, ld, row_side, lane_side, e, m,
+                                                        d_write + m, d_log + m, history);
             });
         }
     }
 
     const Problem& p_;
-    const index_t K, V, Kp, Vp;
+    const index_t K, V, Kp, Vp, Vs;
     const bool f_, z_;
     index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
     real *k_slots, *v_slots, *f_slots, *z_slots, *q, *y, *k, *v, *f, *z;

@@ -52,7 +52,7 @@ template <class real> class DeltaChunk {
    public:
     // With `slots` for as many chunks: what `open` and `prepare` leave in one stays until it is opened again.
     DeltaChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
-        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)) {
+        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
         // Two blocks of 16 rows each that are multiplied as one: queries over keys, dy over -dv.
         q_slots = scratch.take(slots * 2 * CHUNK * Kp);
         y = scratch.take(2 * CHUNK * Vp);
@@ -106,14 +106,14 @@ template <class real> class DeltaChunk {
         prepare(state, empty);
         score_queries();
         product<false, Into::set, Shape::lower>(rows_, Vp, rows_, y, Vp, scores, CHUNK, u, Vp);
-        if (!empty) product<false, Into::add>(rows_, Vp, K, y, Vp, q, Kp, state, Vp);
-        product<true, Into::add>(K, Vp, rows_, state, Vp, k, Kp, u, Vp);
+        if (!empty) product<false, Into::add>(rows_, Vp, K, y, Vp, q, Kp, state, Vs);
+        product<true, Into::add>(K, Vp, rows_, state, Vs, k, Kp, u, Vp);
         store_steps(p_.out, b_, t_, h_, y, rows_, V);
     }
 
     void carry(real* state) {
         prepare(state, false);
-        product<true, Into::add>(K, Vp, rows_, state, Vp, k, Kp, u, Vp);
+        product<true, Into::add>(K, Vp, rows_, state, Vs, k, Kp, u, Vp);
     }
 
     // u from v, which becomes V - K S; also K K^T, and A.
@@ -123,7 +123,7 @@ template <class real> class DeltaChunk {
         lower_part(products, -1);
         for (index_t i = 0; i < rows_; ++i) scale(system + i * CHUNK, products + i * CHUNK, beta[i], CHUNK);
         if (!empty) {
-            product<false, Into::set>(rows_, Vp, K, u, Vp, k, Kp, state, Vp);
+            product<false, Into::set>(rows_, Vp, K, u, Vp, k, Kp, state, Vs);
             scale_add(v, u, real(-1), rows_ * Vp);
         }
         for (index_t i = 0; i < rows_; ++i) scale(u + i * Vp, v + i * Vp, beta[i], Vp);
@@ -139,7 +139,7 @@ template <class real> class DeltaChunk {
         transpose(u_t, CHUNK, u, Vp, CHUNK, Vp);
 
         product<true, Into::set, Shape::upper>(rows_, Vp, rows_, right, Vp, scores, CHUNK, y, Vp);
-        if (!d_empty) product<false, Into::add>(rows_, Vp, K, right, Vp, k, Kp, d_state, Vp);
+        if (!d_empty) product<false, Into::add>(rows_, Vp, K, right, Vp, k, Kp, d_state, Vs);
         substitute<true>(right, Vp, system, rows_, Vp);
 
         product<false, Into::set>(rows_, CHUNK, V, d_products, CHUNK, right, Vp, u_t, CHUNK);
@@ -160,18 +160,18 @@ template <class real> class DeltaChunk {
         if (!empty) {
             // S dY^T and -S dV^T side by side: they share every load of S.
             transpose(values_t, 2 * CHUNK, y, Vp, 2 * CHUNK, Vp);
-            product<false, Into::set>(K, 2 * CHUNK, V, through_state, 2 * CHUNK, state, Vp, values_t, 2 * CHUNK);
+            product<false, Into::set>(K, 2 * CHUNK, V, through_state, 2 * CHUNK, state, Vs, values_t, 2 * CHUNK);
             transpose(more_k, Kp, through_state, 2 * CHUNK, Kp, CHUNK);
             add(dq, more_k, rows_ * Kp);
             transpose(more_k, Kp, through_state + CHUNK, 2 * CHUNK, Kp, CHUNK);
             add(dk, more_k, rows_ * Kp);
         }
         if (!d_empty) {
-            product<false, Into::set>(K, CHUNK, V, dk_t, CHUNK, d_state, Vp, u_t, CHUNK);
+            product<false, Into::set>(K, CHUNK, V, dk_t, CHUNK, d_state, Vs, u_t, CHUNK);
             transpose(more_k, Kp, dk_t, CHUNK, Kp, CHUNK);
             add(dk, more_k, rows_ * Kp);
         }
-        product<true, Into::add>(K, Vp, CHUNK + rows_, d_state, Vp, q, Kp, y, Vp);
+        product<true, Into::add>(K, Vp, CHUNK + rows_, d_state, Vs, q, Kp, y, Vp);
         for (index_t i = 0; i < rows_; ++i) scale(right + i * Vp, right + i * Vp, beta[i], Vp);
         store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
         store_steps(p_.dk, b_, t_, h_, dk, rows_, K);
@@ -186,7 +186,7 @@ template <class real> class DeltaChunk {
     }
 
     const Problem& p_;
-    const index_t K, V, Kp, Vp;
+    const index_t K, V, Kp, Vp, Vs;
     index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
     real d_beta[CHUNK] = {};
     real *q_slots, *v_slots, *u_slots, *keys_t_slots, *products_slots, *system_slots, *beta_slots;

@@ -42,24 +42,12 @@ template <class real> struct SharedDecay {
     }
 };
 
-template <class real> inline void decay_state(real* state, const real* f, const real* z, index_t keys, index_t ld) {
-    constexpr int W = Vector<real>::lanes;
-    for (index_t e = 0; e < keys; ++e) {
-        const real factor = f ? f[e] : real(1);
-        for (index_t m = 0; m < ld; m += W) {
-            vec<real> x = load(state + e * ld + m) * factor;
-            if (z) x = x * load(z + m);
-            store(state + e * ld + m, x);
-        }
-    }
-}
-
 // The arithmetic of one chunk of one head.
 template <class real, Decay decay> class DiagonalChunk {
    public:
     // With `slots` for as many chunks: what `open` reads into one stays there until it is opened again.
     DiagonalChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
-        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)) {
+        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
         q = scratch.take(CHUNK * Kp);
         k_slots = scratch.take(slots * CHUNK * Kp);
         v_slots = scratch.take(slots * CHUNK * Vp);
@@ -126,7 +114,7 @@ template <class real, Decay decay> class DiagonalChunk {
         z.choose(slot);
     }
 
-    // out and the state after the chunk, `state` (K, Vp) being the one before it; `empty`: that one is all zeros.
+    // out and the state after the chunk, `state` (K, Vs) being the one before it; `empty`: that one is all zeros.
     void forward(real* state, bool empty) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
         if (decay == Decay::separate) {
@@ -140,10 +128,10 @@ template <class real, Decay decay> class DiagonalChunk {
         if (!empty) {
             scale_queries();
             if (z.gate) {
-                product<false, Into::set>(rows_, Vp, K, read_out, Vp, scaled(q, scaled_q), Kp, state, Vp);
+                product<false, Into::set>(rows_, Vp, K, read_out, Vp, scaled(q, scaled_q), Kp, state, Vs);
                 z.apply_add(y, read_out, z.prefix);
             } else {
-                product<false, Into::add>(rows_, Vp, K, y, Vp, scaled(q, scaled_q), Kp, state, Vp);
+                product<false, Into::add>(rows_, Vp, K, y, Vp, scaled(q, scaled_q), Kp, state, Vs);
             }
         }
         write(state);
@@ -197,23 +185,21 @@ template <class real, Decay decay> class DiagonalChunk {
         if (!empty) {
             // dq = dy S^T, by way of its transposed: S comes by rows.
             if (z.gate || decay == Decay::separate) transpose(dy_t, CHUNK, ys, Vp, CHUNK, Vp);
-            product<false, Into::set>(K, CHUNK, V, dq_t, CHUNK, state, Vp, dy_t, CHUNK);
+            product<false, Into::set>(K, CHUNK, V, dq_t, CHUNK, state, Vs, dy_t, CHUNK);
             transpose(more_k, Kp, dq_t, CHUNK, Kp, CHUNK);
-            if (z.gate) product<false, Into::set>(rows_, Vp, K, more_v, Vp, qs, Kp, state, Vp);
+            if (z.gate) product<false, Into::set>(rows_, Vp, K, more_v, Vp, qs, Kp, state, Vs);
             add_readers_gradients();
         }
         if (!d_empty) {
             const real* vs = z.gate ? scaled_v : v;
             if (decay == Decay::separate) transpose(values_t, CHUNK, vs, Vp, CHUNK, Vp);
-            product<false, Into::set>(K, CHUNK, V, dk_t, CHUNK, d_state, Vp, values_t, CHUNK);
+            product<false, Into::set>(K, CHUNK, V, dk_t, CHUNK, d_state, Vs, values_t, CHUNK);
             transpose(more_k, Kp, dk_t, CHUNK, Kp, CHUNK);
-            product<false, Into::set>(rows_, Vp, K, more_v, Vp, scaled(k, scaled_k), Kp, d_state, Vp);
+            product<false, Into::set>(rows_, Vp, K, more_v, Vp, scaled(k, scaled_k), Kp, d_state, Vs);
             add_writers_gradients();
             if (!empty) add_gradient_of_passing(state, d_state);
-            if (decay == Decay::shared) scale(d_state, d_state, shared.prefix[CHUNK - 1], K * Vp);
-            if (decay == Decay::separate) decay_state(d_state, f.total(), z.total(), K, Vp);
         }
-        product<true, Into::add>(K, Vp, rows_, d_state, Vp, qs, Kp, ys, Vp);
+        add_to_state(d_state, qs, ys);
         store_gradients();
     }
 
@@ -247,9 +233,14 @@ template <class real, Decay decay> class DiagonalChunk {
 
     void write(real* state) {
         scale_writes();
-        if (decay == Decay::shared) scale(state, state, shared.prefix[CHUNK - 1], K * Vp);
-        if (decay == Decay::separate && (f.gate || z.gate)) decay_state(state, f.total(), z.total(), K, Vp);
-        product<true, Into::add>(K, Vp, rows_, state, Vp, scaled(k, scaled_k), Kp, z.gate ? scaled_v : v, Vp);
+        add_to_state(state, scaled(k, scaled_k), z.gate ? scaled_v : v);
+    }
+
+    // state = what the chunk's decays leave of it + a^T b
+    void add_to_state(real* state, const real* a, const real* b) {
+        if (decay == Decay::none) return product<true, Into::add>(K, Vp, rows_, state, Vs, a, Kp, b, Vp);
+        const Rest<real> rest{decay == Decay::shared ? shared.prefix[CHUNK - 1] : real(1), f.total(), z.total()};
+        product<true, Into::add_to_rest>(K, Vp, rows_, state, Vs, a, Kp, b, Vp, rest);
     }
 
     void gather_levels(const real* dy) {
@@ -377,7 +368,7 @@ template <class real, Decay decay> class DiagonalChunk {
     // What was in the state before the chunk and is still there after it has passed every decay.
     void add_gradient_of_passing(const real* state, const real* d_state) {
         if (decay == Decay::shared) {
-            const real total = shared.prefix[CHUNK - 1] * dot(state, d_state, K * Vp);
+            const real total = shared.prefix[CHUNK - 1] * dot(state, d_state, K * Vs);
             for (index_t i = 0; i < rows_; ++i) d_log[i] += total;
         }
         if (decay == Decay::separate && (f.gate || z.gate)) {
@@ -387,7 +378,7 @@ template <class real, Decay decay> class DiagonalChunk {
                 const real factor = f.gate ? f.total()[e] : real(1);
                 vec<real> row{};
                 for (index_t m = 0; m < Vp; m += W) {
-                    vec<real> x = load(state + e * Vp + m) * load(d_state + e * Vp + m) * factor;
+                    vec<real> x = load(state + e * Vs + m) * load(d_state + e * Vs + m) * factor;
                     if (z.gate) x = x * load(z.total() + m);
                     row += x;
                     store(run + m, load(run + m) + x);
@@ -454,7 +445,7 @@ template <class real, Decay decay> class DiagonalChunk {
     }
 
     const Problem& p_;
-    const index_t K, V, Kp, Vp;
+    const index_t K, V, Kp, Vp, Vs;
     index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
     SharedDecay<real> shared;
     Factors<real> f, z;

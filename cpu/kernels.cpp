@@ -14,7 +14,7 @@ namespace {
 
 // Up to these sizes of state decays go step by step through registers (decay.h); beyond them, the products of matrices
 // that halving chunks leads to (levels.h) are faster, backwards sooner: measured between 16 x 16 and 64 x 128. Narrower
-// vectors have fewer registers besides.
+// vectors have fewer registers besides. The size is that of the whole call, whose way its blocks of columns then take too.
 constexpr bool WIDE = FAST_WEIGHTS_VECTOR_BYTES == 64;
 constexpr int64_t LARGEST_STEPPED_FORWARD = WIDE ? 64 * 64 : 32 * 32;
 constexpr int64_t LARGEST_STEPPED_BACKWARD = WIDE ? 32 * 32 : 32 * 16;
@@ -22,7 +22,7 @@ constexpr int64_t LARGEST_STEPPED_BACKWARD = WIDE ? 32 * 32 : 32 * 16;
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (p.log_key_decay.data || p.log_value_decay.data) {
-        return p.keys * p.values <= LARGEST_STEPPED_FORWARD
+        return p.keys * p.columns <= LARGEST_STEPPED_FORWARD
                    ? march_forward<real, DecayChunk<real>>(p, begin, end)
                    : march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
     }
@@ -32,7 +32,7 @@ template <class real> void diagonal_forward_as(const Problem& p, index_t begin, 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (p.log_key_decay.data || p.log_value_decay.data) {
-        return p.keys * p.values <= LARGEST_STEPPED_BACKWARD
+        return p.keys * p.columns <= LARGEST_STEPPED_BACKWARD
                    ? march_backward<real, DecayChunk<real>>(p, begin, end)
                    : march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
     }

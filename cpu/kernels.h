@@ -14,9 +14,11 @@ struct Sequence {
     int64_t batch = 0, time = 0, head = 0;
 };
 
-// One call of a kernel. States are contiguous (batch, heads, keys, values), float64 if `v` is and float32 otherwise.
+// One call of a kernel, or a block of its value columns: those do not depend on one another. States are float64 if `v` is
+// and float32 otherwise, (batch, heads, keys, columns) contiguous, where `columns` are those of the whole call and
+// `values` of them, from where the pointers point, are the block's.
 struct Problem {
-    int64_t batch = 0, time = 0, heads = 0, keys = 0, values = 0;
+    int64_t batch = 0, time = 0, heads = 0, keys = 0, values = 0, columns = 0;
     // Heads that one task walks through time with: `tasks()` tasks, in any order and on any thread, are the call.
     int64_t group = 1;
     // A state is kept before every step that is a multiple of `interval`, but not before step 0; 0 keeps none.
@@ -31,7 +33,7 @@ struct Problem {
 
     Sequence out;
     void* final_state = nullptr;
-    void* states = nullptr;  // (batch, heads, ceil(time / interval) - 1, keys, values)
+    void* states = nullptr;  // (batch, heads, ceil(time / interval) - 1, keys, columns)
 
     Sequence d_out;
     const void* d_final_state = nullptr;  // null: zeros

@@ -10,7 +10,7 @@ namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
 template <class real, class Chunk> void march_forward(const Problem& p, index_t begin, index_t end) {
-    const index_t size = padded(p.keys) * padded(p.values);  // rows beyond the keys stay zero
+    const index_t size = padded(p.keys) * state_row<real>(p.values);  // rows beyond the keys stay zero
     Scratch<real> scratch;
     scratch.take(p.group * size);
     { Chunk counted(p, scratch, false, 1); }
@@ -22,7 +22,7 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
         const Task task(p, number);
         const index_t b = task.batch;
         for (index_t h = task.first; h < task.last; ++h) {
-            load_state(states + (h - task.first) * size, p.initial_state, b * p.heads + h, p.keys, p.values);
+            load_state(states + (h - task.first) * size, p, p.initial_state, b * p.heads + h);
         }
         // Heads lie side by side: all of them take a chunk of the same steps in turn, so that memory is read in order.
         for (index_t t = 0; t < p.time; t += CHUNK) {
@@ -30,7 +30,7 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
             for (index_t h = task.first; h < task.last; ++h) {
                 real* state = states + (h - task.first) * size;
                 if (p.interval > 0 && t > 0 && t % p.interval == 0) {
-                    store_state(p.states, intervals.state(p, b, h, t / p.interval), state, p.keys, p.values);
+                    store_state(p.states, p, intervals.state(p, b, h, t / p.interval), state);
                 }
                 chunk.open(b, t, h, rows, 0);
                 chunk.forward(state, t == 0 && p.initial_state == nullptr);
@@ -38,13 +38,13 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
         }
         for (index_t h = task.first; h < task.last; ++h) {
             const real* state = states + (h - task.first) * size;
-            store_state(p.final_state, b * p.heads + h, state, p.keys, p.values);
+            store_state(p.final_state, p, b * p.heads + h, state);
         }
     }
 }
 
 template <class real, class Chunk> void march_backward(const Problem& p, index_t begin, index_t end) {
-    const index_t size = padded(p.keys) * padded(p.values);  // rows beyond the keys stay zero
+    const index_t size = padded(p.keys) * state_row<real>(p.values);  // rows beyond the keys stay zero
     const Intervals intervals(p);
     const index_t chunks = minimum(intervals.length, padded(p.time)) / CHUNK;
     Scratch<real> scratch;
@@ -58,7 +58,7 @@ template <class real, class Chunk> void march_backward(const Problem& p, index_t
         const Task task(p, number);
         const index_t b = task.batch;
         for (index_t h = task.first; h < task.last; ++h) {
-            load_state(d_states + (h - task.first) * size, p.d_final_state, b * p.heads + h, p.keys, p.values);
+            load_state(d_states + (h - task.first) * size, p, p.d_final_state, b * p.heads + h);
         }
         for (index_t n = intervals.count - 1; n >= 0; --n) {
             const index_t first = intervals.begin(n), last = intervals.end(p, n);
@@ -87,7 +87,7 @@ template <class real, class Chunk> void march_backward(const Problem& p, index_t
         }
         for (index_t h = task.first; h < task.last && p.d_initial_state != nullptr; ++h) {
             const real* d_state = d_states + (h - task.first) * size;
-            store_state(p.d_initial_state, b * p.heads + h, d_state, p.keys, p.values);
+            store_state(p.d_initial_state, p, b * p.heads + h, d_state);
         }
     }
 }

@@ -1,7 +1,9 @@
 """The compiled kernels (`cpu/`, `cuda/`) as torch operators: `torch.ops.fairseq_fastweights`.
 
 The kernels keep, for the backward pass, the inputs and a state every `interval` steps; it computes those in between
-again. Every result has the same bits on every run, whatever the number of threads.
+again. Every result has the same bits on every run. On a CPU the number of threads changes none of them either, but
+where there are fewer heads than threads: these share a head's value columns, and gradients that sum over columns (those
+of q, k, write strengths and gates but those of values) are rounded in another order.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,22 @@ def test_every_way_to_fill_chunks_and_intervals(rule, T):
 def test_every_size_of_keys_and_values(rule, size):
     for K, V in ((size, 5), (3, size)):
         assert_agrees(rule, "native", rule.inputs(B=1, T=37, H=1, K=K, V=V), 1e-5)
+
+
+@pytest.mark.parametrize(("rule", "regime"), RULES_AND_REGIMES, ids=label)
+def test_large_states_in_every_regime(rule, regime):
+    """Decays take another way through large states than through those of the tests of all backends."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
+        assert_agrees(rule, "native", rule.inputs(B=1, T=37, K=65, V=70, dtype=dtype, regime=regime), tolerance)
+
+
+@pytest.mark.parametrize("V", [512, 1024])
+@pytest.mark.parametrize("K", [4, 20])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_rows_of_whole_kibibytes(rule, K, V):
+    """On a CPU a state's rows of 2 KiB and its multiples are spread in memory: in double from 256 columns on."""
+    assert_agrees(rule, "native", rule.inputs(B=1, T=37, H=1, K=K, V=V), 1e-5)
+    assert_agrees(rule, "native", rule.inputs(B=1, T=37, H=1, K=K, V=V // 2, dtype=torch.float64), 1e-11)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8])
@@ -225,21 +243,64 @@ def test_how_many_states_are_kept_changes_no_bit(rule, interval, monkeypatch):
 # Threads and instruction sets
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @on_cpu
 @pytest.mark.parametrize("rule", RULES, ids=label)
 def test_threads_change_no_bit(rule):
     inputs = rule.inputs(B=3, T=80, H=5, K=33, V=20)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
             results.append(outcome(rule, inputs))
-    finally:
-        torch.set_num_threads(before)
     for result in results[1:]:
         for name, x in result.items():
             assert torch.equal(x, results[0][name]), name
+
+
+# The inputs that all value columns share: the blocks' gradients are added up.
+SHARED = ("q", "k", "log_gate", "log_key_decay", "beta")
+
+
+@on_cpu
+@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_heads_fewer_than_threads_are_divided_by_value_columns(rule, count):
+    """Into blocks of 32 and 8, and of 16, 16 and 8 columns, which 2 heads of 3 or 7 threads have."""
+    inputs = rule.inputs(B=1, T=130, H=2, K=64, V=40)
+    with threads(1):
+        whole = outcome(rule, inputs)
+    with threads(count):
+        assert_agrees(rule, "native", inputs, 1e-5)
+        divided = outcome(rule, inputs)
+        again = outcome(rule, inputs)
+    for name, x in divided.items():
+        assert torch.equal(x, again[name]), name
+        # Sums over columns are rounded in another order; so they show that there were blocks.
+        assert torch.equal(x, whole[name]) != (name in SHARED), name
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=label)
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_divided_heads_in_every_dtype(rule, dtype):
+    """Parts are added up in the dtype of the state and rounded once."""
+    tolerance = 1e-11 if dtype == torch.float64 else 2e-2
+    with threads(4):
+        inputs = rule.inputs(B=1, T=257, H=1, K=17, V=64, dtype=dtype)
+        assert_agrees(rule, "native", inputs, tolerance)
+        time_first = {name: inputs[name].detach().transpose(0, 1).contiguous().transpose(0, 1) for name in ("q", "v")}
+        laid = inputs | {name: x.requires_grad_() for name, x in time_first.items()}
+        for name, x in outcome(rule, laid).items():
+            assert torch.equal(x, outcome(rule, inputs)[name]), name
 
 
 def variants() -> list[str]:
@@ -328,7 +389,7 @@ def test_the_first_call_costs_no_more_than_a_moment():
 def main() -> None:
     """What `test_every_instruction_set_agrees` runs: all rules and regimes, with what the environment names."""
     for rule, regime in RULES_AND_REGIMES:
-        for T, K, V in ((3, 5, 3), (100, 16, 16), (70, 33, 50)):
+        for T, K, V in ((3, 5, 3), (100, 16, 16), (70, 33, 50), (33, 65, 70)):
             for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
                 assert_agrees(rule, "native", rule.inputs(T=T, K=K, V=V, dtype=dtype, regime=regime), tolerance)
     for rule in RULES:
