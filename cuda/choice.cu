@@ -32,15 +32,20 @@ int shared_memory_of(int32_t capability) {
 //              1024 to an instruction whose operands take 3 cycles to read from shared memory; and some 3000 cycles a
 //              chunk in which a block waits for memory and at barriers, while two or three others work
 // Where a device is not full, steps follow one another at some 150 cycles in either, unless time is divided among
-// blocks (chunked_segments.cuh), which only the chunked kernels do.
+// blocks (chunked_segments.cuh), which only the chunked kernels do, but for decays by dimension.
 //
 // The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides the estimate, so that a
 // benchmark can time both.
-bool chunked_is_faster(int32_t operation, const Sizes& sizes) {
+bool chunked_is_faster(int32_t operation, const Sizes& sizes, bool separate_decays) {
     if (const char* forced = std::getenv("FASTWEIGHTS_CUDA_ALGORITHM")) {
         if (std::strcmp(forced, "chunked") == 0) return true;
         if (std::strcmp(forced, "recurrent") == 0) return false;
     }
+    // The pairs of steps that decays by dimension take one by one cost about as much as the recurrent pass through a
+    // state of 64 x 64, which a block's registers hold, and few heads are divided in time there too
+    // (recurrent_segments.cuh). Beyond it the recurrent pass divides the values among blocks, which backwards leave parts
+    // of every key's gradient, up to twenty times the bytes of all inputs.
+    if (separate_decays) return sizes.time > 16 && sizes.key_dim * sizes.value_dim > 64 * 64;
     if (sizes.batch * sizes.heads <= 32 && sizes.time >= 1024) return true;
     const bool delta = operation == kDeltaForward || operation == kDeltaBackward;
     const double keys = sizes.key_dim, values = sizes.value_dim, steps = sizes.time;
@@ -55,16 +60,18 @@ bool chunked_is_faster(int32_t operation, const Sizes& sizes) {
 }  // namespace
 
 extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype,
-                                                int32_t capability) {
+                                                int32_t separate_decays, int32_t capability) {
     // Before 8.0 tensor cores multiply float16 alone: no tf32, no bfloat16, and no asynchronous copies either.
     if (capability < 80 || dtype == kFloat64) return 0;
     if (sizes->time < 1 || sizes->key_dim < 1 || sizes->value_dim < 1) return 0;
     const int limit = shared_memory_of(capability);
     switch (operation) {
         case kDiagonalForward:
-            return chunked_fits_diagonal_forward(*sizes, dtype, limit);
+            return separate_decays ? chunked_fits_decays_forward(*sizes, dtype, limit)
+                                   : chunked_fits_diagonal_forward(*sizes, dtype, limit);
         case kDiagonalBackward:
-            return chunked_fits_diagonal_backward(*sizes, dtype, limit);
+            return separate_decays ? chunked_fits_decays_backward(*sizes, dtype, limit)
+                                   : chunked_fits_diagonal_backward(*sizes, dtype, limit);
         case kDeltaForward:
             return chunked_fits_delta_forward(*sizes, dtype, limit);
         case kDeltaBackward:
@@ -76,10 +83,8 @@ extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* 
 
 extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                                       int32_t capability) {
-    // Decays by dimension have no chunked kernels: the factors that halving a chunk takes would cost about as much as
-    // the whole recurrent pass, but for large states. Few heads are divided in time (recurrent_segments.cuh).
-    if (separate_decays || !fastweights_chunked_supports(operation, sizes, dtype, capability)) return kRecurrent;
-    return chunked_is_faster(operation, *sizes) ? kChunked : kRecurrent;
+    if (!fastweights_chunked_supports(operation, sizes, dtype, separate_decays, capability)) return kRecurrent;
+    return chunked_is_faster(operation, *sizes, separate_decays != 0) ? kChunked : kRecurrent;
 }
 
 }  // namespace fairseq_fastweights

@@ -12,6 +12,7 @@
 // sums of products over a range, without a subtraction, which keeps it exact where gates are so strong that it almost
 // vanishes. Where the write is w = 1 - g, it loses g <k_u, (dK / w)_u>.
 #include "choice.h"
+#include "chunked_decays.h"
 #include "chunked_gates.cuh"
 #include "chunked_partial.cuh"
 #include "chunked_segments.cuh"
@@ -341,8 +342,8 @@ bool chunked_fits_diagonal_backward(const Sizes& sizes, int32_t dtype, int limit
 
 extern "C" cudaError_t fastweights_diagonal_backward_chunked(const DiagonalBackward* params, cudaStream_t stream) {
     const DiagonalBackward& p = *params;
-    if (p.log_key_decay.data != nullptr || p.log_value_decay.data != nullptr) return cudaErrorInvalidValue;
     if (p.sizes.batch == 0) return cudaSuccess;
+    if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_backward(p, stream);
     const bool gated = p.log_gate.data != nullptr;
     switch (p.v.dtype) {
         case kFloat32:
@@ -357,9 +358,11 @@ extern "C" cudaError_t fastweights_diagonal_backward_chunked(const DiagonalBackw
 }
 
 extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const DiagonalBackward* params) {
+    if (params->sizes.batch == 0) return 0;
+    if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_backward_workspace(*params);
     const bool gated = params->log_gate.data != nullptr;
     const Plan plan = plan_of(params->sizes, params->v.dtype, gated, shared_memory_limit());
-    if (plan.chunk == 0 || params->sizes.batch == 0) return 0;
+    if (plan.chunk == 0) return 0;
     const Segments segments = find_segments(plan, params->sizes, 1);
     const size_t states = floats_of_states(segments, params->sizes);
     return (Workspace(nullptr, plan, params->sizes).size() +

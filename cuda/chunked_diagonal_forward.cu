@@ -4,6 +4,7 @@
 //   Y = diag(G_t0) Q S_0 + P V,   P_ts = G_ts <q_t, k_s> w_s for s <= t      (G_t0: from the chunk's start to and with
 //   t) S_end = G S_0 + K^T diag(G_es w_s) V                                     (G_es: from after s to the chunk's end)
 #include "choice.h"
+#include "chunked_decays.h"
 #include "chunked_gates.cuh"
 #include "chunked_segments.cuh"
 
@@ -174,8 +175,8 @@ bool chunked_fits_diagonal_forward(const Sizes& sizes, int32_t dtype, int limit)
 
 extern "C" cudaError_t fastweights_diagonal_forward_chunked(const DiagonalForward* params, cudaStream_t stream) {
     const DiagonalForward& p = *params;
-    if (p.log_key_decay.data != nullptr || p.log_value_decay.data != nullptr) return cudaErrorInvalidValue;
     if (p.sizes.batch == 0) return cudaSuccess;
+    if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_forward(p, stream);
     const bool gated = p.log_gate.data != nullptr;
     switch (p.v.dtype) {
         case kFloat32:
@@ -190,9 +191,11 @@ extern "C" cudaError_t fastweights_diagonal_forward_chunked(const DiagonalForwar
 }
 
 extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const DiagonalForward* params) {
+    if (params->sizes.batch == 0) return 0;
+    if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_forward_workspace(*params);
     const bool gated = params->log_gate.data != nullptr;
     const Plan plan = plan_of(params->sizes, params->v.dtype, gated, shared_memory_limit());
-    if (plan.chunk == 0 || params->sizes.batch == 0) return 0;
+    if (plan.chunk == 0) return 0;
     const Segments segments = find_segments(plan, params->sizes, plan.blocks);
     const size_t states = floats_of_states(segments, params->sizes);
     return (states == 0 ? 0 : states + static_cast<size_t>(segments.count) * segments.heads) * sizeof(float);

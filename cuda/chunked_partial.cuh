@@ -37,14 +37,15 @@ __device__ __forceinline__ void store_rows(Tile& tile, const Sequence& x, const 
         store_tile(tile, Head<float>(partial.of(head_index), partial.dim, partial.dim), start, time);
 }
 
-// The same for a (batch, time, heads) gradient, whose dtype is known at run time only.
+// The same for one element, of a (batch, time, heads) gradient too; its dtype is known at run time only.
 __device__ __forceinline__ void store_step(const Sequence& x, const Partial& partial, int batch, int head,
-                                           int head_index, int block, int t, float value) {
-    if (block > 0) value += partial.of(head_index)[t];
+                                           int head_index, int block, int t, float value, int column = 0) {
+    float* const before = partial.of(head_index) + static_cast<int64_t>(t) * partial.dim + column;
+    if (block > 0) value += *before;
     if (block == partial.blocks - 1)
-        store_element(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head, value);
+        store_element(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head + column, value);
     else
-        partial.of(head_index)[t] = value;
+        *before = value;
 }
 
 }  // namespace fairseq_fastweights

@@ -147,10 +147,12 @@ size_t fastweights_delta_forward_chunked_workspace(const DeltaForward* params);
 size_t fastweights_delta_backward_recurrent_workspace(const DeltaBackward* params);
 size_t fastweights_delta_backward_chunked_workspace(const DeltaBackward* params);
 
-// Whether the chunked kernels take this: `dtype` of q, k and v, `capability` 10 * major + minor.
-int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t capability);
+// Whether the chunked kernels take this: `dtype` of q, k and v, `separate_decays` whether there are decays of keys or of
+// values, `capability` 10 * major + minor.
+int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
+                                     int32_t capability);
 
-// The algorithm to run: an `Algorithm`. `separate_decays`: there are decays of keys or of values.
+// The algorithm to run: an `Algorithm`.
 int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                            int32_t capability);
 

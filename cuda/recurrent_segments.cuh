@@ -9,6 +9,7 @@
 // It is what chunked_segments.cuh does for a number in place of F Z^T.
 #pragma once
 
+#include "carried_decays.cuh"
 #include "recurrent_tile.cuh"
 
 namespace fairseq_fastweights {
@@ -57,38 +58,11 @@ void place_segments(TimeSegments& segments, const Sizes& sizes, void* workspace)
                                                        sizes.key_dim * sizes.value_dim;
 }
 
-// An element of a head's state to a thread. `first`: the state before the first segment, or, `reverse`, the gradient
-// after the last; null: zeros.
-template <typename A>
-__global__ void __launch_bounds__(256) carry_decayed(const TimeSegments segments, const Sizes sizes, const A* first,
-                                                     const int reverse) {
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int elements = sizes.key_dim * sizes.value_dim;
-    const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads;
-    if (i >= heads * elements) return;
-    const int64_t head = i / elements;
-    const int element = static_cast<int>(i % elements);
-    const int row = element / sizes.value_dim, column = element % sizes.value_dim;
-    A state = first == nullptr ? A(0) : first[i];
-    for (int step = 0; step < segments.count; ++step) {
-        const int64_t index = (reverse ? segments.count - 1 - step : step) * heads + head;
-        A& place = static_cast<A*>(segments.states)[index * elements + element];
-        A next = A(0);
-        if (step + 1 < segments.count) {  // what the last makes of it, nobody asks
-            const A* const passed = static_cast<const A*>(segments.passed) + index * (sizes.key_dim + sizes.value_dim);
-            next = passed[row] * passed[sizes.key_dim + column] * state + place;
-        }
-        place = state;
-        state = next;
-    }
-}
-
 template <typename A>
 cudaError_t launch_carry_decayed(const TimeSegments& segments, const Sizes& sizes, const void* first, bool reverse,
                                  cudaStream_t stream) {
-    const int64_t count = static_cast<int64_t>(sizes.batch) * sizes.heads * sizes.key_dim * sizes.value_dim;
-    return launch(carry_decayed<A>, dim3(static_cast<unsigned>((count + 255) / 256)), dim3(256), 0, stream, segments,
-                  sizes, static_cast<const A*>(first), static_cast<int>(reverse));
+    return launch_carry_decayed(segments.count, static_cast<A*>(segments.states),
+                                static_cast<const A*>(segments.passed), sizes, first, reverse, stream);
 }
 
 }  // namespace fairseq_fastweights

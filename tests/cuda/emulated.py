@@ -162,9 +162,16 @@ class Emulator:
         finally:
             self.library.emulation_device(90, 227 * 1024)
 
-    def supports(self, operation: str, sizes: tuple[int, ...], dtype: torch.dtype, capability: int = 90) -> bool:
+    def supports(
+        self,
+        operation: str,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        capability: int = 90,
+        separate_decays: bool = False,
+    ) -> bool:
         """Whether the chunked kernels take (batch, time, heads, key_dim, value_dim, interval)."""
-        return bool(self._ask("fastweights_chunked_supports", operation, sizes, dtype, capability))
+        return bool(self._ask("fastweights_chunked_supports", operation, sizes, dtype, separate_decays, capability))
 
     def choose(
         self,
@@ -177,6 +184,27 @@ class Emulator:
         """The algorithm that the binding would run."""
         chosen = self._ask("fastweights_choose", operation, sizes, dtype, separate_decays, capability)
         return ("recurrent", "chunked")[chosen]
+
+    def workspace(
+        self,
+        operation: str,
+        algorithm: str,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        gates: tuple[str, ...] = (),
+    ) -> int:
+        """The bytes that a launch would ask for; `gates` names those of the optional inputs that there are."""
+        params = PARAMETERS[operation](sizes=Sizes(*sizes))
+        for name, kind in params._fields_:
+            optional = name.endswith(("log_gate", "_decay"))
+            if kind is Sequence and (not optional or name.removeprefix("d_") in gates):
+                setattr(params, name, Sequence(data=1, dtype=DTYPES[dtype]))  # whether it is null is all that is read
+        return self._bytes_of(f"fastweights_{operation}_{algorithm}", params)
+
+    def _bytes_of(self, name: str, params: ctypes.Structure) -> int:
+        ask = getattr(self.library, f"{name}_workspace")
+        ask.restype = c_size_t
+        return ask(ctypes.byref(params))
 
     def _ask(self, name: str, operation: str, sizes: tuple[int, ...], dtype: torch.dtype, *others: int) -> int:
         pointer = ctypes.byref(Sizes(*sizes))
@@ -358,9 +386,7 @@ class Emulator:
         name = f"fastweights_{operation}" + (f"_{algorithm}" if algorithm else "")
         workspace = torch.empty(0, dtype=torch.uint8)
         if algorithm:
-            ask = getattr(self.library, f"{name}_workspace")
-            ask.restype = c_size_t
-            size = self.workspaces[operation] = ask(ctypes.byref(params))
+            size = self.workspaces[operation] = self._bytes_of(name, params)
             workspace = torch.full((size + 512,), 0xFF, dtype=torch.uint8)  # NaN in every type
             start = -workspace.data_ptr() % 256
             params.workspace = workspace.data_ptr() + start if size else None

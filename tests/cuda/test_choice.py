@@ -31,9 +31,31 @@ def test_chunked_for_long_sequences(emulator: Emulator, operation: str, capabili
 
 
 @pytest.mark.parametrize("operation", ["diagonal_forward", "diagonal_backward"])
-def test_decays_by_dimension_are_never_chunked(emulator: Emulator, operation: str) -> None:
-    sizes = (1, 16384, 8, 64, 64, 64)
-    assert emulator.choose(operation, sizes, torch.bfloat16, 90, separate_decays=True) == "recurrent"
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "algorithm"),
+    [(64, 64, "recurrent"), (16, 128, "recurrent"), (64, 128, "chunked"), (512, 64, "chunked"), (256, 512, "chunked")],
+)
+def test_decays_by_dimension_are_chunked_for_large_states(
+    emulator: Emulator, operation: str, key_dim: int, value_dim: int, algorithm: str
+) -> None:
+    sizes = (8, 512, 8, key_dim, value_dim, 64)
+    assert emulator.choose(operation, sizes, torch.bfloat16, 90, separate_decays=True) == algorithm
+    assert emulator.choose(operation, sizes, torch.float64, 90, separate_decays=True) == "recurrent"
+
+
+@pytest.mark.parametrize(
+    ("batch", "time", "heads", "key_dim", "value_dim"),
+    [(56, 64, 16, 256, 64), (56, 64, 16, 512, 64), (26, 512, 8, 64, 128), (4, 2048, 4, 256, 512)],
+)
+def test_decays_of_large_states_need_no_more_memory_than_inputs_and_gradients(
+    emulator: Emulator, batch: int, time: int, heads: int, key_dim: int, value_dim: int
+) -> None:
+    """The recurrent pass would take up to twenty times their bytes, for parts of the keys' gradients."""
+    sizes, operation = (batch, time, heads, key_dim, value_dim, 128), "diagonal_backward"
+    algorithm = emulator.choose(operation, sizes, torch.bfloat16, separate_decays=True)
+    gates = ("log_key_decay", "log_value_decay")
+    passed = 2 * 2 * batch * time * heads * (3 * key_dim + 3 * value_dim)  # q, k, v, out, decays and what they become
+    assert emulator.workspace(operation, algorithm, sizes, torch.bfloat16, gates) <= passed
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -52,5 +74,6 @@ def test_a_benchmark_can_ask_for_either(
 def test_what_is_chosen_is_supported(emulator: Emulator, operation: str, size: int, capability: int) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         sizes = (2, 2048, 4, size, size, 64)
-        if emulator.choose(operation, sizes, dtype, capability) == "chunked":
-            assert emulator.supports(operation, sizes, dtype, capability)
+        for decays in (False, True) if operation.startswith("diagonal") else (False,):
+            if emulator.choose(operation, sizes, dtype, capability, decays) == "chunked":
+                assert emulator.supports(operation, sizes, dtype, capability, decays)

@@ -1,0 +1,44 @@
+// Sequences with decays by dimension that are divided in time: from what each segment makes of a state, or of a gradient,
+// of zeros, C, and the products F and Z of its decays, to what it starts from: S_end = (F Z^T) * S_start + C.
+#pragma once
+
+#include "common.cuh"
+
+namespace fairseq_fastweights {
+
+// An element of a head's state to a thread. `states`: (segment, head, key_dim, value_dim), C, which become the starts;
+// `passed`: (segment, head, key_dim + value_dim), F and Z. `first`: the state before the first segment, or, `reverse`,
+// the gradient after the last; null: zeros.
+template <typename A>
+__global__ void __launch_bounds__(256) carry_decayed(const int segments, A* states, const A* passed, const Sizes sizes,
+                                                     const A* first, const int reverse) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int elements = sizes.key_dim * sizes.value_dim;
+    const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads;
+    if (i >= heads * elements) return;
+    const int64_t head = i / elements;
+    const int element = static_cast<int>(i % elements);
+    const int row = element / sizes.value_dim, column = element % sizes.value_dim;
+    A state = first == nullptr ? A(0) : first[i];
+    for (int step = 0; step < segments; ++step) {
+        const int64_t index = (reverse ? segments - 1 - step : step) * heads + head;
+        A& place = states[index * elements + element];
+        A next = A(0);
+        if (step + 1 < segments) {  // what the last makes of it, nobody asks
+            const A* const by = passed + index * (sizes.key_dim + sizes.value_dim);
+            next = by[row] * by[sizes.key_dim + column] * state + place;
+        }
+        place = state;
+        state = next;
+    }
+}
+
+template <typename A>
+cudaError_t launch_carry_decayed(int segments, A* states, const A* passed, const Sizes& sizes, const void* first,
+                                 bool reverse, cudaStream_t stream) {
+    const int64_t count = static_cast<int64_t>(sizes.batch) * sizes.heads * sizes.key_dim * sizes.value_dim;
+    return launch(carry_decayed<A>, dim3(static_cast<unsigned>((count + 255) / 256)), dim3(256), 0, stream, segments,
+                  states, passed, sizes, static_cast<const A*>(first), static_cast<int>(reverse));
+}
+
+}  // namespace fairseq_fastweights

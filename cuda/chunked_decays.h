@@ -1,0 +1,17 @@
+// Decays by dimension, to which the chunked kernels of the diagonal family hand over. Not for a batch of 0.
+#pragma once
+
+#include "kernels.h"
+
+namespace fairseq_fastweights {
+
+inline bool has_decays(const Sequence& log_key_decay, const Sequence& log_value_decay) {
+    return log_key_decay.data != nullptr || log_value_decay.data != nullptr;
+}
+
+cudaError_t chunked_decays_forward(const DiagonalForward& p, cudaStream_t stream);
+cudaError_t chunked_decays_backward(const DiagonalBackward& p, cudaStream_t stream);
+size_t chunked_decays_forward_workspace(const DiagonalForward& p);
+size_t chunked_decays_backward_workspace(const DiagonalBackward& p);
+
+}  // namespace fairseq_fastweights
