@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from fairseq.data import FairseqDataset, data_utils
+from fairseq.data import FairseqDataset, data_utils, iterators
 from torch import Tensor
 
 from fairseq_fastweights.data.token_corpus import TokenCorpus
+
+logger = logging.getLogger(__name__)
 
 
 class SegmentStreams(FairseqDataset):
@@ -92,3 +95,53 @@ class SegmentStreams(FairseqDataset):
 
     def ordered_indices(self) -> np.ndarray:
         return np.arange(len(self))
+
+
+class Carrier(Protocol):
+    """A model that carries states from segment to segment."""
+
+    def carried_states(self) -> list[dict[str, Tensor]]:
+        """What the next segments start from, layer by layer: tensors (rows, ...), on the CPU; empty for nothing."""
+        ...
+
+    def restore_carried_states(self, states: list[dict[str, Tensor]]) -> None:
+        """Lets the next segments start from such states."""
+        ...
+
+
+class SegmentIterator(iterators.EpochBatchIterator):
+    """fairseq's iterator over `SegmentStreams`, whose place in mid-epoch, as checkpoints keep it, has the states there.
+
+    One process writes fairseq's checkpoints, the first: what the others carry is not kept.
+
+    Args:
+        streams: the segments.
+        carrier: the model that reads them in training; None where nothing is to be resumed.
+        others: fairseq's.
+    """
+
+    def __init__(self, streams: SegmentStreams, carrier: Carrier | None, **others: Any) -> None:
+        super().__init__(dataset=streams, collate_fn=streams.collater, disable_shuffling=True, **others)
+        self._rows = streams.streams // self.num_shards
+        self._carrier = carrier
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._carrier is not None and state["iterations_in_epoch"] > 0:
+            state["carried_states"] = self._carrier.carried_states()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        states = state_dict.get("carried_states")
+        if self._carrier is None or not states or self.shard_id > 0:
+            return
+        rows = {x.shape[0] for buffer in states for x in buffer.values()}
+        if rows <= {self._rows}:
+            self._carrier.restore_carried_states(states)
+        else:
+            logger.warning(
+                "the checkpoint's states are those of %d rows, a batch has %d now: they are left out",
+                max(rows),
+                self._rows,
+            )

@@ -83,6 +83,33 @@ class FastWeightDecoder(TransformerDecoder):
         """The fast weight attention of each layer that has it."""
         return [module for module in self.modules() if isinstance(module, FastWeightAttention)]
 
+    def carried_states(self) -> list[dict[str, Tensor]]:
+        """What training's next segments start from: for each fast weight layer its tensors (rows, ...), on the CPU.
+
+        Empty if none was carried, and the dictionary of a layer that has been dropped (LayerDrop) from the start on.
+        """
+        carried = self._carried[True]
+        if not carried:
+            return []
+        buffers = [carried.get(module.state_key, {}) for module in self.attention_modules()]
+        return [{name: x.cpu() for name, x in buffer.items()} for buffer in buffers]
+
+    def restore_carried_states(self, states: list[dict[str, Tensor]]) -> None:
+        """Lets training's next segments start from what `carried_states` gave, for a batch of as many rows.
+
+        Raises:
+            ValueError: if these are not as many as the fast weight layers.
+        """
+        modules = self.attention_modules()
+        if len(states) != len(modules):
+            raise ValueError(f"states has {len(states)} layers; the model has {len(modules)} with fast weights")
+        device = self.settings.device
+        self._carried[True] = {
+            module.state_key: {name: x.to(device) for name, x in buffer.items()}
+            for module, buffer in zip(modules, states, strict=True)
+            if buffer
+        }
+
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
         self._layers_built += 1
         build: AttentionBuilder | None = self._build_attention

@@ -122,6 +122,7 @@ class MemoryAttention(nn.Module):
         self._quant_noise = (q_noise, qn_block_size)
         self.get_incremental_state: Any  # from fairseq's decorator, as its setter
         self.set_incremental_state: Any
+        self._get_full_incremental_state_key: Any
         key_width = num_heads * self.feature_map.key_dim
         self.q_proj = self._projection(embed_dim, key_width, bias)
         self.k_proj = self._projection(self.source_dim, key_width, bias)
@@ -167,6 +168,11 @@ class MemoryAttention(nn.Module):
         """(time, batch, heads * dim) -> (batch, time, heads, dim), without a copy."""
         time, batch, _ = x.shape
         return x.view(time, batch, self.num_heads, dim).transpose(0, 1)
+
+    @property
+    def state_key(self) -> str:
+        """Under which an incremental state holds this module's; not the same in another process."""
+        return self._get_full_incremental_state_key("memory")
 
     def _get_input_buffer(self, incremental_state: dict[str, Any] | None) -> dict[str, Tensor]:
         return self.get_incremental_state(incremental_state, "memory") or {}

@@ -17,7 +17,7 @@ from fairseq_fastweights.conversion.groups import parse_groups
 from fairseq_fastweights.conversion.source import Source, check_dictionary, find_files, read_source
 from fairseq_fastweights.conversion.transfer import transfer
 from fairseq_fastweights.conversion.transfer_options import TransferOptions, check_options
-from fairseq_fastweights.data.segment_streams import SegmentStreams
+from fairseq_fastweights.data.segment_streams import Carrier, SegmentIterator, SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
@@ -51,6 +51,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         # Whether every model built so far can be asked for its last positions only.
         self._all_take_last_positions = True
         self._freezing: Freezing | None = None
+        # The model in training, whose states checkpoints keep.
+        self._carrier: Carrier | None = None
         if args.carry_over_state:
             self._check_carry_over(args)
 
@@ -87,6 +89,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 "ordinary attention has no state to carry; it must be empty"
             )
         if self.args.carry_over_state and not from_checkpoint:
+            self._carrier = model.decoder
             attention = model.decoder.attention_modules()[0]
             concern = known_to_fail_when_carried(
                 attention.update_rule, attention.feature_map_name, attention.normalization
@@ -193,16 +196,15 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         streams = SegmentStreams(
             dataset, max_sentences * num_shards, self.args.tokens_per_sample, self.dictionary.pad()
         )
-        return iterators.EpochBatchIterator(
-            dataset=streams,
-            collate_fn=streams.collater,
+        return SegmentIterator(
+            streams,
+            self._carrier,
             batch_sampler=streams.batches(num_shards),
             num_shards=num_shards,
             shard_id=shard_id,
             num_workers=num_workers,
             epoch=epoch,
             buffer_size=data_buffer_size,
-            disable_shuffling=True,
         )
 
     def eval_lm_dataloader(

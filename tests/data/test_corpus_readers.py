@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairseq_fastweights.data.segment_streams import SegmentStreams
+from fairseq_fastweights.data.segment_streams import SegmentIterator, SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 
@@ -124,3 +124,49 @@ def test_a_collater_without_samples_gives_nothing():
     corpus = corpus_of(8)
     assert SegmentStreams(corpus, 1, 4, PAD).collater([]) == {}
     assert SlidingWindows(corpus, 1, 4).collater([]) == {}
+
+
+class Recorder:
+    """A model that carries one state, of as many rows as it is told, and keeps what it is given."""
+
+    def __init__(self, rows: int) -> None:
+        self.states = [{"state": torch.ones(rows, 3)}]
+        self.restored: list[object] = []
+
+    def carried_states(self) -> list[dict[str, torch.Tensor]]:
+        return self.states
+
+    def restore_carried_states(self, states: list[dict[str, torch.Tensor]]) -> None:
+        self.restored.append(states)
+
+
+def iterate(carrier: Recorder | None, *, rows: int = 2, shards: int = 1, shard: int = 0) -> SegmentIterator:
+    data = SegmentStreams(corpus_of(40), rows * shards, 4, PAD)
+    return SegmentIterator(data, carrier, batch_sampler=data.batches(shards), num_shards=shards, shard_id=shard)
+
+
+def state_after(batches: int, iterator: SegmentIterator) -> dict[str, object]:
+    reading = iterator.next_epoch_itr(shuffle=False)
+    for _ in range(batches):
+        next(reading)
+    return iterator.state_dict()
+
+
+def test_states_are_kept_in_mid_epoch_alone():
+    carrier = Recorder(2)
+    assert state_after(2, iterate(carrier))["carried_states"] is carrier.states
+    for batches in (0, 5):  # at an epoch's edges; 20 tokens of each row are 5 batches
+        assert "carried_states" not in state_after(batches, iterate(carrier))
+    assert "carried_states" not in state_after(2, iterate(None))
+
+
+def test_states_are_taken_up_by_the_process_and_the_batch_that_they_are_of():
+    kept = state_after(2, iterate(Recorder(2)))
+    for options, taken in (({}, True), ({"rows": 3}, False), ({"shards": 2}, True), ({"shards": 2, "shard": 1}, False)):
+        carrier = Recorder(2)
+        iterate(carrier, **options).load_state_dict(kept)
+        assert carrier.restored == ([kept["carried_states"]] if taken else [])
+    plain = {name: x for name, x in kept.items() if name != "carried_states"}  # from before there were any
+    carrier = Recorder(2)
+    iterate(carrier).load_state_dict(plain)
+    assert carrier.restored == []

@@ -451,3 +451,21 @@ def test_rows_that_continue_what_was_never_seen_are_warned_of_once(fairseq, text
     assert torch.equal(out, fresh)
     model(text(2, 6), continues=continues)
     assert sum("start empty" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("rule", ["delta", "decay"])
+def test_states_that_are_carried_can_be_taken_along(fairseq, text, rule):
+    """By another process: the keys under which a module finds its state are not the same there."""
+    flags = f"--no-token-positional-embeddings --dropout 0 --update-rule {rule}"
+    model, other = fairseq.build(flags).train(), fairseq.build(flags).train()
+    other.load_state_dict(model.state_dict())
+    first, second = text(2, 6), text(2, 6)
+    begin, go_on = torch.tensor([False, False]), torch.tensor([True, True])
+    assert other.decoder.carried_states() == []
+    model(first, continues=begin)
+    states = model.decoder.carried_states()
+    assert len(states) == 2 and all(x.abs().sum() > 0 for layer in states for x in layer.values())
+    other.decoder.restore_carried_states(states)
+    assert torch.equal(other(second, continues=go_on)[0], model(second, continues=go_on)[0])
+    with pytest.raises(ValueError, match="states has 1 layers; the model has 2"):
+        other.decoder.restore_carried_states(states[:1])

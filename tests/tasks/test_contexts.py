@@ -180,3 +180,29 @@ def test_a_run_that_is_taken_up_at_an_epochs_end_goes_on_as_if_it_had_not_stoppe
     second = train(corpus, tmp_path / "parts", *flags, "--max-epoch", "2")
     parts = epoch_losses(first, "train_loss") + epoch_losses(second, "train_loss")
     assert parts == epoch_losses(whole, "train_loss")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--update-freq", "2"], ["--num-workers", "1"]], ids=" ".join)
+def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path, flags):
+    flags = [*NO_POSITIONS, *CARRY, "--lr", "0.001", *flags]
+    train(corpus, tmp_path / "whole", *flags, "--max-update", "8")
+    train(corpus, tmp_path / "parts", *flags, "--max-update", "5")
+    [*states] = torch.load(tmp_path / "parts" / "checkpoint_last.pt", weights_only=True)["extra_state"][
+        "train_iterator"
+    ]["carried_states"]
+    assert len(states) == 2 and all(x.shape[0] == 4 and x.abs().sum() > 0 for layer in states for x in layer.values())
+    log = train(corpus, tmp_path / "parts", *flags, "--max-update", "8")
+    assert "start empty" not in log
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(x, parts[name]) for name, x in whole.items())
+
+
+def test_a_run_that_is_taken_up_with_another_batch_size_starts_empty(corpus, tmp_path):
+    flags = [*NO_POSITIONS, *CARRY]
+    train(corpus, tmp_path, *flags, "--max-update", "3")
+    log = train(corpus, tmp_path, *flags, "--max-update", "5", "--batch-size", "3")
+    assert "the checkpoint's states are those of 4 rows, a batch has 3 now" in log and "start empty" in log
