@@ -1,9 +1,9 @@
 // The table of kernels for one instruction set. It is compiled once for each, with FAST_WEIGHTS_ISA as its name.
-#include "decay.h"
 #include "delta.h"
 #include "diagonal.h"
 #include "march.h"
 #include "step.h"
+#include "stepped.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
@@ -12,7 +12,7 @@ namespace {
 #define FAST_WEIGHTS_STRING_(name) #name
 #define FAST_WEIGHTS_STRING(name) FAST_WEIGHTS_STRING_(name)
 
-// Up to these sizes of state decays go step by step through registers (decay.h); beyond them, the products of matrices
+// Up to these sizes of state decays go step by step through registers (stepped.h); beyond them, the products of matrices
 // that halving chunks leads to (levels.h) are faster, backwards sooner: measured between 16 x 16 and 64 x 128. Narrower
 // vectors have fewer registers besides. The size is that of the whole call, whose way its blocks of columns then take too.
 constexpr bool WIDE = FAST_WEIGHTS_VECTOR_BYTES == 64;
@@ -23,20 +23,22 @@ template <class real> void diagonal_forward_as(const Problem& p, index_t begin, 
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (p.log_key_decay.data || p.log_value_decay.data) {
         return p.keys * p.columns <= LARGEST_STEPPED_FORWARD
-                   ? march_forward<real, DecayChunk<real>>(p, begin, end)
+                   ? march_forward<real, SteppedChunk<real>>(p, begin, end)
                    : march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
     }
-    march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
+    p.keys <= FEW ? march_forward<real, SteppedChunk<real>>(p, begin, end)
+                  : march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (p.log_key_decay.data || p.log_value_decay.data) {
         return p.keys * p.columns <= LARGEST_STEPPED_BACKWARD
-                   ? march_backward<real, DecayChunk<real>>(p, begin, end)
+                   ? march_backward<real, SteppedChunk<real>>(p, begin, end)
                    : march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
     }
-    march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
+    p.keys <= FEW ? march_backward<real, SteppedChunk<real>>(p, begin, end)
+                  : march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
 void diagonal_forward(const Problem& p, index_t begin, index_t end) {

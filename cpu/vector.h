@@ -160,6 +160,23 @@ template <class real> FAST_WEIGHTS_INLINE real sum(vec<real> x) {
 #endif
 }
 
+// sums[i] = the sum of the lanes of vector i of x, for as many vectors as a vector has lanes.
+template <class real> inline void sum_vectors(real* sums, const real* x) {
+    constexpr int W = Vector<real>::lanes;
+    vec<real> a[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) a[i] = load(x + i * W);
+    // Halves of two vectors side by side, added: as in transpose_tile, with as many vectors less.
+#pragma GCC unroll 4
+    for (int half = W / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < half; ++i) {
+            a[i] = interleave<real, false>(a[i], a[i + half]) + interleave<real, true>(a[i], a[i + half]);
+        }
+    }
+    store(sums, a[0]);
+}
+
 template <class real> inline real dot(const real* a, const real* b, index_t n) {
     constexpr int W = Vector<real>::lanes;
     vec<real> total{};

@@ -70,10 +70,11 @@ def test_every_size_of_keys_and_values(rule, size):
 
 
 @pytest.mark.parametrize(("rule", "regime"), RULES_AND_REGIMES, ids=label)
-def test_large_states_in_every_regime(rule, regime):
-    """Decays take another way through large states than through those of the tests of all backends."""
+def test_large_states_and_few_keys_in_every_regime(rule, regime):
+    """They take other ways than the states in the tests of all backends: decays if large, and few keys of any rule."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
-        assert_agrees(rule, "native", rule.inputs(B=1, T=37, K=65, V=70, dtype=dtype, regime=regime), tolerance)
+        for K, V in ((65, 70), (3, 70)):
+            assert_agrees(rule, "native", rule.inputs(B=1, T=37, K=K, V=V, dtype=dtype, regime=regime), tolerance)
 
 
 @pytest.mark.parametrize("V", [512, 1024])
@@ -389,7 +390,7 @@ def test_the_first_call_costs_no_more_than_a_moment():
 def main() -> None:
     """What `test_every_instruction_set_agrees` runs: all rules and regimes, with what the environment names."""
     for rule, regime in RULES_AND_REGIMES:
-        for T, K, V in ((3, 5, 3), (100, 16, 16), (70, 33, 50), (33, 65, 70)):
+        for T, K, V in ((3, 5, 3), (100, 16, 16), (70, 33, 50), (33, 65, 70), (33, 4, 20)):
             for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
                 assert_agrees(rule, "native", rule.inputs(T=T, K=K, V=V, dtype=dtype, regime=regime), tolerance)
     for rule in RULES:
