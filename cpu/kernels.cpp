@@ -19,25 +19,24 @@ constexpr bool WIDE = FAST_WEIGHTS_VECTOR_BYTES == 64;
 constexpr int64_t LARGEST_STEPPED_FORWARD = WIDE ? 64 * 64 : 32 * 32;
 constexpr int64_t LARGEST_STEPPED_BACKWARD = WIDE ? 32 * 32 : 32 * 16;
 
+bool has_decays(const Problem& p) { return p.log_key_decay.data || p.log_value_decay.data; }
+
+// Few keys go step by step in any case.
+bool is_stepped(const Problem& p, int64_t largest) {
+    return p.keys <= FEW || (has_decays(p) && p.keys * p.columns <= largest);
+}
+
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
-    if (p.log_key_decay.data || p.log_value_decay.data) {
-        return p.keys * p.columns <= LARGEST_STEPPED_FORWARD
-                   ? march_forward<real, SteppedChunk<real>>(p, begin, end)
-                   : march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
-    }
-    p.keys <= FEW ? march_forward<real, SteppedChunk<real>>(p, begin, end)
+    if (is_stepped(p, LARGEST_STEPPED_FORWARD)) return march_forward<real, SteppedChunk<real>>(p, begin, end);
+    has_decays(p) ? march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
-    if (p.log_key_decay.data || p.log_value_decay.data) {
-        return p.keys * p.columns <= LARGEST_STEPPED_BACKWARD
-                   ? march_backward<real, SteppedChunk<real>>(p, begin, end)
-                   : march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end);
-    }
-    p.keys <= FEW ? march_backward<real, SteppedChunk<real>>(p, begin, end)
+    if (is_stepped(p, LARGEST_STEPPED_BACKWARD)) return march_backward<real, SteppedChunk<real>>(p, begin, end);
+    has_decays(p) ? march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 

@@ -171,7 +171,7 @@ inline void read_pairs_as(real* out, const real* scores, const real* read, const
 // `read` and to the logs of `gates`, where step u collects the pairs with s < u <= t. `read_pairs` gives that to `readers`.
 template <bool decays, class real>
 inline void differentiate_pairs_as(const real* scores, const real* readers, const real* read, const real* gates,
-                                index_t ld, real* d_read, real* d_logs) {
+                                   index_t ld, real* d_read, real* d_logs) {
     for (index_t block = 0; block < CHUNK; block += BLOCK, scores += PAIRS) {
         for (index_t m = block * ld; m < (block + 1) * ld; m += Vector<real>::lanes) {
             const BlockRows<real> a(readers + m, ld), b(read + m, ld);

@@ -1,7 +1,7 @@
 // A sequence, chunk by chunk: forwards in time, and backwards over intervals whose states are computed again.
 //
-// `Chunk` is the arithmetic of one chunk of one head (`DiagonalChunk`, `DeltaChunk`): open it, then forward; or open it,
-// carry (or prepare), and later reopen and backward.
+// `Chunk` is the arithmetic of one chunk of one head (`DiagonalChunk`, `SteppedChunk`, `DeltaChunk`): open it, then
+// forward; or open it, carry (or prepare), and later reopen and backward.
 #pragma once
 
 #include "chunk.h"

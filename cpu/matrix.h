@@ -36,7 +36,9 @@ FAST_WEIGHTS_INLINE void tile(real* c, index_t ldc, const real* a, index_t lda, 
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) {
             sum[i][j] = into == Into::set ? vec<real>{} : load(c + i * ldc + j * W);
-            if (into == Into::add_to_rest) sum[i][j] *= rest.columns ? load(rest.columns + j * W) * factor : vec<real>{} + factor;
+            if (into == Into::add_to_rest) {
+                sum[i][j] *= rest.columns ? load(rest.columns + j * W) * factor : vec<real>{} + factor;
+            }
         }
     }
     for (index_t p = first; p < last; ++p) {
@@ -65,7 +67,7 @@ FAST_WEIGHTS_INLINE void tiles(index_t& i, index_t rows, index_t inner, real* c,
         const index_t first = shape == Shape::upper ? i : shape == Shape::blocks ? i / 8 * 8 : 0;
         const index_t last = shape == Shape::lower && i + MR < inner ? i + MR : shape == Shape::blocks ? first + 8 : inner;
         tile<MR, NV, transposed, into>(c + i * ldc, ldc, a + (transposed ? i : i * lda), lda, b, ldb, first, last,
-                                         here);
+                                       here);
     }
 }
 

@@ -122,26 +122,28 @@ class SegmentIterator(iterators.EpochBatchIterator):
 
     def __init__(self, streams: SegmentStreams, carrier: Carrier | None, **others: Any) -> None:
         super().__init__(dataset=streams, collate_fn=streams.collater, disable_shuffling=True, **others)
-        self._rows = streams.streams // self.num_shards
         self._carrier = carrier
+        # With any of these other than before, a row goes on elsewhere in the text than where its state was left.
+        self._layout = {
+            "tokens": len(streams.corpus),
+            "streams": streams.streams,
+            "processes": self.num_shards,
+            "tokens per sample": streams.segment_length,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self._carrier is not None and state["iterations_in_epoch"] > 0:
-            state["carried_states"] = self._carrier.carried_states()
+            state["carried_states"] = {"layout": self._layout, "states": self._carrier.carried_states()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        states = state_dict.get("carried_states")
-        if self._carrier is None or not states or self.shard_id > 0:
+        carried = state_dict.get("carried_states")
+        if self._carrier is None or carried is None or self.shard_id > 0:
             return
-        rows = {x.shape[0] for buffer in states for x in buffer.values()}
-        if rows <= {self._rows}:
-            self._carrier.restore_carried_states(states)
+        if carried["layout"] == self._layout:
+            self._carrier.restore_carried_states(carried["states"])
         else:
-            logger.warning(
-                "the checkpoint's states are those of %d rows, a batch has %d now: they are left out",
-                max(rows),
-                self._rows,
-            )
+            was, now = (", ".join(f"{x} {name}" for name, x in y.items()) for y in (carried["layout"], self._layout))
+            logger.warning("the checkpoint's states are left out: they are of %s, now there are %s", was, now)

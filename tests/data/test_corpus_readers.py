@@ -140,8 +140,10 @@ class Recorder:
         self.restored.append(states)
 
 
-def iterate(carrier: Recorder | None, *, rows: int = 2, shards: int = 1, shard: int = 0) -> SegmentIterator:
-    data = SegmentStreams(corpus_of(40), rows * shards, 4, PAD)
+def iterate(
+    carrier: Recorder | None, *, rows: int = 2, shards: int = 1, shard: int = 0, length: int = 4, tokens: int = 40
+) -> SegmentIterator:
+    data = SegmentStreams(corpus_of(tokens), rows * shards, length, PAD)
     return SegmentIterator(data, carrier, batch_sampler=data.batches(shards), num_shards=shards, shard_id=shard)
 
 
@@ -154,19 +156,40 @@ def state_after(batches: int, iterator: SegmentIterator) -> dict[str, object]:
 
 def test_states_are_kept_in_mid_epoch_alone():
     carrier = Recorder(2)
-    assert state_after(2, iterate(carrier))["carried_states"] is carrier.states
+    assert state_after(2, iterate(carrier))["carried_states"]["states"] is carrier.states
     for batches in (0, 5):  # at an epoch's edges; 20 tokens of each row are 5 batches
         assert "carried_states" not in state_after(batches, iterate(carrier))
     assert "carried_states" not in state_after(2, iterate(None))
 
 
-def test_states_are_taken_up_by_the_process_and_the_batch_that_they_are_of():
-    kept = state_after(2, iterate(Recorder(2)))
-    for options, taken in (({}, True), ({"rows": 3}, False), ({"shards": 2}, True), ({"shards": 2, "shard": 1}, False)):
-        carrier = Recorder(2)
-        iterate(carrier, **options).load_state_dict(kept)
-        assert carrier.restored == ([kept["carried_states"]] if taken else [])
-    plain = {name: x for name, x in kept.items() if name != "carried_states"}  # from before there were any
+@pytest.mark.parametrize("options", [{}, {"shards": 2}], ids=str)
+def test_states_are_taken_up_where_they_were_left(options):
+    kept = state_after(2, iterate(Recorder(2), **options))
     carrier = Recorder(2)
-    iterate(carrier).load_state_dict(plain)
+    iterate(carrier, **options).load_state_dict(kept)
+    assert carrier.restored == [kept["carried_states"]["states"]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"rows": 3}, {"shards": 2}, {"rows": 1, "shards": 2}, {"length": 5}, {"tokens": 41}], ids=str
+)
+def test_states_of_other_places_in_the_text_are_left_out(options, caplog):
+    kept = state_after(2, iterate(Recorder(2)))
+    carrier = Recorder(2)
+    iterate(carrier, **options).load_state_dict(kept)
+    assert carrier.restored == []
+    assert "are of 40 tokens, 2 streams, 1 processes, 4 tokens per sample, now there are" in caplog.text
+
+
+def test_states_of_the_first_process_are_not_those_of_others():
+    kept = state_after(2, iterate(Recorder(2), shards=2))
+    carrier = Recorder(2)
+    iterate(carrier, shards=2, shard=1).load_state_dict(kept)
+    assert carrier.restored == []
+
+
+def test_checkpoints_from_before_states_were_kept_load():
+    kept = {name: x for name, x in state_after(2, iterate(Recorder(2))).items() if name != "carried_states"}
+    carrier = Recorder(2)
+    iterate(carrier).load_state_dict(kept)
     assert carrier.restored == []
