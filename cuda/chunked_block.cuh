@@ -4,6 +4,11 @@
 // A block owns one (batch, head) and `columns` of the state's value columns, and marches over the chunks of the
 // sequence with its part of the state in shared memory, in float32. Key dimensions are not divided. Rows past the
 // sequence's end and columns past a dimension's are zeros in shared memory: a key of 0 writes nothing.
+//
+// Gradients that are sums over a head's value columns: where those are divided, the blocks of a head follow one another
+// in launches of their own, each adding to the gradient that the ones before it left, rounded to its dtype. (A sum in
+// float32 beside it would take twice the memory of a 16-bit gradient; blocks side by side would each need a part, for
+// wide states several times all inputs and gradients. Time is divided instead where heads alone do not fill the device.)
 #pragma once
 
 #include "tensor_core.cuh"
@@ -148,9 +153,9 @@ __device__ __forceinline__ float load_step(const Sequence& x, int batch, int hea
     return load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head);
 }
 
-// Writes a tile's elements, rows counting from step `start`.
+// Writes a tile's elements, rows counting from step `start`; with `add`, onto what is there.
 template <typename T>
-__device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int start, int time) {
+__device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int start, int time, bool add = false) {
     const bool paired =
         (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0 && to.dim % 2 == 0;
     tile.each_pair([&](int row, int column, float x, float y) {
@@ -159,13 +164,28 @@ __device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int st
             T x, y;
         };
         T* const target = to.data + (start + row) * to.stride + column;
-        if (paired && column < to.dim) {
+        const bool both = paired && column < to.dim;
+        if (add) {
+            const Pair before = both ? *reinterpret_cast<Pair*>(target)
+                                     : Pair{column < to.dim ? target[0] : narrow<T>(0.0f),
+                                            column + 1 < to.dim ? target[1] : narrow<T>(0.0f)};
+            x += widen<float>(before.x);
+            y += widen<float>(before.y);
+        }
+        if (both) {
             *reinterpret_cast<Pair*>(target) = Pair{narrow<T>(x), narrow<T>(y)};
         } else {
             if (column < to.dim) target[0] = narrow<T>(x);
             if (column + 1 < to.dim) target[1] = narrow<T>(y);
         }
     });
+}
+
+// Writes one element of a tensor whose dtype is known at run time only; with `add`, onto what is there.
+__device__ __forceinline__ void store_step(const Sequence& x, int batch, int head, int t, float value, bool add,
+                                           int column = 0) {
+    const int64_t index = batch * x.batch + t * x.time + head * x.head + column;
+    store_element(x.data, x.dtype, index, add ? value + load_element<float>(x.data, x.dtype, index) : value);
 }
 
 // ---- States ------------------------------------------------------------------------------------------------------

@@ -142,11 +142,4 @@ struct PassedLogs {
     }
 };
 
-// Room for what segments make of states, and for their decays.
-inline size_t floats_of_passed_decays(const Segments& segments, const Sizes& sizes) {
-    return segments.count == 1
-               ? 0
-               : static_cast<size_t>(segments.count) * segments.heads * (sizes.key_dim + sizes.value_dim);
-}
-
 }  // namespace fairseq_fastweights

@@ -13,7 +13,6 @@
 #include "choice.h"
 #include "chunked_decays.cuh"
 #include "chunked_decays.h"
-#include "chunked_partial.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -59,16 +58,6 @@ struct Layout {
     }
 };
 
-struct Workspace {
-    Partial dq, dk, df;
-
-    __host__ __device__ Workspace(float* data, const Plan& plan, const Sizes& sizes)
-        : dq(data, plan, sizes, sizes.key_dim),
-          dk(data + dq.size(), plan, sizes, sizes.key_dim),
-          df(data + dq.size() + dk.size(), plan, sizes, sizes.key_dim) {}
-    __host__ __device__ int64_t size() const { return dq.size() + dk.size() + df.size(); }
-};
-
 // One column's share of sum over s <= t of c(t, s) <a_t, b_s decayed from s to t>: the gradients of b and of the logs of
 // the gates g.
 __device__ __forceinline__ void differentiate_pairs(const Matrix<float>& c, const float (&a)[kSteps],
@@ -100,8 +89,7 @@ __device__ __forceinline__ void differentiate_pairs(const Matrix<float>& c, cons
 // gradient of zeros.
 template <typename T, bool Outputs>
 __global__ void __launch_bounds__(kDecayThreads, 1)
-    decays_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Workspace workspace,
-                    const int value_block) {
+    decays_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
@@ -183,11 +171,11 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
             __syncthreads();
             // A key's gradient on its way out lies where its gates were, which are in registers by then: stores of 16 steps
             // side by side would take as many addresses.
-            const auto store_staged = [&](const Sequence& x, const Partial& partial, int i) {
+            const auto store_staged = [&](const Sequence& x, int i) {
                 if (x.data == nullptr || i >= keys) return;
 #pragma unroll 1
                 for (int t = 0; t < min(kSteps, time - start); ++t)
-                    store_step(x, partial, batch, head, head_index, block, start + t, key_gates(t, i), i);
+                    store_step(x, batch, head, start + t, key_gates(t, i), block > 0, i);
             };
             // A dimension to a thread: of keys all that there is to their gradients, of values the chunk's own pairs.
             for (int item = threadIdx.x; item < plan.key_rows + plan.columns; item += blockDim.x) {
@@ -226,7 +214,7 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                     product *= g[t];
                     key_gates(t, i) = sum + product * shared.key_reads(t, i);
                 }
-                store_staged(p.dq, workspace.dq, i);
+                store_staged(p.dq, i);
                 shared.key_total[i] = product;
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t) a[t] = q.get(t, i);
@@ -257,10 +245,10 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                 }
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t) key_gates(t, i) = db[t];
-                store_staged(p.dk, workspace.dk, i);
+                store_staged(p.dk, i);
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t) key_gates(t, i) = dg[t];
-                store_staged(p.d_log_key_decay, workspace.df, i);
+                store_staged(p.d_log_key_decay, i);
             }
             __syncthreads();
             for_each_tile(kSteps, plan.columns, [&](Tile& tile) {
@@ -341,60 +329,49 @@ Plan plan_of(const Sizes& sizes, int limit) {
     return find_decay_plan(sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
 }
 
-// What the workspace's size and the launch must agree on.
-Plan plan_of(const Sizes& sizes, int32_t dtype, int limit) {
-    return dtype == kFloat32 ? plan_of<float>(sizes, limit) : plan_of<__half>(sizes, limit);
+Segments segments_of(const Plan& plan, const Sizes& sizes) {
+    return find_segments(plan, sizes, 1, sizes.key_dim + sizes.value_dim);
 }
 
 template <typename T>
 cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
-    const Workspace workspace(static_cast<float*>(p.workspace), plan, p.sizes);
-    Segments segments = find_segments(plan, p.sizes, 1);
+    Segments segments = segments_of(plan, p.sizes);
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
-        segments.states = static_cast<float*>(p.workspace) + workspace.size();
-        segments.passed = segments.states + floats_of_states(segments, p.sizes);
+        segments.place(p.workspace);
         const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
-        error = launch(decays_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, workspace, 0);
+        error = launch(decays_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, 0);
         if (error == cudaSuccess)
             error = launch_carry_decayed<float>(segments.count, segments.states, segments.passed, p.sizes,
                                                 p.d_final_state, true, stream);
     }
     const dim3 grid(segments.heads, segments.count);
     for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(decays_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, workspace, i);
+        error = launch(decays_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, i);
     return error;
+}
+
+template <typename T>
+size_t workspace(const DiagonalBackward& p) {
+    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
+    return plan.chunk == 0 ? 0 : segments_of(plan, p.sizes).bytes();
 }
 
 }  // namespace
 
 bool chunked_fits_decays_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return plan_of(sizes, dtype, limit).chunk > 0;
+    return with_type(dtype, false, [&](auto zero) { return plan_of<decltype(zero)>(sizes, limit).chunk > 0; });
 }
 
 cudaError_t chunked_decays_backward(const DiagonalBackward& p, cudaStream_t stream) {
-    switch (p.v.dtype) {
-        case kFloat32:
-            return run<float>(p, stream);
-        case kFloat16:
-            return run<__half>(p, stream);
-        case kBFloat16:
-            return run<__nv_bfloat16>(p, stream);
-        default:
-            return cudaErrorInvalidValue;
-    }
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) { return run<decltype(zero)>(p, stream); });
 }
 
 size_t chunked_decays_backward_workspace(const DiagonalBackward& p) {
-    const Plan plan = plan_of(p.sizes, p.v.dtype, shared_memory_limit());
-    if (plan.chunk == 0) return 0;
-    const Segments segments = find_segments(plan, p.sizes, 1);
-    return (Workspace(nullptr, plan, p.sizes).size() + floats_of_states(segments, p.sizes) +
-            floats_of_passed_decays(segments, p.sizes)) *
-           sizeof(float);
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) { return workspace<decltype(zero)>(p); });
 }
 
 }  // namespace fairseq_fastweights

@@ -137,20 +137,19 @@ Plan plan_of(const Sizes& sizes, int limit) {
     return find_decay_plan(sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
 }
 
-Plan plan_of(const Sizes& sizes, int32_t dtype, int limit) {
-    return dtype == kFloat32 ? plan_of<float>(sizes, limit) : plan_of<__half>(sizes, limit);
+Segments segments_of(const Plan& plan, const Sizes& sizes) {
+    return find_segments(plan, sizes, plan.blocks, sizes.key_dim + sizes.value_dim);
 }
 
 template <typename T>
 cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = find_segments(plan, p.sizes, plan.blocks);
+    Segments segments = segments_of(plan, p.sizes);
     const unsigned blocks = static_cast<unsigned>(segments.heads) * plan.blocks;
     const dim3 block(plan.threads);
     if (segments.count > 1) {
-        segments.states = static_cast<float*>(p.workspace);
-        segments.passed = segments.states + floats_of_states(segments, p.sizes);
+        segments.place(p.workspace);
         cudaError_t error = launch(decays_forward<T, false>, dim3(blocks, segments.count - 1), block, plan.shared,
                                    stream, p, plan, segments);
         if (error == cudaSuccess)
@@ -161,30 +160,24 @@ cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
     return launch(decays_forward<T, true>, dim3(blocks, segments.count), block, plan.shared, stream, p, plan, segments);
 }
 
+template <typename T>
+size_t workspace(const DiagonalForward& p) {
+    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
+    return plan.chunk == 0 ? 0 : segments_of(plan, p.sizes).bytes();
+}
+
 }  // namespace
 
 bool chunked_fits_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return plan_of(sizes, dtype, limit).chunk > 0;
+    return with_type(dtype, false, [&](auto zero) { return plan_of<decltype(zero)>(sizes, limit).chunk > 0; });
 }
 
 cudaError_t chunked_decays_forward(const DiagonalForward& p, cudaStream_t stream) {
-    switch (p.v.dtype) {
-        case kFloat32:
-            return run<float>(p, stream);
-        case kFloat16:
-            return run<__half>(p, stream);
-        case kBFloat16:
-            return run<__nv_bfloat16>(p, stream);
-        default:
-            return cudaErrorInvalidValue;
-    }
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) { return run<decltype(zero)>(p, stream); });
 }
 
 size_t chunked_decays_forward_workspace(const DiagonalForward& p) {
-    const Plan plan = plan_of(p.sizes, p.v.dtype, shared_memory_limit());
-    if (plan.chunk == 0) return 0;
-    const Segments segments = find_segments(plan, p.sizes, plan.blocks);
-    return (floats_of_states(segments, p.sizes) + floats_of_passed_decays(segments, p.sizes)) * sizeof(float);
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) { return workspace<decltype(zero)>(p); });
 }
 
 }  // namespace fairseq_fastweights

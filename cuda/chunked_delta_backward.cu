@@ -9,7 +9,6 @@
 //   dS_0 = dS + Q^T dY - K^T dV
 #include "choice.h"
 #include "chunked_delta.cuh"
-#include "chunked_partial.cuh"
 #include "chunked_segments.cuh"
 
 namespace fairseq_fastweights {
@@ -38,23 +37,12 @@ struct Layout {
     }
 };
 
-struct Workspace {
-    Partial dq, dk, d_beta;
-
-    __host__ __device__ Workspace(float* data, const Plan& plan, const Sizes& sizes)
-        : dq(data, plan, sizes, sizes.key_dim),
-          dk(data + dq.size(), plan, sizes, sizes.key_dim),
-          d_beta(data + dq.size() + dk.size(), plan, sizes, 1) {}
-    __host__ __device__ int64_t size() const { return dq.size() + dk.size() + d_beta.size(); }
-};
-
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
 // gradient of zeros, in the first `plan.blocks` blocks of a head, and what it makes of the identity when all of dY is
 // 0, in the others.
 template <typename T, bool Outputs>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
-    delta_backward(const DeltaBackward p, const Plan plan, const Segments segments, const Workspace workspace,
-                   const int value_block) {
+    delta_backward(const DeltaBackward p, const Plan plan, const Segments segments, const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
@@ -177,7 +165,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                     sum += shared.d_beta_right[i / kTileColumns * chunk + thread];
                 for (int i = 0; i <= thread; i += kTileColumns)
                     sum += shared.d_beta_system[i / kTileColumns * chunk + thread];
-                store_step(p.d_beta, workspace.d_beta, batch, head, head_index, block, start + thread, sum);
+                store_step(p.d_beta, batch, head, start + thread, sum, block > 0);
             }
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
                 multiply<kPasses>(
@@ -186,7 +174,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 multiply<kPasses>(
                     tile, 0, tile.row + kTileRows, [&](int t, int s) { return d_scores(t, s); },
                     [&](int s, int i) { return k(s, i); });
-                store_rows<T>(tile, p.dq, workspace.dq, batch, head, head_index, block, start, time);
+                store_tile(tile, key_head(p.dq), start, time, block > 0);
             });
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
                 multiply<kPasses>(
@@ -204,7 +192,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 multiply<kPasses>(
                     tile, tile.row, chunk, [&](int s, int t) { return d_system(t, s); },
                     [&](int t, int i) { return k(t, i); });
-                store_rows<T>(tile, p.dk, workspace.dk, batch, head, head_index, block, start, time);
+                store_tile(tile, key_head(p.dk), start, time, block > 0);
             });
         }
         __syncthreads();
@@ -229,58 +217,51 @@ Plan plan_of(const Sizes& sizes, int limit) {
     return find_plan(sizes, 32, limit, true, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
 }
 
+Segments segments_of(const Plan& plan, const Sizes& sizes) {
+    return find_segments(plan, sizes, 1, sizes.key_dim * sizes.key_dim);
+}
+
 template <typename T>
 cudaError_t run(const DeltaBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
-    const Workspace workspace(static_cast<float*>(p.workspace), plan, p.sizes);
-    Segments segments = find_segments(plan, p.sizes, 1);
+    Segments segments = segments_of(plan, p.sizes);
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
-        segments.states = static_cast<float*>(p.workspace) + workspace.size();
-        segments.passed = segments.states + floats_of_states(segments, p.sizes);
+        segments.place(p.workspace);
         const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
-        error = launch(delta_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, workspace, 0);
+        error = launch(delta_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, 0);
         if (error == cudaSuccess) error = launch_carry_transformed(segments, p.sizes, p.d_final_state, true, stream);
     }
     const dim3 grid(segments.heads, segments.count);
     for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(delta_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, workspace, i);
+        error = launch(delta_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, i);
     return error;
 }
 
-Plan plan_of(const Sizes& sizes, int32_t dtype, int limit) {
-    return dtype == kFloat32 ? plan_of<float>(sizes, limit) : plan_of<__half>(sizes, limit);
+template <typename T>
+size_t workspace(const DeltaBackward& p) {
+    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
+    return plan.chunk == 0 ? 0 : segments_of(plan, p.sizes).bytes();
 }
 
 }  // namespace
 
 bool chunked_fits_delta_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return plan_of(sizes, dtype, limit).chunk > 0;
+    return with_type(dtype, false, [&](auto zero) { return plan_of<decltype(zero)>(sizes, limit).chunk > 0; });
 }
 
 extern "C" cudaError_t fastweights_delta_backward_chunked(const DeltaBackward* params, cudaStream_t stream) {
-    if (params->sizes.batch == 0) return cudaSuccess;
-    switch (params->v.dtype) {
-        case kFloat32:
-            return run<float>(*params, stream);
-        case kFloat16:
-            return run<__half>(*params, stream);
-        case kBFloat16:
-            return run<__nv_bfloat16>(*params, stream);
-        default:
-            return cudaErrorInvalidValue;
-    }
+    const DeltaBackward& p = *params;
+    if (p.sizes.batch == 0) return cudaSuccess;
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) { return run<decltype(zero)>(p, stream); });
 }
 
 extern "C" size_t fastweights_delta_backward_chunked_workspace(const DeltaBackward* params) {
-    const Plan plan = plan_of(params->sizes, params->v.dtype, shared_memory_limit());
-    if (plan.chunk == 0 || params->sizes.batch == 0) return 0;
-    const Segments segments = find_segments(plan, params->sizes, 1);
-    return (Workspace(nullptr, plan, params->sizes).size() + floats_of_states(segments, params->sizes) +
-            floats_of_transformations(segments, params->sizes)) *
-           sizeof(float);
+    const DeltaBackward& p = *params;
+    if (p.sizes.batch == 0) return 0;
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) { return workspace<decltype(zero)>(p); });
 }
 
 }  // namespace fairseq_fastweights

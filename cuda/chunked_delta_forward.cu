@@ -112,15 +112,18 @@ Plan plan_of(const Sizes& sizes, int limit) {
     return find_plan(sizes, 32, limit, false, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
 }
 
+Segments segments_of(const Plan& plan, const Sizes& sizes) {
+    return find_segments(plan, sizes, plan.blocks, sizes.key_dim * sizes.key_dim);
+}
+
 template <typename T>
 cudaError_t run(const DeltaForward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = find_segments(plan, p.sizes, plan.blocks);
+    Segments segments = segments_of(plan, p.sizes);
     const dim3 block(plan.threads);
     if (segments.count > 1) {
-        segments.states = static_cast<float*>(p.workspace);
-        segments.passed = segments.states + floats_of_states(segments, p.sizes);
+        segments.place(p.workspace);
         const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
         cudaError_t error = launch(delta_forward<T, false>, grid, block, plan.shared, stream, p, plan, segments);
         if (error == cudaSuccess) error = launch_carry_transformed(segments, p.sizes, p.initial_state, false, stream);
@@ -130,37 +133,28 @@ cudaError_t run(const DeltaForward& p, cudaStream_t stream) {
     return launch(delta_forward<T, true>, grid, block, plan.shared, stream, p, plan, segments);
 }
 
-// The plan of any dtype, as `run` finds it.
-Plan plan_of(const Sizes& sizes, int32_t dtype, int limit) {
-    return dtype == kFloat32 ? plan_of<float>(sizes, limit) : plan_of<__half>(sizes, limit);
+template <typename T>
+size_t workspace(const DeltaForward& p) {
+    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
+    return plan.chunk == 0 ? 0 : segments_of(plan, p.sizes).bytes();
 }
 
 }  // namespace
 
 bool chunked_fits_delta_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return plan_of(sizes, dtype, limit).chunk > 0;
+    return with_type(dtype, false, [&](auto zero) { return plan_of<decltype(zero)>(sizes, limit).chunk > 0; });
 }
 
 extern "C" cudaError_t fastweights_delta_forward_chunked(const DeltaForward* params, cudaStream_t stream) {
-    if (params->sizes.batch == 0) return cudaSuccess;
-    switch (params->v.dtype) {
-        case kFloat32:
-            return run<float>(*params, stream);
-        case kFloat16:
-            return run<__half>(*params, stream);
-        case kBFloat16:
-            return run<__nv_bfloat16>(*params, stream);
-        default:
-            return cudaErrorInvalidValue;
-    }
+    const DeltaForward& p = *params;
+    if (p.sizes.batch == 0) return cudaSuccess;
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) { return run<decltype(zero)>(p, stream); });
 }
 
 extern "C" size_t fastweights_delta_forward_chunked_workspace(const DeltaForward* params) {
-    const Plan plan = plan_of(params->sizes, params->v.dtype, shared_memory_limit());
-    if (plan.chunk == 0 || params->sizes.batch == 0) return 0;
-    const Segments segments = find_segments(plan, params->sizes, plan.blocks);
-    return (floats_of_states(segments, params->sizes) + floats_of_transformations(segments, params->sizes)) *
-           sizeof(float);
+    const DeltaForward& p = *params;
+    if (p.sizes.batch == 0) return 0;
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) { return workspace<decltype(zero)>(p); });
 }
 
 }  // namespace fairseq_fastweights

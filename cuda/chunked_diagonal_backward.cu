@@ -14,7 +14,6 @@
 #include "choice.h"
 #include "chunked_decays.h"
 #include "chunked_gates.cuh"
-#include "chunked_partial.cuh"
 #include "chunked_segments.cuh"
 
 namespace fairseq_fastweights {
@@ -92,22 +91,11 @@ struct Layout {
     }
 };
 
-struct Workspace {
-    Partial dq, dk, d_log_gate;
-
-    __host__ __device__ Workspace(float* data, const Plan& plan, const Sizes& sizes)
-        : dq(data, plan, sizes, sizes.key_dim),
-          dk(data + dq.size(), plan, sizes, sizes.key_dim),
-          d_log_gate(data + dq.size() + dk.size(), plan, sizes, 1) {}
-    __host__ __device__ int64_t size() const { return dq.size() + dk.size() + d_log_gate.size(); }
-};
-
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
 // gradient of zeros.
 template <typename T, bool Gated, bool Outputs>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
-    diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Workspace workspace,
-                      const int value_block) {
+    diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T, Gated> shared(Carver(memory), plan);
@@ -227,7 +215,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 multiply<kPasses>(
                     tile, 0, tile.row + kTileRows, [&](int t, int s) { return d_scores(t, s); },
                     [&](int s, int i) { return Gated ? k.get(s, i) * gates.write()[s] : k.get(s, i); });
-                store_rows<T>(tile, p.dq, workspace.dq, batch, head, head_index, block, start, time);
+                store_tile(tile, key_head(p.dq), start, time, block > 0);
             });
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
                 multiply<kPasses>(
@@ -247,7 +235,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                                   [&](int s, float sum) { gradient.write_strength()[offset + s] = sum; });
                     tile.each([&](int s, int, float& value) { value *= gates.write()[s]; });
                 }
-                store_rows<T>(tile, p.dk, workspace.dk, batch, head, head_index, block, start, time);
+                store_tile(tile, key_head(p.dk), start, time, block > 0);
             });
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
                 multiply<kPasses>(
@@ -270,7 +258,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                             strength += gradient.write_strength()[i / kTileColumns * chunk + thread];
                         sum -= strength * expf(gates.log_gate()[thread]);
                     }
-                    store_step(p.d_log_gate, workspace.d_log_gate, batch, head, head_index, block, start + thread, sum);
+                    store_step(p.d_log_gate, batch, head, start + thread, sum, block > 0);
                 }
             }
         } else {
@@ -305,69 +293,60 @@ Plan plan_of(const Sizes& sizes, int limit) {
                      [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
 }
 
-// What the workspace's size and the launch must agree on.
-Plan plan_of(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    if (dtype == kFloat32) return gated ? plan_of<float, true>(sizes, limit) : plan_of<float, false>(sizes, limit);
-    return gated ? plan_of<__half, true>(sizes, limit) : plan_of<__half, false>(sizes, limit);
+template <bool Gated>
+Segments segments_of(const Plan& plan, const Sizes& sizes) {
+    return find_segments(plan, sizes, 1, Gated ? 1 : 0);
 }
 
 template <typename T, bool Gated>
 cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
-    const Workspace workspace(static_cast<float*>(p.workspace), plan, p.sizes);
-    Segments segments = find_segments(plan, p.sizes, 1);
+    Segments segments = segments_of<Gated>(plan, p.sizes);
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
-        segments.states = static_cast<float*>(p.workspace) + workspace.size();
-        segments.passed = Gated ? segments.states + floats_of_states(segments, p.sizes) : nullptr;
+        segments.place(p.workspace);
         const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
-        error = launch(diagonal_backward<T, Gated, false>, grid, block, plan.shared, stream, p, plan, segments,
-                       workspace, 0);
+        error = launch(diagonal_backward<T, Gated, false>, grid, block, plan.shared, stream, p, plan, segments, 0);
         if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.d_final_state, true, stream);
     }
     const dim3 grid(segments.heads, segments.count);
     for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(diagonal_backward<T, Gated, true>, grid, block, plan.shared, stream, p, plan, segments,
-                       workspace, i);
+        error = launch(diagonal_backward<T, Gated, true>, grid, block, plan.shared, stream, p, plan, segments, i);
     return error;
+}
+
+template <typename T, bool Gated>
+size_t workspace(const DiagonalBackward& p) {
+    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
+    return plan.chunk == 0 ? 0 : segments_of<Gated>(plan, p.sizes).bytes();
 }
 
 }  // namespace
 
 bool chunked_fits_diagonal_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return plan_of(sizes, dtype, true, limit).chunk > 0;
+    return with_type(dtype, false, [&](auto zero) { return plan_of<decltype(zero), true>(sizes, limit).chunk > 0; });
 }
 
 extern "C" cudaError_t fastweights_diagonal_backward_chunked(const DiagonalBackward* params, cudaStream_t stream) {
     const DiagonalBackward& p = *params;
     if (p.sizes.batch == 0) return cudaSuccess;
     if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_backward(p, stream);
-    const bool gated = p.log_gate.data != nullptr;
-    switch (p.v.dtype) {
-        case kFloat32:
-            return gated ? run<float, true>(p, stream) : run<float, false>(p, stream);
-        case kFloat16:
-            return gated ? run<__half, true>(p, stream) : run<__half, false>(p, stream);
-        case kBFloat16:
-            return gated ? run<__nv_bfloat16, true>(p, stream) : run<__nv_bfloat16, false>(p, stream);
-        default:
-            return cudaErrorInvalidValue;
-    }
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
+        using T = decltype(zero);
+        return p.log_gate.data != nullptr ? run<T, true>(p, stream) : run<T, false>(p, stream);
+    });
 }
 
 extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const DiagonalBackward* params) {
-    if (params->sizes.batch == 0) return 0;
-    if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_backward_workspace(*params);
-    const bool gated = params->log_gate.data != nullptr;
-    const Plan plan = plan_of(params->sizes, params->v.dtype, gated, shared_memory_limit());
-    if (plan.chunk == 0) return 0;
-    const Segments segments = find_segments(plan, params->sizes, 1);
-    const size_t states = floats_of_states(segments, params->sizes);
-    return (Workspace(nullptr, plan, params->sizes).size() +
-            (states == 0 ? 0 : states + static_cast<size_t>(segments.count) * segments.heads)) *
-           sizeof(float);
+    const DiagonalBackward& p = *params;
+    if (p.sizes.batch == 0) return 0;
+    if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_backward_workspace(p);
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
+        using T = decltype(zero);
+        return p.log_gate.data != nullptr ? workspace<T, true>(p) : workspace<T, false>(p);
+    });
 }
 
 }  // namespace fairseq_fastweights

@@ -142,16 +142,20 @@ Plan plan_of(const Sizes& sizes, int limit) {
                      [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
 }
 
+template <bool Gated>
+Segments segments_of(const Plan& plan, const Sizes& sizes) {
+    return find_segments(plan, sizes, plan.blocks, Gated ? 1 : 0);
+}
+
 template <typename T, bool Gated>
 cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = find_segments(plan, p.sizes, plan.blocks);
+    Segments segments = segments_of<Gated>(plan, p.sizes);
     const unsigned blocks = static_cast<unsigned>(segments.heads) * plan.blocks;
     const dim3 block(plan.threads);
     if (segments.count > 1) {
-        segments.states = static_cast<float*>(p.workspace);
-        segments.passed = Gated ? segments.states + floats_of_states(segments, p.sizes) : nullptr;
+        segments.place(p.workspace);
         cudaError_t error = launch(diagonal_forward<T, Gated, false>, dim3(blocks, segments.count - 1), block,
                                    plan.shared, stream, p, plan, segments);
         if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.initial_state, false, stream);
@@ -161,44 +165,36 @@ cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
                   segments);
 }
 
-// The plan of any dtype, as `run` finds it.
-Plan plan_of(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    if (dtype == kFloat32) return gated ? plan_of<float, true>(sizes, limit) : plan_of<float, false>(sizes, limit);
-    return gated ? plan_of<__half, true>(sizes, limit) : plan_of<__half, false>(sizes, limit);
+template <typename T, bool Gated>
+size_t workspace(const DiagonalForward& p) {
+    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
+    return plan.chunk == 0 ? 0 : segments_of<Gated>(plan, p.sizes).bytes();
 }
 
 }  // namespace
 
 bool chunked_fits_diagonal_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return plan_of(sizes, dtype, true, limit).chunk > 0;
+    return with_type(dtype, false, [&](auto zero) { return plan_of<decltype(zero), true>(sizes, limit).chunk > 0; });
 }
 
 extern "C" cudaError_t fastweights_diagonal_forward_chunked(const DiagonalForward* params, cudaStream_t stream) {
     const DiagonalForward& p = *params;
     if (p.sizes.batch == 0) return cudaSuccess;
     if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_forward(p, stream);
-    const bool gated = p.log_gate.data != nullptr;
-    switch (p.v.dtype) {
-        case kFloat32:
-            return gated ? run<float, true>(p, stream) : run<float, false>(p, stream);
-        case kFloat16:
-            return gated ? run<__half, true>(p, stream) : run<__half, false>(p, stream);
-        case kBFloat16:
-            return gated ? run<__nv_bfloat16, true>(p, stream) : run<__nv_bfloat16, false>(p, stream);
-        default:
-            return cudaErrorInvalidValue;
-    }
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
+        using T = decltype(zero);
+        return p.log_gate.data != nullptr ? run<T, true>(p, stream) : run<T, false>(p, stream);
+    });
 }
 
 extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const DiagonalForward* params) {
-    if (params->sizes.batch == 0) return 0;
-    if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_forward_workspace(*params);
-    const bool gated = params->log_gate.data != nullptr;
-    const Plan plan = plan_of(params->sizes, params->v.dtype, gated, shared_memory_limit());
-    if (plan.chunk == 0) return 0;
-    const Segments segments = find_segments(plan, params->sizes, plan.blocks);
-    const size_t states = floats_of_states(segments, params->sizes);
-    return (states == 0 ? 0 : states + static_cast<size_t>(segments.count) * segments.heads) * sizeof(float);
+    const DiagonalForward& p = *params;
+    if (p.sizes.batch == 0) return 0;
+    if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_forward_workspace(p);
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
+        using T = decltype(zero);
+        return p.log_gate.data != nullptr ? workspace<T, true>(p) : workspace<T, false>(p);
+    });
 }
 
 }  // namespace fairseq_fastweights

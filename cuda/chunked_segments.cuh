@@ -4,6 +4,7 @@
 // M, for all segments at once; a second carries the state from segment to segment; the third is the march that computes
 // results, each segment from its own start. The way back is the same with dS_start = M' dS_end + C'. M is a number for
 // scalar gates, and a (key_dim, key_dim) matrix for the delta rule, found as the columns of a march from the identity.
+// (With decays by dimension it is what those of keys and of values leave: chunked_decays.cuh.)
 #pragma once
 
 #include "chunked_block.cuh"
@@ -11,21 +12,38 @@
 namespace fairseq_fastweights {
 
 struct Segments {
-    int count;      // 1: the sequence is not divided
-    int chunks;     // of a segment; the last may have fewer
-    int heads;      // batch * heads
+    int count;         // 1: the sequence is not divided
+    int chunks;        // of a segment; the last may have fewer
+    int heads;         // batch * heads
+    int state_floats;  // key_dim * value_dim
+    int passed_floats;
     float* states;  // (segment, head, key_dim, value_dim): C, then the states at which the last launch starts
-    float* passed;  // (segment, head) or (segment, head, key_dim, key_dim): M
+    float* passed;  // (segment, head, passed_floats): M; null where that is 0, for M = 1
 
-    __device__ __forceinline__ int64_t index(int segment, int head) const {
+    __host__ __device__ __forceinline__ int64_t index(int segment, int head) const {
         return static_cast<int64_t>(segment) * heads + head;
+    }
+
+    // Of the workspace: room for states and what is passed, where a sequence is divided.
+    size_t bytes() const {
+        return count == 1 ? 0 : static_cast<size_t>(index(count, 0)) * (state_floats + passed_floats) * sizeof(float);
+    }
+    void place(void* workspace) {
+        states = static_cast<float*>(workspace);
+        passed = passed_floats == 0 ? nullptr : states + index(count, 0) * state_floats;
     }
 };
 
 // Divides if less than half of the device would be busy with `blocks_of_head` at once, into segments of at least 4
 // chunks: the first launch costs about half of the last one, and each segment another step of the second.
-inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_of_head) {
-    Segments segments{1, (sizes.time + plan.chunk - 1) / plan.chunk, sizes.batch * sizes.heads, nullptr, nullptr};
+inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_of_head, int passed_floats) {
+    Segments segments{1,
+                      (sizes.time + plan.chunk - 1) / plan.chunk,
+                      sizes.batch * sizes.heads,
+                      sizes.key_dim * sizes.value_dim,
+                      passed_floats,
+                      nullptr,
+                      nullptr};
     const int blocks = segments.heads * blocks_of_head, processors = multiprocessors(), chunks = segments.chunks;
     if (2 * blocks > processors || chunks < 8) return segments;
     const bool pairs = 2 * (plan.shared + 1024) <= static_cast<size_t>(shared_memory_limit()) + 1024;
@@ -34,11 +52,6 @@ inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_o
     segments.chunks = (chunks + count - 1) / count;
     segments.count = (chunks + segments.chunks - 1) / segments.chunks;
     return segments;
-}
-
-inline size_t floats_of_states(const Segments& segments, const Sizes& sizes) {
-    return segments.count == 1 ? 0
-                               : static_cast<size_t>(segments.count) * segments.heads * sizes.key_dim * sizes.value_dim;
 }
 
 struct Carry {
@@ -120,11 +133,6 @@ inline cudaError_t launch_carry_transformed(const Segments& segments, const Size
 // The blocks of the first launch: a head's value columns, and the columns of the identity.
 inline unsigned blocks_of_transformations(const Segments& segments, const Plan& plan, const Sizes& sizes) {
     return static_cast<unsigned>(segments.heads) * (plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns);
-}
-
-inline size_t floats_of_transformations(const Segments& segments, const Sizes& sizes) {
-    return segments.count == 1 ? 0
-                               : static_cast<size_t>(segments.count) * segments.heads * sizes.key_dim * sizes.key_dim;
 }
 
 }  // namespace fairseq_fastweights

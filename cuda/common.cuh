@@ -127,6 +127,21 @@ __device__ __forceinline__ void store_element(void* data, int32_t dtype, int64_t
     }
 }
 
+// f(T()), T the type that a dtype is stored as; `otherwise` for float64, which no tensor core multiplies here.
+template <typename R, typename F>
+R with_type(int32_t dtype, R otherwise, F f) {
+    switch (dtype) {
+        case kFloat32:
+            return f(float());
+        case kFloat16:
+            return f(__half());
+        case kBFloat16:
+            return f(__nv_bfloat16());
+        default:
+            return otherwise;
+    }
+}
+
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
 // Bytes of dynamic shared memory that a block may ask for on the current device, after the opt-in that `launch` makes.

@@ -210,17 +210,17 @@ def _state_of_its_own(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Ten
 
 
 def _interval(k: Tensor, v: Tensor) -> int:
-    """Steps between the states that are kept for the backward pass: 64 or 128.
+    """Steps between the states that are kept for the backward pass: 64, 128 or 256.
 
-    So that a state every so many steps takes at most a quarter of the bytes of inputs, outputs and their gradients, if
-    128 can achieve that. Those between are computed again; on a CPU they stay in a core's cache meanwhile, where 64 do
-    better: an eighth, at K = V = 64 in float32.
+    The fewest for which a state every so many steps takes less than a quarter of the bytes of inputs, outputs and their
+    gradients, or else the most. Those between are computed again; on a CPU they stay in a core's cache meanwhile, where
+    64 do better: an eighth, at K = V = 64 in float32.
     """
     if v.device.type == "cpu":
         return 64
     state = k.shape[-1] * v.shape[-1] * (8 if v.dtype == torch.float64 else 4)
     step = 4 * (k.shape[-1] + v.shape[-1]) * v.element_size()
-    return 64 if 4 * state <= 64 * step else 128
+    return next((steps for steps in (64, 128) if 4 * state < steps * step), 256)
 
 
 # The operators: schemas, shapes, derivatives

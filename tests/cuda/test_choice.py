@@ -43,22 +43,6 @@ def test_decays_by_dimension_are_chunked_for_large_states(
     assert emulator.choose(operation, sizes, torch.float64, 90, separate_decays=True) == "recurrent"
 
 
-@pytest.mark.parametrize(
-    ("batch", "time", "heads", "key_dim", "value_dim", "recurrent"),
-    [(56, 64, 16, 256, 64, 3), (56, 64, 16, 512, 64, 7), (26, 512, 8, 64, 128, 0.6), (4, 2048, 4, 256, 512, 20)],
-)
-def test_decays_of_large_states_need_no_more_memory_than_inputs_and_gradients(
-    emulator: Emulator, batch: int, time: int, heads: int, key_dim: int, value_dim: int, recurrent: float
-) -> None:
-    """The recurrent pass would take `recurrent` times their bytes, for parts of the keys' gradients."""
-    sizes, operation = (batch, time, heads, key_dim, value_dim, 128), "diagonal_backward"
-    algorithm = emulator.choose(operation, sizes, torch.bfloat16, separate_decays=True)
-    gates = ("log_key_decay", "log_value_decay")
-    passed = 2 * 2 * batch * time * heads * (3 * key_dim + 3 * value_dim)  # q, k, v, out, decays and what they become
-    assert emulator.workspace(operation, algorithm, sizes, torch.bfloat16, gates) <= passed
-    assert emulator.workspace(operation, "recurrent", sizes, torch.bfloat16, gates) >= recurrent * passed
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("choice", ["chunked", "recurrent"])
 def test_a_benchmark_can_ask_for_either(

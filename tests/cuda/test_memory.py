@@ -1,0 +1,71 @@
+"""What training takes of a GPU's memory beyond inputs, outputs and gradients, counted from what launches ask for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fairseq_fastweights.ops import native
+from tests.cuda.emulated import Emulator
+
+# (batch, time, heads, key_dim, value_dim) of the papers' experiments, a long sequence, and softmax attention's.
+SHAPES = {
+    "lm-small": (96, 256, 8, 16, 16),
+    "lm-small-dpfp": (96, 256, 8, 32, 16),
+    "lm-medium": (56, 384, 8, 32, 32),
+    "mt-big": (56, 64, 16, 64, 64),
+    "mt-big-256": (56, 64, 16, 256, 64),
+    "mt-big-512": (56, 64, 16, 512, 64),
+    "gpt2-4": (32, 1024, 12, 4, 64),
+    "gpt2-16": (32, 1024, 12, 16, 64),
+    "gpt2-32": (32, 1024, 12, 32, 64),
+    "baevski-32": (26, 512, 8, 32, 128),
+    "baevski-64": (26, 512, 8, 64, 128),
+    "retnet": (4, 2048, 4, 256, 512),
+    "long": (1, 16384, 8, 64, 64),
+    "attention": (8, 1024, 8, 64, 64),
+}
+GATES = {"sum": (), "gated": ("log_gate",), "decay": ("log_key_decay", "log_value_decay"), "delta": ()}
+
+
+def given(rule: str, shape: tuple[int, int, int, int, int]) -> int:
+    """Bytes of the inputs in bfloat16."""
+    batch, time, heads, key_dim, value_dim = shape
+    gates = {"sum": 0, "gated": 1, "decay": key_dim + value_dim, "delta": 1}[rule]
+    return 2 * batch * time * heads * (2 * key_dim + value_dim + gates)
+
+
+@pytest.mark.parametrize("rule", GATES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_training_takes_a_quarter_more_at_most(emulator: Emulator, name: str, rule: str) -> None:
+    """A retention network's states are so large that it may take as much again."""
+    batch, time, heads, key_dim, value_dim = shape = SHAPES[name]
+    k = torch.empty(batch, time, heads, key_dim, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(batch, time, heads, value_dim, dtype=torch.bfloat16, device="meta")
+    interval = native._interval(k, v)
+    sizes, family = (*shape, interval), "delta" if rule == "delta" else "diagonal"
+
+    def workspace(way: str) -> int:
+        operation = f"{family}_{way}"
+        algorithm = emulator.choose(operation, sizes, torch.bfloat16, separate_decays=rule == "decay")
+        return emulator.workspace(operation, algorithm, sizes, torch.bfloat16, GATES[rule])
+
+    state = 4 * batch * heads * key_dim * value_dim
+    kept = (-(-time // interval) - 1) * state
+    inputs, out = given(rule, shape), 2 * v.numel()
+    allowed = (1.0 if name == "retnet" else 0.25) * 2 * (inputs + out)
+    assert kept + workspace("backward") <= allowed
+    # Forwards the final state is there, too, but none of the gradients.
+    assert kept + state + workspace("forward") - inputs - out <= allowed
+
+
+@pytest.mark.parametrize(("name", "times"), [("mt-big-256", 3), ("mt-big-512", 7), ("baevski-64", 0.6), ("retnet", 20)])
+def test_the_recurrent_way_back_would_take_more_for_decays_of_large_states(
+    emulator: Emulator, name: str, times: float
+) -> None:
+    """Parts of the keys' gradients, so many times the bytes of inputs, outputs and gradients."""
+    shape = SHAPES[name]
+    sizes, gates = (*shape, 128), GATES["decay"]
+    passed = 2 * (given("decay", shape) + 2 * shape[0] * shape[1] * shape[2] * shape[4])
+    assert emulator.choose("diagonal_backward", sizes, torch.bfloat16, separate_decays=True) == "chunked"
+    assert emulator.workspace("diagonal_backward", "recurrent", sizes, torch.bfloat16, gates) >= times * passed
