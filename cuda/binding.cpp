@@ -13,7 +13,9 @@
 #include <array>
 #include <limits>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "kernels.h"
 
@@ -25,8 +27,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kMostDim = 512;
 
-int32_t dtype_of(const Tensor& x, const char* name) {
-    switch (x.scalar_type()) {
+int32_t dtype_of(at::ScalarType type, const char* name) {
+    switch (type) {
         case at::kFloat:
             return kFloat32;
         case at::kHalf:
@@ -36,7 +38,7 @@ int32_t dtype_of(const Tensor& x, const char* name) {
         case at::kDouble:
             return kFloat64;
         default:
-            TORCH_CHECK(false, name, " has dtype ", x.scalar_type(),
+            TORCH_CHECK(false, name, " has dtype ", type,
                         "; it must be float32, float16, bfloat16 or float64");
     }
 }
@@ -68,7 +70,7 @@ void check_device(const Tensor& x, const Tensor& v, const char* name) {
 Sequence sequence(const Tensor& x, const char* name) {
     TORCH_CHECK(x.dim() < 4 || x.size(3) == 1 || x.stride(3) == 1, name, " has strides ", x.strides(),
                 "; its last dimension must be contiguous");
-    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), dtype_of(x, name)};
+    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), dtype_of(x.scalar_type(), name)};
 }
 
 // q, k, v and what has their shapes.
@@ -362,7 +364,30 @@ Tensor delta_step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     return out;
 }
 
+std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, at::ScalarType dtype, bool gated,
+                          bool separate_decays, int64_t capability) {
+    constexpr std::array<const char*, 4> operations{"diagonal_forward", "diagonal_backward", "delta_forward",
+                                                    "delta_backward"};  // by Operation
+    const auto found = std::find(operations.begin(), operations.end(), operation);
+    TORCH_CHECK(found != operations.end(), "operation is ", operation, "; it must be one of ",
+                c10::Join(", ", operations));
+    TORCH_CHECK(sizes.size() == 6, "sizes has ", sizes.size(),
+                " numbers; it must have 6: batch, time, heads, key_dim, value_dim and interval");
+    const auto number = static_cast<int32_t>(found - operations.begin());
+    const auto device = static_cast<int32_t>(capability);
+    const auto at = [&](int i) { return static_cast<int32_t>(sizes[i]); };
+    const Sizes given{at(0), at(1), at(2), at(3), at(4), at(5)};
+    const int32_t type = dtype_of(dtype, "v");
+    if (fastweights_choose(number, &given, type, separate_decays, device) == kRecurrent) return {};
+    const ChunkedPlan made = fastweights_chunked_plan(number, &given, type, gated, separate_decays, device);
+    return {made.chunk, made.columns, made.blocks, made.stages, made.threads, made.segments, made.shared};
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(fairseq_fastweights, CompositeExplicitAutograd, m) {
+    m.impl("cuda_plan", &plan);
+}
 
 TORCH_LIBRARY_IMPL(fairseq_fastweights, CUDA, m) {
     m.impl("diagonal_forward", &diagonal_forward);

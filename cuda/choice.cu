@@ -35,7 +35,7 @@ int shared_memory_of(int32_t capability) {
 // blocks (chunked_segments.cuh), which only the chunked kernels do, but for decays by dimension.
 //
 // The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides the estimate, so that a
-// benchmark can time both.
+// benchmark can time both (and FASTWEIGHTS_CUDA_PLAN all plans of the former: chunked_plan.h).
 bool chunked_is_faster(int32_t operation, const Sizes& sizes, bool separate_decays) {
     if (const char* forced = std::getenv("FASTWEIGHTS_CUDA_ALGORITHM")) {
         if (std::strcmp(forced, "chunked") == 0) return true;
@@ -59,26 +59,32 @@ bool chunked_is_faster(int32_t operation, const Sizes& sizes, bool separate_deca
 
 }  // namespace
 
-extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype,
+extern "C" ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t gated,
                                                 int32_t separate_decays, int32_t capability) {
     // Before 8.0 tensor cores multiply float16 alone: no tf32, no bfloat16, and no asynchronous copies either.
-    if (capability < 80 || dtype == kFloat64) return 0;
-    if (sizes->time < 1 || sizes->key_dim < 1 || sizes->value_dim < 1) return 0;
+    if (capability < 80) return {};
+    if (sizes->time < 1 || sizes->key_dim < 1 || sizes->value_dim < 1) return {};
     const int limit = shared_memory_of(capability);
     switch (operation) {
         case kDiagonalForward:
-            return separate_decays ? chunked_fits_decays_forward(*sizes, dtype, limit)
-                                   : chunked_fits_diagonal_forward(*sizes, dtype, limit);
+            return separate_decays ? chunked_plan_decays_forward(*sizes, dtype, limit)
+                                   : chunked_plan_diagonal_forward(*sizes, dtype, gated != 0, limit);
         case kDiagonalBackward:
-            return separate_decays ? chunked_fits_decays_backward(*sizes, dtype, limit)
-                                   : chunked_fits_diagonal_backward(*sizes, dtype, limit);
+            return separate_decays ? chunked_plan_decays_backward(*sizes, dtype, limit)
+                                   : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
         case kDeltaForward:
-            return chunked_fits_delta_forward(*sizes, dtype, limit);
+            return chunked_plan_delta_forward(*sizes, dtype, limit);
         case kDeltaBackward:
-            return chunked_fits_delta_backward(*sizes, dtype, limit);
+            return chunked_plan_delta_backward(*sizes, dtype, limit);
         default:
-            return 0;
+            return {};
     }
+}
+
+extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype,
+                                                int32_t separate_decays, int32_t capability) {
+    // With a gate: that takes more room than without.
+    return fastweights_chunked_plan(operation, sizes, dtype, 1, separate_decays, capability).chunk > 0;
 }
 
 extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,

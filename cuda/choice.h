@@ -5,12 +5,12 @@
 
 namespace fairseq_fastweights {
 
-// Whether a block of `limit` bytes of shared memory has room for these sizes.
-bool chunked_fits_diagonal_forward(const Sizes& sizes, int32_t dtype, int limit);
-bool chunked_fits_diagonal_backward(const Sizes& sizes, int32_t dtype, int limit);
-bool chunked_fits_decays_forward(const Sizes& sizes, int32_t dtype, int limit);
-bool chunked_fits_decays_backward(const Sizes& sizes, int32_t dtype, int limit);
-bool chunked_fits_delta_forward(const Sizes& sizes, int32_t dtype, int limit);
-bool chunked_fits_delta_backward(const Sizes& sizes, int32_t dtype, int limit);
+// What they do with blocks of `limit` bytes of shared memory.
+ChunkedPlan chunked_plan_diagonal_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
+ChunkedPlan chunked_plan_diagonal_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
+ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit);
+ChunkedPlan chunked_plan_decays_backward(const Sizes& sizes, int32_t dtype, int limit);
+ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, int limit);
+ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, int limit);
 
 }  // namespace fairseq_fastweights

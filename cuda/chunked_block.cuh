@@ -11,23 +11,10 @@
 // wide states several times all inputs and gradients. Time is divided instead where heads alone do not fill the device.)
 #pragma once
 
+#include "chunked_plan.h"
 #include "tensor_core.cuh"
 
 namespace fairseq_fastweights {
-
-struct Plan {
-    int chunk;     // steps, a multiple of 16
-    int key_rows;  // key_dim, rounded up to a multiple of 16
-    int columns;   // value columns of a block, a multiple of 16
-    int blocks;    // that share a (batch, head)
-    int stages;    // buffers for inputs: with 2, the next chunk is on its way while this one is worked on
-    int threads;
-    size_t shared;  // bytes
-};
-
-__host__ __device__ constexpr int round_up(int x, int multiple) {
-    return (x + multiple - 1) / multiple * multiple;
-}
 
 // Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
 struct Carver {
@@ -64,47 +51,6 @@ struct Stages {
         return Matrix<T>{first.data + stage * distance, first.stride};
     }
 };
-
-// Cycles of a multiprocessor for a step of one head, counted, not measured: a product of 16 x 8 x 8 takes 3 to read its
-// operands from shared memory, and a chunk some 3000 in which its block waits for memory and at barriers, 1000 more if
-// its inputs are not on their way before, while the other blocks that fit work. `backward`: with the states computed
-// again between those that are kept.
-inline double estimate(const Plan& plan, const Sizes& sizes, int limit, bool backward) {
-    const double area = static_cast<double>(plan.key_rows) * plan.columns, length = plan.chunk;
-    double products = length / 2 * (plan.key_rows + plan.columns) + 2 * area;
-    if (backward) {
-        const int span = sizes.interval > 0 && sizes.interval < sizes.time ? sizes.interval : sizes.time;
-        products = 2.5 * products + (span / length - 1) / 2 * area;
-    }
-    const size_t blocks_that_fit = (static_cast<size_t>(limit) + 1024) / (plan.shared + 1024);
-    const double waiting = (plan.stages == 2 ? 3000 : 4000) / length / (blocks_that_fit < 4 ? blocks_that_fit : 4);
-    return plan.blocks * (products * 3 / 1024 + waiting);
-}
-
-// The plan of the least estimate; measure(plan) gives a plan's bytes. `chunk` is 0 if none fits.
-template <typename Measure>
-Plan find_plan(const Sizes& sizes, int longest_chunk, int limit, bool backward, Measure measure) {
-    const int value_columns = round_up(sizes.value_dim, 16);
-    const bool keeps = sizes.interval > 0 && sizes.interval < sizes.time;
-    Plan best{};
-    for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
-        for (int chunk = longest_chunk; chunk >= 16; chunk /= 2) {
-            if (chunk > 16 && chunk >= 2 * sizes.time) continue;  // it would be half empty
-            if (keeps && sizes.interval % chunk != 0) continue;
-            for (int stages = backward || sizes.time <= chunk ? 1 : 2; stages >= 1; --stages) {
-                Plan plan{
-                    chunk, round_up(sizes.key_dim, 16), columns, (sizes.value_dim + columns - 1) / columns, stages, 128,
-                    0};
-                if (plan.key_rows * columns > 32 * 64 && chunk * columns >= 32 * 32) plan.threads = 256;
-                plan.shared = measure(plan);
-                if (plan.shared > static_cast<size_t>(limit)) continue;
-                if (best.chunk == 0 || estimate(plan, sizes, limit, backward) < estimate(best, sizes, limit, backward))
-                    best = plan;
-            }
-        }
-        if (columns == 16) return best;
-    }
-}
 
 // ---- Rows of sequences -------------------------------------------------------------------------------------------
 

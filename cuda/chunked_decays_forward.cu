@@ -162,14 +162,16 @@ cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
 
 template <typename T>
 size_t workspace(const DiagonalForward& p) {
-    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
-    return plan.chunk == 0 ? 0 : segments_of(plan, p.sizes).bytes();
+    return segments_of(plan_of<T>(p.sizes, shared_memory_limit()), p.sizes).bytes();
 }
 
 }  // namespace
 
-bool chunked_fits_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return with_type(dtype, false, [&](auto zero) { return plan_of<decltype(zero)>(sizes, limit).chunk > 0; });
+ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
+    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
+        const Plan plan = plan_of<decltype(zero)>(sizes, limit);
+        return describe(plan, segments_of(plan, sizes));
+    });
 }
 
 cudaError_t chunked_decays_forward(const DiagonalForward& p, cudaStream_t stream) {

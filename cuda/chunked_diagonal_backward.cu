@@ -319,14 +319,17 @@ cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
 
 template <typename T, bool Gated>
 size_t workspace(const DiagonalBackward& p) {
-    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
-    return plan.chunk == 0 ? 0 : segments_of<Gated>(plan, p.sizes).bytes();
+    return segments_of<Gated>(plan_of<T, Gated>(p.sizes, shared_memory_limit()), p.sizes).bytes();
 }
 
 }  // namespace
 
-bool chunked_fits_diagonal_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return with_type(dtype, false, [&](auto zero) { return plan_of<decltype(zero), true>(sizes, limit).chunk > 0; });
+ChunkedPlan chunked_plan_diagonal_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
+    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
+        using T = decltype(zero);
+        const Plan plan = gated ? plan_of<T, true>(sizes, limit) : plan_of<T, false>(sizes, limit);
+        return describe(plan, gated ? segments_of<true>(plan, sizes) : segments_of<false>(plan, sizes));
+    });
 }
 
 extern "C" cudaError_t fastweights_diagonal_backward_chunked(const DiagonalBackward* params, cudaStream_t stream) {

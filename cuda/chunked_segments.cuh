@@ -12,7 +12,7 @@
 namespace fairseq_fastweights {
 
 struct Segments {
-    int count;         // 1: the sequence is not divided
+    int count;         // 1: the sequence is not divided; 0: there is no plan
     int chunks;        // of a segment; the last may have fewer
     int heads;         // batch * heads
     int state_floats;  // key_dim * value_dim
@@ -26,7 +26,7 @@ struct Segments {
 
     // Of the workspace: room for states and what is passed, where a sequence is divided.
     size_t bytes() const {
-        return count == 1 ? 0 : static_cast<size_t>(index(count, 0)) * (state_floats + passed_floats) * sizeof(float);
+        return count <= 1 ? 0 : static_cast<size_t>(index(count, 0)) * (state_floats + passed_floats) * sizeof(float);
     }
     void place(void* workspace) {
         states = static_cast<float*>(workspace);
@@ -37,6 +37,7 @@ struct Segments {
 // Divides if less than half of the device would be busy with `blocks_of_head` at once, into segments of at least 4
 // chunks: the first launch costs about half of the last one, and each segment another step of the second.
 inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_of_head, int passed_floats) {
+    if (plan.chunk == 0 || sizes.batch * sizes.heads == 0) return Segments{};
     Segments segments{1,
                       (sizes.time + plan.chunk - 1) / plan.chunk,
                       sizes.batch * sizes.heads,
@@ -45,13 +46,23 @@ inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_o
                       nullptr,
                       nullptr};
     const int blocks = segments.heads * blocks_of_head, processors = multiprocessors(), chunks = segments.chunks;
-    if (2 * blocks > processors || chunks < 8) return segments;
-    const bool pairs = 2 * (plan.shared + 1024) <= static_cast<size_t>(shared_memory_limit()) + 1024;
-    const int most = chunks / 4, wanted = (pairs ? 2 : 1) * processors / blocks;
-    const int count = wanted < most ? wanted : most;
+    int count = AskedPlan().segments;
+    if (count <= 0) {
+        if (2 * blocks > processors || chunks < 8) return segments;
+        const bool pairs = 2 * (plan.shared + 1024) <= static_cast<size_t>(shared_memory_limit()) + 1024;
+        const int most = chunks / 4, wanted = (pairs ? 2 : 1) * processors / blocks;
+        count = wanted < most ? wanted : most;
+    }
+    if (count > chunks) count = chunks;
     segments.chunks = (chunks + count - 1) / count;
     segments.count = (chunks + segments.chunks - 1) / segments.chunks;
     return segments;
+}
+
+inline ChunkedPlan describe(const Plan& plan, const Segments& segments) {
+    return {plan.chunk,   plan.columns,   plan.blocks,
+            plan.stages,  plan.threads,   segments.count,
+            static_cast<int64_t>(plan.shared)};
 }
 
 struct Carry {

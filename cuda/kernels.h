@@ -118,6 +118,13 @@ struct DeltaStep {
     Sequence out;
 };
 
+// How a chunked launch divides the work: into chunks of so many steps, and a head's values into `blocks` of `columns`;
+// `segments` of the time are worked on side by side. `chunk` is 0 where the chunked kernels do not take the sizes.
+struct ChunkedPlan {
+    int32_t chunk, columns, blocks, stages, threads, segments;
+    int64_t shared;  // bytes of a block's memory
+};
+
 enum Operation : int32_t { kDiagonalForward = 0, kDiagonalBackward = 1, kDeltaForward = 2, kDeltaBackward = 3 };
 enum Algorithm : int32_t { kRecurrent = 0, kChunked = 1 };
 
@@ -151,6 +158,10 @@ size_t fastweights_delta_backward_chunked_workspace(const DeltaBackward* params)
 // values, `capability` 10 * major + minor.
 int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                                      int32_t capability);
+
+// What they would do; `gated` whether there is a log_gate.
+ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t gated,
+                                     int32_t separate_decays, int32_t capability);
 
 // The algorithm to run: an `Algorithm`.
 int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,

@@ -62,6 +62,46 @@ def cpu_instruction_set() -> str:
     return torch.ops.fairseq_fastweights.cpu_instruction_set()
 
 
+def cuda_plan(
+    operation: str,
+    sizes: tuple[int, int, int, int, int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    gated: bool = False,
+    separate_decays: bool = False,
+) -> dict[str, int] | None:
+    """How the CUDA kernels would divide the work of a call; None where they go step by step.
+
+    The environment variable ``FASTWEIGHTS_CUDA_ALGORITHM`` ("chunked", "recurrent") asks for either, and
+    ``FASTWEIGHTS_CUDA_PLAN`` (as in "chunk=32 columns=64 stages=1 threads=128 segments=4") for some of these numbers.
+
+    Args:
+        operation: "diagonal_forward", "diagonal_backward", "delta_forward" or "delta_backward".
+        sizes: batch, time, heads, key_dim, value_dim, and steps between kept states.
+        dtype: of q, k and v.
+        capability: the GPU's compute capability, major and minor.
+        gated: whether there is a log gate.
+        separate_decays: whether there are decays of keys or of values.
+
+    Returns:
+        "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks
+        whose inputs there is room for; "threads" of a block; "segments" of the time side by side; "shared": bytes of a
+        block's memory.
+
+    Raises:
+        BackendUnavailable: if there are no CUDA kernels.
+    """
+    if (reason := libraries.load("cuda")) is not None:
+        raise BackendUnavailable(reason)
+    major, minor = capability
+    numbers = torch.ops.fairseq_fastweights.cuda_plan(
+        operation, sizes, dtype, gated, separate_decays, 10 * major + minor
+    )
+    names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "shared")
+    return dict(zip(names, numbers, strict=True)) if numbers else None
+
+
 def sum_rule(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """S_t = S_{t-1} + v_t k_t^T."""
     return _diagonal(q, k, v, None, False, None, None, initial_state)
@@ -241,6 +281,8 @@ _SCHEMAS = (
     f"diagonal_step_(Tensor q, Tensor k, Tensor v, {_DIAGONAL}, Tensor(a!) state) -> Tensor out",
     "delta_step_(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor(a!) state) -> Tensor out",
     "cpu_instruction_set() -> str",
+    "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, bool separate_decays, int capability)"
+    " -> int[]",
 )
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -45,6 +45,13 @@ class Sizes(ctypes.Structure):
     _fields_ = [(name, c_int32) for name in ("batch", "time", "heads", "key_dim", "value_dim", "interval")]
 
 
+class ChunkedPlan(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("chunk", "columns", "blocks", "stages", "threads", "segments")),
+        ("shared", c_int64),
+    ]
+
+
 class StepState(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("row", c_int64)]
 
@@ -172,6 +179,21 @@ class Emulator:
     ) -> bool:
         """Whether the chunked kernels take (batch, time, heads, key_dim, value_dim, interval)."""
         return bool(self._ask("fastweights_chunked_supports", operation, sizes, dtype, separate_decays, capability))
+
+    def plan(
+        self,
+        operation: str,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        gated: bool = False,
+        separate_decays: bool = False,
+        capability: int = 90,
+    ) -> ChunkedPlan:
+        """How a chunked launch would divide the work."""
+        ask = self.library.fastweights_chunked_plan
+        ask.restype = ChunkedPlan
+        pointer = ctypes.byref(Sizes(*sizes))
+        return ask(OPERATIONS.index(operation), pointer, DTYPES[dtype], gated, separate_decays, capability)
 
     def choose(
         self,

@@ -146,6 +146,20 @@ def test_operators_pass_torchs_own_checks(rule, T, initial_state):
             torch.library.opcheck(getattr(OPERATORS, f"{kind}_step_").default, (*plain[:-1], plain[-1].clone()))
 
 
+def test_the_cuda_kernels_tell_how_they_divide_the_work() -> None:
+    def plan() -> dict[str, int] | None:
+        return native.cuda_plan("delta_forward", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0))
+
+    if DEVICE.type == "cpu":
+        with pytest.raises(ops.BackendUnavailable, match="CUDA"):
+            plan()
+        return
+    found = plan()
+    assert found is not None and found["chunk"] in (16, 32) and found["columns"] * found["blocks"] == 64
+    with pytest.raises(RuntimeError, match="operation is delta; it must be one of diagonal_forward"):
+        native.cuda_plan("delta", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0))
+
+
 @pytest.mark.parametrize("layout", ["as it is", "time first", "wide"])
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_shapes_without_data_are_those_with_it(rule, layout):

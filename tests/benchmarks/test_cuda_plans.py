@@ -1,0 +1,96 @@
+"""The ways to do a call on a GPU are found, told apart and asked for; here without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import cuda_plans
+import pytest
+import torch
+from harness import plan_sweep
+from harness.cases import SHAPES, Shape, draw_inputs
+from harness.plan_sweep import ALGORITHM, PLAN, Call, Way, asking, call_of, ways_of
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.ops import native
+
+SMALL = Shape("small", 2, 3, 40, 8, 16, 2, "a test")
+NUMBERS = ("chunk", "columns", "stages", "threads", "segments")
+
+
+def kernels(operation: str, sizes: tuple[int, ...], *_: object, **__: object) -> dict[str, int] | None:
+    """Stands in for `native.cuda_plan`: chunks of 32 or 64, one stage, 128 threads, any number of segments."""
+    asked = dict(word.split("=") for word in os.environ.get(PLAN, "").split())
+    if os.environ.get(ALGORITHM) == "recurrent":
+        return None
+    plan = {name: int(asked.get(name, default)) for name, default in zip(NUMBERS, (64, 32, 1, 128, 4), strict=True)}
+    possible = plan["chunk"] >= 32 and plan["columns"] <= 32 and plan["stages"] == 1 and plan["threads"] == 128
+    return {**plan, "blocks": 1, "shared": 1000} if possible else None
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.setattr(native, "cuda_plan", kernels)
+    return Call("diagonal_forward", (2, 40, 3, 8, 16, 64), torch.bfloat16, False, False, lambda: None)
+
+
+def test_the_first_way_is_the_chosen_one_and_each_is_there_once(call: Call) -> None:
+    ways = ways_of(call, (9, 0))
+    assert ways[0].environment == {} and ways[0].plan is not None and ways[0].plan["chunk"] == 64
+    assert ways[1].plan is None and str(ways[1]) == "recurrent"
+    assert len({str(way) for way in ways}) == len(ways)
+    plans = {(way.plan["chunk"], way.plan["columns"], way.plan["segments"]) for way in ways if way.plan is not None}
+    tiles = {(chunk, columns, 4) for chunk in (32, 64) for columns in (16, 32)}
+    assert plans == tiles | {(64, 32, segments) for segments in plan_sweep.SEGMENTS}
+
+
+def test_a_way_is_asked_for_while_it_is_timed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALGORITHM, "recurrent")
+    way = ways_of(call, (9, 0))[-1]
+    with asking(way.environment):
+        assert kernels("", ()) == way.plan
+    assert os.environ[ALGORITHM] == "recurrent" and PLAN not in os.environ
+
+
+@pytest.mark.parametrize("way", plan_sweep.WAYS)
+@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "delta"])
+def test_the_operator_that_is_timed_is_the_rule(rule: str, way: str) -> None:
+    inputs = draw_inputs(SMALL, torch.float32, "cpu")
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates(rule))]
+    out, _ = getattr(ops, f"{rule}_rule")(*leaves, backend="native")
+    expected = [out] if way == "forward" else torch.autograd.grad(out, leaves, inputs.d_out)
+    for x in leaves:
+        x.requires_grad_(False)
+    call = call_of(SMALL, rule, way, inputs)
+    made = [x for x in call.run() if x.numel()]
+    assert call.operation == f"{'delta' if rule == 'delta' else 'diagonal'}_{way}"
+    assert call.sizes == (2, 40, 3, 8, 16, 64)
+    for actual, wanted in zip(made, expected, strict=False):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_the_table_tells_what_the_choice_loses() -> None:
+    def row(way: str, seconds: float, chosen: bool, shape: str = "long") -> dict[str, object]:
+        names = {"shape": shape, "rule": "sum", "operation": "diagonal_forward", "way": way, "chosen": chosen}
+        return {**names, "seconds": {"median": seconds}}
+
+    table = cuda_plans.render(
+        [row("64 x 64", 2e-3, True), row("recurrent", 1e-3, False), row("64 x 64", 3e-3, True, "mt-big")]
+    )
+    first, second = table.splitlines()[2:]
+    assert "long, sum, forward" in first and "recurrent" in first and "2.00 x" in first
+    assert "mt-big, sum, forward" in second and "1.00 x" in second
+
+
+def test_every_shape_has_its_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(cuda_plans.ORDER) <= {name for name, shape in SHAPES.items() if not shape.steps}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["cuda_plans.py"])
+    with pytest.raises(SystemExit, match="torch sees no GPU"):
+        cuda_plans.main()
+
+
+def test_a_way_names_itself() -> None:
+    plan = {"chunk": 64, "columns": 32, "blocks": 2, "stages": 2, "threads": 256, "segments": 1, "shared": 9}
+    assert str(Way(plan, {})) == "64 steps x 32 values, stages 2, threads 256"
+    assert str(Way({**plan, "segments": 8}, {})).endswith("threads 256, segments 8")

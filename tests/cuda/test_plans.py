@@ -1,0 +1,69 @@
+"""How the chunked kernels divide their work, and that results are right however a benchmark asks them to."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.cuda.emulated import OPERATIONS, Emulator
+from tests.cuda.test_chunked import CHUNKED, DECAYS, TOLERANCE, expected, run
+from tests.ops.rules import RULE, assert_close
+
+PLANS = [
+    f"chunk={chunk} columns={columns} stages={stages} threads={threads}"
+    for chunk, columns, stages, threads in itertools.product((16, 32, 64), (16, 48, 96), (1, 2), (128, 256))
+]
+
+
+def asked(text: str) -> dict[str, int]:
+    return {name: int(number) for name, number in (word.split("=") for word in text.split())}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_plan_is_what_was_asked_for_or_none(
+    emulator: Emulator, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = (2, 300, 3, 40, 90, 128)
+    chosen = emulator.plan(operation, sizes, torch.bfloat16)
+    assert chosen.chunk in (32, 64) and chosen.columns in (48, 96) and chosen.segments >= 1
+    for text in PLANS:
+        monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
+        plan = emulator.plan(operation, sizes, torch.bfloat16)
+        wanted = asked(text) | ({"stages": 1} if operation.endswith("backward") else {})
+        assert {name: getattr(plan, name) for name in wanted} == wanted
+        assert plan.blocks == -(-90 // plan.columns) and 0 < plan.shared <= 227 * 1024
+    for text in ("chunk=24", "columns=64", "threads=512", "chunk=128"):
+        monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
+        assert emulator.plan(operation, sizes, torch.bfloat16).chunk == 0
+        assert emulator.choose(operation, (2, 300, 3, 40, 90, 128), torch.bfloat16) == "recurrent"
+
+
+@pytest.mark.parametrize("segments", [1, 2, 5, 100])
+def test_as_many_segments_as_asked_for_or_as_there_are_chunks(
+    emulator: Emulator, segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", f"chunk=32 segments={segments}")
+    plan = emulator.plan("diagonal_forward", (2, 640, 3, 16, 16, 64), torch.float32)
+    assert plan.segments == min(segments, 20)
+
+
+@pytest.mark.parametrize("text", [*PLANS, "segments=3", "chunk=16 segments=2"])
+@pytest.mark.parametrize("name", [name for name in CHUNKED if name not in DECAYS])
+def test_every_plan_is_right(emulator: Emulator, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    T, K, V, interval = 131, 20, 90, 128
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
+    dtype = torch.bfloat16 if asked(text).get("threads") == 128 else torch.float32
+    inputs = RULE[name].inputs(B=1, T=T, H=2, K=K, V=V, dtype=dtype)
+    assert_close(run(emulator, RULE[name], inputs, interval), expected(RULE[name], inputs), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("text", ["columns=16", "columns=48", "columns=96", "columns=48 segments=3"])
+@pytest.mark.parametrize("name", DECAYS)
+def test_every_plan_of_decays_is_right(
+    emulator: Emulator, name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
+    inputs = RULE[name].inputs(B=1, T=75, H=1, K=20, V=90)
+    assert_close(run(emulator, RULE[name], inputs, 32), expected(RULE[name], inputs), 1e-5)
