@@ -24,7 +24,11 @@ struct Carver {
 
     template <typename T>
     __host__ __device__ T* take(int count) {
+#ifdef __CUDA_ARCH__
+        T* piece = reinterpret_cast<T*>(base + used);  // without a doubt: the compiler sees that it is shared memory
+#else
         T* piece = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
+#endif
         used += (static_cast<size_t>(count) * sizeof(T) + 15) / 16 * 16;
         return piece;
     }
@@ -52,6 +56,28 @@ struct Stages {
     }
 };
 
+// A thread's places in rows of `width`, as many threads apart as a block has: for (Walk at(width); at.row < rows;
+// at.next()). Two divisions in all.
+struct Walk {
+    int row, column, width, rows_on, columns_on;
+
+    __device__ __forceinline__ explicit Walk(int width)
+        : row(threadIdx.x / width),
+          column(threadIdx.x - row * width),
+          width(width),
+          rows_on(blockDim.x / width),
+          columns_on(blockDim.x - rows_on * width) {}
+
+    __device__ __forceinline__ void next() {
+        row += rows_on;
+        column += columns_on;
+        if (column >= width) {
+            column -= width;
+            ++row;
+        }
+    }
+};
+
 // ---- Rows of sequences -------------------------------------------------------------------------------------------
 
 // One head of a (batch, time, heads, dim) tensor, from a column on. `dim` counts the columns left.
@@ -74,9 +100,8 @@ __device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& fr
     const bool aligned = (reinterpret_cast<uintptr_t>(from.data) | from.stride * sizeof(T)) % 16 == 0 &&
                          (from.dim % kPiece == 0 || from.dim >= columns);
     if (aligned) {
-        const int pieces = columns / kPiece;
-        for (int i = threadIdx.x; i < rows * pieces; i += blockDim.x) {
-            const int row = i / pieces, column = i % pieces * kPiece;
+        for (Walk at(columns / kPiece); at.row < rows; at.next()) {
+            const int row = at.row, column = at.column * kPiece;
             T* const target = &to(row, column);
             if (start + row < time && column < from.dim)
                 copy_async<16>(target, from.data + (start + row) * from.stride + column);
@@ -84,8 +109,8 @@ __device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& fr
                 *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     } else {
-        for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
-            const int row = i / columns, column = i % columns;
+        for (Walk at(columns); at.row < rows; at.next()) {
+            const int row = at.row, column = at.column;
             to(row, column) = start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column]
                                                                       : narrow<T>(0.0f);
         }
@@ -102,28 +127,31 @@ __device__ __forceinline__ float load_step(const Sequence& x, int batch, int hea
 // Writes a tile's elements, rows counting from step `start`; with `add`, onto what is there.
 template <typename T>
 __device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int start, int time, bool add = false) {
-    const bool paired =
-        (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0 && to.dim % 2 == 0;
-    tile.each_pair([&](int row, int column, float x, float y) {
-        if (start + row >= time) return;
-        struct alignas(2 * sizeof(T)) Pair {
-            T x, y;
-        };
-        T* const target = to.data + (start + row) * to.stride + column;
-        const bool both = paired && column < to.dim;
-        if (add) {
-            const Pair before = both ? *reinterpret_cast<Pair*>(target)
-                                     : Pair{column < to.dim ? target[0] : narrow<T>(0.0f),
-                                            column + 1 < to.dim ? target[1] : narrow<T>(0.0f)};
-            x += widen<float>(before.x);
-            y += widen<float>(before.y);
-        }
-        if (both) {
-            *reinterpret_cast<Pair*>(target) = Pair{narrow<T>(x), narrow<T>(y)};
-        } else {
-            if (column < to.dim) target[0] = narrow<T>(x);
-            if (column + 1 < to.dim) target[1] = narrow<T>(y);
-        }
+    struct alignas(2 * sizeof(T)) Pair {
+        T x, y;
+    };
+    const bool paired = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0;
+    if (paired && start + tile.row + kTileRows <= time && tile.column + 8 * tile.parts <= to.dim) {
+        T* const first = to.data + (start + tile.row + warp_lane() / 4) * to.stride + tile.column + warp_lane() % 4 * 2;
+        tile.each_part([&](int j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                Pair* const target = reinterpret_cast<Pair*>(first + half * 8 * to.stride + 8 * j);
+                float x = tile.value[j][2 * half], y = tile.value[j][2 * half + 1];
+                if (add) {
+                    const Pair before = *target;
+                    x += widen<float>(before.x);
+                    y += widen<float>(before.y);
+                }
+                *target = Pair{narrow<T>(x), narrow<T>(y)};
+            }
+        });
+        return;
+    }
+    tile.each([&](int row, int column, float& value) {
+        if (start + row >= time || column >= to.dim) return;
+        T& target = to.data[(start + row) * to.stride + column];
+        target = narrow<T>(add ? value + widen<float>(target) : value);
     });
 }
 
@@ -149,16 +177,16 @@ struct StatePart {
     // copies have been waited for.
     __device__ __forceinline__ void load(const Matrix<float>& to, const float* from, int64_t index) const {
         if (from == nullptr || aligned(from)) {
-            for (int i = threadIdx.x; i < key_rows * columns / 4; i += blockDim.x) {
-                const int row = i / (columns / 4), column = i % (columns / 4) * 4;
+            for (Walk at(columns / 4); at.row < key_rows; at.next()) {
+                const int row = at.row, column = at.column * 4;
                 if (from != nullptr && row < key_dim && first + column < value_dim)
                     copy_async<16>(&to(row, column), from + (index * key_dim + row) * value_dim + first + column);
                 else
                     *reinterpret_cast<float4*>(&to(row, column)) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             }
         } else {
-            for (int i = threadIdx.x; i < key_rows * columns; i += blockDim.x) {
-                const int row = i / columns, column = i % columns;
+            for (Walk at(columns); at.row < key_rows; at.next()) {
+                const int row = at.row, column = at.column;
                 const bool inside = row < key_dim && first + column < value_dim;
                 to(row, column) = inside ? from[(index * key_dim + row) * value_dim + first + column] : 0.0f;
             }
@@ -167,23 +195,21 @@ struct StatePart {
 
     // The part's columns of the identity.
     __device__ __forceinline__ void load_identity(const Matrix<float>& to) const {
-        for (int i = threadIdx.x; i < key_rows * columns; i += blockDim.x) {
-            const int row = i / columns, column = i % columns;
-            to(row, column) = row == first + column ? 1.0f : 0.0f;
-        }
+        for (Walk at(columns); at.row < key_rows; at.next())
+            to(at.row, at.column) = at.row == first + at.column ? 1.0f : 0.0f;
     }
 
     __device__ __forceinline__ void store(const Matrix<float>& from, float* to, int64_t index) const {
         if (aligned(to)) {
-            for (int i = threadIdx.x; i < key_rows * columns / 4; i += blockDim.x) {
-                const int row = i / (columns / 4), column = i % (columns / 4) * 4;
+            for (Walk at(columns / 4); at.row < key_rows; at.next()) {
+                const int row = at.row, column = at.column * 4;
                 if (row < key_dim && first + column < value_dim)
                     *reinterpret_cast<float4*>(to + (index * key_dim + row) * value_dim + first + column) =
                         *reinterpret_cast<const float4*>(&from(row, column));
             }
         } else {
-            for (int i = threadIdx.x; i < key_rows * columns; i += blockDim.x) {
-                const int row = i / columns, column = i % columns;
+            for (Walk at(columns); at.row < key_rows; at.next()) {
+                const int row = at.row, column = at.column;
                 if (row < key_dim && first + column < value_dim)
                     to[(index * key_dim + row) * value_dim + first + column] = from(row, column);
             }

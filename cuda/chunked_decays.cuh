@@ -41,8 +41,8 @@ Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure) {
 // The gates of a chunk's steps: `columns` from `first` on of (batch, time, heads, dim) logs. 1 past any end.
 __device__ __forceinline__ void load_gates(const Matrix<float>& gates, const Sequence& logs, int batch, int head,
                                            int first, int dim, int columns, int start, int time) {
-    for (int i = threadIdx.x; i < kSteps * columns; i += blockDim.x) {
-        const int row = i / columns, column = i % columns, t = start + row;
+    for (Walk at(columns); at.row < kSteps; at.next()) {
+        const int row = at.row, column = at.column, t = start + row;
         float log = 0.0f;
         if (logs.data != nullptr && t < time && first + column < dim)
             log = load_element<float>(logs.data, logs.dtype,
@@ -109,10 +109,11 @@ template <int Passes>
 __device__ __forceinline__ void pass_chunk(const Matrix<float>& state, const float* rows, const float* columns,
                                            const Matrix<float>& left, const Matrix<float>& right, const Plan& plan) {
     for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-        tile.each([&](int i, int j, float& value) { value = rows[i] * columns[j] * state(i, j); });
+        read_tile(tile, state);
+        tile.each([&](int i, int j, float& value) { value *= rows[i] * columns[j]; });
         multiply<Passes>(
             tile, 0, kSteps, [&](int i, int s) { return left(s, i); }, [&](int s, int j) { return right(s, j); });
-        tile.each([&](int i, int j, float& value) { state(i, j) = value; });
+        write_tile(tile, state);
     });
 }
 

@@ -160,13 +160,13 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                 multiply<kPasses>(
                     tile, 0, plan.columns, [&](int t, int j) { return shared.value_reads(t, j); },
                     [&](int j, int i) { return state(i, j); });
-                tile.each([&](int t, int i, float& value) { shared.key_reads(t, i) = value; });
+                write_tile(tile, shared.key_reads);
             });
             for_each_tile(kSteps, plan.key_rows, [&](Tile& tile) {
                 multiply<kPasses>(
                     tile, 0, plan.columns, [&](int s, int j) { return shared.value_writes(s, j); },
                     [&](int j, int i) { return d_state(i, j); });
-                tile.each([&](int s, int i, float& value) { shared.key_writes(s, i) = value; });
+                write_tile(tile, shared.key_writes);
             });
             __syncthreads();
             // A key's gradient on its way out lies where its gates were, which are in registers by then: stores of 16 steps
@@ -255,13 +255,13 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                 multiply<kPasses>(
                     tile, 0, plan.key_rows, [&](int t, int i) { return shared.key_reads(t, i); },
                     [&](int i, int j) { return state(i, j); });
-                tile.each([&](int t, int j, float& value) { shared.reads(t, j) = value; });
+                write_tile(tile, shared.reads);
             });
             for_each_tile(kSteps, plan.columns, [&](Tile& tile) {
                 multiply<kPasses>(
                     tile, 0, plan.key_rows, [&](int s, int i) { return shared.key_writes(s, i); },
                     [&](int i, int j) { return d_state(i, j); });
-                tile.each([&](int s, int j, float& value) { shared.writes(s, j) = value; });
+                write_tile(tile, shared.writes);
             });
             const int slices = kDecayThreads / plan.columns;
             if (static_cast<int>(threadIdx.x) < slices * plan.columns) {

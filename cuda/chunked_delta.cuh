@@ -51,7 +51,7 @@ struct DeltaChunk {
             multiply<Passes>(
                 tile, 0, tile.row + kTileRows, [&](int t, int s) { return inverse(t, s); },
                 [&](int s, int j) { return beta[s] * error(s, j); });
-            tile.each([&](int t, int j, float& value) { update(t, j) = value; });
+            write_tile(tile, update);
         });
     }
 
@@ -59,10 +59,10 @@ struct DeltaChunk {
     template <int Passes, typename T>
     __device__ __forceinline__ void advance(const Matrix<T>& k, const Plan& plan) const {
         for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-            tile.each([&](int i, int j, float& value) { value = state(i, j); });
+            read_tile(tile, state);
             multiply<Passes>(
                 tile, 0, plan.chunk, [&](int i, int s) { return k(s, i); }, [&](int s, int j) { return update(s, j); });
-            tile.each([&](int i, int j, float& value) { state(i, j) = value; });
+            write_tile(tile, state);
         });
     }
 

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
             multiply<kPasses>(
                 tile, tile.row, chunk, [&](int s, int t) { return scores(t, s); },
                 [&](int t, int j) { return d_out(t, j); });
-            tile.each([&](int s, int j, float& value) { d_update(s, j) = value; });
+            write_tile(tile, d_update);
         });
         __syncthreads();
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 tile.sum_rows(
                     [&](int t, int j, float value) { return value * delta.error(t, j); },
                     [&](int t, float sum) { shared.d_beta_right[tile.column / kTileColumns * chunk + t] = sum; });
-            tile.each([&](int t, int j, float& value) { d_right(t, j) = value; });
+            write_tile(tile, d_right);
         });
         if constexpr (Outputs) {
             for_each_tile(chunk, chunk, [&](Tile& tile) {
@@ -197,12 +197,12 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         }
         __syncthreads();
         for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-            tile.each([&](int i, int j, float& value) { value = d_state(i, j); });
+            read_tile(tile, d_state);
             multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
             multiply<kPasses>(
                 tile, 0, chunk, [&](int i, int t) { return k(t, i); },
                 [&](int t, int j) { return -delta.beta[t] * d_right(t, j); });
-            tile.each([&](int i, int j, float& value) { d_state(i, j) = value; });
+            write_tile(tile, d_state);
         });
         __syncthreads();
     }

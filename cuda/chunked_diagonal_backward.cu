@@ -36,34 +36,51 @@ struct GateGradient {
     __device__ __forceinline__ float* write_strength() const { return steps + 2 * length; }
     __device__ __forceinline__ float* passing() const { return steps + 3 * length; }  // by warp: <S_0, dS>
 
+    // Threads that share a step: a power of two, neighbours in a warp, and all steps together the whole block.
+    __device__ __forceinline__ static int lanes(int chunk) { return blockDim.x / chunk; }
+
+    // After `inside` and a barrier: its sums. A barrier must follow.
     __device__ __forceinline__ void sum_rows(int chunk) const {
-        const int t = threadIdx.x;
-        if (t >= chunk) return;
-        constexpr int kAhead = 8;  // loads before stores: each could be of the other's place, to the compiler
+        const int count = lanes(chunk), lane = threadIdx.x % count, t = threadIdx.x / count;
+        const int length = chunk / count, first = lane * length;  // of this lane's part of the row
+        constexpr int kMost = 32;
+        float terms[kMost];
         float sum = 0.0f;
-        for (int first = 0; first <= t; first += kAhead) {
-            float terms[kAhead];
 #pragma unroll
-            for (int i = 0; i < kAhead; ++i) terms[i] = first + i < t ? inside(t, first + i) : 0.0f;
+        for (int i = 0; i < kMost; ++i) {
+            terms[i] = i < length && first + i < t ? inside(t, first + i) : 0.0f;
+            sum += terms[i];
+        }
+        float before = sum;  // with the lanes before this one, and then without this one
+        for (int distance = 1; distance < count; distance *= 2) {
+            const float other = __shfl_up_sync(kAllLanes, before, distance);
+            if (lane >= distance) before += other;
+        }
+        before = __shfl_up_sync(kAllLanes, before, 1);
+        if (lane == 0) before = 0.0f;
 #pragma unroll
-            for (int i = 0; i < kAhead; ++i) {
-                inside(t, first + i) = sum;
-                sum += terms[i];
-            }
+        for (int i = 0; i < kMost; ++i) {
+            if (i >= length) continue;
+            inside(t, first + i) = before;
+            before += terms[i];
         }
     }
 
-    // After `sum_rows` and a barrier: the gradient of this thread's log gate, but for the write's.
-    __device__ __forceinline__ float of(int u, const Plan& plan, float whole) const {
-        float sum = 0.0f;
-        for (int warp = 0; warp < plan.threads / kWarp; ++warp) sum += passing()[warp];
-        sum *= whole;
-        for (int t = u; t < plan.chunk; ++t) sum += inside(t, u);
-        for (int first = 0; first < plan.key_rows; first += kTileColumns) {
-            const int offset = first / kTileColumns * plan.chunk;
-            for (int t = u; t < plan.chunk; ++t) sum += read()[offset + t];
-            for (int s = 0; s < u; ++s) sum += written()[offset + s];
+    // After all sums and a barrier: the gradient of the log gate of step `u`, this thread's: the same for all that share
+    // it. `gate` is that gate where writes lose by it, else 0.
+    __device__ __forceinline__ float of(int u, int chunk, float whole, float gate) const {
+        const int count = lanes(chunk), lane = threadIdx.x % count;
+        float passed = 0.0f, sum = 0.0f, strength = 0.0f;
+        for (int warp = lane; warp < static_cast<int>(blockDim.x) / kWarp; warp += count) passed += passing()[warp];
+        for (int step = lane; step < chunk; step += count) {
+            if (step >= u) sum += inside(step, u);
+            const float* const part = step >= u ? read() : written();
+            for (int i = step; i < length; i += chunk) sum += part[i];
         }
+        if (gate != 0.0f)
+            for (int i = u + lane * chunk; i < length; i += count * chunk) strength += write_strength()[i];
+        sum += passed * whole - strength * gate;
+        for (int distance = count / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
         return sum;
     }
 };
@@ -155,15 +172,16 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
             if constexpr (Gated) __syncthreads();
             for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
                 if constexpr (Gated) {
-                    tile.each([&](int i, int j, float& value) { value = gates.whole() * state(i, j); });
+                    read_tile(tile, state);
+                tile.each([&](int, int, float& value) { value *= gates.whole(); });
                     multiply<kPasses>(
                         tile, 0, chunk, [&](int i, int s) { return k(s, i); },
                         [&](int s, int j) { return v.get(s, j) * (gates.to_chunk()[s] * gates.write()[s]); });
                 } else {
-                    tile.each([&](int i, int j, float& value) { value = state(i, j); });
+                    read_tile(tile, state);
                     multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v);
                 }
-                tile.each([&](int i, int j, float& value) { state(i, j) = value; });
+                write_tile(tile, state);
             });
             __syncthreads();
         }
@@ -171,31 +189,33 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         if constexpr (Outputs) {
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
-                Tile d_tile = tile;
+                Tile d_tile = tile, between = tile;
                 multiply_stored<kPasses, false, true>(d_tile, 0, plan.columns, d_out, v);
-                d_tile.each([&](int t, int s, float& value) {
-                    if constexpr (Gated)
-                        d_scores(t, s) = s <= t ? value * gates.between(s, t) : 0.0f;
-                    else
-                        d_scores(t, s) = s <= t ? value : 0.0f;
+                if constexpr (Gated) gates.find_between(between);
+                d_tile.each_with(between, [&](int t, int s, float& value, float& gate) {
+                    value = s <= t ? (Gated ? value * gate : value) : 0.0f;
                 });
+                write_tile(d_tile, d_scores);
                 multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
-                tile.each([&](int t, int s, float& value) {
-                    if constexpr (Gated) {
-                        value = s <= t ? value * gates.write()[s] : 0.0f;
-                        scores(t, s) = s <= t ? value * gates.between(s, t) : 0.0f;
-                        gradient.inside(t, s) = value * d_scores(t, s);  // just written by this thread
-                    } else {
-                        scores(t, s) = s <= t ? value : 0.0f;
-                    }
+                if constexpr (Gated) {
+                    tile.each([&](int t, int s, float& value) { value = s <= t ? value * gates.write()[s] : 0.0f; });
+                    tile.each_with(d_tile, [&](int t, int s, float& value, float& d_value) {
+                        gradient.inside(t, s) = value * d_value;
+                    });
+                }
+                tile.each_with(between, [&](int t, int s, float& value, float& gate) {
+                    value = s <= t ? (Gated ? value * gate : value) : 0.0f;
                 });
+                write_tile(tile, scores);
             });
             if constexpr (Gated) {
                 float sum = 0.0f;
-                for (int i = thread; i < plan.key_rows * plan.columns; i += blockDim.x) {
-                    const int row = i / plan.columns, column = i % plan.columns;
-                    sum += state(row, column) * d_state(row, column);
-                }
+                for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
+                    Tile d_tile = tile;
+                    read_tile(tile, state);
+                    read_tile(d_tile, d_state);
+                    tile.each_with(d_tile, [&](int, int, float& x, float& y) { sum += x * y; });
+                });
                 for (int distance = kWarp / 2; distance > 0; distance /= 2)
                     sum += __shfl_xor_sync(kAllLanes, sum, distance);
                 if (warp_lane() == 0) gradient.passing()[thread / kWarp] = sum;
@@ -250,16 +270,11 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
             });
             __syncthreads();
             if constexpr (Gated) {
-                if (thread < chunk && start + thread < time) {
-                    float sum = gradient.of(thread, plan, gates.whole());
-                    if (p.complement != 0) {
-                        float strength = 0.0f;
-                        for (int i = 0; i < plan.key_rows; i += kTileColumns)
-                            strength += gradient.write_strength()[i / kTileColumns * chunk + thread];
-                        sum -= strength * expf(gates.log_gate()[thread]);
-                    }
-                    store_step(p.d_log_gate, batch, head, start + thread, sum, block > 0);
-                }
+                const int step = thread / gradient.lanes(chunk);
+                const float sum = gradient.of(step, chunk, gates.whole(),
+                                              p.complement != 0 ? expf(gates.log_gate()[step]) : 0.0f);
+                if (thread % gradient.lanes(chunk) == 0 && start + step < time)
+                    store_step(p.d_log_gate, batch, head, start + step, sum, block > 0);
             }
         } else {
             if constexpr (Gated) __syncthreads();
@@ -267,15 +282,16 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         }
         for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
             if constexpr (Gated) {
-                tile.each([&](int i, int j, float& value) { value = gates.whole() * d_state(i, j); });
+                read_tile(tile, d_state);
+                tile.each([&](int, int, float& value) { value *= gates.whole(); });
                 multiply<kPasses>(
                     tile, 0, chunk, [&](int i, int t) { return q(t, i); },
                     [&](int t, int j) { return d_out.get(t, j) * gates.from_chunk()[t]; });
             } else {
-                tile.each([&](int i, int j, float& value) { value = d_state(i, j); });
+                read_tile(tile, d_state);
                 multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
             }
-            tile.each([&](int i, int j, float& value) { d_state(i, j) = value; });
+            write_tile(tile, d_state);
         });
         __syncthreads();
     }

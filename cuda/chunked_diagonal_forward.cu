@@ -91,12 +91,16 @@ __global__ void __launch_bounds__(256, 2)
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
-                tile.each([&](int t, int s, float& value) {
-                    if constexpr (Gated)
-                        scores(t, s) = s <= t ? value * gates.between(s, t) * gates.write()[s] : 0.0f;
-                    else
-                        scores(t, s) = s <= t ? value : 0.0f;
-                });
+                if constexpr (Gated) {
+                    Tile between(tile.row, tile.column, chunk);
+                    gates.find_between(between);
+                    tile.each_with(between, [&](int t, int s, float& value, float& gate) {
+                        value = s <= t ? value * gate * gates.write()[s] : 0.0f;
+                    });
+                } else {
+                    tile.each([&](int t, int s, float& value) { value = s <= t ? value : 0.0f; });
+                }
+                write_tile(tile, scores);
             });
             __syncthreads();
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
@@ -116,15 +120,16 @@ __global__ void __launch_bounds__(256, 2)
         }
         for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
             if constexpr (Gated) {
-                tile.each([&](int i, int j, float& value) { value = gates.whole() * state(i, j); });
+                read_tile(tile, state);
+                tile.each([&](int, int, float& value) { value *= gates.whole(); });
                 multiply<kPasses>(
                     tile, 0, chunk, [&](int i, int s) { return k(s, i); },
                     [&](int s, int j) { return v.get(s, j) * (gates.to_chunk()[s] * gates.write()[s]); });
             } else {
-                tile.each([&](int i, int j, float& value) { value = state(i, j); });
+                read_tile(tile, state);
                 multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v);
             }
-            tile.each([&](int i, int j, float& value) { state(i, j) = value; });
+            write_tile(tile, state);
         });
     }
     __syncthreads();

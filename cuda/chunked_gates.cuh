@@ -82,13 +82,29 @@ struct ChunkGates {
         }
     }
 
-    // The gates in (s, t], s <= t, multiplied. After `find_blocks` and a barrier.
-    __device__ __forceinline__ float between(int s, int t) const {
-        const int first = s / kGateBlock, last = t / kGateBlock;
-        if (first == last) return within(t, s % kGateBlock);
-        float product = end()[s] * start()[t];
-        for (int i = first + 1; i < last; ++i) product *= block()[i];
-        return product;
+    // The gates in (s, t], multiplied, for the tile's elements (t, s); 0 for s > t. After `find_blocks` and a barrier.
+    __device__ __forceinline__ void find_between(Tile& tile) const {
+        static_assert(kTileRows == kGateBlock && kTileColumns % kGateBlock == 0, "16 columns of a tile lie in one block");
+        constexpr int kParts = kGateBlock / 8;
+        const int group = warp_lane() / 4, member = warp_lane() % 4, last = tile.row / kGateBlock;
+#pragma unroll
+        for (int half = 0; half < kTileParts / kParts; ++half) {
+            const int first = tile.column / kGateBlock + half;
+            if (first > last) continue;  // zeros, as a tile begins
+            float middle = 1.0f;
+            for (int i = first + 1; i < last; ++i) middle *= block()[i];
+#pragma unroll
+            for (int part = 0; part < kParts; ++part)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int t = group + i / 2 * 8, s = 8 * part + 2 * member + i % 2;  // in their blocks
+                    float& product = tile.value[half * kParts + part][i];
+                    if (first == last)
+                        product = s <= t ? within(tile.row + t, s) : 0.0f;
+                    else
+                        product = end()[first * kGateBlock + s] * middle * start()[tile.row + t];
+                }
+        }
     }
 };
 

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         if (threadIdx.x != i || !(inputs >> i & 1)) continue;
         const bool key = i == kQ || i == kK || i == kF;
         table[i] = make_source(call.input(i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
-                               key ? keys : values, memory + at.raw[i], memory + at.rows[i], i == kF || i == kZ);
+                               key ? keys : values, at.raw[i], at.rows[i], i == kF || i == kZ);
     }
     if (M == kBoth && !call.key_decay.data)
         for (int i = threadIdx.x; i < span * keys; i += blockDim.x) part(at.rows[kF])[i] = A(1);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     A gate_ahead{};
     bool asked = false;
     const auto ask = [&](int time, int steps, unsigned mask) {
-        copy_inputs(table, mask, time, steps);
+        copy_inputs(table, mask, memory, time, steps);
         if constexpr (M == kScalar || M == kDelta) gate_ahead = gate.load(time, steps);
         asked = true;
     };
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         }
         copies_wait<0>();
         __syncthreads();
-        convert_inputs<A>(table, mask, time, steps);
+        convert_inputs<A>(table, mask, memory, time, steps);
         if ((M == kScalar || M == kDelta) && threadIdx.x < steps) {
             part(at.gate)[threadIdx.x] = M == kDelta ? gate_ahead : exponential(gate_ahead);
             part(at.write)[threadIdx.x] = M == kScalar && call.complement ? one_minus_exponential(gate_ahead) : A(1);

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         if (threadIdx.x != i || !(inputs >> i & 1)) continue;
         const bool key = i == kQ || i == kK || i == kF;
         table[i] = make_source(call.input(i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
-                               key ? keys : values, memory + at.raw[i], memory + at.rows[i], i == kF || i == kZ);
+                               key ? keys : values, at.raw[i], at.rows[i], i == kF || i == kZ);
         table[i].from += first_step * table[i].stride;
         if (back) table[i].stride = -table[i].stride;
     }
@@ -89,12 +89,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     A gate_ahead{};
     const auto start = [&](int time) {
         const int steps = min(stage, total - time);
-        copy_inputs(table, inputs, time, steps);
+        copy_inputs(table, inputs, memory, time, steps);
         if constexpr (M == kScalar || M == kDelta) gate_ahead = gate.load(time, steps);
     };
     const auto convert = [&](int time) {
         const int steps = min(stage, total - time);
-        convert_inputs<A>(table, inputs, time, steps);
+        convert_inputs<A>(table, inputs, memory, time, steps);
         if ((M == kScalar || M == kDelta) && threadIdx.x < steps) {
             gates[threadIdx.x] = M == kDelta ? gate_ahead : exponential(gate_ahead);
             writes[threadIdx.x] = M == kScalar && call.complement ? one_minus_exponential(gate_ahead) : A(1);

@@ -209,11 +209,13 @@ enum Input { kQ, kK, kV, kF, kZ, kDy, kInputs };
 // asynchronous copies of `granule` bytes while the block computes on the stage before, and are converted once, into
 // rows of `padded` numbers with zeros behind the last. Where no granule of at least 4 bytes fits addresses and strides
 // (granule 0), the conversion reads them from global memory itself.
+//
+// `raw` and `rows` are offsets into the block's shared memory, and its address goes with a Source: a pointer that comes
+// out of memory, where a Source lies, might be to anything, and would be read in the slow way.
 struct Source {
     const unsigned char* from;
     int64_t stride;
-    unsigned char* raw;
-    void* rows;
+    int32_t raw, rows;
     int32_t dtype, dim, padded, granule;
     bool logarithm;  // converted to its exponential
 
@@ -227,7 +229,7 @@ __host__ __device__ __forceinline__ int shift_for(int count) {
 }
 
 __device__ __forceinline__ Source make_source(const Sequence& sequence, int batch, int head, int first, int dim,
-                                              int padded, unsigned char* raw, void* rows, bool logarithm) {
+                                              int padded, int raw, int rows, bool logarithm) {
     const int size = bytes_of(sequence.dtype);
     Source source;
     source.from = static_cast<const unsigned char*>(sequence.data) +
@@ -246,41 +248,42 @@ __device__ __forceinline__ Source make_source(const Sequence& sequence, int batc
 }
 
 template <int Bytes>
-__device__ __forceinline__ void copy_rows(const Source& source, int time, int steps) {
+__device__ __forceinline__ void copy_rows(const Source& source, unsigned char* memory, int time, int steps) {
     const int count = source.dim * bytes_of(source.dtype) / Bytes;
     const int shift = shift_for(count), raw_stride = source.raw_stride();
     for (int i = threadIdx.x; i < steps << shift; i += blockDim.x) {
         const int step = i >> shift, granule = i & ((1 << shift) - 1);
         if (granule < count)
-            copy_async<Bytes>(source.raw + step * raw_stride + granule * Bytes,
+            copy_async<Bytes>(memory + source.raw + step * raw_stride + granule * Bytes,
                               source.from + (time + step) * source.stride + granule * Bytes);
     }
 }
 
-__device__ __forceinline__ void copy_rows(const Source& source, int time, int steps) {
-    if (source.granule == 16) copy_rows<16>(source, time, steps);
-    if (source.granule == 8) copy_rows<8>(source, time, steps);
-    if (source.granule == 4) copy_rows<4>(source, time, steps);
+__device__ __forceinline__ void copy_rows(const Source& source, unsigned char* memory, int time, int steps) {
+    if (source.granule == 16) copy_rows<16>(source, memory, time, steps);
+    if (source.granule == 8) copy_rows<8>(source, memory, time, steps);
+    if (source.granule == 4) copy_rows<4>(source, memory, time, steps);
 }
 
 // Starts the copies of all inputs of `mask`. The loop over inputs stays one: five copies of its body would only cost
 // instruction cache and compile time.
-__device__ __forceinline__ void copy_inputs(const Source* table, unsigned mask, int time, int steps) {
+__device__ __forceinline__ void copy_inputs(const Source* table, unsigned mask, unsigned char* memory, int time,
+                                            int steps) {
 #pragma unroll 1
     for (int i = 0; i < kInputs; ++i)
-        if (mask >> i & 1) copy_rows(table[i], time, steps);
+        if (mask >> i & 1) copy_rows(table[i], memory, time, steps);
     copies_commit();
 }
 
 template <typename T, typename A>
-__device__ __forceinline__ void convert_rows(const Source& source, int time, int steps) {
+__device__ __forceinline__ void convert_rows(const Source& source, unsigned char* memory, int time, int steps) {
     const int count = source.padded / 4, shift = shift_for(count), raw_stride = source.raw_stride();
     for (int i = threadIdx.x; i < steps << shift; i += blockDim.x) {
         const int step = i >> shift, first = 4 * (i & ((1 << shift) - 1));
         if (first >= source.padded) continue;
         Pack<T, 4> in{};
         if (source.granule) {
-            in = *reinterpret_cast<const Pack<T, 4>*>(source.raw + step * raw_stride + first * sizeof(T));
+            in = *reinterpret_cast<const Pack<T, 4>*>(memory + source.raw + step * raw_stride + first * sizeof(T));
         } else {
             const T* from = reinterpret_cast<const T*>(source.from + (time + step) * source.stride) + first;
 #pragma unroll
@@ -294,27 +297,28 @@ __device__ __forceinline__ void convert_rows(const Source& source, int time, int
             if (source.logarithm) x = exponential(x);
             out.x[j] = first + j < source.dim ? x : A(0);
         }
-        *reinterpret_cast<Pack<A, 4>*>(static_cast<A*>(source.rows) + step * source.padded + first) = out;
+        *reinterpret_cast<Pack<A, 4>*>(reinterpret_cast<A*>(memory + source.rows) + step * source.padded + first) = out;
     }
 }
 
 template <typename A>
-__device__ __forceinline__ void convert_rows(const Source& source, int time, int steps) {
+__device__ __forceinline__ void convert_rows(const Source& source, unsigned char* memory, int time, int steps) {
     if constexpr (sizeof(A) == 8) {
-        if (source.dtype == kFloat64) convert_rows<double, A>(source, time, steps);
-        if (source.dtype == kFloat32) convert_rows<float, A>(source, time, steps);
+        if (source.dtype == kFloat64) convert_rows<double, A>(source, memory, time, steps);
+        if (source.dtype == kFloat32) convert_rows<float, A>(source, memory, time, steps);
     } else {
-        if (source.dtype == kFloat32) convert_rows<float, A>(source, time, steps);
-        if (source.dtype == kFloat16) convert_rows<__half, A>(source, time, steps);
-        if (source.dtype == kBFloat16) convert_rows<__nv_bfloat16, A>(source, time, steps);
+        if (source.dtype == kFloat32) convert_rows<float, A>(source, memory, time, steps);
+        if (source.dtype == kFloat16) convert_rows<__half, A>(source, memory, time, steps);
+        if (source.dtype == kBFloat16) convert_rows<__nv_bfloat16, A>(source, memory, time, steps);
     }
 }
 
 template <typename A>
-__device__ __forceinline__ void convert_inputs(const Source* table, unsigned mask, int time, int steps) {
+__device__ __forceinline__ void convert_inputs(const Source* table, unsigned mask, unsigned char* memory, int time,
+                                               int steps) {
 #pragma unroll 1
     for (int i = 0; i < kInputs; ++i)
-        if (mask >> i & 1) convert_rows<A>(table[i], time, steps);
+        if (mask >> i & 1) convert_rows<A>(table[i], memory, time, steps);
 }
 
 // A scalar for each step (log_gate or beta), one step to a thread: loaded with a stage's copies, put down with its

@@ -101,42 +101,62 @@ __device__ __forceinline__ int warp_lane() {
     return threadIdx.x & (kWarp - 1);
 }
 
-// An accumulator. `parts` says how many of the tile's groups of 8 columns the matrix has; it is the same in all lanes.
+// An accumulator. `parts` says how many of the tile's groups of 8 columns the matrix has, all or half of them; it is the
+// same in all lanes.
 struct Tile {
     float value[kTileParts][4];
     int row, column, parts;  // the tile's place in the matrix
 
     __device__ __forceinline__ Tile(int row, int column, int columns)
-        : row(row), column(column), parts(min(kTileParts, (columns - column) / 8)) {
+        : row(row), column(column), parts(columns - column >= kTileColumns ? kTileParts : kTileParts / 2) {
 #pragma unroll
         for (int j = 0; j < kTileParts; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) value[j][i] = 0.0f;
     }
 
+    // f(j) for the groups of 8 columns that there are.
+    template <typename F>
+    __device__ __forceinline__ void each_part(F f) const {
+#pragma unroll
+        for (int j = 0; j < kTileParts / 2; ++j) f(j);
+        if (parts == kTileParts) {
+#pragma unroll
+            for (int j = kTileParts / 2; j < kTileParts; ++j) f(j);
+        }
+    }
+
     // f(row, column, float& value) for each of this lane's elements, with their places in the matrix.
     template <typename F>
     __device__ __forceinline__ void each(F f) {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
+        each_part([&](int j) {
 #pragma unroll
-        for (int j = 0; j < kTileParts; ++j)
-            if (j < parts)
+            for (int i = 0; i < 4; ++i)
+                f(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
+        });
+    }
+
+    // f(row, column, float& value, float& other) with the elements of another tile of the same place.
+    template <typename F>
+    __device__ __forceinline__ void each_with(Tile& other, F f) {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+        each_part([&](int j) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    f(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
+            for (int i = 0; i < 4; ++i)
+                f(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i], other.value[j][i]);
+        });
     }
 
     // store(row, first column, x, y) for each of this lane's pairs of neighbouring elements.
     template <typename F>
     __device__ __forceinline__ void each_pair(F store) {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
+        each_part([&](int j) {
 #pragma unroll
-        for (int j = 0; j < kTileParts; ++j)
-            if (j < parts)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    store(row + group + 8 * half, column + 8 * j + 2 * member, value[j][2 * half],
-                          value[j][2 * half + 1]);
+            for (int half = 0; half < 2; ++half)
+                store(row + group + 8 * half, column + 8 * j + 2 * member, value[j][2 * half], value[j][2 * half + 1]);
+        });
     }
 
     // Sums of `term(row, column, value)` over the tile's columns, handed to one lane for each row: done(row, sum).
@@ -144,12 +164,11 @@ struct Tile {
     __device__ __forceinline__ void sum_rows(F term, G done) {
         float sums[2] = {0.0f, 0.0f};
         const int group = warp_lane() / 4, member = warp_lane() % 4;
+        each_part([&](int j) {
 #pragma unroll
-        for (int j = 0; j < kTileParts; ++j)
-            if (j < parts)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    sums[i / 2] += term(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
+            for (int i = 0; i < 4; ++i)
+                sums[i / 2] += term(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
+        });
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 1);
@@ -159,8 +178,7 @@ struct Tile {
     }
 };
 
-// f(tile) for all tiles of a (rows, columns) matrix, dealt out to the block's warps; rows a multiple of 16, columns
-// of 8.
+// f(tile) for all tiles of a (rows, columns) matrix, both multiples of 16, dealt out to the block's warps.
 template <typename F>
 __device__ __forceinline__ void for_each_tile(int rows, int columns, F f) {
     const int across = (columns + kTileColumns - 1) / kTileColumns, count = rows / kTileRows * across;
@@ -192,37 +210,47 @@ struct Operand<3> {
     }
 };
 
-// tile += a b over `begin` <= inner < `end`, both multiples of 8.
-template <int Passes, typename A, typename B>
-__device__ __forceinline__ void multiply(Tile& tile, int begin, int end, A a, B b) {
+// tile += a b over `begin` <= inner < `end`, both multiples of 8, for a tile of `Parts` groups of 8 columns: known to the
+// compiler, so that all operands of a step are on their way before the first is waited for.
+template <int Passes, int Parts, typename A, typename B>
+__device__ __forceinline__ void multiply_parts(Tile& tile, int begin, int end, A a, B b) {
     const int group = warp_lane() / 4, member = warp_lane() % 4;
     const int row = tile.row + group, column = tile.column + group;
 #pragma unroll 2
-    for (int inner = begin + member; inner < end; inner += 8) {
-        unsigned a_big[4], a_small[4];
+    for (int inner = begin; inner < end; inner += 8) {
+        unsigned a_big[4], a_small[4], b_big[Parts][2], b_small[Parts][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const Operand<Passes> x(a(row + i % 2 * 8, inner + i / 2 * 4));
+            const Operand<Passes> x(a(row + i % 2 * 8, inner + member + i / 2 * 4));
             a_big[i] = x.big;
             if constexpr (Passes == 3) a_small[i] = x.small;
         }
 #pragma unroll
-        for (int j = 0; j < kTileParts; ++j) {
-            if (j >= tile.parts) continue;
-            unsigned b_big[2], b_small[2];
+        for (int j = 0; j < Parts; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const Operand<Passes> x(b(inner + 4 * i, column + 8 * j));
-                b_big[i] = x.big;
-                if constexpr (Passes == 3) b_small[i] = x.small;
+                const Operand<Passes> x(b(inner + member + 4 * i, column + 8 * j));
+                b_big[j][i] = x.big;
+                if constexpr (Passes == 3) b_small[j][i] = x.small;
             }
-            if constexpr (Passes == 3) {
-                mma_tf32(tile.value[j], a_small, b_big);
-                mma_tf32(tile.value[j], a_big, b_small);
-            }
-            mma_tf32(tile.value[j], a_big, b_big);
+        if constexpr (Passes == 3) {
+#pragma unroll
+            for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_small, b_big[j]);
+#pragma unroll
+            for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_small[j]);
         }
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_big[j]);
     }
+}
+
+// tile += a b over `begin` <= inner < `end`, both multiples of 8.
+template <int Passes, typename A, typename B>
+__device__ __forceinline__ void multiply(Tile& tile, int begin, int end, A a, B b) {
+    if (tile.parts == kTileParts)
+        multiply_parts<Passes, kTileParts>(tile, begin, end, a, b);
+    else
+        multiply_parts<Passes, kTileParts / 2>(tile, begin, end, a, b);
 }
 
 // ---- Matrices in shared memory -----------------------------------------------------------------------------------
@@ -238,29 +266,56 @@ struct Matrix {
     }
 };
 
+// A tile's elements from a matrix in shared memory, and to it, two at a time.
+__device__ __forceinline__ void read_tile(Tile& tile, const Matrix<float>& from) {
+    const int row = tile.row + warp_lane() / 4, column = tile.column + warp_lane() % 4 * 2;
+    tile.each_part([&](int j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 pair = *reinterpret_cast<const float2*>(&from(row + 8 * half, column + 8 * j));
+            tile.value[j][2 * half] = pair.x;
+            tile.value[j][2 * half + 1] = pair.y;
+        }
+    });
+}
+
+__device__ __forceinline__ void write_tile(Tile& tile, const Matrix<float>& to) {
+    tile.each_pair(
+        [&](int row, int column, float x, float y) { *reinterpret_cast<float2*>(&to(row, column)) = make_float2(x, y); });
+}
+
+// `multiply_stored` of a tile of `Parts` groups of 8 columns.
+template <int Parts, bool TransposeLeft, bool TransposeRight, typename T>
+__device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int end, const Matrix<T>& left,
+                                                      const Matrix<T>& right) {
+    // Lane l names row l % 8 of the 8 x 8 matrix l / 8. For a these are the quarters upper left, lower left, upper right,
+    // lower right; for b the upper and lower half of one group of 8 columns, then of the next.
+    const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+#pragma unroll 2
+    for (int inner = begin; inner < end; inner += 16) {
+        unsigned a[4], b[Parts / 2][4];
+        load_matrices<TransposeLeft>(a, TransposeLeft ? &left(inner + third + low, tile.row + second)
+                                                      : &left(tile.row + second + low, inner + third));
+#pragma unroll
+        for (int j = 0; j < Parts / 2; ++j) {
+            const int column = tile.column + 16 * j + third;
+            load_matrices<!TransposeRight>(
+                b[j], TransposeRight ? &right(column + low, inner + second) : &right(inner + second + low, column));
+        }
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) mma_stored<T>(tile.value[j], a, {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
+    }
+}
+
 // tile += a b over `begin` <= inner < `end`, multiples of 16 here; a is `left`, or its transpose, b `right` or its own.
 template <int Passes, bool TransposeLeft, bool TransposeRight, typename T>
 __device__ __forceinline__ void multiply_stored(Tile& tile, int begin, int end, const Matrix<T>& left,
                                                 const Matrix<T>& right) {
     if constexpr (sizeof(T) == 2) {
-        // Lane l names row l % 8 of the 8 x 8 matrix l / 8. For a these are the quarters upper left, lower left, upper
-        // right, lower right; for b the upper and lower half of one group of 8 columns, then of the next.
-        const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-        for (int inner = begin; inner < end; inner += 16) {
-            unsigned a[4];
-            load_matrices<TransposeLeft>(a, TransposeLeft ? &left(inner + third + low, tile.row + second)
-                                                          : &left(tile.row + second + low, inner + third));
-#pragma unroll
-            for (int j = 0; j < kTileParts; j += 2) {
-                if (j >= tile.parts) continue;
-                unsigned b[4];
-                const int column = tile.column + 8 * j + (j + 1 < tile.parts ? third : 0);
-                load_matrices<!TransposeRight>(
-                    b, TransposeRight ? &right(column + low, inner + second) : &right(inner + second + low, column));
-                mma_stored<T>(tile.value[j], a, {b[0], b[1]});
-                if (j + 1 < tile.parts) mma_stored<T>(tile.value[j + 1], a, {b[2], b[3]});
-            }
-        }
+        if (tile.parts == kTileParts)
+            multiply_stored_parts<kTileParts, TransposeLeft, TransposeRight>(tile, begin, end, left, right);
+        else
+            multiply_stored_parts<kTileParts / 2, TransposeLeft, TransposeRight>(tile, begin, end, left, right);
     } else {
         multiply<Passes>(
             tile, begin, end,
