@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                 float product = 1.0f;
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t) {
-                                float sum = 0.0f;
+                    float sum = 0.0f;
 #pragma unroll
                     for (int s = 0; s <= t; ++s) {
                         if (s > 0) sum *= g[s];
@@ -223,7 +223,11 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t) a[t] *= product *= g[t];  // q_t * F_t0
                 float passing = 0.0f;
-                for (int j = 0; j < plan.columns; ++j) passing += state(i, j) * shared.value_total[j] * d_state(i, j);
+                // Each thread from a column of its own on: all in one column would read from few banks.
+                for (int column = 0, j = i % plan.columns; column < plan.columns; ++column) {
+                    passing += state(i, j) * shared.value_total[j] * d_state(i, j);
+                    if (++j == plan.columns) j = 0;
+                }
                 passing *= product;
                 product = 1.0f;
 #pragma unroll

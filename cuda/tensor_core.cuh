@@ -210,47 +210,50 @@ struct Operand<3> {
     }
 };
 
-// tile += a b over `begin` <= inner < `end`, both multiples of 8, for a tile of `Parts` groups of 8 columns: known to the
-// compiler, so that all operands of a step are on their way before the first is waited for.
+// tile += a b over the 8 inner places from `inner` on, for a tile of `Parts` groups of 8 columns: known to the compiler, so
+// that all operands are on their way before the first is waited for.
 template <int Passes, int Parts, typename A, typename B>
-__device__ __forceinline__ void multiply_parts(Tile& tile, int begin, int end, A a, B b) {
+__device__ __forceinline__ void multiply_eight(Tile& tile, int inner, A a, B b) {
     const int group = warp_lane() / 4, member = warp_lane() % 4;
     const int row = tile.row + group, column = tile.column + group;
-#pragma unroll 2
-    for (int inner = begin; inner < end; inner += 8) {
-        unsigned a_big[4], a_small[4], b_big[Parts][2], b_small[Parts][2];
+    unsigned a_big[4], a_small[4], b_big[Parts][2], b_small[Parts][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const Operand<Passes> x(a(row + i % 2 * 8, inner + member + i / 2 * 4));
-            a_big[i] = x.big;
-            if constexpr (Passes == 3) a_small[i] = x.small;
-        }
-#pragma unroll
-        for (int j = 0; j < Parts; ++j)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Operand<Passes> x(b(inner + member + 4 * i, column + 8 * j));
-                b_big[j][i] = x.big;
-                if constexpr (Passes == 3) b_small[j][i] = x.small;
-            }
-        if constexpr (Passes == 3) {
-#pragma unroll
-            for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_small, b_big[j]);
-#pragma unroll
-            for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_small[j]);
-        }
-#pragma unroll
-        for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_big[j]);
+    for (int i = 0; i < 4; ++i) {
+        const Operand<Passes> x(a(row + i % 2 * 8, inner + member + i / 2 * 4));
+        a_big[i] = x.big;
+        if constexpr (Passes == 3) a_small[i] = x.small;
     }
+#pragma unroll
+    for (int j = 0; j < Parts; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Operand<Passes> x(b(inner + member + 4 * i, column + 8 * j));
+            b_big[j][i] = x.big;
+            if constexpr (Passes == 3) b_small[j][i] = x.small;
+        }
+    if constexpr (Passes == 3) {
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_small, b_big[j]);
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_small[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_big[j]);
 }
 
-// tile += a b over `begin` <= inner < `end`, both multiples of 8.
+// tile += a b over `begin` <= inner < `end`, both multiples of 16.
 template <int Passes, typename A, typename B>
 __device__ __forceinline__ void multiply(Tile& tile, int begin, int end, A a, B b) {
-    if (tile.parts == kTileParts)
-        multiply_parts<Passes, kTileParts>(tile, begin, end, a, b);
-    else
-        multiply_parts<Passes, kTileParts / 2>(tile, begin, end, a, b);
+    if (tile.parts == kTileParts) {
+#pragma unroll 1
+        for (int inner = begin; inner < end; inner += 16) {
+            multiply_eight<Passes, kTileParts>(tile, inner, a, b);
+            multiply_eight<Passes, kTileParts>(tile, inner + 8, a, b);
+        }
+    } else {
+#pragma unroll 1
+        for (int inner = begin; inner < end; inner += 8) multiply_eight<Passes, kTileParts / 2>(tile, inner, a, b);
+    }
 }
 
 // ---- Matrices in shared memory -----------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ __device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int
     }
 }
 
-// tile += a b over `begin` <= inner < `end`, multiples of 16 here; a is `left`, or its transpose, b `right` or its own.
+// tile += a b over `begin` <= inner < `end`, both multiples of 16; a is `left`, or its transpose, b `right` or its own.
 template <int Passes, bool TransposeLeft, bool TransposeRight, typename T>
 __device__ __forceinline__ void multiply_stored(Tile& tile, int begin, int end, const Matrix<T>& left,
                                                 const Matrix<T>& right) {
