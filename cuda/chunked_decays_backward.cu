@@ -11,6 +11,7 @@
 // D_ts q_t * k_s * F_ts, of reads of S_0 at t >= u their products with q_t * F_t0, of writes s < u that are left at the
 // end theirs with k_s * F_es, and the row sums of (F_e0 Z_e0^T) * S_0 * dS. That of log z_u likewise, over columns.
 #include "choice.h"
+#include "chunked_checkpoints.cuh"
 #include "chunked_decays.cuh"
 #include "chunked_decays.h"
 
@@ -89,7 +90,8 @@ __device__ __forceinline__ void differentiate_pairs(const Matrix<float>& c, cons
 // gradient of zeros.
 template <typename T, bool Outputs>
 __global__ void __launch_bounds__(kDecayThreads, 1)
-    decays_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const int value_block) {
+    decays_backward(const DiagonalBackward p, const Plan plan, const Segments segments,
+                    const Checkpoints checkpoints, const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
     const int block = Outputs ? value_block : blockIdx.x % plan.blocks, first = block * plan.columns;
     const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
     const int keys = p.sizes.key_dim, values = p.sizes.value_dim, time = p.sizes.time;
-    const int chunks = (time + kSteps - 1) / kSteps, kept = kept_states(p.sizes);
+    const int chunks = (time + kSteps - 1) / kSteps;
     const StatePart part{keys, values, first, plan.columns, plan.key_rows};
     const auto q_of = [&](int t, int i) { return q.get(t, i); };
     const auto k_of = [&](int s, int i) { return k.get(s, i); };
@@ -113,37 +115,48 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
     // Nobody asks what the first segment makes of zeros: no segment comes before it.
     const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
     const int end = min(chunks, begin + segments.chunks);
-    PassedLogs passed_keys, passed_values;  // of `Outputs` false
+    PassedLogs key_logs, value_logs;  // of `Outputs` false
     if (Outputs && segments.count > 1)
         part.load(d_state, segments.states, segments.index(segment, head_index));
     else
         part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
+    // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
+    // in turn, the next while a chunk is worked on.
+    const auto keys_of = [&](int place) { return k.either(q, place); };
+    const auto values_of = [&](int place) { return v.either(d_out, place); };
+    const auto fetch = [&](int now, int place) {
+        copy_rows(keys_of(place), Head<T>(p.k, batch, head, 0, keys), kSteps, plan.key_rows, now, time);
+        copy_rows(values_of(place), Head<T>(p.v, batch, head, first, values), kSteps, plan.columns, now, time);
+    };
+    int entered = -1;  // the start of the interval in which states have been put down
     for (int n = end - 1; n >= begin; --n) {
-        const int start = n * kSteps, saved = kept == 0 ? 0 : start / p.sizes.interval;
-        if constexpr (Outputs) {
-            if (saved == 0)
-                part.load(state, static_cast<const float*>(p.initial_state), head_index);
-            else
-                part.load(state, static_cast<const float*>(p.states),
-                          static_cast<int64_t>(head_index) * kept + saved - 1);
-        }
-        for (int now = !Outputs ? start : saved == 0 ? 0 : saved * p.sizes.interval;; now += kSteps) {
-            if constexpr (Outputs) {
-                copy_rows(k, Head<T>(p.k, batch, head, 0, keys), kSteps, plan.key_rows, now, time);
-                copy_rows(v, Head<T>(p.v, batch, head, first, values), kSteps, plan.columns, now, time);
-            }
+        const int start = n * kSteps, base = start / checkpoints.interval * checkpoints.interval;
+        const int64_t march = segments.index(segment, head_index);
+        const bool marched = base == entered;
+        entered = base;
+        int now = start;
+        if constexpr (Outputs)
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base, start, marched);
+        int place = (start - now) / kSteps & 1;
+        if constexpr (Outputs) fetch(now, place);
+        for (;; now += kSteps, place ^= 1) {
             if (now == start) {
                 copy_rows(q, Head<T>(p.q, batch, head, 0, keys), kSteps, plan.key_rows, now, time);
                 copy_rows(d_out, Head<T>(p.d_out, batch, head, first, values), kSteps, plan.columns, now, time);
             }
             copies_commit();
+            if (Outputs && !marched) checkpoints.put_down(state, part, march, base, now);
             load_gates(key_gates, p.log_key_decay, batch, head, 0, keys, plan.key_rows, now, time);
             load_gates(value_gates, p.log_value_decay, batch, head, first, values, plan.columns, now, time);
             copies_wait<0>();
             __syncthreads();
             if (now == start) break;
-            decay_rows(nowhere, no_rows, shared.key_writes, k_of, key_gates, shared.key_total, plan.key_rows);
-            decay_rows(nowhere, no_rows, shared.value_writes, v_of, value_gates, shared.value_total, plan.columns);
+            fetch(now + kSteps, place ^ 1);
+            const Matrix<T> passed_k = keys_of(place), passed_v = values_of(place);
+            decay_rows(nowhere, no_rows, shared.key_writes, [&](int s, int i) { return passed_k.get(s, i); }, key_gates,
+                       shared.key_total, plan.key_rows);
+            decay_rows(nowhere, no_rows, shared.value_writes, [&](int s, int j) { return passed_v.get(s, j); },
+                       value_gates, shared.value_total, plan.columns);
             __syncthreads();
             pass_chunk<kPasses>(state, shared.key_total, shared.value_total, shared.key_writes, shared.value_writes,
                                 plan);
@@ -308,8 +321,8 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                 }
             }
         } else {
-            passed_keys.add(p.log_key_decay, batch, head, 0, keys, plan.key_rows, start, time);
-            passed_values.add(p.log_value_decay, batch, head, first, values, plan.columns, start, time);
+            key_logs.add(p.log_key_decay, batch, head, 0, keys, plan.key_rows, start, time);
+            value_logs.add(p.log_value_decay, batch, head, first, values, plan.columns, start, time);
             decay_rows(shared.key_reads, q_of, nowhere, no_rows, key_gates, shared.key_total, plan.key_rows);
             decay_rows(shared.value_reads, d_out_of, nowhere, no_rows, value_gates, shared.value_total, plan.columns);
             __syncthreads();
@@ -321,8 +334,8 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
         const int64_t index = segments.index(segment, head_index);
         part.store(d_state, segments.states, index);
         float* const passed = segments.passed + index * (keys + values);
-        if (first == 0) passed_keys.store(passed, 0, keys, plan.key_rows);
-        passed_values.store(passed + keys, first, values, plan.columns);
+        if (first == 0) key_logs.store(passed, 0, keys, plan.key_rows);
+        value_logs.store(passed + keys, first, values, plan.columns);
     } else if (segment == 0 && p.d_initial_state != nullptr) {
         part.store(d_state, static_cast<float*>(p.d_initial_state), head_index);
     }
@@ -337,30 +350,38 @@ Segments segments_of(const Plan& plan, const Sizes& sizes) {
     return find_segments(plan, sizes, 1, sizes.key_dim + sizes.value_dim);
 }
 
+Checkpoints checkpoints_of(const Plan& plan, const Sizes& sizes, const Segments& segments) {
+    return find_checkpoints(plan, sizes, static_cast<int64_t>(segments.heads) * segments.count);
+}
+
 template <typename T>
 cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
     Segments segments = segments_of(plan, p.sizes);
+    Checkpoints checkpoints = checkpoints_of(plan, p.sizes, segments);
+    checkpoints.states = reinterpret_cast<float*>(static_cast<unsigned char*>(p.workspace) + segments.bytes());
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
         segments.place(p.workspace);
         const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
-        error = launch(decays_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, 0);
+        error = launch(decays_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, 0);
         if (error == cudaSuccess)
             error = launch_carry_decayed<float>(segments.count, segments.states, segments.passed, p.sizes,
                                                 p.d_final_state, true, stream);
     }
     const dim3 grid(segments.heads, segments.count);
     for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(decays_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, i);
+        error = launch(decays_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, i);
     return error;
 }
 
 template <typename T>
 size_t workspace(const DiagonalBackward& p) {
-    return segments_of(plan_of<T>(p.sizes, shared_memory_limit()), p.sizes).bytes();
+    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
+    const Segments segments = segments_of(plan, p.sizes);
+    return segments.bytes() + checkpoints_of(plan, p.sizes, segments).bytes(plan, p.sizes);
 }
 
 }  // namespace

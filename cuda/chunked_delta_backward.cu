@@ -8,6 +8,7 @@
 //   dK = dP^T Q + U dS^T + (B dA + (B dA)^T) K - dV S_0^T
 //   dS_0 = dS + Q^T dY - K^T dV
 #include "choice.h"
+#include "chunked_checkpoints.cuh"
 #include "chunked_delta.cuh"
 #include "chunked_segments.cuh"
 
@@ -42,7 +43,8 @@ struct Layout {
 // 0, in the others.
 template <typename T, bool Outputs>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
-    delta_backward(const DeltaBackward p, const Plan plan, const Segments segments, const int value_block) {
+    delta_backward(const DeltaBackward p, const Plan plan, const Segments segments,
+                   const Checkpoints checkpoints, const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
     const int first = (transformation ? block - plan.blocks : block) * plan.columns;
     const int columns = transformation ? p.sizes.key_dim : p.sizes.value_dim;
     const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
-    const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk, kept = kept_states(p.sizes);
+    const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk;
     // Found anew at each use: kept, these would hold some 40 registers.
     const auto key_head = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, p.sizes.key_dim); };
     const auto value_head = [&](const Sequence& x) {
@@ -78,34 +80,43 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         part.load(d_state, segments.states, segment_index);
     else
         part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
+    // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
+    // in turn, the next while a chunk is worked on.
+    const auto keys_of = [&](int place) { return k.either(q, place); };
+    const auto values_of = [&](int place) { return v.either(d_out, place); };
+    const auto fetch = [&](int now, int place) {
+        copy_rows(keys_of(place), key_head(p.k), chunk, plan.key_rows, now, time);
+        if constexpr (Outputs) copy_rows(values_of(place), value_head(p.v), chunk, plan.columns, now, time);
+    };
+    int entered = -1;  // the start of the interval in which states have been put down
     for (int n = end - 1; n >= begin; --n) {
-        const int start = n * chunk;
-        const int saved = kept == 0 ? 0 : start / p.sizes.interval;
-        if constexpr (Outputs) {
-            if (saved == 0)
-                part.load(state, static_cast<const float*>(p.initial_state), head_index);
-            else
-                part.load(state, static_cast<const float*>(p.states),
-                          static_cast<int64_t>(head_index) * kept + saved - 1);
-        }
-        for (int now = !Outputs ? start : kept == 0 ? 0 : saved * p.sizes.interval;; now += chunk) {
-            copy_rows(k, key_head(p.k), chunk, plan.key_rows, now, time);
-            if constexpr (Outputs) copy_rows(v, value_head(p.v), chunk, plan.columns, now, time);
+        const int start = n * chunk, base = start / checkpoints.interval * checkpoints.interval;
+        const int64_t march = segments.index(segment, head_index);
+        const bool marched = base == entered;
+        entered = base;
+        int now = start;
+        if constexpr (Outputs)
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base, start, marched);
+        int place = (start - now) / chunk & 1;
+        fetch(now, place);
+        for (;; now += chunk, place ^= 1) {
             if (now == start) {
                 copy_rows(q, key_head(p.q), chunk, plan.key_rows, now, time);
                 copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
             }
             copies_commit();
+            if (Outputs && !marched) checkpoints.put_down(state, part, march, base, now);
             if (thread < chunk) delta.beta[thread] = load_step(p.beta, batch, head, now, chunk, time);
             copies_wait<0>();
             __syncthreads();
+            if (now != start) fetch(now + chunk, place ^ 1);
             if constexpr (Outputs)
-                delta.solve<kPasses>(k, v, plan);
+                delta.solve<kPasses>(keys_of(place), values_of(place), plan);
             else
                 delta.find_inverse<kPasses>(k, plan);
             if (now == start) break;
             __syncthreads();
-            delta.advance<kPasses>(k, plan);
+            delta.advance<kPasses>(keys_of(place), plan);
             __syncthreads();
         }
         for_each_tile(chunk, chunk, [&](Tile& tile) {
@@ -221,28 +232,36 @@ Segments segments_of(const Plan& plan, const Sizes& sizes) {
     return find_segments(plan, sizes, 1, sizes.key_dim * sizes.key_dim);
 }
 
+Checkpoints checkpoints_of(const Plan& plan, const Sizes& sizes, const Segments& segments) {
+    return find_checkpoints(plan, sizes, static_cast<int64_t>(segments.heads) * segments.count);
+}
+
 template <typename T>
 cudaError_t run(const DeltaBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
     Segments segments = segments_of(plan, p.sizes);
+    Checkpoints checkpoints = checkpoints_of(plan, p.sizes, segments);
+    checkpoints.states = reinterpret_cast<float*>(static_cast<unsigned char*>(p.workspace) + segments.bytes());
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
         segments.place(p.workspace);
         const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
-        error = launch(delta_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, 0);
+        error = launch(delta_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, 0);
         if (error == cudaSuccess) error = launch_carry_transformed(segments, p.sizes, p.d_final_state, true, stream);
     }
     const dim3 grid(segments.heads, segments.count);
     for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(delta_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, i);
+        error = launch(delta_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, i);
     return error;
 }
 
 template <typename T>
 size_t workspace(const DeltaBackward& p) {
-    return segments_of(plan_of<T>(p.sizes, shared_memory_limit()), p.sizes).bytes();
+    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
+    const Segments segments = segments_of(plan, p.sizes);
+    return segments.bytes() + checkpoints_of(plan, p.sizes, segments).bytes(plan, p.sizes);
 }
 
 }  // namespace

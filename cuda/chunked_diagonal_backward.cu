@@ -12,6 +12,7 @@
 // sums of products over a range, without a subtraction, which keeps it exact where gates are so strong that it almost
 // vanishes. Where the write is w = 1 - g, it loses g <k_u, (dK / w)_u>.
 #include "choice.h"
+#include "chunked_checkpoints.cuh"
 #include "chunked_decays.h"
 #include "chunked_gates.cuh"
 #include "chunked_segments.cuh"
@@ -112,7 +113,8 @@ struct Layout {
 // gradient of zeros.
 template <typename T, bool Gated, bool Outputs>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
-    diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const int value_block) {
+    diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments,
+                      const Checkpoints checkpoints, const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T, Gated> shared(Carver(memory), plan);
@@ -140,25 +142,32 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         part.load(d_state, segments.states, segments.index(segment, head_index));
     else
         part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
+    // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
+    // in turn, the next while a chunk is worked on.
+    const auto keys_of = [&](int place) { return k.either(q, place); };
+    const auto values_of = [&](int place) { return v.either(d_out, place); };
+    const auto fetch = [&](int now, int place) {
+        copy_rows(keys_of(place), key_head(p.k), chunk, plan.key_rows, now, time);
+        copy_rows(values_of(place), value_head(p.v), chunk, plan.columns, now, time);
+    };
+    int entered = -1;  // the start of the interval in which states have been put down
     for (int n = end - 1; n >= begin; --n) {
-        const int start = n * chunk, kept = kept_states(p.sizes), saved = kept == 0 ? 0 : start / p.sizes.interval;
-        if constexpr (Outputs) {
-            if (saved == 0)
-                part.load(state, static_cast<const float*>(p.initial_state), head_index);
-            else
-                part.load(state, static_cast<const float*>(p.states),
-                          static_cast<int64_t>(head_index) * kept + saved - 1);
-        }
-        for (int now = !Outputs ? start : kept == 0 ? 0 : saved * p.sizes.interval;; now += chunk) {
-            if constexpr (Outputs) {
-                copy_rows(k, key_head(p.k), chunk, plan.key_rows, now, time);
-                copy_rows(v, value_head(p.v), chunk, plan.columns, now, time);
-            }
+        const int start = n * chunk, base = start / checkpoints.interval * checkpoints.interval;
+        const int64_t march = segments.index(segment, head_index);
+        const bool marched = base == entered;
+        entered = base;
+        int now = start;
+        if constexpr (Outputs)
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base, start, marched);
+        int place = (start - now) / chunk & 1;
+        if constexpr (Outputs) fetch(now, place);
+        for (;; now += chunk, place ^= 1) {
             if (now == start) {
                 copy_rows(q, key_head(p.q), chunk, plan.key_rows, now, time);
                 copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
             }
             copies_commit();
+            if (Outputs && !marched) checkpoints.put_down(state, part, march, base, now);
             if constexpr (Gated)
                 if (thread < chunk) gates.log_gate()[thread] = load_step(p.log_gate, batch, head, now, chunk, time);
             copies_wait<0>();
@@ -169,17 +178,18 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 gates.find_chunk();
             }
             if (now == start) break;
+            fetch(now + chunk, place ^ 1);
             if constexpr (Gated) __syncthreads();
+            const Matrix<T> keys = keys_of(place), values = values_of(place);
             for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
+                read_tile(tile, state);
                 if constexpr (Gated) {
-                    read_tile(tile, state);
-                tile.each([&](int, int, float& value) { value *= gates.whole(); });
+                    tile.each([&](int, int, float& value) { value *= gates.whole(); });
                     multiply<kPasses>(
-                        tile, 0, chunk, [&](int i, int s) { return k(s, i); },
-                        [&](int s, int j) { return v.get(s, j) * (gates.to_chunk()[s] * gates.write()[s]); });
+                        tile, 0, chunk, [&](int i, int s) { return keys(s, i); },
+                        [&](int s, int j) { return values.get(s, j) * (gates.to_chunk()[s] * gates.write()[s]); });
                 } else {
-                    read_tile(tile, state);
-                    multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v);
+                    multiply_stored<kPasses, true, false>(tile, 0, chunk, keys, values);
                 }
                 write_tile(tile, state);
             });
@@ -314,28 +324,36 @@ Segments segments_of(const Plan& plan, const Sizes& sizes) {
     return find_segments(plan, sizes, 1, Gated ? 1 : 0);
 }
 
+Checkpoints checkpoints_of(const Plan& plan, const Sizes& sizes, const Segments& segments) {
+    return find_checkpoints(plan, sizes, static_cast<int64_t>(segments.heads) * segments.count);
+}
+
 template <typename T, bool Gated>
 cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
     Segments segments = segments_of<Gated>(plan, p.sizes);
+    Checkpoints checkpoints = checkpoints_of(plan, p.sizes, segments);
+    checkpoints.states = reinterpret_cast<float*>(static_cast<unsigned char*>(p.workspace) + segments.bytes());
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
         segments.place(p.workspace);
         const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
-        error = launch(diagonal_backward<T, Gated, false>, grid, block, plan.shared, stream, p, plan, segments, 0);
+        error = launch(diagonal_backward<T, Gated, false>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, 0);
         if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.d_final_state, true, stream);
     }
     const dim3 grid(segments.heads, segments.count);
     for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(diagonal_backward<T, Gated, true>, grid, block, plan.shared, stream, p, plan, segments, i);
+        error = launch(diagonal_backward<T, Gated, true>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, i);
     return error;
 }
 
 template <typename T, bool Gated>
 size_t workspace(const DiagonalBackward& p) {
-    return segments_of<Gated>(plan_of<T, Gated>(p.sizes, shared_memory_limit()), p.sizes).bytes();
+    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
+    const Segments segments = segments_of<Gated>(plan, p.sizes);
+    return segments.bytes() + checkpoints_of(plan, p.sizes, segments).bytes(plan, p.sizes);
 }
 
 }  // namespace

@@ -24,9 +24,11 @@ struct Segments {
         return static_cast<int64_t>(segment) * heads + head;
     }
 
-    // Of the workspace: room for states and what is passed, where a sequence is divided.
+    // Of the workspace: room for states and what is passed, where a sequence is divided. What lies behind is aligned, too.
     size_t bytes() const {
-        return count <= 1 ? 0 : static_cast<size_t>(index(count, 0)) * (state_floats + passed_floats) * sizeof(float);
+        if (count <= 1) return 0;
+        const size_t floats = static_cast<size_t>(index(count, 0)) * (state_floats + passed_floats);
+        return (floats * sizeof(float) + 255) / 256 * 256;
     }
     void place(void* workspace) {
         states = static_cast<float*>(workspace);

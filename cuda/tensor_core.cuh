@@ -267,6 +267,11 @@ struct Matrix {
     __device__ __forceinline__ float get(int row, int column) const {
         return widen<float>(data[row * stride + column]);
     }
+    // This matrix, or with `second` 1 the other, of the same shape: by its distance, so that the compiler still sees that
+    // it is shared memory.
+    __device__ __forceinline__ Matrix either(const Matrix& other, int second) const {
+        return {data + second * static_cast<int>(other.data - data), stride};
+    }
 };
 
 // A tile's elements from a matrix in shared memory, and to it, two at a time.

@@ -1,0 +1,64 @@
+// The way back needs the states that the forward pass did not keep. They are computed again, for each chunk from a state
+// before it: the one that was kept at the start of its interval, or one that was put down in the workspace since. An
+// interval's last chunk comes first; on the march to it every `spacing`-th state is put down, so that the marches to the
+// other chunks are short. With 8 and 16 chunks to an interval these are 2.1 and 2.3 for each chunk, and not 3.5 and 7.5;
+// up to 4 chunks, where it would be 1.0 and not 1.5, none are put down.
+#pragma once
+
+#include "chunked_block.cuh"
+
+namespace fairseq_fastweights {
+
+struct Checkpoints {
+    int interval;    // steps between the states that were kept; no less than there are, if none were
+    int spacing;     // steps between those that are put down
+    int slots;       // for those of an interval
+    int64_t blocks;  // that march at the same time, each with slots of its own
+    float* states;
+    int count;  // of the states that were kept for a head
+
+    size_t bytes(const Plan& plan, const Sizes& sizes) const {
+        return static_cast<size_t>(blocks * slots) * sizes.key_dim * plan.columns * sizeof(float);
+    }
+
+    // The last state that there is at or before step `start` of the interval that begins at `base` starts to be loaded:
+    // it has arrived when copies have been waited for. `marched`: those of the interval have been put down. Returns the
+    // step before which it is.
+    __device__ __forceinline__ int load(const Matrix<float>& state, const StatePart& part, const void* initial,
+                                        const void* kept, int64_t head, int64_t block, int base, int start,
+                                        bool marched) const {
+        const int passed = marched && slots > 0 ? (start - base) / spacing : 0;
+        if (passed > 0)
+            place(part).load(state, states, block * slots + passed - 1);
+        else if (base == 0)
+            part.load(state, static_cast<const float*>(initial), head);
+        else
+            part.load(state, static_cast<const float*>(kept), head * count + base / interval - 1);
+        return base + passed * spacing;
+    }
+
+    // Puts the state before step `now` down, if it is one of those. A barrier before, and another before it changes.
+    __device__ __forceinline__ void put_down(const Matrix<float>& state, const StatePart& part, int64_t block, int base,
+                                             int now) const {
+        if (slots > 0 && now > base && (now - base) % spacing == 0)
+            place(part).store(state, states, block * slots + (now - base) / spacing - 1);
+    }
+
+private:
+    // Of a block's columns alone.
+    __device__ __forceinline__ static StatePart place(const StatePart& part) {
+        return {part.key_dim, part.columns, 0, part.columns, part.key_rows};
+    }
+};
+
+inline Checkpoints find_checkpoints(const Plan& plan, const Sizes& sizes, int64_t blocks) {
+    if (plan.chunk == 0) return Checkpoints{};
+    const int count = kept_states(sizes), whole = round_up(sizes.time, plan.chunk);
+    const int interval = count == 0 ? whole : sizes.interval, chunks = interval / plan.chunk;
+    int passed = 1;
+    while (passed * passed < chunks) passed *= 2;
+    const int slots = chunks <= 4 ? 0 : (chunks + passed - 1) / passed - 1;
+    return {interval, passed * plan.chunk, slots, blocks, nullptr, count};
+}
+
+}  // namespace fairseq_fastweights
