@@ -155,10 +155,9 @@ __device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int st
     });
 }
 
-// Writes one element of a tensor whose dtype is known at run time only; with `add`, onto what is there.
-__device__ __forceinline__ void store_step(const Sequence& x, int batch, int head, int t, float value, bool add,
-                                           int column = 0) {
-    const int64_t index = batch * x.batch + t * x.time + head * x.head + column;
+// Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only; with `add`, onto what is there.
+__device__ __forceinline__ void store_step(const Sequence& x, int batch, int head, int t, float value, bool add) {
+    const int64_t index = batch * x.batch + t * x.time + head * x.head;
     store_element(x.data, x.dtype, index, add ? value + load_element<float>(x.data, x.dtype, index) : value);
 }
 

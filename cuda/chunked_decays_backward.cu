@@ -10,6 +10,8 @@
 // The gradient of log f_u collects, element by element, whatever passes through step u: of pairs s < u <= t of the chunk
 // D_ts q_t * k_s * F_ts, of reads of S_0 at t >= u their products with q_t * F_t0, of writes s < u that are left at the
 // end theirs with k_s * F_es, and the row sums of (F_e0 Z_e0^T) * S_0 * dS. That of log z_u likewise, over columns.
+#include <type_traits>
+
 #include "choice.h"
 #include "chunked_checkpoints.cuh"
 #include "chunked_decays.cuh"
@@ -84,6 +86,27 @@ __device__ __forceinline__ void differentiate_pairs(const Matrix<float>& c, cons
         }
         db[s] = sum + c(s, s) * a[s];
     }
+}
+
+// The first `steps` rows of a column to column `dim` of a gradient's steps from `start` on; with `add`, onto what is there.
+template <typename T>
+__device__ __forceinline__ void store_column(const Sequence& x, const Matrix<float>& from, int column, int steps,
+                                             int batch, int start, int head, int dim, bool add) {
+    if (x.data == nullptr) return;
+    const int64_t first = batch * x.batch + start * x.time + head * x.head + dim;
+    const auto store = [&](auto* to) {
+        using To = std::remove_pointer_t<decltype(to)>;
+#pragma unroll 1
+        for (int t = 0; t < steps; ++t, to += x.time) {
+            const float value = from(t, column);
+            *to = narrow<To>(add ? value + widen<float>(*to) : value);
+        }
+    };
+    // Logs of decays may be float32 beside inputs of 16 bits.
+    if (x.dtype == kFloat32)
+        store(static_cast<float*>(x.data) + first);
+    else
+        store(static_cast<T*>(x.data) + first);
 }
 
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
@@ -182,13 +205,11 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                 write_tile(tile, shared.key_writes);
             });
             __syncthreads();
-            // A key's gradient on its way out lies where its gates were, which are in registers by then: stores of 16 steps
-            // side by side would take as many addresses.
-            const auto store_staged = [&](const Sequence& x, int i) {
-                if (x.data == nullptr || i >= keys) return;
-#pragma unroll 1
-                for (int t = 0; t < min(kSteps, time - start); ++t)
-                    store_step(x, batch, head, start + t, key_gates(t, i), block > 0, i);
+            // A dimension's gradient on its way out lies where its gates were, which are in registers by then: stores of 16
+            // steps side by side would take as many addresses.
+            const int steps = min(kSteps, time - start);
+            const auto store_key = [&](const Sequence& x, int i) {
+                if (i < keys) store_column<T>(x, key_gates, i, steps, batch, start, head, i, block > 0);
             };
             // A dimension to a thread: of keys all that there is to their gradients, of values the chunk's own pairs.
             for (int item = threadIdx.x; item < plan.key_rows + plan.columns; item += blockDim.x) {
@@ -227,7 +248,7 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                     product *= g[t];
                     key_gates(t, i) = sum + product * shared.key_reads(t, i);
                 }
-                store_staged(p.dq, i);
+                store_key(p.dq, i);
                 shared.key_total[i] = product;
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t) a[t] = q.get(t, i);
@@ -262,10 +283,10 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                 }
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t) key_gates(t, i) = db[t];
-                store_staged(p.dk, i);
+                store_key(p.dk, i);
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t) key_gates(t, i) = dg[t];
-                store_staged(p.d_log_key_decay, i);
+                store_key(p.d_log_key_decay, i);
             }
             __syncthreads();
             for_each_tile(kSteps, plan.columns, [&](Tile& tile) {
@@ -308,17 +329,12 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
                 float product = 1.0f;
 #pragma unroll
                 for (int s = kSteps - 1; s >= 0; --s) {
-                    if (start + s < time) {
-                        const int64_t t = start + s;
-                        const Sequence &dv = p.dv, &to = p.d_log_value_decay;
-                        store_element(dv.data, dv.dtype, batch * dv.batch + t * dv.time + head * dv.head + first + j,
-                                      shared.dv(s, j) + product * shared.writes(s, j));
-                        if (to.data != nullptr)
-                            store_element(to.data, to.dtype,
-                                          batch * to.batch + t * to.time + head * to.head + first + j, dz[s]);
-                    }
+                    shared.dv(s, j) += product * shared.writes(s, j);
+                    value_gates(s, j) = dz[s];
                     product *= gate[s];
                 }
+                store_column<T>(p.dv, shared.dv, j, steps, batch, start, head, first + j, false);
+                store_column<T>(p.d_log_value_decay, value_gates, j, steps, batch, start, head, first + j, false);
             }
         } else {
             key_logs.add(p.log_key_decay, batch, head, 0, keys, plan.key_rows, start, time);
