@@ -204,8 +204,10 @@ struct Operand<1> {
 template <>
 struct Operand<3> {
     unsigned big, small;
+    // To nearest, as to_tf32 rounds finite numbers, in two instructions instead of four. A NaN may become 0 so; the rest of it
+    // is a NaN still, and so is every product with that.
     __device__ __forceinline__ explicit Operand(float x) {
-        big = to_tf32(x);
+        big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
         small = to_tf32(x - __uint_as_float(big));
     }
 };

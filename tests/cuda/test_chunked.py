@@ -168,6 +168,21 @@ def test_same_bits_in_any_order_of_threads(emulator: Emulator, name: str, shape:
             assert value is not None and torch.equal(value, again[key]), f"{key} under order {seed}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_a_nan_is_passed_on_in_its_column_alone(emulator: Emulator, name: str, dtype: torch.dtype) -> None:
+    """The NaN that a GPU makes, whose bits are all ones: to round it as if it were a number would make it 0. (The steps
+    before it in its chunk may get it too: it is multiplied by 0 there.)"""
+    inputs = RULE[name].inputs(B=1, T=70, H=1, K=16, V=16, dtype=dtype, initial_state=False)
+    v = inputs["v"].detach().clone()  # type: ignore[union-attr]
+    bits, integers = (0x7FFF, torch.int16) if dtype == torch.bfloat16 else (0x7FFFFFFF, torch.int32)
+    v.view(integers)[0, 20, 0, 5] = bits
+    out = run(emulator, RULE[name], {**inputs, "v": v})["out"]
+    assert out is not None
+    found = torch.isnan(out[0, :, 0])
+    assert bool(found[20:, 5].all()) and not bool(found[:, :5].any()) and not bool(found[:, 6:].any())
+
+
 @pytest.mark.parametrize("use", ["out", "state"])
 @pytest.mark.parametrize("name", CHUNKED)
 def test_without_initial_state_and_with_either_gradient_alone(emulator: Emulator, name: str, use: str) -> None:
