@@ -1,9 +1,10 @@
-"""All ways in which the CUDA kernels can do a call, against each other: what their choice by estimate loses.
+"""The ways in which the CUDA kernels can do a call, against each other: what their choice by estimate loses.
 
     python benchmarks/cuda_plans.py [--shapes LIST] [--rules LIST] [--budget 60] [--out plans.json]
 
-At each shape, rule and pass every plan of the chunked kernels and the recurrent ones take turns (A B C A B C ...). What
-the estimates in cuda/choice.cu and cuda/chunked_plan.h should say can be read off the results.
+At each shape, rule and pass every plan of the chunked kernels, the one that they choose with other numbers of segments,
+and the recurrent kernels take turns (A B C A B C ...). What the estimates in cuda/choice.cu and cuda/chunked_plan.h
+should say can be read off the results.
 """
 
 from __future__ import annotations

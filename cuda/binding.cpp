@@ -373,6 +373,12 @@ std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, a
                 c10::Join(", ", operations));
     TORCH_CHECK(sizes.size() == 6, "sizes has ", sizes.size(),
                 " numbers; it must have 6: batch, time, heads, key_dim, value_dim and interval");
+    const auto within = [&](int i, int64_t least, int64_t most) { return sizes[i] >= least && sizes[i] <= most; };
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK(within(0, 0, most) && within(1, 1, most) && within(2, 1, most) && sizes[0] <= most / sizes[2] &&
+                    within(3, 1, kMostDim) && within(4, 1, kMostDim) && within(5, 0, most),
+                "sizes is ", sizes, "; batch and interval must be at least 0, time and heads at least 1, key_dim and ",
+                "value_dim from 1 to ", kMostDim, ", and batch * heads and each of them less than 2^31");
     const auto number = static_cast<int32_t>(found - operations.begin());
     const auto device = static_cast<int32_t>(capability);
     const auto at = [&](int i) { return static_cast<int32_t>(sizes[i]); };

@@ -27,8 +27,7 @@ int shared_memory_of(int32_t capability) {
 // Counted, not measured; a benchmark's numbers should replace these. Cycles of a multiprocessor for a step of a head,
 // forwards (backwards both about treble):
 //   recurrent  key_dim * value_dim elements, each multiplied twice (delta: four times), at 128 a cycle
-//   chunked    products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, and twice the first
-//   term),
+//   chunked    products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, twice the first term),
 //              1024 to an instruction whose operands take 3 cycles to read from shared memory; and some 3000 cycles a
 //              chunk in which a block waits for memory and at barriers, while two or three others work
 // Where a device is not full, steps follow one another at some 150 cycles in either, unless time is divided among

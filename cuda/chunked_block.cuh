@@ -216,9 +216,4 @@ struct StatePart {
     }
 };
 
-// States kept for a (batch, head).
-__host__ __device__ __forceinline__ int kept_states(const Sizes& sizes) {
-    return sizes.interval == 0 ? 0 : (sizes.time - 1) / sizes.interval;
-}
-
 }  // namespace fairseq_fastweights

@@ -1,8 +1,8 @@
 // The way back needs the states that the forward pass did not keep. They are computed again, for each chunk from a state
 // before it: the one that was kept at the start of its interval, or one that was put down in the workspace since. An
 // interval's last chunk comes first; on the march to it every `spacing`-th state is put down, so that the marches to the
-// other chunks are short. With 8 and 16 chunks to an interval these are 2.1 and 2.3 for each chunk, and not 3.5 and 7.5;
-// up to 4 chunks, where it would be 1.0 and not 1.5, none are put down.
+// other chunks are short. With 8 and 16 chunks to an interval they take 2.0 and 2.3 chunks each, and not 3.5 and
+// 7.5; up to 4 chunks, where it would be 1.0 and not 1.5, none are put down.
 #pragma once
 
 #include "chunked_block.cuh"
@@ -53,12 +53,9 @@ private:
 
 inline Checkpoints find_checkpoints(const Plan& plan, const Sizes& sizes, int64_t blocks) {
     if (plan.chunk == 0) return Checkpoints{};
-    const int count = kept_states(sizes), whole = round_up(sizes.time, plan.chunk);
-    const int interval = count == 0 ? whole : sizes.interval, chunks = interval / plan.chunk;
-    int passed = 1;
-    while (passed * passed < chunks) passed *= 2;
-    const int slots = chunks <= 4 ? 0 : (chunks + passed - 1) / passed - 1;
-    return {interval, passed * plan.chunk, slots, blocks, nullptr, count};
+    const int interval = interval_of(sizes, plan.chunk);
+    const March march(interval / plan.chunk);
+    return {interval, march.spacing * plan.chunk, march.slots, blocks, nullptr, kept_states(sizes)};
 }
 
 }  // namespace fairseq_fastweights

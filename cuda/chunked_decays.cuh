@@ -27,7 +27,8 @@ template <typename Measure>
 Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure) {
     if (sizes.key_dim > kMostDecays) return Plan{};
     if (sizes.interval > 0 && sizes.interval < sizes.time && sizes.interval % kSteps != 0) return Plan{};
-    const AskedPlan asked;
+    AskedPlan asked;
+    asked.stages = 0;  // there is one
     const int value_columns = round_up(sizes.value_dim, 16);
     for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
         Plan plan{kSteps,        round_up(sizes.key_dim, 16), columns, (sizes.value_dim + columns - 1) / columns, 1,

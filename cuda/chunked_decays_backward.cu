@@ -1,8 +1,8 @@
 // The backward pass of decays by dimension, chunk-parallel.
 //
-// Chunks are taken from the last to the first; the state at a chunk's start is computed again from the last one that the
-// forward pass kept. With the notation of chunked_decays.cuh, dS the gradient of the state at the chunk's end and
-// D_ts = <dy_t, v_s * Z_ts>:
+// Chunks are taken from the last to the first; the state at a chunk's start is computed again from the last one that
+// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With the notation of chunked_decays.cuh,
+// dS the gradient of the state at the chunk's end and D_ts = <dy_t, v_s * Z_ts>:
 //   dq_t = F_t0 * (S_0 (dy_t * Z_t0)) + sum over s <= t of D_ts (k_s * F_ts)
 //   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of D_ts (q_t * F_ts)
 //   dv_s = Z_es * (dS^T (k_s * F_es)) + sum over t >= s of P_ts (dy_t * Z_ts)
@@ -88,7 +88,8 @@ __device__ __forceinline__ void differentiate_pairs(const Matrix<float>& c, cons
     }
 }
 
-// The first `steps` rows of a column to column `dim` of a gradient's steps from `start` on; with `add`, onto what is there.
+// The first `steps` rows of a column to column `dim` of a gradient's steps from `start` on; with `add`, onto what is
+// there.
 template <typename T>
 __device__ __forceinline__ void store_column(const Sequence& x, const Matrix<float>& from, int column, int steps,
                                              int batch, int start, int head, int dim, bool add) {
@@ -151,10 +152,10 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
         copy_rows(keys_of(place), Head<T>(p.k, batch, head, 0, keys), kSteps, plan.key_rows, now, time);
         copy_rows(values_of(place), Head<T>(p.v, batch, head, first, values), kSteps, plan.columns, now, time);
     };
+    const int64_t march = segments.index(segment, head_index);
     int entered = -1;  // the start of the interval in which states have been put down
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * kSteps, base = start / checkpoints.interval * checkpoints.interval;
-        const int64_t march = segments.index(segment, head_index);
         const bool marched = base == entered;
         entered = base;
         int now = start;

@@ -1,7 +1,8 @@
 // The backward pass of the delta rule, chunk-parallel on tensor cores, in the notation of chunked_delta.cuh.
 //
 // Chunks are taken from the last to the first. The state at a chunk's start is computed again from the last one that
-// the forward pass kept. With T = (I + B G)^-1, P = tril(Q K^T) and dS the gradient of the state at the chunk's end:
+// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With T = (I + B G)^-1, P = tril(Q K^T)
+// and dS the gradient of the state at the chunk's end:
 //   dU = P^T dY + K dS         dR = T^T dU           (R = B E, the right side of the system)
 //   dP = tril(dY U^T)          dA = -dR U^T below the diagonal           (A = B G)
 //   dQ = dY S_0^T + dP K       dV = B dR             d beta_t = <dR_t, E_t> + <dA_t, G_t>
@@ -17,17 +18,17 @@ namespace {
 
 template <typename T>
 struct Layout {
-    Stages<T> q, k, v, d_out;
+    Matrix<T> q, k, v, d_out;
     DeltaChunk delta;
     Matrix<float> d_state, scores, d_update;
     float *d_beta_right, *d_beta_system;  // by step, for each tile across
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
-        : q(carver, 1, plan.chunk, plan.key_rows),
-          k(carver, 1, plan.chunk, plan.key_rows),
-          v(carver, 1, plan.chunk, plan.columns),
-          d_out(carver, 1, plan.chunk, plan.columns),
+        : q(carver.matrix<T>(plan.chunk, plan.key_rows)),
+          k(carver.matrix<T>(plan.chunk, plan.key_rows)),
+          v(carver.matrix<T>(plan.chunk, plan.columns)),
+          d_out(carver.matrix<T>(plan.chunk, plan.columns)),
           delta(carver, plan) {
         d_state = carver.matrix<float>(plan.key_rows, plan.columns);
         scores = carver.matrix<float>(plan.chunk, plan.chunk);
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
     const DeltaChunk& delta = shared.delta;
-    const Matrix<T> q = shared.q[0], k = shared.k[0], v = shared.v[0], d_out = shared.d_out[0];
+    const Matrix<T>&q = shared.q, &k = shared.k, &v = shared.v, &d_out = shared.d_out;
     const Matrix<float>&state = delta.state, &d_state = shared.d_state, &update = delta.update;
     const Matrix<float>&scores = shared.scores, &d_update = shared.d_update;
     // Each takes the place of what is no longer needed when it is computed.
@@ -91,12 +92,12 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
     int entered = -1;  // the start of the interval in which states have been put down
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * chunk, base = start / checkpoints.interval * checkpoints.interval;
-        const int64_t march = segments.index(segment, head_index);
         const bool marched = base == entered;
         entered = base;
         int now = start;
         if constexpr (Outputs)
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base, start, marched);
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, segment_index, base, start,
+                                   marched);
         int place = (start - now) / chunk & 1;
         fetch(now, place);
         for (;; now += chunk, place ^= 1) {
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
             }
             copies_commit();
-            if (Outputs && !marched) checkpoints.put_down(state, part, march, base, now);
+            if (Outputs && !marched) checkpoints.put_down(state, part, segment_index, base, now);
             if (thread < chunk) delta.beta[thread] = load_step(p.beta, batch, head, now, chunk, time);
             copies_wait<0>();
             __syncthreads();

@@ -1,8 +1,8 @@
 // The backward pass of the sum rule and of scalar gates, chunk-parallel on tensor cores.
 //
 // Chunks are taken from the last to the first. The state at a chunk's start is computed again from the last one that
-// the forward pass kept. With the notation of chunked_diagonal_forward.cu, dS the gradient of the state at the chunk's
-// end, and D_ts = G_ts <dy_t, v_s> for s <= t:
+// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With the notation of
+// chunked_diagonal_forward.cu, dS the gradient of the state at the chunk's end, and D_ts = G_ts <dy_t, v_s> for s <= t:
 //   dQ = D diag(w) K + diag(G_t0) dY S_0^T
 //   dK = diag(w) (D^T Q + diag(G_es) V dS^T)          dV = P^T dY + diag(G_es w) K dS
 //   dS_0 = G dS + Q^T diag(G_t0) dY
@@ -88,17 +88,17 @@ struct GateGradient {
 
 template <typename T, bool Gated>
 struct Layout {
-    Stages<T> q, k, v, d_out;
+    Matrix<T> q, k, v, d_out;
     Matrix<float> state, d_state, scores, d_scores;
     ChunkGates gates;
     GateGradient gradient;
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
-        : q(carver, 1, plan.chunk, plan.key_rows),
-          k(carver, 1, plan.chunk, plan.key_rows),
-          v(carver, 1, plan.chunk, plan.columns),
-          d_out(carver, 1, plan.chunk, plan.columns),
+        : q(carver.matrix<T>(plan.chunk, plan.key_rows)),
+          k(carver.matrix<T>(plan.chunk, plan.key_rows)),
+          v(carver.matrix<T>(plan.chunk, plan.columns)),
+          d_out(carver.matrix<T>(plan.chunk, plan.columns)),
           state(carver.matrix<float>(plan.key_rows, plan.columns)),
           d_state(carver.matrix<float>(plan.key_rows, plan.columns)),
           scores(carver.matrix<float>(plan.chunk, plan.chunk)),
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
     const Layout<T, Gated> shared(Carver(memory), plan);
     const ChunkGates& gates = shared.gates;
     const GateGradient& gradient = shared.gradient;
-    const Matrix<T> q = shared.q[0], k = shared.k[0], v = shared.v[0], d_out = shared.d_out[0];
+    const Matrix<T>&q = shared.q, &k = shared.k, &v = shared.v, &d_out = shared.d_out;
     const Matrix<float>&state = shared.state, &d_state = shared.d_state;
     const Matrix<float>&scores = shared.scores, &d_scores = shared.d_scores;
 
@@ -150,10 +150,10 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         copy_rows(keys_of(place), key_head(p.k), chunk, plan.key_rows, now, time);
         copy_rows(values_of(place), value_head(p.v), chunk, plan.columns, now, time);
     };
+    const int64_t march = segments.index(segment, head_index);
     int entered = -1;  // the start of the interval in which states have been put down
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * chunk, base = start / checkpoints.interval * checkpoints.interval;
-        const int64_t march = segments.index(segment, head_index);
         const bool marched = base == entered;
         entered = base;
         int now = start;
@@ -340,12 +340,14 @@ cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
     if (segments.count > 1) {
         segments.place(p.workspace);
         const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
-        error = launch(diagonal_backward<T, Gated, false>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, 0);
+        error = launch(diagonal_backward<T, Gated, false>, grid, block, plan.shared, stream, p, plan, segments,
+                       checkpoints, 0);
         if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.d_final_state, true, stream);
     }
     const dim3 grid(segments.heads, segments.count);
     for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(diagonal_backward<T, Gated, true>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, i);
+        error = launch(diagonal_backward<T, Gated, true>, grid, block, plan.shared, stream, p, plan, segments,
+                       checkpoints, i);
     return error;
 }
 

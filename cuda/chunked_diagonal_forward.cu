@@ -1,8 +1,9 @@
 // The forward pass of the sum rule and of scalar gates (gated rule, retention), chunk-parallel on tensor cores.
 //
-// In a chunk that starts from S_0, with G_ts the product of the gates of (s, t], w_s the strength of the write:
-//   Y = diag(G_t0) Q S_0 + P V,   P_ts = G_ts <q_t, k_s> w_s for s <= t      (G_t0: from the chunk's start to and with
-//   t) S_end = G S_0 + K^T diag(G_es w_s) V                                     (G_es: from after s to the chunk's end)
+// In a chunk that starts from S_0, with G_ts the product of the gates of (s, t], w_s the strength of the write,
+// where G_t0 are those from the chunk's start to and with t, and G_es those from after s to its end:
+//   Y = diag(G_t0) Q S_0 + P V,   P_ts = G_ts <q_t, k_s> w_s for s <= t
+//   S_end = G S_0 + K^T diag(G_es w_s) V
 #include "choice.h"
 #include "chunked_decays.h"
 #include "chunked_gates.cuh"

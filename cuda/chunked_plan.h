@@ -49,17 +49,35 @@ struct AskedPlan {
     }
 };
 
+// How the way back finds the states of an interval's `chunks` again (chunked_checkpoints.cuh).
+struct March {
+    int spacing;  // chunks from one state that is put down to the next
+    int slots;    // for those of an interval
+    double mean;  // chunks that are marched through for each
+
+    explicit March(int chunks) : spacing(1), slots(0), mean((chunks - 1) / 2.0) {
+        while (spacing * spacing < chunks) spacing *= 2;
+        if (chunks <= 4) return;
+        slots = (chunks - 1) / spacing;
+        int marched = chunks - 1;
+        for (int i = 0; i < chunks - 1; ++i) marched += i % spacing;
+        mean = static_cast<double>(marched) / chunks;
+    }
+};
+
+// Steps of an interval: the whole sequence where no state is kept.
+inline int interval_of(const Sizes& sizes, int chunk) {
+    return kept_states(sizes) == 0 ? round_up(sizes.time, chunk) : sizes.interval;
+}
+
 // Cycles of a multiprocessor for a step of one head, counted, not measured: a product of 16 x 8 x 8 takes 3 to read its
 // operands from shared memory, and a chunk some 3000 in which its block waits for memory and at barriers, 1000 more if
-// its inputs are not on their way before, while the other blocks that fit work. `backward`: with the states computed
-// again between those that are kept.
+// its inputs are not on their way before, while the other blocks that fit work. `backward`: with the states that are
+// computed again.
 inline double estimate(const Plan& plan, const Sizes& sizes, int limit, bool backward) {
     const double area = static_cast<double>(plan.key_rows) * plan.columns, length = plan.chunk;
     double products = length / 2 * (plan.key_rows + plan.columns) + 2 * area;
-    if (backward) {
-        const int span = sizes.interval > 0 && sizes.interval < sizes.time ? sizes.interval : sizes.time;
-        products = 2.5 * products + (span / length - 1) / 2 * area;
-    }
+    if (backward) products = 2.5 * products + March(interval_of(sizes, plan.chunk) / plan.chunk).mean * area;
     const size_t blocks_that_fit = (static_cast<size_t>(limit) + 1024) / (plan.shared + 1024);
     const double waiting = (plan.stages == 2 ? 3000 : 4000) / length / (blocks_that_fit < 4 ? blocks_that_fit : 4);
     return plan.blocks * (products * 3 / 1024 + waiting);

@@ -12,7 +12,7 @@
 namespace fairseq_fastweights {
 
 struct Segments {
-    int count;         // 1: the sequence is not divided; 0: there is no plan
+    int count;         // 1: the sequence is not divided; 0: there is no plan, or nothing to do
     int chunks;        // of a segment; the last may have fewer
     int heads;         // batch * heads
     int state_floats;  // key_dim * value_dim
@@ -47,12 +47,13 @@ inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_o
                       passed_floats,
                       nullptr,
                       nullptr};
-    const int blocks = segments.heads * blocks_of_head, processors = multiprocessors(), chunks = segments.chunks;
+    const int64_t blocks = static_cast<int64_t>(segments.heads) * blocks_of_head;
+    const int processors = multiprocessors(), chunks = segments.chunks;
     int count = AskedPlan().segments;
     if (count <= 0) {
         if (2 * blocks > processors || chunks < 8) return segments;
         const bool pairs = 2 * (plan.shared + 1024) <= static_cast<size_t>(shared_memory_limit()) + 1024;
-        const int most = chunks / 4, wanted = (pairs ? 2 : 1) * processors / blocks;
+        const int most = chunks / 4, wanted = (pairs ? 2 : 1) * processors / static_cast<int>(blocks);
         count = wanted < most ? wanted : most;
     }
     if (count > chunks) count = chunks;

@@ -142,6 +142,11 @@ R with_type(int32_t dtype, R otherwise, F f) {
     }
 }
 
+// States that the forward pass keeps for a (batch, head).
+__host__ __device__ __forceinline__ int kept_states(const Sizes& sizes) {
+    return sizes.interval == 0 ? 0 : (sizes.time - 1) / sizes.interval;
+}
+
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
 // Bytes of dynamic shared memory that a block may ask for on the current device, after the opt-in that `launch` makes.

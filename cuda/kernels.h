@@ -119,7 +119,8 @@ struct DeltaStep {
 };
 
 // How a chunked launch divides the work: into chunks of so many steps, and a head's values into `blocks` of `columns`;
-// `segments` of the time are worked on side by side. `chunk` is 0 where the chunked kernels do not take the sizes.
+// `segments` of the time are worked on side by side, as many as suit the current device; 0 for a batch of 0. `chunk` is 0
+// where the chunked kernels do not take the sizes.
 struct ChunkedPlan {
     int32_t chunk, columns, blocks, stages, threads, segments;
     int64_t shared;  // bytes of a block's memory

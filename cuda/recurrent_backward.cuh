@@ -516,7 +516,7 @@ size_t parts_bytes(const BackwardCall& call, const BackwardPlan& plan) {
 template <class Tile, int M>
 TimeSegments segments_of_backward(const BackwardCall& call, const BackwardPlan& plan) {
     const Sizes& sizes = call.sizes;
-    if ((M != kKey && M != kBoth) || states_kept(sizes) == 0) return {1, sizes.time, nullptr, nullptr};
+    if ((M != kKey && M != kBoth) || kept_states(sizes) == 0) return {1, sizes.time, nullptr, nullptr};
     const int shared = BackwardOffsets<Tile, M>(call, plan).total;
     const int64_t resident = max(1, shared_memory_limit() / (shared + 1024));
     return find_time_segments(sizes, static_cast<int64_t>(sizes.batch) * sizes.heads * plan.splits,

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     initial = segments.count > 1 ? of_segment : initial ? initial + blockIdx.x * size + first : nullptr;
     slice.load(state, results ? initial : nullptr, place);
     // The first state that this segment keeps, and before which of its steps.
-    const int kept = results ? states_kept(sizes) : 0;
+    const int kept = results ? kept_states(sizes) : 0;
     const int first_kept = kept && begin ? begin / sizes.interval - 1 : 0;
     A* saved = static_cast<A*>(call.states) + (static_cast<int64_t>(blockIdx.x) * kept + first_kept) * size + first;
     int next_save = !kept ? total : begin ? 0 : sizes.interval;

@@ -36,7 +36,7 @@ inline TimeSegments find_time_segments(const Sizes& sizes, int64_t active, int64
     const int64_t wanted = capacity / active, most = sizes.time / kShortestSegment;
     const int64_t count = wanted < most ? wanted : most;
     if (count < 3) return segments;
-    const int unit = states_kept(sizes) ? sizes.interval : 1;
+    const int unit = kept_states(sizes) ? sizes.interval : 1;
     const int64_t length = (sizes.time + count - 1) / count, units = (length + unit - 1) / unit;
     if (units * unit >= sizes.time) return segments;
     segments.length = static_cast<int>(units * unit);

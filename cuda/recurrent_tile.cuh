@@ -420,9 +420,4 @@ inline bool sizes_fit(const Sizes& sizes) {
            sizes.key_dim <= kMostDim && sizes.value_dim <= kMostDim && sizes.interval >= 0;
 }
 
-// How many states are kept for the backward pass.
-inline __host__ __device__ int states_kept(const Sizes& sizes) {
-    return sizes.interval ? (sizes.time - 1) / sizes.interval : 0;
-}
-
 }  // namespace fairseq_fastweights

@@ -117,7 +117,7 @@ struct Tile {
 
     // f(j) for the groups of 8 columns that there are.
     template <typename F>
-    __device__ __forceinline__ void each_part(F f) const {
+    __device__ __forceinline__ void each_part(F f) {
 #pragma unroll
         for (int j = 0; j < kTileParts / 2; ++j) f(j);
         if (parts == kTileParts) {

@@ -99,7 +99,7 @@ def call_of(shape: Shape, rule: str, way: str, inputs: Inputs) -> Call:
 
 
 def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
-    """All ways to do a call, the one that is taken if nobody asks first."""
+    """The ways to do a call, first the one that is taken if nobody asks; other segments for the ordinary plan alone."""
 
     def found(environment: dict[str, str]) -> Way:
         with asking(environment):

@@ -86,11 +86,12 @@ def cuda_plan(
 
     Returns:
         "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks
-        whose inputs there is room for; "threads" of a block; "segments" of the time side by side; "shared": bytes of a
-        block's memory.
+        whose inputs there is room for (backwards 1); "threads" of a block; "segments" of the time side by side, as
+        suits the current device, whatever `capability` is; "shared": bytes of a block's memory.
 
     Raises:
         BackendUnavailable: if there are no CUDA kernels.
+        RuntimeError: if there is no such operation, or sizes are out of range.
     """
     if (reason := libraries.load("cuda")) is not None:
         raise BackendUnavailable(reason)

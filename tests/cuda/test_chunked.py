@@ -137,11 +137,15 @@ def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, regime: 
     assert_close(actual, {name: wanted[name] for name in actual}, 1e-5)
 
 
+@pytest.mark.parametrize(("T", "plan"), [(37, ""), (130, "chunk=16")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
 @pytest.mark.parametrize("name", CHUNKED)
-def test_strided_inputs(emulator: Emulator, name: str, dtype: torch.dtype) -> None:
+def test_strided_inputs(
+    emulator: Emulator, name: str, dtype: torch.dtype, T: int, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Views of fairseq's (time, batch, channel) tensors, one of them at an odd address."""
-    inputs = RULE[name].inputs(B=2, T=37, H=2, K=24, V=16, dtype=dtype, requires_grad=True)
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
+    inputs = RULE[name].inputs(B=2, T=T, H=2, K=24, V=16, dtype=dtype, requires_grad=True)
     strided: Inputs = {}
     for position, (key, x) in enumerate(inputs.items()):
         if x is None or key == "initial_state":
@@ -151,7 +155,7 @@ def test_strided_inputs(emulator: Emulator, name: str, dtype: torch.dtype) -> No
         view = wide.transpose(0, 1)[..., position % 2 : position % 2 + x.shape[-1]]
         view.copy_(x.detach())
         strided[key] = view.requires_grad_()
-    actual = run(emulator, RULE[name], strided)
+    actual = run(emulator, RULE[name], strided, 128)
     assert_close(actual, expected(RULE[name], inputs), TOLERANCE[dtype])
 
 
@@ -166,6 +170,23 @@ def test_same_bits_in_any_order_of_threads(emulator: Emulator, name: str, shape:
             again = run(emulator, RULE[name], inputs)
         for key, value in first.items():
             assert value is not None and torch.equal(value, again[key]), f"{key} under order {seed}"
+
+
+@pytest.mark.parametrize("plan", ["", "segments=3"])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_the_way_through_an_interval_is_the_same_in_any_order_of_threads(
+    emulator: Emulator, name: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 chunks to an interval: states are put down, taken up again, and marched from, the next chunk on its way."""
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", f"chunk=16 {plan}")
+    inputs = RULE[name].inputs(B=1, T=390, H=1, K=16, V=33, dtype=torch.bfloat16)
+    first = run(emulator, RULE[name], inputs, 256)
+    assert_close(first, expected(RULE[name], inputs), TOLERANCE[torch.bfloat16])
+    assert emulator.workspaces[f"{'delta' if name == 'delta' else 'diagonal'}_backward"] > 0
+    with emulator.schedule(1):
+        again = run(emulator, RULE[name], inputs, 256)
+    for key, value in first.items():
+        assert value is not None and torch.equal(value, again[key]), key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)

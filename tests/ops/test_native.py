@@ -158,6 +158,8 @@ def test_the_cuda_kernels_tell_how_they_divide_the_work() -> None:
     assert found is not None and found["chunk"] in (16, 32) and found["columns"] * found["blocks"] == 64
     with pytest.raises(RuntimeError, match="operation is delta; it must be one of diagonal_forward"):
         native.cuda_plan("delta", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0))
+    with pytest.raises(RuntimeError, match="key_dim and value_dim from 1 to 512"):
+        native.cuda_plan("delta_forward", (8, 1024, 8, 1000, 64, 128), torch.bfloat16, (9, 0))
 
 
 @pytest.mark.parametrize("layout", ["as it is", "time first", "wide"])
