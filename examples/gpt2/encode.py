@@ -18,9 +18,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
-from multiprocessing import Pool
 from pathlib import Path
 from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.processes import pool
 
 ROOT = Path(__file__).resolve().parents[2]
 SEPARATOR = "<|endoftext|>"
@@ -192,10 +195,13 @@ def _encode(document: str) -> str:
 
 def _encode_all(texts: Iterator[str], source: Path, workers: int) -> Iterator[str]:
     """Encodes texts, in order, without reading far ahead of what is taken."""
-    load_tokenizer(source)  # its imports and its errors, once and here
-    with Pool(workers, _start_worker, [source]) as pool:
+    encode = load_tokenizer(source)  # its imports and its errors, once and here
+    if workers == 1:
+        yield from map(encode, texts)
+        return
+    with pool(workers, _start_worker, source) as processes:
         while batch := list(islice(texts, _DOCUMENTS * workers)):
-            yield from pool.map(_encode, batch, chunksize=8)
+            yield from processes.map(_encode, batch, chunksize=8)
 
 
 def _positive(text: str) -> int:

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import Pool
 from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.processes import pool
 from corpus import SPLITS, Corpus, CorpusError, clean, read_lines, survey, write_text
 from subwords import KINDS, Subwords, learn_subwords, load_subwords, model_file, prepare_lines
 
@@ -309,20 +311,14 @@ def _spread(function: Callable[[list[str]], list[str]], lines: Iterable[str], si
         for chunk in chunks:
             yield from function(chunk)
         return
-    with Pool(workers, _leave_signals_to_parent) as pool:
+    with pool(workers) as processes:
         waiting: deque[AsyncResult[list[str]]] = deque()
         for chunk in chunks:
-            waiting.append(pool.apply_async(function, [chunk]))
+            waiting.append(processes.apply_async(function, [chunk]))
             if len(waiting) > 2 * workers:  # else all of the text would be in memory
                 yield from waiting.popleft().get()
         while waiting:
             yield from waiting.popleft().get()
-
-
-def _leave_signals_to_parent() -> None:
-    """The parent ends its processes, which then say nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
