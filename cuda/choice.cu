@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "chunked_plan.h"
+
 namespace fairseq_fastweights {
 
 namespace {
@@ -28,14 +30,14 @@ int shared_memory_of(int32_t capability) {
 // forwards (backwards both about treble):
 //   recurrent  key_dim * value_dim elements, each multiplied twice (delta: four times), at 128 a cycle
 //   chunked    products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, twice the first term),
-//              1024 to an instruction whose operands take 3 cycles to read from shared memory; and some 3000 cycles a
-//              chunk in which a block waits for memory and at barriers, while two or three others work
+//              1024 to an instruction, whose operands come from shared memory (cycles_of_product); and some 3000 cycles
+//              a chunk in which a block waits for memory and at barriers, while two or three others work
 // Where a device is not full, steps follow one another at some 150 cycles in either, unless time is divided among
 // blocks (chunked_segments.cuh), which only the chunked kernels do, but for decays by dimension.
 //
 // The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides the estimate, so that a
 // benchmark can time both (and FASTWEIGHTS_CUDA_PLAN all plans of the former: chunked_plan.h).
-bool chunked_is_faster(int32_t operation, const Sizes& sizes, bool separate_decays) {
+bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, bool separate_decays) {
     if (const char* forced = std::getenv("FASTWEIGHTS_CUDA_ALGORITHM")) {
         if (std::strcmp(forced, "chunked") == 0) return true;
         if (std::strcmp(forced, "recurrent") == 0) return false;
@@ -52,7 +54,7 @@ bool chunked_is_faster(int32_t operation, const Sizes& sizes, bool separate_deca
     const double recurrent = steps * (delta ? 4 : 2) * keys * values / 128;
     const double products =
         delta ? length * (keys + values) + 3 * keys * values : length / 2 * (keys + values) + 2 * keys * values;
-    const double chunked = chunks * (length * products * 3 / 1024 + 3000 / 2.5);
+    const double chunked = chunks * (length * products * cycles_of_product(dtype) / 1024 + 3000 / 2.5);
     return chunked < recurrent;
 }
 
@@ -89,7 +91,7 @@ extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* 
 extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                                       int32_t capability) {
     if (!fastweights_chunked_supports(operation, sizes, dtype, separate_decays, capability)) return kRecurrent;
-    return chunked_is_faster(operation, *sizes, separate_decays != 0) ? kChunked : kRecurrent;
+    return chunked_is_faster(operation, *sizes, dtype, separate_decays != 0) ? kChunked : kRecurrent;
 }
 
 }  // namespace fairseq_fastweights

@@ -33,11 +33,44 @@ struct Carver {
         return piece;
     }
 
-    // A matrix whose rows are 16 bytes longer than its columns: rows start in different banks, aligned for ldmatrix.
+    // A matrix whose rows are 16 bytes longer than its columns: rows start in different banks, aligned for ldmatrix. Rows
+    // that are `longer` by 8 floats are for floats of which a warp reads 4 rows of 8 columns, or pairs, at once.
     template <typename T>
-    __host__ __device__ Matrix<T> matrix(int rows, int columns) {
-        const int stride = columns + 16 / static_cast<int>(sizeof(T));
+    __host__ __device__ Matrix<T> matrix(int rows, int columns, int longer = 16 / static_cast<int>(sizeof(T))) {
+        const int stride = columns + longer;
         return Matrix<T>{take<T>(rows * stride), stride};
+    }
+};
+
+// A float32 matrix and what products read in its place: its elements as factors, in a copy where these are rounded, or the
+// matrix itself, whose rows are then `longer` than its columns.
+template <typename T>
+struct FactoredMatrix {
+    static constexpr bool kCopied = sizeof(Factor<T>) < sizeof(float);
+    Matrix<float> exact;
+    Matrix<Factor<T>> factor;
+
+    __host__ __device__ FactoredMatrix(Carver& carver, int rows, int columns, int longer) {
+        exact = carver.matrix<float>(rows, columns, kCopied ? 8 : longer);
+        if constexpr (kCopied)
+            factor = carver.matrix<Factor<T>>(rows, columns);
+        else
+            factor = exact;
+    }
+
+    // A tile to both.
+    __device__ __forceinline__ void write(Tile& tile) const {
+        write_tile(tile, exact);
+        if constexpr (kCopied) write_tile(tile, factor);
+    }
+
+    // Copies all of it. A barrier before and after.
+    __device__ __forceinline__ void copy(int rows, int columns) const {
+        if constexpr (kCopied)
+            for_each_tile(rows, columns, [&](Tile& tile) {
+                read_tile(tile, exact);
+                write_tile(tile, factor);
+            });
     }
 };
 
@@ -127,23 +160,20 @@ __device__ __forceinline__ float load_step(const Sequence& x, int batch, int hea
 // Writes a tile's elements, rows counting from step `start`; with `add`, onto what is there.
 template <typename T>
 __device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int start, int time, bool add = false) {
-    struct alignas(2 * sizeof(T)) Pair {
-        T x, y;
-    };
     const bool paired = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0;
     if (paired && start + tile.row + kTileRows <= time && tile.column + 8 * tile.parts <= to.dim) {
         T* const first = to.data + (start + tile.row + warp_lane() / 4) * to.stride + tile.column + warp_lane() % 4 * 2;
         tile.each_part([&](int j) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                Pair* const target = reinterpret_cast<Pair*>(first + half * 8 * to.stride + 8 * j);
+                Pair<T>* const target = reinterpret_cast<Pair<T>*>(first + half * 8 * to.stride + 8 * j);
                 float x = tile.value[j][2 * half], y = tile.value[j][2 * half + 1];
                 if (add) {
-                    const Pair before = *target;
+                    const Pair<T> before = *target;
                     x += widen<float>(before.x);
                     y += widen<float>(before.y);
                 }
-                *target = Pair{narrow<T>(x), narrow<T>(y)};
+                *target = narrow_pair<T>(x, y);
             }
         });
         return;

@@ -5,7 +5,7 @@
 // 7.5; up to 4 chunks, where it would be 1.0 and not 1.5, none are put down.
 #pragma once
 
-#include "chunked_block.cuh"
+#include "chunked_segments.cuh"
 
 namespace fairseq_fastweights {
 
@@ -13,12 +13,12 @@ struct Checkpoints {
     int interval;    // steps between the states that were kept; no less than there are, if none were
     int spacing;     // steps between those that are put down
     int slots;       // for those of an interval
-    int64_t blocks;  // that march at the same time, each with slots of its own
+    int count;       // of the states that were kept for a head
+    size_t bytes;    // of the workspace: each block of a launch has slots of its own
     float* states;
-    int count;  // of the states that were kept for a head
 
-    size_t bytes(const Plan& plan, const Sizes& sizes) const {
-        return static_cast<size_t>(blocks * slots) * sizes.key_dim * plan.columns * sizeof(float);
+    void place(void* workspace, const Segments& segments) {
+        states = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace) + segments.bytes());
     }
 
     // The last state that there is at or before step `start` of the interval that begins at `base` starts to be loaded:
@@ -29,7 +29,7 @@ struct Checkpoints {
                                         bool marched) const {
         const int passed = marched && slots > 0 ? (start - base) / spacing : 0;
         if (passed > 0)
-            place(part).load(state, states, block * slots + passed - 1);
+            of_block(part).load(state, states, block * slots + passed - 1);
         else if (base == 0)
             part.load(state, static_cast<const float*>(initial), head);
         else
@@ -41,21 +41,23 @@ struct Checkpoints {
     __device__ __forceinline__ void put_down(const Matrix<float>& state, const StatePart& part, int64_t block, int base,
                                              int now) const {
         if (slots > 0 && now > base && (now - base) % spacing == 0)
-            place(part).store(state, states, block * slots + (now - base) / spacing - 1);
+            of_block(part).store(state, states, block * slots + (now - base) / spacing - 1);
     }
 
 private:
     // Of a block's columns alone.
-    __device__ __forceinline__ static StatePart place(const StatePart& part) {
+    __device__ __forceinline__ static StatePart of_block(const StatePart& part) {
         return {part.key_dim, part.columns, 0, part.columns, part.key_rows};
     }
 };
 
-inline Checkpoints find_checkpoints(const Plan& plan, const Sizes& sizes, int64_t blocks) {
+inline Checkpoints find_checkpoints(const Plan& plan, const Sizes& sizes, const Segments& segments) {
     if (plan.chunk == 0) return Checkpoints{};
     const int interval = interval_of(sizes, plan.chunk);
     const March march(interval / plan.chunk);
-    return {interval, march.spacing * plan.chunk, march.slots, blocks, nullptr, kept_states(sizes)};
+    const size_t states = static_cast<size_t>(segments.index(segments.count, 0)) * march.slots;
+    const size_t bytes = states * sizes.key_dim * plan.columns * sizeof(float);
+    return {interval, march.spacing * plan.chunk, march.slots, kept_states(sizes), bytes, nullptr};
 }
 
 }  // namespace fairseq_fastweights

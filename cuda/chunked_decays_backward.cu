@@ -114,8 +114,8 @@ __device__ __forceinline__ void store_column(const Sequence& x, const Matrix<flo
 // gradient of zeros.
 template <typename T, bool Outputs>
 __global__ void __launch_bounds__(kDecayThreads, 1)
-    decays_backward(const DiagonalBackward p, const Plan plan, const Segments segments,
-                    const Checkpoints checkpoints, const int value_block) {
+    decays_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
+                    const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
@@ -367,17 +367,13 @@ Segments segments_of(const Plan& plan, const Sizes& sizes) {
     return find_segments(plan, sizes, 1, sizes.key_dim + sizes.value_dim);
 }
 
-Checkpoints checkpoints_of(const Plan& plan, const Sizes& sizes, const Segments& segments) {
-    return find_checkpoints(plan, sizes, static_cast<int64_t>(segments.heads) * segments.count);
-}
-
 template <typename T>
 cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
     Segments segments = segments_of(plan, p.sizes);
-    Checkpoints checkpoints = checkpoints_of(plan, p.sizes, segments);
-    checkpoints.states = reinterpret_cast<float*>(static_cast<unsigned char*>(p.workspace) + segments.bytes());
+    Checkpoints checkpoints = find_checkpoints(plan, p.sizes, segments);
+    checkpoints.place(p.workspace, segments);
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
@@ -398,7 +394,7 @@ template <typename T>
 size_t workspace(const DiagonalBackward& p) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     const Segments segments = segments_of(plan, p.sizes);
-    return segments.bytes() + checkpoints_of(plan, p.sizes, segments).bytes(plan, p.sizes);
+    return segments.bytes() + find_checkpoints(plan, p.sizes, segments).bytes;
 }
 
 }  // namespace

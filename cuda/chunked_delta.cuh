@@ -12,22 +12,24 @@
 
 namespace fairseq_fastweights {
 
+template <typename T>
 struct DeltaChunk {
-    Matrix<float> state, products, inverse, error, update;
+    FactoredMatrix<T> state;
+    Matrix<float> products, inverse, error;
+    Matrix<Factor<T>> update;
     float* beta;
 
-    __host__ __device__ DeltaChunk(Carver& carver, const Plan& plan) {
-        state = Matrix<float>{carver.take<float>(plan.key_rows * (plan.columns + 8)), plan.columns + 8};
-        products = carver.matrix<float>(plan.chunk, plan.chunk);
-        inverse = carver.matrix<float>(plan.chunk, plan.chunk);
-        error = Matrix<float>{carver.take<float>(plan.chunk * (plan.columns + 8)), plan.columns + 8};
-        update = Matrix<float>{carver.take<float>(plan.chunk * (plan.columns + 8)), plan.columns + 8};
-        beta = carver.take<float>(plan.chunk);
-    }
+    __host__ __device__ DeltaChunk(Carver& carver, const Plan& plan)
+        : state(carver, plan.key_rows, plan.columns, 8),
+          products(carver.matrix<float>(plan.chunk, plan.chunk)),
+          inverse(carver.matrix<float>(plan.chunk, plan.chunk)),
+          error(carver.matrix<float>(plan.chunk, plan.columns, 8)),
+          update(carver.matrix<Factor<T>>(plan.chunk, plan.columns, 8)),
+          beta(carver.take<float>(plan.chunk)) {}
 
     // `products` = G, its upper triangle and diagonal 0, and `inverse`, from `beta` and the chunk's keys. A barrier
     // before; none after.
-    template <int Passes, typename T>
+    template <int Passes>
     __device__ __forceinline__ void find_inverse(const Matrix<T>& k, const Plan& plan) const {
         find_products<Passes>(k, plan);
         __syncthreads();
@@ -35,13 +37,12 @@ struct DeltaChunk {
     }
 
     // The same, and `error` = E and `update` = U from `state` and the chunk's values.
-    template <int Passes, typename T>
+    template <int Passes>
     __device__ __forceinline__ void solve(const Matrix<T>& k, const Matrix<T>& v, const Plan& plan) const {
         const int chunk = plan.chunk, key_rows = plan.key_rows;
         find_products<Passes>(k, plan);
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-            multiply<Passes>(
-                tile, 0, key_rows, [&](int t, int i) { return k(t, i); }, [&](int i, int j) { return state(i, j); });
+            multiply_stored<Passes, false, false>(tile, 0, key_rows, k, state.factor);
             tile.each([&](int t, int j, float& value) { error(t, j) = v.get(t, j) - value; });
         });
         __syncthreads();
@@ -56,23 +57,23 @@ struct DeltaChunk {
     }
 
     // state += K^T U. A barrier before and after.
-    template <int Passes, typename T>
+    template <int Passes>
     __device__ __forceinline__ void advance(const Matrix<T>& k, const Plan& plan) const {
         for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-            read_tile(tile, state);
-            multiply<Passes>(
-                tile, 0, plan.chunk, [&](int i, int s) { return k(s, i); }, [&](int s, int j) { return update(s, j); });
-            write_tile(tile, state);
+            read_tile(tile, state.exact);
+            multiply_stored<Passes, true, false>(tile, 0, plan.chunk, k, update);
+            state.write(tile);
         });
     }
 
 private:
-    template <int Passes, typename T>
+    template <int Passes>
     __device__ __forceinline__ void find_products(const Matrix<T>& k, const Plan& plan) const {
         for_each_tile(plan.chunk, plan.chunk, [&](Tile& tile) {
             if (tile.column >= tile.row + kTileRows) return;
             multiply_stored<Passes, false, true>(tile, 0, plan.key_rows, k, k);
-            tile.each([&](int t, int s, float& value) { products(t, s) = s < t ? value : 0.0f; });
+            tile.each([&](int t, int s, float& value) { value = s < t ? value : 0.0f; });
+            write_tile(tile, products);
         });
     }
 

@@ -19,8 +19,10 @@ namespace {
 template <typename T>
 struct Layout {
     Matrix<T> q, k, v, d_out;
-    DeltaChunk delta;
-    Matrix<float> d_state, scores, d_update;
+    DeltaChunk<T> delta;
+    FactoredMatrix<T> d_state;
+    Matrix<Factor<T>> scores;
+    Matrix<float> d_update;
     float *d_beta_right, *d_beta_system;  // by step, for each tile across
     size_t bytes;
 
@@ -29,10 +31,10 @@ struct Layout {
           k(carver.matrix<T>(plan.chunk, plan.key_rows)),
           v(carver.matrix<T>(plan.chunk, plan.columns)),
           d_out(carver.matrix<T>(plan.chunk, plan.columns)),
-          delta(carver, plan) {
-        d_state = carver.matrix<float>(plan.key_rows, plan.columns);
-        scores = carver.matrix<float>(plan.chunk, plan.chunk);
-        d_update = Matrix<float>{carver.take<float>(plan.chunk * (plan.columns + 8)), plan.columns + 8};
+          delta(carver, plan),
+          d_state(carver, plan.key_rows, plan.columns, 4),
+          scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
+          d_update(carver.matrix<float>(plan.chunk, plan.columns, 8)) {
         d_beta_right = carver.take<float>(plan.chunk * round_up(plan.columns, kTileColumns) / kTileColumns);
         d_beta_system = carver.take<float>(plan.chunk * round_up(plan.chunk, kTileColumns) / kTileColumns);
         bytes = carver.used;
@@ -44,17 +46,24 @@ struct Layout {
 // 0, in the others.
 template <typename T, bool Outputs>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
-    delta_backward(const DeltaBackward p, const Plan plan, const Segments segments,
-                   const Checkpoints checkpoints, const int value_block) {
+    delta_backward(const DeltaBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
+                   const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
-    const DeltaChunk& delta = shared.delta;
+    const DeltaChunk<T>& delta = shared.delta;
     const Matrix<T>&q = shared.q, &k = shared.k, &v = shared.v, &d_out = shared.d_out;
-    const Matrix<float>&state = delta.state, &d_state = shared.d_state, &update = delta.update;
-    const Matrix<float>&scores = shared.scores, &d_update = shared.d_update;
+    const Matrix<float>&state = delta.state.exact, &d_state = shared.d_state.exact, &d_update = shared.d_update;
+    const Matrix<Factor<T>>&update = delta.update, &scores = shared.scores;
     // Each takes the place of what is no longer needed when it is computed.
-    const Matrix<float>&d_right = delta.error, &d_scores = shared.scores, &d_system = delta.inverse;
+    const Matrix<Factor<T>>& d_scores = shared.scores;
+    const auto d_system = delta.inverse.template as<Factor<T>>();
+    const auto minus_d_right = [&] {
+        if constexpr (FactoredMatrix<T>::kCopied)
+            return v;
+        else
+            return delta.error;
+    }();
 
     const int thread = threadIdx.x;
     const int blocks = gridDim.x / segments.heads, head_index = blockIdx.x / blocks;
@@ -98,6 +107,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         if constexpr (Outputs)
             now = checkpoints.load(state, part, p.initial_state, p.states, head_index, segment_index, base, start,
                                    marched);
+        bool loaded = true;  // and not copied yet
         int place = (start - now) / chunk & 1;
         fetch(now, place);
         for (;; now += chunk, place ^= 1) {
@@ -111,28 +121,32 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
             copies_wait<0>();
             __syncthreads();
             if (now != start) fetch(now + chunk, place ^ 1);
-            if constexpr (Outputs)
-                delta.solve<kPasses>(keys_of(place), values_of(place), plan);
-            else
-                delta.find_inverse<kPasses>(k, plan);
+            if constexpr (Outputs) {
+                if (delta.state.kCopied && loaded) {
+                    delta.state.copy(plan.key_rows, plan.columns);
+                    __syncthreads();
+                }
+                loaded = false;
+                delta.template solve<kPasses>(keys_of(place), values_of(place), plan);
+            } else {
+                delta.template find_inverse<kPasses>(k, plan);
+            }
             if (now == start) break;
             __syncthreads();
-            delta.advance<kPasses>(keys_of(place), plan);
+            delta.template advance<kPasses>(keys_of(place), plan);
             __syncthreads();
         }
+        if (n == end - 1) shared.d_state.copy(plan.key_rows, plan.columns);
         for_each_tile(chunk, chunk, [&](Tile& tile) {
             if (tile.column >= tile.row + kTileRows) return;
             multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
-            tile.each([&](int t, int s, float& value) { scores(t, s) = s <= t ? value : 0.0f; });
+            tile.each([&](int t, int s, float& value) { value = s <= t ? value : 0.0f; });
+            write_tile(tile, scores);
         });
         __syncthreads();
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-            multiply<kPasses>(
-                tile, 0, plan.key_rows, [&](int s, int i) { return k(s, i); },
-                [&](int i, int j) { return d_state(i, j); });
-            multiply<kPasses>(
-                tile, tile.row, chunk, [&](int s, int t) { return scores(t, s); },
-                [&](int t, int j) { return d_out(t, j); });
+            multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, k, shared.d_state.factor);
+            multiply_stored<kPasses, true, false>(tile, tile.row, chunk, scores, d_out);
             write_tile(tile, d_update);
         });
         __syncthreads();
@@ -144,31 +158,30 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 tile.sum_rows(
                     [&](int t, int j, float value) { return value * delta.error(t, j); },
                     [&](int t, float sum) { shared.d_beta_right[tile.column / kTileColumns * chunk + t] = sum; });
-            write_tile(tile, d_right);
+            tile.each([&](int, int, float& value) { value = -value; });
+            write_tile(tile, minus_d_right);
+            if constexpr (Outputs) {
+                tile.each([&](int t, int, float& value) { value *= -delta.beta[t]; });
+                store_tile(tile, value_head(p.dv), start, time);
+            }
         });
         if constexpr (Outputs) {
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
-                multiply<kPasses>(
-                    tile, 0, plan.columns, [&](int t, int j) { return d_out(t, j); },
-                    [&](int j, int s) { return update(s, j); });
-                tile.each([&](int t, int s, float& value) { d_scores(t, s) = s <= t ? value : 0.0f; });
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, update);
+                tile.each([&](int t, int s, float& value) { value = s <= t ? value : 0.0f; });
+                write_tile(tile, d_scores);
             });
             __syncthreads();
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
-                multiply<kPasses>(
-                    tile, 0, plan.columns, [&](int t, int j) { return d_right(t, j); },
-                    [&](int j, int s) { return update(s, j); });
-                tile.each([&](int t, int s, float& value) { value = s < t ? -value : 0.0f; });
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, minus_d_right, update);
+                tile.each([&](int t, int s, float& value) { value = s < t ? value : 0.0f; });
                 tile.sum_rows(
                     [&](int t, int s, float value) { return value * delta.products(t, s); },
                     [&](int t, float sum) { shared.d_beta_system[tile.column / kTileColumns * chunk + t] = sum; });
-                tile.each([&](int t, int s, float& value) { d_system(t, s) = delta.beta[t] * value; });
-            });
-            for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-                tile.each([&](int t, int j, float& value) { value = delta.beta[t] * d_right(t, j); });
-                store_tile(tile, value_head(p.dv), start, time);
+                tile.each([&](int t, int, float& value) { value *= delta.beta[t]; });
+                write_tile(tile, d_system);
             });
             __syncthreads();
             if (thread < chunk && start + thread < time) {
@@ -180,30 +193,17 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 store_step(p.d_beta, batch, head, start + thread, sum, block > 0);
             }
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
-                multiply<kPasses>(
-                    tile, 0, plan.columns, [&](int t, int j) { return d_out(t, j); },
-                    [&](int j, int i) { return state(i, j); });
-                multiply<kPasses>(
-                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return d_scores(t, s); },
-                    [&](int s, int i) { return k(s, i); });
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, delta.state.factor);
+                multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_scores, k);
                 store_tile(tile, key_head(p.dq), start, time, block > 0);
             });
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
-                multiply<kPasses>(
-                    tile, 0, plan.columns, [&](int t, int j) { return -delta.beta[t] * d_right(t, j); },
-                    [&](int j, int i) { return state(i, j); });
-                multiply<kPasses>(
-                    tile, 0, plan.columns, [&](int t, int j) { return update(t, j); },
-                    [&](int j, int i) { return d_state(i, j); });
-                multiply<kPasses>(
-                    tile, tile.row, chunk, [&](int s, int t) { return d_scores(t, s); },
-                    [&](int t, int i) { return q(t, i); });
-                multiply<kPasses>(
-                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return d_system(t, s); },
-                    [&](int s, int i) { return k(s, i); });
-                multiply<kPasses>(
-                    tile, tile.row, chunk, [&](int s, int t) { return d_system(t, s); },
-                    [&](int t, int i) { return k(t, i); });
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, minus_d_right, delta.state.factor);
+                tile.each([&](int t, int, float& value) { value *= delta.beta[t]; });
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, update, shared.d_state.factor);
+                multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_scores, q);
+                multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_system, k);
+                multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_system, k);
                 store_tile(tile, key_head(p.dk), start, time, block > 0);
             });
         }
@@ -211,10 +211,8 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
             read_tile(tile, d_state);
             multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
-            multiply<kPasses>(
-                tile, 0, chunk, [&](int i, int t) { return k(t, i); },
-                [&](int t, int j) { return -delta.beta[t] * d_right(t, j); });
-            write_tile(tile, d_state);
+            multiply_stored<kPasses, true, false>(tile, 0, chunk, k, minus_d_right, delta.beta);
+            shared.d_state.write(tile);
         });
         __syncthreads();
     }
@@ -226,15 +224,12 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
 
 template <typename T>
 Plan plan_of(const Sizes& sizes, int limit) {
-    return find_plan(sizes, 32, limit, true, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
+    return find_plan(sizes, Stored<T>::kDType, 32, limit, true,
+                     [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
 }
 
 Segments segments_of(const Plan& plan, const Sizes& sizes) {
     return find_segments(plan, sizes, 1, sizes.key_dim * sizes.key_dim);
-}
-
-Checkpoints checkpoints_of(const Plan& plan, const Sizes& sizes, const Segments& segments) {
-    return find_checkpoints(plan, sizes, static_cast<int64_t>(segments.heads) * segments.count);
 }
 
 template <typename T>
@@ -242,8 +237,8 @@ cudaError_t run(const DeltaBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
     Segments segments = segments_of(plan, p.sizes);
-    Checkpoints checkpoints = checkpoints_of(plan, p.sizes, segments);
-    checkpoints.states = reinterpret_cast<float*>(static_cast<unsigned char*>(p.workspace) + segments.bytes());
+    Checkpoints checkpoints = find_checkpoints(plan, p.sizes, segments);
+    checkpoints.place(p.workspace, segments);
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
@@ -262,7 +257,7 @@ template <typename T>
 size_t workspace(const DeltaBackward& p) {
     const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
     const Segments segments = segments_of(plan, p.sizes);
-    return segments.bytes() + checkpoints_of(plan, p.sizes, segments).bytes(plan, p.sizes);
+    return segments.bytes() + find_checkpoints(plan, p.sizes, segments).bytes;
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace {
 template <typename T>
 struct Layout {
     Stages<T> q, k, v;
-    DeltaChunk delta;
+    DeltaChunk<T> delta;
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
@@ -29,8 +29,9 @@ __global__ void __launch_bounds__(256, 2)
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
-    const DeltaChunk& delta = shared.delta;
-    const Matrix<float>& scores = delta.products;  // which are done with once their system is inverted
+    const DeltaChunk<T>& delta = shared.delta;
+    const Matrix<float>& state = delta.state.exact;
+    const auto scores = delta.products.template as<Factor<T>>();  // done with once their system is inverted
 
     const int thread = threadIdx.x;
     const int blocks = gridDim.x / segments.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
@@ -57,11 +58,11 @@ __global__ void __launch_bounds__(256, 2)
     const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
     const int64_t segment_index = segments.index(segment, head_index);
     if (transformation)
-        part.load_identity(delta.state);
+        part.load_identity(state);
     else if (Outputs && segments.count > 1)
-        part.load(delta.state, segments.states, segment_index);
+        part.load(state, segments.states, segment_index);
     else
-        part.load(delta.state, Outputs ? static_cast<const float*>(p.initial_state) : nullptr, head_index);
+        part.load(state, Outputs ? static_cast<const float*>(p.initial_state) : nullptr, head_index);
     if (plan.stages == 2) fetch(begin);
     for (int n = begin; n < end; ++n) {
         const int start = n * chunk;
@@ -75,41 +76,43 @@ __global__ void __launch_bounds__(256, 2)
         const Matrix<T> q = shared.q[n % plan.stages], k = shared.k[n % plan.stages], v = shared.v[n % plan.stages];
         if (plan.stages == 2 && n + 1 < end) fetch(n + 1);
         if (Outputs && start > 0 && kept > 0 && start % p.sizes.interval == 0)
-            part.store(delta.state, static_cast<float*>(p.states),
+            part.store(state, static_cast<float*>(p.states),
                        static_cast<int64_t>(head_index) * kept + start / p.sizes.interval - 1);
 
-        delta.solve<kPasses>(k, v, plan);
+        if (delta.state.kCopied && n == begin) {
+            delta.state.copy(plan.key_rows, plan.columns);
+            __syncthreads();
+        }
+        delta.template solve<kPasses>(k, v, plan);
         if constexpr (Outputs) {
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
-                tile.each([&](int t, int s, float& value) { scores(t, s) = s <= t ? value : 0.0f; });
+                tile.each([&](int t, int s, float& value) { value = s <= t ? value : 0.0f; });
+                write_tile(tile, scores);
             });
             __syncthreads();
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-                multiply<kPasses>(
-                    tile, 0, plan.key_rows, [&](int t, int i) { return q(t, i); },
-                    [&](int i, int j) { return delta.state(i, j); });
-                multiply<kPasses>(
-                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return scores(t, s); },
-                    [&](int s, int j) { return delta.update(s, j); });
+                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, q, delta.state.factor);
+                multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, scores, delta.update);
                 store_tile(tile, out_rows, start, time);
             });
         }
         __syncthreads();
-        delta.advance<kPasses>(k, plan);
+        delta.template advance<kPasses>(k, plan);
     }
     __syncthreads();
     if constexpr (!Outputs)
-        part.store(delta.state, transformation ? segments.passed : segments.states, segment_index);
+        part.store(state, transformation ? segments.passed : segments.states, segment_index);
     else if (segment == segments.count - 1)
-        part.store(delta.state, static_cast<float*>(p.final_state), head_index);
+        part.store(state, static_cast<float*>(p.final_state), head_index);
 }
 
 template <typename T>
 Plan plan_of(const Sizes& sizes, int limit) {
     // The inverse costs the cube of a chunk's length and barriers for each halving: 32 steps, not 64.
-    return find_plan(sizes, 32, limit, false, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
+    return find_plan(sizes, Stored<T>::kDType, 32, limit, false,
+                     [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
 }
 
 Segments segments_of(const Plan& plan, const Sizes& sizes) {

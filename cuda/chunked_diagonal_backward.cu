@@ -89,7 +89,8 @@ struct GateGradient {
 template <typename T, bool Gated>
 struct Layout {
     Matrix<T> q, k, v, d_out;
-    Matrix<float> state, d_state, scores, d_scores;
+    FactoredMatrix<T> state, d_state;
+    Matrix<Factor<T>> scores, d_scores;
     ChunkGates gates;
     GateGradient gradient;
     size_t bytes;
@@ -99,10 +100,10 @@ struct Layout {
           k(carver.matrix<T>(plan.chunk, plan.key_rows)),
           v(carver.matrix<T>(plan.chunk, plan.columns)),
           d_out(carver.matrix<T>(plan.chunk, plan.columns)),
-          state(carver.matrix<float>(plan.key_rows, plan.columns)),
-          d_state(carver.matrix<float>(plan.key_rows, plan.columns)),
-          scores(carver.matrix<float>(plan.chunk, plan.chunk)),
-          d_scores(carver.matrix<float>(plan.chunk, plan.chunk)),
+          state(carver, plan.key_rows, plan.columns, 4),
+          d_state(carver, plan.key_rows, plan.columns, 4),
+          scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
+          d_scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           gates(carver, Gated ? plan.chunk : 0),
           gradient(carver, plan, Gated) {
         bytes = carver.used;
@@ -113,16 +114,16 @@ struct Layout {
 // gradient of zeros.
 template <typename T, bool Gated, bool Outputs>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
-    diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments,
-                      const Checkpoints checkpoints, const int value_block) {
+    diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
+                      const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T, Gated> shared(Carver(memory), plan);
     const ChunkGates& gates = shared.gates;
     const GateGradient& gradient = shared.gradient;
     const Matrix<T>&q = shared.q, &k = shared.k, &v = shared.v, &d_out = shared.d_out;
-    const Matrix<float>&state = shared.state, &d_state = shared.d_state;
-    const Matrix<float>&scores = shared.scores, &d_scores = shared.d_scores;
+    const Matrix<float>&state = shared.state.exact, &d_state = shared.d_state.exact;
+    const Matrix<Factor<T>>&scores = shared.scores, &d_scores = shared.d_scores;
 
     const int thread = threadIdx.x;
     const int head_index = Outputs ? blockIdx.x : blockIdx.x / plan.blocks;
@@ -185,9 +186,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 read_tile(tile, state);
                 if constexpr (Gated) {
                     tile.each([&](int, int, float& value) { value *= gates.whole(); });
-                    multiply<kPasses>(
-                        tile, 0, chunk, [&](int i, int s) { return keys(s, i); },
-                        [&](int s, int j) { return values.get(s, j) * (gates.to_chunk()[s] * gates.write()[s]); });
+                    multiply_stored<kPasses, true, false>(tile, 0, chunk, keys, values, gates.to_state());
                 } else {
                     multiply_stored<kPasses, true, false>(tile, 0, chunk, keys, values);
                 }
@@ -225,41 +224,43 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                     read_tile(tile, state);
                     read_tile(d_tile, d_state);
                     tile.each_with(d_tile, [&](int, int, float& x, float& y) { sum += x * y; });
+                    if constexpr (FactoredMatrix<T>::kCopied) {
+                        write_tile(tile, shared.state.factor);
+                        write_tile(d_tile, shared.d_state.factor);
+                    }
                 });
                 for (int distance = kWarp / 2; distance > 0; distance /= 2)
                     sum += __shfl_xor_sync(kAllLanes, sum, distance);
                 if (warp_lane() == 0) gradient.passing()[thread / kWarp] = sum;
+            } else {
+                shared.state.copy(plan.key_rows, plan.columns);
+                shared.d_state.copy(plan.key_rows, plan.columns);
             }
             __syncthreads();
             if constexpr (Gated) gradient.sum_rows(chunk);
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
-                multiply<kPasses>(
-                    tile, 0, plan.columns, [&](int t, int j) { return d_out(t, j); },
-                    [&](int j, int i) { return state(i, j); });
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, shared.state.factor);
                 if constexpr (Gated) {
                     tile.each([&](int t, int, float& value) { value *= gates.from_chunk()[t]; });
                     tile.sum_rows(
                         [&](int t, int i, float value) { return value * q.get(t, i); },
                         [&](int t, float sum) { gradient.read()[tile.column / kTileColumns * chunk + t] = sum; });
                 }
-                multiply<kPasses>(
-                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return d_scores(t, s); },
-                    [&](int s, int i) { return Gated ? k.get(s, i) * gates.write()[s] : k.get(s, i); });
+                if (Gated && p.complement != 0)
+                    multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_scores, k, gates.write());
+                else
+                    multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_scores, k);
                 store_tile(tile, key_head(p.dq), start, time, block > 0);
             });
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
-                multiply<kPasses>(
-                    tile, 0, plan.columns, [&](int s, int j) { return v(s, j); },
-                    [&](int j, int i) { return d_state(i, j); });
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, v, shared.d_state.factor);
                 const int offset = tile.column / kTileColumns * chunk;
                 if constexpr (Gated) {
                     tile.each([&](int s, int, float& value) { value *= gates.to_chunk()[s]; });
                     tile.sum_rows([&](int s, int i, float value) { return value * (k.get(s, i) * gates.write()[s]); },
                                   [&](int s, float sum) { gradient.written()[offset + s] = sum; });
                 }
-                multiply<kPasses>(
-                    tile, tile.row, chunk, [&](int s, int t) { return d_scores(t, s); },
-                    [&](int t, int i) { return q(t, i); });
+                multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_scores, q);
                 if constexpr (Gated) {
                     tile.sum_rows([&](int s, int i, float value) { return value * k.get(s, i); },
                                   [&](int s, float sum) { gradient.write_strength()[offset + s] = sum; });
@@ -268,14 +269,10 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 store_tile(tile, key_head(p.dk), start, time, block > 0);
             });
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-                multiply<kPasses>(
-                    tile, 0, plan.key_rows, [&](int s, int i) { return k(s, i); },
-                    [&](int i, int j) { return d_state(i, j); });
+                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, k, shared.d_state.factor);
                 if constexpr (Gated)
-                    tile.each([&](int s, int, float& value) { value *= gates.to_chunk()[s] * gates.write()[s]; });
-                multiply<kPasses>(
-                    tile, tile.row, chunk, [&](int s, int t) { return scores(t, s); },
-                    [&](int t, int j) { return d_out(t, j); });
+                    tile.each([&](int s, int, float& value) { value *= gates.to_state()[s]; });
+                multiply_stored<kPasses, true, false>(tile, tile.row, chunk, scores, d_out);
                 store_tile(tile, value_head(p.dv), start, time);
             });
             __syncthreads();
@@ -291,14 +288,11 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
             if constexpr (Gated) passed_log += gates.whole_log();
         }
         for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
+            read_tile(tile, d_state);
             if constexpr (Gated) {
-                read_tile(tile, d_state);
                 tile.each([&](int, int, float& value) { value *= gates.whole(); });
-                multiply<kPasses>(
-                    tile, 0, chunk, [&](int i, int t) { return q(t, i); },
-                    [&](int t, int j) { return d_out.get(t, j) * gates.from_chunk()[t]; });
+                multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out, gates.from_chunk());
             } else {
-                read_tile(tile, d_state);
                 multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
             }
             write_tile(tile, d_state);
@@ -315,7 +309,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
 
 template <typename T, bool Gated>
 Plan plan_of(const Sizes& sizes, int limit) {
-    return find_plan(sizes, 64, limit, true,
+    return find_plan(sizes, Stored<T>::kDType, 64, limit, true,
                      [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
 }
 
@@ -324,17 +318,13 @@ Segments segments_of(const Plan& plan, const Sizes& sizes) {
     return find_segments(plan, sizes, 1, Gated ? 1 : 0);
 }
 
-Checkpoints checkpoints_of(const Plan& plan, const Sizes& sizes, const Segments& segments) {
-    return find_checkpoints(plan, sizes, static_cast<int64_t>(segments.heads) * segments.count);
-}
-
 template <typename T, bool Gated>
 cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
     const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
     if (plan.chunk == 0) return cudaErrorInvalidValue;
     Segments segments = segments_of<Gated>(plan, p.sizes);
-    Checkpoints checkpoints = checkpoints_of(plan, p.sizes, segments);
-    checkpoints.states = reinterpret_cast<float*>(static_cast<unsigned char*>(p.workspace) + segments.bytes());
+    Checkpoints checkpoints = find_checkpoints(plan, p.sizes, segments);
+    checkpoints.place(p.workspace, segments);
     const dim3 block(plan.threads);
     cudaError_t error = cudaSuccess;
     if (segments.count > 1) {
@@ -355,7 +345,7 @@ template <typename T, bool Gated>
 size_t workspace(const DiagonalBackward& p) {
     const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
     const Segments segments = segments_of<Gated>(plan, p.sizes);
-    return segments.bytes() + checkpoints_of(plan, p.sizes, segments).bytes(plan, p.sizes);
+    return segments.bytes() + find_checkpoints(plan, p.sizes, segments).bytes;
 }
 
 }  // namespace

@@ -15,7 +15,8 @@ namespace {
 template <typename T, bool Gated>
 struct Layout {
     Stages<T> q, k, v;
-    Matrix<float> state, scores;
+    FactoredMatrix<T> state;
+    Matrix<Factor<T>> scores;
     ChunkGates gates;
     size_t bytes;
 
@@ -23,11 +24,9 @@ struct Layout {
         : q(carver, plan.stages, plan.chunk, plan.key_rows),
           k(carver, plan.stages, plan.chunk, plan.key_rows),
           v(carver, plan.stages, plan.chunk, plan.columns),
+          state(carver, plan.key_rows, plan.columns, 8),
+          scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           gates(carver, Gated ? plan.chunk : 0) {
-        // Rows 8 words longer, not 4: the state is an operand whose rows are the inner dimension, 4 of which a warp
-        // reads at once, 8 columns each.
-        state = Matrix<float>{carver.take<float>(plan.key_rows * (plan.columns + 8)), plan.columns + 8};
-        scores = carver.matrix<float>(plan.chunk, plan.chunk);
         bytes = carver.used;
     }
 };
@@ -40,7 +39,8 @@ __global__ void __launch_bounds__(256, 2)
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T, Gated> shared(Carver(memory), plan);
     const ChunkGates& gates = shared.gates;
-    const Matrix<float>&state = shared.state, &scores = shared.scores;
+    const Matrix<float>& state = shared.state.exact;
+    const Matrix<Factor<T>>& scores = shared.scores;
 
     const int thread = threadIdx.x;
     const int head_index = blockIdx.x / plan.blocks, first = blockIdx.x % plan.blocks * plan.columns;
@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(256, 2)
             gates.find_chunk();
         }
         if constexpr (Outputs) {
+            if (n == begin) shared.state.copy(plan.key_rows, plan.columns);
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
@@ -105,13 +106,9 @@ __global__ void __launch_bounds__(256, 2)
             });
             __syncthreads();
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-                multiply<kPasses>(
-                    tile, 0, plan.key_rows, [&](int t, int i) { return q(t, i); },
-                    [&](int i, int j) { return state(i, j); });
+                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, q, shared.state.factor);
                 if constexpr (Gated) tile.each([&](int t, int, float& value) { value *= gates.from_chunk()[t]; });
-                multiply<kPasses>(
-                    tile, 0, tile.row + kTileRows, [&](int t, int s) { return scores(t, s); },
-                    [&](int s, int j) { return v(s, j); });
+                multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, scores, v);
                 store_tile(tile, out_rows, start, time);
             });
             __syncthreads();
@@ -120,17 +117,17 @@ __global__ void __launch_bounds__(256, 2)
             if constexpr (Gated) passed_log += gates.whole_log();
         }
         for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
+            read_tile(tile, state);
             if constexpr (Gated) {
-                read_tile(tile, state);
                 tile.each([&](int, int, float& value) { value *= gates.whole(); });
-                multiply<kPasses>(
-                    tile, 0, chunk, [&](int i, int s) { return k(s, i); },
-                    [&](int s, int j) { return v.get(s, j) * (gates.to_chunk()[s] * gates.write()[s]); });
+                multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v, gates.to_state());
             } else {
-                read_tile(tile, state);
                 multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v);
             }
-            write_tile(tile, state);
+            if constexpr (Outputs)
+                shared.state.write(tile);
+            else
+                write_tile(tile, state);
         });
     }
     __syncthreads();
@@ -144,7 +141,7 @@ __global__ void __launch_bounds__(256, 2)
 
 template <typename T, bool Gated>
 Plan plan_of(const Sizes& sizes, int limit) {
-    return find_plan(sizes, 64, limit, false,
+    return find_plan(sizes, Stored<T>::kDType, 64, limit, false,
                      [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
 }
 

@@ -19,7 +19,7 @@ struct ChunkGates {
     Matrix<float> within;  // (t, s % 16) for t >= s of one block
 
     __host__ __device__ ChunkGates(Carver& carver, int chunk)
-        : steps(carver.take<float>(10 * chunk + 2)),
+        : steps(carver.take<float>(11 * chunk + 2)),
           chunk(chunk),
           within{carver.take<float>(chunk * (kGateBlock + 1)), kGateBlock + 1} {}
 
@@ -33,12 +33,14 @@ struct ChunkGates {
     // Products from the chunk's start to and with the step, and from after it to the chunk's end.
     __device__ __forceinline__ float* from_chunk() const { return steps + 6 * chunk; }
     __device__ __forceinline__ float* to_chunk() const { return steps + 7 * chunk; }
+    // What of a step's write is left at the chunk's end.
+    __device__ __forceinline__ float* to_state() const { return steps + 8 * chunk; }
     // By block: all its gates.
-    __device__ __forceinline__ float* block_log() const { return steps + 8 * chunk; }
-    __device__ __forceinline__ float* block() const { return steps + 9 * chunk; }
+    __device__ __forceinline__ float* block_log() const { return steps + 9 * chunk; }
+    __device__ __forceinline__ float* block() const { return steps + 10 * chunk; }
     // All the chunk's gates multiplied, and the log of that.
-    __device__ __forceinline__ float& whole() const { return steps[10 * chunk]; }
-    __device__ __forceinline__ float& whole_log() const { return steps[10 * chunk + 1]; }
+    __device__ __forceinline__ float& whole() const { return steps[11 * chunk]; }
+    __device__ __forceinline__ float& whole_log() const { return steps[11 * chunk + 1]; }
 
     // After `log_gate`, and a barrier. Each thread takes the products from one step on.
     __device__ __forceinline__ void find_blocks(bool complement) const {
@@ -76,6 +78,7 @@ struct ChunkGates {
         for (int i = mine + 1; i < blocks; ++i) after += block_log()[i];
         from_chunk()[s] = expf(before + start_log()[s]);
         to_chunk()[s] = expf(end_log()[s] + after);
+        to_state()[s] = to_chunk()[s] * write()[s];
         if (s == chunk - 1) {
             whole_log() = before + start_log()[s];
             whole() = expf(before + start_log()[s]);

@@ -70,23 +70,28 @@ inline int interval_of(const Sizes& sizes, int chunk) {
     return kept_states(sizes) == 0 ? round_up(sizes.time, chunk) : sizes.interval;
 }
 
-// Cycles of a multiprocessor for a step of one head, counted, not measured: a product of 16 x 8 x 8 takes 3 to read its
-// operands from shared memory, and a chunk some 3000 in which its block waits for memory and at barriers, 1000 more if
-// its inputs are not on their way before, while the other blocks that fit work. `backward`: with the states that are
-// computed again.
-inline double estimate(const Plan& plan, const Sizes& sizes, int limit, bool backward) {
+// Cycles of a multiprocessor in which shared memory gives a product of 16 x 8 x 8 its operands: of stored bfloat16 half of
+// those for float32, which what is computed is beside the other types (Factor in tensor_core.cuh).
+inline double cycles_of_product(int32_t dtype) {
+    return dtype == kBFloat16 ? 1.5 : 3.0;
+}
+
+// Cycles of a multiprocessor for a step of one head, counted, not measured: those of its products, and of a chunk's some
+// 3000 in which its block waits for memory and at barriers, 1000 more if its inputs are not on their way before, while the
+// other blocks that fit work. `backward`: with the states that are computed again.
+inline double estimate(const Plan& plan, const Sizes& sizes, int32_t dtype, int limit, bool backward) {
     const double area = static_cast<double>(plan.key_rows) * plan.columns, length = plan.chunk;
     double products = length / 2 * (plan.key_rows + plan.columns) + 2 * area;
     if (backward) products = 2.5 * products + March(interval_of(sizes, plan.chunk) / plan.chunk).mean * area;
     const size_t blocks_that_fit = (static_cast<size_t>(limit) + 1024) / (plan.shared + 1024);
     const double waiting = (plan.stages == 2 ? 3000 : 4000) / length / (blocks_that_fit < 4 ? blocks_that_fit : 4);
-    return plan.blocks * (products * 3 / 1024 + waiting);
+    return plan.blocks * (products * cycles_of_product(dtype) / 1024 + waiting);
 }
 
 // The plan of the least estimate, of chunks of `longest_chunk` steps at most; measure(plan) gives a plan's bytes. `chunk`
 // is 0 if none fits.
 template <typename Measure>
-Plan find_plan(const Sizes& sizes, int longest_chunk, int limit, bool backward, Measure measure) {
+Plan find_plan(const Sizes& sizes, int32_t dtype, int longest_chunk, int limit, bool backward, Measure measure) {
     AskedPlan asked;
     if (backward) asked.stages = 0;  // there is one
     const int value_columns = round_up(sizes.value_dim, 16);
@@ -104,8 +109,8 @@ Plan find_plan(const Sizes& sizes, int longest_chunk, int limit, bool backward, 
                 if (asked.threads == 128 || asked.threads == 256) plan.threads = asked.threads;
                 plan.shared = measure(plan);
                 if (plan.shared > static_cast<size_t>(limit) || !asked.allows(plan)) continue;
-                if (best.chunk == 0 || estimate(plan, sizes, limit, backward) < estimate(best, sizes, limit, backward))
-                    best = plan;
+                const auto cost = [&](const Plan& x) { return estimate(x, sizes, dtype, limit, backward); };
+                if (best.chunk == 0 || cost(plan) < cost(best)) best = plan;
             }
         }
         if (columns == 16) return best;

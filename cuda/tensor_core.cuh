@@ -5,19 +5,50 @@
 // They return float, or an element of a 16-bit type as it is stored. The multiplications are m16n8k8 in tf32 (8 bits of
 // exponent, 10 of fraction, float32 accumulators):
 //
-//   Passes = 1  For float16 and bfloat16 inputs, both of which tf32 holds exactly. States, scores and gradients keep
-//               their exponents: in float16 a state above 65504, or its gradient under a loss scale, would overflow,
-//               and bfloat16 would keep 7 bits where this keeps 10. It costs half the peak rate of a 16-bit product.
+//   Passes = 1  For float16 and bfloat16 inputs, both of which tf32 holds exactly.
 //   Passes = 3  For float32. Each operand is a sum of two tf32 numbers, big + small; big * big + big * small +
 //               small * big leaves out 2^-22 of a product.
 //
-// `multiply_stored` is the product of two matrices that are both stored in the same 16-bit type: exact as well, at the
-// full rate (m16n8k16), its operands loaded by ldmatrix.
+// `multiply_stored` is the product of two matrices as they are stored. Where both are of the same 16-bit type it is exact
+// as well, at the full rate (m16n8k16), its operands loaded by ldmatrix: half the reads of shared memory, and a sixth of
+// the instructions.
 #pragma once
+
+#include <cstddef>
+#include <type_traits>
 
 #include "common.cuh"
 
 namespace fairseq_fastweights {
+
+// Neighbours, read and written at once.
+template <typename T>
+struct alignas(2 * sizeof(T)) Pair {
+    T x, y;
+
+    // Of elements of 16 bits: a register, the first element its lower half.
+    __device__ __forceinline__ unsigned bits() const {
+        static_assert(sizeof(T) == 2, "two to a register");
+        union {
+            Pair pair;
+            unsigned bits;
+        } same{*this};
+        return same.bits;
+    }
+};
+
+template <typename T>
+__device__ __forceinline__ Pair<T> narrow_pair(float x, float y) {
+    if constexpr (Stored<T>::kDType == kBFloat16) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);  // one instruction
+        return {pair.x, pair.y};
+    } else if constexpr (Stored<T>::kDType == kFloat16) {
+        const __half2 pair = __floats2half2_rn(x, y);
+        return {pair.x, pair.y};
+    } else {
+        return {narrow<T>(x), narrow<T>(y)};
+    }
+}
 
 // ---- Instructions ------------------------------------------------------------------------------------------------
 // With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
@@ -71,6 +102,16 @@ __device__ __forceinline__ void mma_stored(float (&d)[4], const unsigned (&a)[4]
 #endif
 }
 
+// Two neighbouring elements of a register, each times a number of its own: to the nearest, and what that leaves out.
+template <typename T>
+__device__ __forceinline__ void scale_pair(unsigned pair, float x, float y, unsigned& big, unsigned& small) {
+    static_assert(Stored<T>::kDType == kBFloat16, "a bfloat16 is the upper half of a float");
+    x *= __uint_as_float(pair << 16);
+    y *= __uint_as_float(pair & 0xffff0000u);
+    big = narrow_pair<T>(x, y).bits();
+    small = narrow_pair<T>(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u)).bits();
+}
+
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
 template <bool Transposed>
 __device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const void* row) {
@@ -90,6 +131,21 @@ __device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const vo
                      : "memory");
 #endif
 }
+
+// What a matrix that is computed here is stored as where products read it. Beside bfloat16 inputs it is rounded to
+// bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same, and only what is read off
+// them is rounded, once. Beside float16 it stays float32, multiplied in tf32: in float16 a state above 65504, or its
+// gradient under a loss scale, would overflow.
+template <typename T>
+struct FactorOf {
+    using Type = float;
+};
+template <>
+struct FactorOf<__nv_bfloat16> {
+    using Type = __nv_bfloat16;
+};
+template <typename T>
+using Factor = typename FactorOf<T>::Type;
 
 // ---- A warp's tile -----------------------------------------------------------------------------------------------
 
@@ -269,6 +325,12 @@ struct Matrix {
     __device__ __forceinline__ float get(int row, int column) const {
         return widen<float>(data[row * stride + column]);
     }
+    // The same memory, rows starting where they did, for elements that are no larger.
+    template <typename U>
+    __host__ __device__ Matrix<U> as() const {
+        static_assert(sizeof(U) <= sizeof(T), "elements must have room");
+        return {reinterpret_cast<U*>(data), stride * static_cast<int>(sizeof(T) / sizeof(U))};
+    }
     // This matrix, or with `second` 1 the other, of the same shape: by its distance, so that the compiler still sees that
     // it is shared memory.
     __device__ __forceinline__ Matrix either(const Matrix& other, int second) const {
@@ -289,15 +351,21 @@ __device__ __forceinline__ void read_tile(Tile& tile, const Matrix<float>& from)
     });
 }
 
-__device__ __forceinline__ void write_tile(Tile& tile, const Matrix<float>& to) {
-    tile.each_pair(
-        [&](int row, int column, float x, float y) { *reinterpret_cast<float2*>(&to(row, column)) = make_float2(x, y); });
+template <typename T>
+__device__ __forceinline__ void write_tile(Tile& tile, const Matrix<T>& to) {
+    tile.each_pair([&](int row, int column, float x, float y) {
+        *reinterpret_cast<Pair<T>*>(&to(row, column)) = narrow_pair<T>(x, y);
+    });
 }
 
+// Whether a product's inner places are scaled: by floats, or with a null pointer not at all.
+template <typename Scale>
+constexpr bool kScaled = !std::is_same<Scale, std::nullptr_t>::value;
+
 // `multiply_stored` of a tile of `Parts` groups of 8 columns.
-template <int Parts, bool TransposeLeft, bool TransposeRight, typename T>
+template <int Parts, bool TransposeLeft, bool TransposeRight, typename T, typename Scale>
 __device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int end, const Matrix<T>& left,
-                                                      const Matrix<T>& right) {
+                                                      const Matrix<T>& right, Scale scale) {
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8. For a these are the quarters upper left, lower left, upper right,
     // lower right; for b the upper and lower half of one group of 8 columns, then of the next.
     const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
@@ -306,33 +374,53 @@ __device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int
         unsigned a[4], b[Parts / 2][4];
         load_matrices<TransposeLeft>(a, TransposeLeft ? &left(inner + third + low, tile.row + second)
                                                       : &left(tile.row + second + low, inner + third));
+        [[maybe_unused]] unsigned rest[4];  // of what is scaled
+        if constexpr (kScaled<Scale>) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 pair = *reinterpret_cast<const float2*>(scale + inner + lane % 4 * 2 + 8 * half);
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; ++i) scale_pair<T>(a[i], pair.x, pair.y, a[i], rest[i]);
+            }
+        }
 #pragma unroll
         for (int j = 0; j < Parts / 2; ++j) {
             const int column = tile.column + 16 * j + third;
             load_matrices<!TransposeRight>(
                 b[j], TransposeRight ? &right(column + low, inner + second) : &right(inner + second + low, column));
         }
+        if constexpr (kScaled<Scale>)
+#pragma unroll
+            for (int j = 0; j < Parts; ++j)
+                mma_stored<T>(tile.value[j], rest, {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
 #pragma unroll
         for (int j = 0; j < Parts; ++j) mma_stored<T>(tile.value[j], a, {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
     }
 }
 
 // tile += a b over `begin` <= inner < `end`, both multiples of 16; a is `left`, or its transpose, b `right` or its own.
-template <int Passes, bool TransposeLeft, bool TransposeRight, typename T>
-__device__ __forceinline__ void multiply_stored(Tile& tile, int begin, int end, const Matrix<T>& left,
-                                                const Matrix<T>& right) {
-    if constexpr (sizeof(T) == 2) {
+// With `scale`, numbers by inner place in shared memory, the sum over i of a(., i) scale[i] b(i, .); where bfloat16 are
+// multiplied, a(., i) scale[i] is taken as two of them, big + small, which leaves out 2^-17 of it.
+template <int Passes, bool TransposeLeft, bool TransposeRight, typename Left, typename Right, typename Scale = std::nullptr_t>
+__device__ __forceinline__ void multiply_stored(Tile& tile, int begin, int end, const Matrix<Left>& left,
+                                                const Matrix<Right>& right, Scale scale = nullptr) {
+    // A scale may be anything from 1 to 0, and float16 would lose what is small.
+    if constexpr (sizeof(Left) == 2 && std::is_same<Left, Right>::value &&
+                  !(kScaled<Scale> && std::is_same<Left, __half>::value)) {
         if (tile.parts == kTileParts)
-            multiply_stored_parts<kTileParts, TransposeLeft, TransposeRight>(tile, begin, end, left, right);
+            multiply_stored_parts<kTileParts, TransposeLeft, TransposeRight>(tile, begin, end, left, right, scale);
         else
-            multiply_stored_parts<kTileParts / 2, TransposeLeft, TransposeRight>(tile, begin, end, left, right);
+            multiply_stored_parts<kTileParts / 2, TransposeLeft, TransposeRight>(tile, begin, end, left, right, scale);
     } else {
         multiply<Passes>(
             tile, begin, end,
-            [&](int row, int inner) { return TransposeLeft ? left.get(inner, row) : left.get(row, inner); },
-            [&](int inner, int column) {
-                return TransposeRight ? right.get(column, inner) : right.get(inner, column);
-            });
+            [&](int row, int inner) {
+                if constexpr (kScaled<Scale>)
+                    return (TransposeLeft ? left.get(inner, row) : left.get(row, inner)) * scale[inner];
+                else
+                    return TransposeLeft ? left(inner, row) : left(row, inner);
+            },
+            [&](int inner, int column) { return TransposeRight ? right(column, inner) : right(inner, column); });
     }
 }
 

@@ -15,7 +15,7 @@ from tests.cuda.emulated import OPERATIONS, Emulator
         (torch.float64, 90, 4096, "no tensor core multiplies float64 here"),
         (torch.bfloat16, 70, 4096, "no bfloat16 before 8.0"),
         (torch.bfloat16, 75, 4096, "no bfloat16 before 8.0"),
-        (torch.bfloat16, 90, 17, "too short"),
+        (torch.bfloat16, 90, 9, "too short"),
     ],
 )
 def test_recurrent_where_chunked_cannot_or_does_not_pay(
