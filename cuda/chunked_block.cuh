@@ -2,7 +2,8 @@
 // their way to it and back.
 //
 // A block owns one (batch, head) and `columns` of the state's value columns, and marches over the chunks of the
-// sequence with its part of the state in shared memory, in float32. Key dimensions are not divided. Rows past the
+// sequence with its part of the state in float32: in its registers, with a copy in shared memory for products to read, or
+// with decays by dimension in shared memory itself. Key dimensions are not divided. Rows past the
 // sequence's end and columns past a dimension's are zeros in shared memory: a key of 0 writes nothing.
 //
 // Gradients that are sums over a head's value columns: where those are divided, the blocks of a head follow one another
@@ -39,38 +40,6 @@ struct Carver {
     __host__ __device__ Matrix<T> matrix(int rows, int columns, int longer = 16 / static_cast<int>(sizeof(T))) {
         const int stride = columns + longer;
         return Matrix<T>{take<T>(rows * stride), stride};
-    }
-};
-
-// A float32 matrix and what products read in its place: its elements as factors, in a copy where these are rounded, or the
-// matrix itself, whose rows are then `longer` than its columns.
-template <typename T>
-struct FactoredMatrix {
-    static constexpr bool kCopied = sizeof(Factor<T>) < sizeof(float);
-    Matrix<float> exact;
-    Matrix<Factor<T>> factor;
-
-    __host__ __device__ FactoredMatrix(Carver& carver, int rows, int columns, int longer) {
-        exact = carver.matrix<float>(rows, columns, kCopied ? 8 : longer);
-        if constexpr (kCopied)
-            factor = carver.matrix<Factor<T>>(rows, columns);
-        else
-            factor = exact;
-    }
-
-    // A tile to both.
-    __device__ __forceinline__ void write(Tile& tile) const {
-        write_tile(tile, exact);
-        if constexpr (kCopied) write_tile(tile, factor);
-    }
-
-    // Copies all of it. A barrier before and after.
-    __device__ __forceinline__ void copy(int rows, int columns) const {
-        if constexpr (kCopied)
-            for_each_tile(rows, columns, [&](Tile& tile) {
-                read_tile(tile, exact);
-                write_tile(tile, factor);
-            });
     }
 };
 
@@ -193,6 +162,60 @@ __device__ __forceinline__ void store_step(const Sequence& x, int batch, int hea
 
 // ---- States ------------------------------------------------------------------------------------------------------
 
+// A block's part of a state, or of the gradient of one, in registers: its tiles are dealt out to the warps as for_each_tile
+// does, `Places` to a warp at most. Zeros where there is no tile.
+template <int Places>
+struct StateTiles {
+    float values[Places][kTileParts][4];
+
+    // f(tile) for this warp's tiles of a (rows, columns) matrix.
+    template <typename F>
+    __device__ __forceinline__ void each(int rows, int columns, F f) {
+        const int across = (columns + kTileColumns - 1) / kTileColumns, count = rows / kTileRows * across;
+#pragma unroll
+        for (int place = 0; place < Places; ++place) {
+            const int i = threadIdx.x / kWarp + place * (blockDim.x / kWarp);
+            if (i >= count) continue;
+            Tile tile(i / across * kTileRows, i % across * kTileColumns, columns);
+            each_value([&](int p, int j, int k) {
+                if (p == place) tile.value[j][k] = values[p][j][k];
+            });
+            f(tile);
+            each_value([&](int p, int j, int k) {
+                if (p == place) values[p][j][k] = tile.value[j][k];
+            });
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+        each_value([&](int p, int j, int k) { values[p][j][k] = 0.0f; });
+    }
+    __device__ __forceinline__ void scale(float factor) {
+        each_value([&](int p, int j, int k) { values[p][j][k] *= factor; });
+    }
+    // This thread's part of the sum of the products of all elements.
+    __device__ __forceinline__ float dot(const StateTiles& other) const {
+        float sum = 0.0f;
+        each_value([&](int p, int j, int k) { sum += values[p][j][k] * other.values[p][j][k]; });
+        return sum;
+    }
+    template <typename T>
+    __device__ __forceinline__ void copy_to(const Matrix<T>& to, int rows, int columns) {
+        each(rows, columns, [&](Tile& tile) { write_tile(tile, to); });
+    }
+
+private:
+    template <typename F>
+    __device__ __forceinline__ static void each_value(F f) {
+#pragma unroll
+        for (int place = 0; place < Places; ++place)
+#pragma unroll
+            for (int j = 0; j < kTileParts; ++j)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) f(place, j, k);
+    }
+};
+
 // Where the block's part of one of the (..., key_dim, value_dim) states lies.
 struct StatePart {
     int key_dim, value_dim, first, columns, key_rows;
@@ -222,10 +245,36 @@ struct StatePart {
         }
     }
 
+    // The same, at once and to registers.
+    template <int Places>
+    __device__ __forceinline__ void load(StateTiles<Places>& to, const float* from, int64_t index) const {
+        to.clear();
+        if (from == nullptr) return;
+        const float* const data = from + index * key_dim * value_dim + first;
+        to.each(key_rows, columns, [&](Tile& tile) {
+            tile.each([&](int row, int column, float& value) {
+                if (row < key_dim && first + column < value_dim) value = data[row * value_dim + column];
+            });
+        });
+    }
+
     // The part's columns of the identity.
-    __device__ __forceinline__ void load_identity(const Matrix<float>& to) const {
-        for (Walk at(columns); at.row < key_rows; at.next())
-            to(at.row, at.column) = at.row == first + at.column ? 1.0f : 0.0f;
+    template <int Places>
+    __device__ __forceinline__ void load_identity(StateTiles<Places>& to) const {
+        to.clear();
+        to.each(key_rows, columns, [&](Tile& tile) {
+            tile.each([&](int row, int column, float& value) { value = row == first + column ? 1.0f : 0.0f; });
+        });
+    }
+
+    template <int Places>
+    __device__ __forceinline__ void store(StateTiles<Places>& from, float* to, int64_t index) const {
+        float* const data = to + index * key_dim * value_dim + first;
+        from.each(key_rows, columns, [&](Tile& tile) {
+            tile.each([&](int row, int column, float& value) {
+                if (row < key_dim && first + column < value_dim) data[row * value_dim + column] = value;
+            });
+        });
     }
 
     __device__ __forceinline__ void store(const Matrix<float>& from, float* to, int64_t index) const {

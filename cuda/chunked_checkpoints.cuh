@@ -21,24 +21,28 @@ struct Checkpoints {
         states = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace) + segments.bytes());
     }
 
-    // The last state that there is at or before step `start` of the interval that begins at `base` starts to be loaded:
-    // it has arrived when copies have been waited for. `marched`: those of the interval have been put down. Returns the
-    // step before which it is.
-    __device__ __forceinline__ int load(const Matrix<float>& state, const StatePart& part, const void* initial,
+    // Loads the last state that there is at or before step `start` of the interval that begins at `base`, as `part` loads
+    // one. `marched`: those of the interval have been put down. Returns the step before which it is.
+    template <typename State>
+    __device__ __forceinline__ int load(State& state, const StatePart& part, const void* initial,
                                         const void* kept, int64_t head, int64_t block, int base, int start,
                                         bool marched) const {
         const int passed = marched && slots > 0 ? (start - base) / spacing : 0;
-        if (passed > 0)
-            of_block(part).load(state, states, block * slots + passed - 1);
-        else if (base == 0)
-            part.load(state, static_cast<const float*>(initial), head);
-        else
-            part.load(state, static_cast<const float*>(kept), head * count + base / interval - 1);
+        StatePart place = part;
+        const float* from = static_cast<const float*>(base == 0 ? initial : kept);
+        int64_t index = base == 0 ? head : head * count + base / interval - 1;
+        if (passed > 0) {
+            place = of_block(part);
+            from = states;
+            index = block * slots + passed - 1;
+        }
+        place.load(state, from, index);
         return base + passed * spacing;
     }
 
-    // Puts the state before step `now` down, if it is one of those. A barrier before, and another before it changes.
-    __device__ __forceinline__ void put_down(const Matrix<float>& state, const StatePart& part, int64_t block, int base,
+    // Puts the state before step `now` down, if it is one of those.
+    template <typename State>
+    __device__ __forceinline__ void put_down(State& state, const StatePart& part, int64_t block, int base,
                                              int now) const {
         if (slots > 0 && now > base && (now - base) % spacing == 0)
             of_block(part).store(state, states, block * slots + (now - base) / spacing - 1);

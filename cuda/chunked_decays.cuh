@@ -22,9 +22,10 @@ constexpr int kSteps = 16;  // of a chunk
 constexpr int kDecayThreads = 256;
 constexpr int kMostDecays = 2 * kDecayThreads;  // of keys, two to a thread (PassedLogs)
 
-// The plan of the most columns whose shared memory fits; measure(plan) gives its bytes. `chunk` is 0 if none fits.
+// The plan of the most columns whose shared memory fits; measure(plan) gives its bytes. `resident`: blocks whose registers
+// a multiprocessor has room for. `chunk` is 0 if none fits.
 template <typename Measure>
-Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure) {
+Plan find_decay_plan(const Sizes& sizes, int limit, int resident, Measure measure) {
     if (sizes.key_dim > kMostDecays) return Plan{};
     if (sizes.interval > 0 && sizes.interval < sizes.time && sizes.interval % kSteps != 0) return Plan{};
     AskedPlan asked;
@@ -32,7 +33,7 @@ Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure) {
     const int value_columns = round_up(sizes.value_dim, 16);
     for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
         Plan plan{kSteps,        round_up(sizes.key_dim, 16), columns, (sizes.value_dim + columns - 1) / columns, 1,
-                  kDecayThreads, 0};
+                  kDecayThreads, 0,                              resident};
         plan.shared = measure(plan);
         if (plan.shared <= static_cast<size_t>(limit) && asked.allows(plan)) return plan;
         if (columns == 16) return Plan{};

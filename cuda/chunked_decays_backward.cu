@@ -20,6 +20,8 @@
 namespace fairseq_fastweights {
 namespace {
 
+constexpr int kResident = 1;  // blocks on a multiprocessor
+
 template <typename T>
 struct Layout {
     Matrix<T> q, k, v, d_out;
@@ -113,7 +115,7 @@ __device__ __forceinline__ void store_column(const Sequence& x, const Matrix<flo
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
 // gradient of zeros.
 template <typename T, bool Outputs>
-__global__ void __launch_bounds__(kDecayThreads, 1)
+__global__ void __launch_bounds__(kDecayThreads, kResident)
     decays_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
                     const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
@@ -153,11 +155,10 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
         copy_rows(values_of(place), Head<T>(p.v, batch, head, first, values), kSteps, plan.columns, now, time);
     };
     const int64_t march = segments.index(segment, head_index);
-    int entered = -1;  // the start of the interval in which states have been put down
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * kSteps, base = start / checkpoints.interval * checkpoints.interval;
-        const bool marched = base == entered;
-        entered = base;
+        // The chunk after it was of the same interval: on the march to that one states have been put down.
+        const bool marched = n + 1 < end && (start + kSteps) % checkpoints.interval != 0;
         int now = start;
         if constexpr (Outputs)
             now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base, start, marched);
@@ -360,7 +361,8 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
 
 template <typename T>
 Plan plan_of(const Sizes& sizes, int limit) {
-    return find_decay_plan(sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
+    return find_decay_plan(sizes, limit, kResident,
+                           [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
 }
 
 Segments segments_of(const Plan& plan, const Sizes& sizes) {

@@ -6,6 +6,8 @@
 namespace fairseq_fastweights {
 namespace {
 
+constexpr int kResident = 2;  // blocks on a multiprocessor
+
 template <typename T>
 struct Layout {
     Matrix<T> q, k, v;
@@ -40,7 +42,7 @@ struct Layout {
 
 // `Outputs` false: only what a segment makes of a state of zeros.
 template <typename T, bool Outputs>
-__global__ void __launch_bounds__(kDecayThreads, 1)
+__global__ void __launch_bounds__(kDecayThreads, kResident)
     decays_forward(const DiagonalForward p, const Plan plan, const Segments segments) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -134,7 +136,8 @@ __global__ void __launch_bounds__(kDecayThreads, 1)
 
 template <typename T>
 Plan plan_of(const Sizes& sizes, int limit) {
-    return find_decay_plan(sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
+    return find_decay_plan(sizes, limit, kResident,
+                           [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
 }
 
 Segments segments_of(const Plan& plan, const Sizes& sizes) {

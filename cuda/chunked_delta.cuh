@@ -14,13 +14,13 @@ namespace fairseq_fastweights {
 
 template <typename T>
 struct DeltaChunk {
-    FactoredMatrix<T> state;
+    Matrix<Factor<T>> state;
     Matrix<float> products, inverse, error;
     Matrix<Factor<T>> update;
     float* beta;
 
     __host__ __device__ DeltaChunk(Carver& carver, const Plan& plan)
-        : state(carver, plan.key_rows, plan.columns, 8),
+        : state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)),
           products(carver.matrix<float>(plan.chunk, plan.chunk)),
           inverse(carver.matrix<float>(plan.chunk, plan.chunk)),
           error(carver.matrix<float>(plan.chunk, plan.columns, 8)),
@@ -42,7 +42,7 @@ struct DeltaChunk {
         const int chunk = plan.chunk, key_rows = plan.key_rows;
         find_products<Passes>(k, plan);
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-            multiply_stored<Passes, false, false>(tile, 0, key_rows, k, state.factor);
+            multiply_stored<Passes, false, false>(tile, 0, key_rows, k, state);
             tile.each([&](int t, int j, float& value) { error(t, j) = v.get(t, j) - value; });
         });
         __syncthreads();
@@ -56,13 +56,12 @@ struct DeltaChunk {
         });
     }
 
-    // state += K^T U. A barrier before and after.
-    template <int Passes>
-    __device__ __forceinline__ void advance(const Matrix<T>& k, const Plan& plan) const {
-        for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-            read_tile(tile, state.exact);
+    // exact += K^T U, and `state` is a copy of that. A barrier before and after.
+    template <int Passes, int Places>
+    __device__ __forceinline__ void advance(StateTiles<Places>& exact, const Matrix<T>& k, const Plan& plan) const {
+        exact.each(plan.key_rows, plan.columns, [&](Tile& tile) {
             multiply_stored<Passes, true, false>(tile, 0, plan.chunk, k, update);
-            state.write(tile);
+            write_tile(tile, state);
         });
     }
 

@@ -20,8 +20,7 @@ template <typename T>
 struct Layout {
     Matrix<T> q, k, v, d_out;
     DeltaChunk<T> delta;
-    FactoredMatrix<T> d_state;
-    Matrix<Factor<T>> scores;
+    Matrix<Factor<T>> d_state, scores;
     Matrix<float> d_update;
     float *d_beta_right, *d_beta_system;  // by step, for each tile across
     size_t bytes;
@@ -32,7 +31,7 @@ struct Layout {
           v(carver.matrix<T>(plan.chunk, plan.columns)),
           d_out(carver.matrix<T>(plan.chunk, plan.columns)),
           delta(carver, plan),
-          d_state(carver, plan.key_rows, plan.columns, 4),
+          d_state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns)),
           scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           d_update(carver.matrix<float>(plan.chunk, plan.columns, 8)) {
         d_beta_right = carver.take<float>(plan.chunk * round_up(plan.columns, kTileColumns) / kTileColumns);
@@ -44,8 +43,8 @@ struct Layout {
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
 // gradient of zeros, in the first `plan.blocks` blocks of a head, and what it makes of the identity when all of dY is
 // 0, in the others.
-template <typename T, bool Outputs>
-__global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
+template <typename T, bool Outputs, int Places>
+__global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     delta_backward(const DeltaBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
                    const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
@@ -53,20 +52,20 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
     const Layout<T> shared(Carver(memory), plan);
     const DeltaChunk<T>& delta = shared.delta;
     const Matrix<T>&q = shared.q, &k = shared.k, &v = shared.v, &d_out = shared.d_out;
-    const Matrix<float>&state = delta.state.exact, &d_state = shared.d_state.exact, &d_update = shared.d_update;
+    const Matrix<float>& d_update = shared.d_update;
     const Matrix<Factor<T>>&update = delta.update, &scores = shared.scores;
     // Each takes the place of what is no longer needed when it is computed.
     const Matrix<Factor<T>>& d_scores = shared.scores;
     const auto d_system = delta.inverse.template as<Factor<T>>();
     const auto minus_d_right = [&] {
-        if constexpr (FactoredMatrix<T>::kCopied)
+        if constexpr (std::is_same<T, Factor<T>>::value && sizeof(T) == 2)
             return v;
         else
             return delta.error;
     }();
 
     const int thread = threadIdx.x;
-    const int blocks = gridDim.x / segments.heads, head_index = blockIdx.x / blocks;
+    const int blocks = Outputs ? 1 : gridDim.x / segments.heads, head_index = blockIdx.x / blocks;
     const int block = Outputs ? value_block : blockIdx.x % blocks;
     const bool transformation = !Outputs && block >= plan.blocks;
     const int first = (transformation ? block - plan.blocks : block) * plan.columns;
@@ -83,13 +82,15 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
     // Nobody asks what the first segment makes of zeros: no segment comes before it.
     const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
     const int end = min(chunks, begin + segments.chunks);
-    const int64_t segment_index = segments.index(segment, head_index);
+    const auto march = [&] { return segments.index(segment, head_index); };
+    StateTiles<Places> state, d_state;
+    const bool divided = Outputs && segments.count > 1;
     if (transformation)
         part.load_identity(d_state);
-    else if (Outputs && segments.count > 1)
-        part.load(d_state, segments.states, segment_index);
     else
-        part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
+        part.load(d_state, divided ? segments.states : Outputs ? static_cast<const float*>(p.d_final_state) : nullptr,
+                  divided ? march() : head_index);
+    d_state.copy_to(shared.d_state, plan.key_rows, plan.columns);
     // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
     // in turn, the next while a chunk is worked on.
     const auto keys_of = [&](int place) { return k.either(q, place); };
@@ -98,16 +99,16 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         copy_rows(keys_of(place), key_head(p.k), chunk, plan.key_rows, now, time);
         if constexpr (Outputs) copy_rows(values_of(place), value_head(p.v), chunk, plan.columns, now, time);
     };
-    int entered = -1;  // the start of the interval in which states have been put down
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * chunk, base = start / checkpoints.interval * checkpoints.interval;
-        const bool marched = base == entered;
-        entered = base;
+        // The chunk after it was of the same interval: on the march to that one states have been put down.
+        const bool marched = n + 1 < end && (start + chunk) % checkpoints.interval != 0;
         int now = start;
-        if constexpr (Outputs)
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, segment_index, base, start,
+        if constexpr (Outputs) {
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march(), base, start,
                                    marched);
-        bool loaded = true;  // and not copied yet
+            state.copy_to(delta.state, plan.key_rows, plan.columns);
+        }
         int place = (start - now) / chunk & 1;
         fetch(now, place);
         for (;; now += chunk, place ^= 1) {
@@ -116,27 +117,20 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
             }
             copies_commit();
-            if (Outputs && !marched) checkpoints.put_down(state, part, segment_index, base, now);
+            if (Outputs && !marched) checkpoints.put_down(state, part, march(), base, now);
             if (thread < chunk) delta.beta[thread] = load_step(p.beta, batch, head, now, chunk, time);
             copies_wait<0>();
             __syncthreads();
             if (now != start) fetch(now + chunk, place ^ 1);
-            if constexpr (Outputs) {
-                if (delta.state.kCopied && loaded) {
-                    delta.state.copy(plan.key_rows, plan.columns);
-                    __syncthreads();
-                }
-                loaded = false;
+            if constexpr (Outputs)
                 delta.template solve<kPasses>(keys_of(place), values_of(place), plan);
-            } else {
+            else
                 delta.template find_inverse<kPasses>(k, plan);
-            }
-            if (now == start) break;
+            if (!Outputs || now == start) break;
             __syncthreads();
-            delta.template advance<kPasses>(keys_of(place), plan);
+            delta.template advance<kPasses>(state, keys_of(place), plan);
             __syncthreads();
         }
-        if (n == end - 1) shared.d_state.copy(plan.key_rows, plan.columns);
         for_each_tile(chunk, chunk, [&](Tile& tile) {
             if (tile.column >= tile.row + kTileRows) return;
             multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
@@ -145,7 +139,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         });
         __syncthreads();
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-            multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, k, shared.d_state.factor);
+            multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, k, shared.d_state);
             multiply_stored<kPasses, true, false>(tile, tile.row, chunk, scores, d_out);
             write_tile(tile, d_update);
         });
@@ -193,14 +187,14 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 store_step(p.d_beta, batch, head, start + thread, sum, block > 0);
             }
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
-                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, delta.state.factor);
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, delta.state);
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_scores, k);
                 store_tile(tile, key_head(p.dq), start, time, block > 0);
             });
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
-                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, minus_d_right, delta.state.factor);
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, minus_d_right, delta.state);
                 tile.each([&](int t, int, float& value) { value *= delta.beta[t]; });
-                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, update, shared.d_state.factor);
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, update, shared.d_state);
                 multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_scores, q);
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_system, k);
                 multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_system, k);
@@ -208,16 +202,15 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
             });
         }
         __syncthreads();
-        for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-            read_tile(tile, d_state);
+        d_state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
             multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
             multiply_stored<kPasses, true, false>(tile, 0, chunk, k, minus_d_right, delta.beta);
-            shared.d_state.write(tile);
+            write_tile(tile, shared.d_state);
         });
         __syncthreads();
     }
     if constexpr (!Outputs)
-        part.store(d_state, transformation ? segments.passed : segments.states, segment_index);
+        part.store(d_state, transformation ? segments.passed : segments.states, march());
     else if (segment == 0 && p.d_initial_state != nullptr)
         part.store(d_state, static_cast<float*>(p.d_initial_state), head_index);
 }
@@ -240,17 +233,23 @@ cudaError_t run(const DeltaBackward& p, cudaStream_t stream) {
     Checkpoints checkpoints = find_checkpoints(plan, p.sizes, segments);
     checkpoints.place(p.workspace, segments);
     const dim3 block(plan.threads);
-    cudaError_t error = cudaSuccess;
-    if (segments.count > 1) {
-        segments.place(p.workspace);
-        const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
-        error = launch(delta_backward<T, false>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, 0);
-        if (error == cudaSuccess) error = launch_carry_transformed(segments, p.sizes, p.d_final_state, true, stream);
-    }
-    const dim3 grid(segments.heads, segments.count);
-    for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(delta_backward<T, true>, grid, block, plan.shared, stream, p, plan, segments, checkpoints, i);
-    return error;
+    return with_places(plan, [&](auto places) {
+        constexpr int kPlaces = decltype(places)::value;
+        cudaError_t error = cudaSuccess;
+        if (segments.count > 1) {
+            segments.place(p.workspace);
+            const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
+            error = launch(delta_backward<T, false, kPlaces>, grid, block, plan.shared, stream, p, plan, segments,
+                           checkpoints, 0);
+            if (error == cudaSuccess)
+                error = launch_carry_transformed(segments, p.sizes, p.d_final_state, true, stream);
+        }
+        const dim3 grid(segments.heads, segments.count);
+        for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
+            error = launch(delta_backward<T, true, kPlaces>, grid, block, plan.shared, stream, p, plan, segments,
+                           checkpoints, i);
+        return error;
+    });
 }
 
 template <typename T>

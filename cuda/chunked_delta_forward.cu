@@ -23,14 +23,13 @@ struct Layout {
 
 // `Outputs` false: only what a segment makes of a state of zeros, in the first `plan.blocks` blocks of a head, and what
 // it makes of the identity when all values are 0, in the others.
-template <typename T, bool Outputs>
-__global__ void __launch_bounds__(256, 2)
+template <typename T, bool Outputs, int Places>
+__global__ void __launch_bounds__(256, forward_blocks(Places))
     delta_forward(const DeltaForward p, const Plan plan, const Segments segments) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
     const DeltaChunk<T>& delta = shared.delta;
-    const Matrix<float>& state = delta.state.exact;
     const auto scores = delta.products.template as<Factor<T>>();  // done with once their system is inverted
 
     const int thread = threadIdx.x;
@@ -40,29 +39,33 @@ __global__ void __launch_bounds__(256, 2)
     const int columns = transformation ? p.sizes.key_dim : p.sizes.value_dim;
     const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
     const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk, kept = kept_states(p.sizes);
-    const Head<T> q_rows(p.q, batch, head, 0, p.sizes.key_dim), k_rows(p.k, batch, head, 0, p.sizes.key_dim);
-    const Head<T> v_rows(p.v, batch, head, first, transformation ? 0 : columns);
-    const Head<T> out_rows(p.out, batch, head, first, p.sizes.value_dim);
+    // Found anew at each use: kept, these would hold some 20 registers.
+    const auto key_head = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, p.sizes.key_dim); };
+    const auto value_head = [&](const Sequence& x) {
+        return Head<T>(x, batch, head, first, transformation ? 0 : columns);
+    };
     const StatePart part{p.sizes.key_dim, columns, first, plan.columns, plan.key_rows};
 
     float beta = 0.0f;  // of this thread's step in the chunk to come
     const auto fetch = [&](int n) {
         const int stage = n % plan.stages, start = n * chunk;
-        if constexpr (Outputs) copy_rows(shared.q[stage], q_rows, chunk, plan.key_rows, start, time);
-        copy_rows(shared.k[stage], k_rows, chunk, plan.key_rows, start, time);
-        copy_rows(shared.v[stage], v_rows, chunk, plan.columns, start, time);
+        if constexpr (Outputs) copy_rows(shared.q[stage], key_head(p.q), chunk, plan.key_rows, start, time);
+        copy_rows(shared.k[stage], key_head(p.k), chunk, plan.key_rows, start, time);
+        copy_rows(shared.v[stage], value_head(p.v), chunk, plan.columns, start, time);
         copies_commit();
         beta = load_step(p.beta, batch, head, start, chunk, time);
     };
 
     const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
     const int64_t segment_index = segments.index(segment, head_index);
+    StateTiles<Places> state;
+    const bool divided = Outputs && segments.count > 1;
     if (transformation)
         part.load_identity(state);
-    else if (Outputs && segments.count > 1)
-        part.load(state, segments.states, segment_index);
     else
-        part.load(state, Outputs ? static_cast<const float*>(p.initial_state) : nullptr, head_index);
+        part.load(state, divided ? segments.states : Outputs ? static_cast<const float*>(p.initial_state) : nullptr,
+                  divided ? segment_index : head_index);
+    state.copy_to(delta.state, plan.key_rows, plan.columns);
     if (plan.stages == 2) fetch(begin);
     for (int n = begin; n < end; ++n) {
         const int start = n * chunk;
@@ -79,10 +82,6 @@ __global__ void __launch_bounds__(256, 2)
             part.store(state, static_cast<float*>(p.states),
                        static_cast<int64_t>(head_index) * kept + start / p.sizes.interval - 1);
 
-        if (delta.state.kCopied && n == begin) {
-            delta.state.copy(plan.key_rows, plan.columns);
-            __syncthreads();
-        }
         delta.template solve<kPasses>(k, v, plan);
         if constexpr (Outputs) {
             for_each_tile(chunk, chunk, [&](Tile& tile) {
@@ -93,15 +92,14 @@ __global__ void __launch_bounds__(256, 2)
             });
             __syncthreads();
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, q, delta.state.factor);
+                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, q, delta.state);
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, scores, delta.update);
-                store_tile(tile, out_rows, start, time);
+                store_tile(tile, value_head(p.out), start, time);
             });
         }
         __syncthreads();
-        delta.template advance<kPasses>(k, plan);
+        delta.template advance<kPasses>(state, k, plan);
     }
-    __syncthreads();
     if constexpr (!Outputs)
         part.store(state, transformation ? segments.passed : segments.states, segment_index);
     else if (segment == segments.count - 1)
@@ -125,15 +123,20 @@ cudaError_t run(const DeltaForward& p, cudaStream_t stream) {
     if (plan.chunk == 0) return cudaErrorInvalidValue;
     Segments segments = segments_of(plan, p.sizes);
     const dim3 block(plan.threads);
-    if (segments.count > 1) {
-        segments.place(p.workspace);
-        const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
-        cudaError_t error = launch(delta_forward<T, false>, grid, block, plan.shared, stream, p, plan, segments);
-        if (error == cudaSuccess) error = launch_carry_transformed(segments, p.sizes, p.initial_state, false, stream);
+    return with_places(plan, [&](auto places) {
+        constexpr int kPlaces = decltype(places)::value;
+        cudaError_t error = cudaSuccess;
+        if (segments.count > 1) {
+            segments.place(p.workspace);
+            const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
+            error = launch(delta_forward<T, false, kPlaces>, grid, block, plan.shared, stream, p, plan, segments);
+            if (error == cudaSuccess)
+                error = launch_carry_transformed(segments, p.sizes, p.initial_state, false, stream);
+        }
         if (error != cudaSuccess) return error;
-    }
-    const dim3 grid(static_cast<unsigned>(segments.heads) * plan.blocks, segments.count);
-    return launch(delta_forward<T, true>, grid, block, plan.shared, stream, p, plan, segments);
+        const dim3 grid(static_cast<unsigned>(segments.heads) * plan.blocks, segments.count);
+        return launch(delta_forward<T, true, kPlaces>, grid, block, plan.shared, stream, p, plan, segments);
+    });
 }
 
 template <typename T>

@@ -44,14 +44,14 @@ struct GateGradient {
     __device__ __forceinline__ void sum_rows(int chunk) const {
         const int count = lanes(chunk), lane = threadIdx.x % count, t = threadIdx.x / count;
         const int length = chunk / count, first = lane * length;  // of this lane's part of the row
-        constexpr int kMost = 32;
-        float terms[kMost];
+        // Some at a time: all at once would be up to 32 registers.
+        constexpr int kGroup = 8;
+        const auto term = [&](int i) { return i < length && first + i < t ? inside(t, first + i) : 0.0f; };
         float sum = 0.0f;
+#pragma unroll 1
+        for (int group = 0; group < length; group += kGroup)
 #pragma unroll
-        for (int i = 0; i < kMost; ++i) {
-            terms[i] = i < length && first + i < t ? inside(t, first + i) : 0.0f;
-            sum += terms[i];
-        }
+            for (int i = group; i < group + kGroup; ++i) sum += term(i);
         float before = sum;  // with the lanes before this one, and then without this one
         for (int distance = 1; distance < count; distance *= 2) {
             const float other = __shfl_up_sync(kAllLanes, before, distance);
@@ -59,11 +59,16 @@ struct GateGradient {
         }
         before = __shfl_up_sync(kAllLanes, before, 1);
         if (lane == 0) before = 0.0f;
+#pragma unroll 1
+        for (int group = 0; group < length; group += kGroup) {
+            float terms[kGroup];
 #pragma unroll
-        for (int i = 0; i < kMost; ++i) {
-            if (i >= length) continue;
-            inside(t, first + i) = before;
-            before += terms[i];
+            for (int i = 0; i < kGroup; ++i) terms[i] = term(group + i);
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i) {
+                if (group + i < length) inside(t, first + group + i) = before;
+                before += terms[i];
+            }
         }
     }
 
@@ -89,8 +94,7 @@ struct GateGradient {
 template <typename T, bool Gated>
 struct Layout {
     Matrix<T> q, k, v, d_out;
-    FactoredMatrix<T> state, d_state;
-    Matrix<Factor<T>> scores, d_scores;
+    Matrix<Factor<T>> state, d_state, scores, d_scores;
     ChunkGates gates;
     GateGradient gradient;
     size_t bytes;
@@ -100,8 +104,8 @@ struct Layout {
           k(carver.matrix<T>(plan.chunk, plan.key_rows)),
           v(carver.matrix<T>(plan.chunk, plan.columns)),
           d_out(carver.matrix<T>(plan.chunk, plan.columns)),
-          state(carver, plan.key_rows, plan.columns, 4),
-          d_state(carver, plan.key_rows, plan.columns, 4),
+          state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns)),
+          d_state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns)),
           scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           d_scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           gates(carver, Gated ? plan.chunk : 0),
@@ -112,8 +116,8 @@ struct Layout {
 
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
 // gradient of zeros.
-template <typename T, bool Gated, bool Outputs>
-__global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
+template <typename T, bool Gated, bool Outputs, int Places>
+__global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
                       const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
@@ -122,7 +126,6 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
     const ChunkGates& gates = shared.gates;
     const GateGradient& gradient = shared.gradient;
     const Matrix<T>&q = shared.q, &k = shared.k, &v = shared.v, &d_out = shared.d_out;
-    const Matrix<float>&state = shared.state.exact, &d_state = shared.d_state.exact;
     const Matrix<Factor<T>>&scores = shared.scores, &d_scores = shared.d_scores;
 
     const int thread = threadIdx.x;
@@ -139,10 +142,11 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
     const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
     const int end = min(chunks, begin + segments.chunks);
     float passed_log = 0.0f;  // of `Outputs` false
-    if (Outputs && segments.count > 1)
-        part.load(d_state, segments.states, segments.index(segment, head_index));
-    else
-        part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
+    StateTiles<Places> state, d_state;
+    const bool divided = Outputs && segments.count > 1;
+    part.load(d_state, divided ? segments.states : Outputs ? static_cast<const float*>(p.d_final_state) : nullptr,
+              divided ? segments.index(segment, head_index) : head_index);
+    if constexpr (Outputs) d_state.copy_to(shared.d_state, plan.key_rows, plan.columns);
     // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
     // in turn, the next while a chunk is worked on.
     const auto keys_of = [&](int place) { return k.either(q, place); };
@@ -151,15 +155,14 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
         copy_rows(keys_of(place), key_head(p.k), chunk, plan.key_rows, now, time);
         copy_rows(values_of(place), value_head(p.v), chunk, plan.columns, now, time);
     };
-    const int64_t march = segments.index(segment, head_index);
-    int entered = -1;  // the start of the interval in which states have been put down
+    const auto march = [&] { return segments.index(segment, head_index); };
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * chunk, base = start / checkpoints.interval * checkpoints.interval;
-        const bool marched = base == entered;
-        entered = base;
+        // The chunk after it was of the same interval: on the march to that one states have been put down.
+        const bool marched = n + 1 < end && (start + chunk) % checkpoints.interval != 0;
         int now = start;
         if constexpr (Outputs)
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base, start, marched);
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march(), base, start, marched);
         int place = (start - now) / chunk & 1;
         if constexpr (Outputs) fetch(now, place);
         for (;; now += chunk, place ^= 1) {
@@ -168,7 +171,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
             }
             copies_commit();
-            if (Outputs && !marched) checkpoints.put_down(state, part, march, base, now);
+            if (Outputs && !marched) checkpoints.put_down(state, part, march(), base, now);
             if constexpr (Gated)
                 if (thread < chunk) gates.log_gate()[thread] = load_step(p.log_gate, batch, head, now, chunk, time);
             copies_wait<0>();
@@ -178,24 +181,22 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 __syncthreads();
                 gates.find_chunk();
             }
-            if (now == start) break;
+            if (!Outputs || now == start) break;
             fetch(now + chunk, place ^ 1);
             if constexpr (Gated) __syncthreads();
             const Matrix<T> keys = keys_of(place), values = values_of(place);
-            for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-                read_tile(tile, state);
-                if constexpr (Gated) {
-                    tile.each([&](int, int, float& value) { value *= gates.whole(); });
+            if constexpr (Gated) state.scale(gates.whole());
+            state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
+                if constexpr (Gated)
                     multiply_stored<kPasses, true, false>(tile, 0, chunk, keys, values, gates.to_state());
-                } else {
+                else
                     multiply_stored<kPasses, true, false>(tile, 0, chunk, keys, values);
-                }
-                write_tile(tile, state);
             });
             __syncthreads();
         }
 
         if constexpr (Outputs) {
+            state.copy_to(shared.state, plan.key_rows, plan.columns);
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 Tile d_tile = tile, between = tile;
@@ -218,28 +219,15 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 write_tile(tile, scores);
             });
             if constexpr (Gated) {
-                float sum = 0.0f;
-                for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-                    Tile d_tile = tile;
-                    read_tile(tile, state);
-                    read_tile(d_tile, d_state);
-                    tile.each_with(d_tile, [&](int, int, float& x, float& y) { sum += x * y; });
-                    if constexpr (FactoredMatrix<T>::kCopied) {
-                        write_tile(tile, shared.state.factor);
-                        write_tile(d_tile, shared.d_state.factor);
-                    }
-                });
+                float sum = state.dot(d_state);
                 for (int distance = kWarp / 2; distance > 0; distance /= 2)
                     sum += __shfl_xor_sync(kAllLanes, sum, distance);
                 if (warp_lane() == 0) gradient.passing()[thread / kWarp] = sum;
-            } else {
-                shared.state.copy(plan.key_rows, plan.columns);
-                shared.d_state.copy(plan.key_rows, plan.columns);
             }
             __syncthreads();
             if constexpr (Gated) gradient.sum_rows(chunk);
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
-                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, shared.state.factor);
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, shared.state);
                 if constexpr (Gated) {
                     tile.each([&](int t, int, float& value) { value *= gates.from_chunk()[t]; });
                     tile.sum_rows(
@@ -253,7 +241,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 store_tile(tile, key_head(p.dq), start, time, block > 0);
             });
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
-                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, v, shared.d_state.factor);
+                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, v, shared.d_state);
                 const int offset = tile.column / kTileColumns * chunk;
                 if constexpr (Gated) {
                     tile.each([&](int s, int, float& value) { value *= gates.to_chunk()[s]; });
@@ -269,7 +257,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
                 store_tile(tile, key_head(p.dk), start, time, block > 0);
             });
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, k, shared.d_state.factor);
+                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, k, shared.d_state);
                 if constexpr (Gated)
                     tile.each([&](int s, int, float& value) { value *= gates.to_state()[s]; });
                 multiply_stored<kPasses, true, false>(tile, tile.row, chunk, scores, d_out);
@@ -287,15 +275,13 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 1 : 2)
             if constexpr (Gated) __syncthreads();
             if constexpr (Gated) passed_log += gates.whole_log();
         }
-        for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-            read_tile(tile, d_state);
-            if constexpr (Gated) {
-                tile.each([&](int, int, float& value) { value *= gates.whole(); });
+        if constexpr (Gated) d_state.scale(gates.whole());
+        d_state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
+            if constexpr (Gated)
                 multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out, gates.from_chunk());
-            } else {
+            else
                 multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
-            }
-            write_tile(tile, d_state);
+            if constexpr (Outputs) write_tile(tile, shared.d_state);
         });
         __syncthreads();
     }
@@ -326,19 +312,22 @@ cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
     Checkpoints checkpoints = find_checkpoints(plan, p.sizes, segments);
     checkpoints.place(p.workspace, segments);
     const dim3 block(plan.threads);
-    cudaError_t error = cudaSuccess;
-    if (segments.count > 1) {
-        segments.place(p.workspace);
-        const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
-        error = launch(diagonal_backward<T, Gated, false>, grid, block, plan.shared, stream, p, plan, segments,
-                       checkpoints, 0);
-        if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.d_final_state, true, stream);
-    }
-    const dim3 grid(segments.heads, segments.count);
-    for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-        error = launch(diagonal_backward<T, Gated, true>, grid, block, plan.shared, stream, p, plan, segments,
-                       checkpoints, i);
-    return error;
+    return with_places(plan, [&](auto places) {
+        constexpr int kPlaces = decltype(places)::value;
+        cudaError_t error = cudaSuccess;
+        if (segments.count > 1) {
+            segments.place(p.workspace);
+            const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
+            error = launch(diagonal_backward<T, Gated, false, kPlaces>, grid, block, plan.shared, stream, p, plan,
+                           segments, checkpoints, 0);
+            if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.d_final_state, true, stream);
+        }
+        const dim3 grid(segments.heads, segments.count);
+        for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
+            error = launch(diagonal_backward<T, Gated, true, kPlaces>, grid, block, plan.shared, stream, p, plan,
+                           segments, checkpoints, i);
+        return error;
+    });
 }
 
 template <typename T, bool Gated>

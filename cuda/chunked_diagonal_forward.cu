@@ -15,8 +15,7 @@ namespace {
 template <typename T, bool Gated>
 struct Layout {
     Stages<T> q, k, v;
-    FactoredMatrix<T> state;
-    Matrix<Factor<T>> scores;
+    Matrix<Factor<T>> state, scores;
     ChunkGates gates;
     size_t bytes;
 
@@ -24,7 +23,7 @@ struct Layout {
         : q(carver, plan.stages, plan.chunk, plan.key_rows),
           k(carver, plan.stages, plan.chunk, plan.key_rows),
           v(carver, plan.stages, plan.chunk, plan.columns),
-          state(carver, plan.key_rows, plan.columns, 8),
+          state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)),
           scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           gates(carver, Gated ? plan.chunk : 0) {
         bytes = carver.used;
@@ -32,41 +31,41 @@ struct Layout {
 };
 
 // `Outputs` false: only what a segment makes of a state of zeros.
-template <typename T, bool Gated, bool Outputs>
-__global__ void __launch_bounds__(256, 2)
+template <typename T, bool Gated, bool Outputs, int Places>
+__global__ void __launch_bounds__(256, forward_blocks(Places))
     diagonal_forward(const DiagonalForward p, const Plan plan, const Segments segments) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T, Gated> shared(Carver(memory), plan);
     const ChunkGates& gates = shared.gates;
-    const Matrix<float>& state = shared.state.exact;
     const Matrix<Factor<T>>& scores = shared.scores;
 
     const int thread = threadIdx.x;
     const int head_index = blockIdx.x / plan.blocks, first = blockIdx.x % plan.blocks * plan.columns;
     const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
-    const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk, kept = kept_states(p.sizes);
-    const Head<T> q_rows(p.q, batch, head, 0, p.sizes.key_dim), k_rows(p.k, batch, head, 0, p.sizes.key_dim);
-    const Head<T> v_rows(p.v, batch, head, first, p.sizes.value_dim),
-        out_rows(p.out, batch, head, first, p.sizes.value_dim);
+    const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk;
+    // Found anew at each use: kept, these would hold some 20 registers.
+    const auto key_head = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, p.sizes.key_dim); };
+    const auto value_head = [&](const Sequence& x) { return Head<T>(x, batch, head, first, p.sizes.value_dim); };
     const StatePart part{p.sizes.key_dim, p.sizes.value_dim, first, plan.columns, plan.key_rows};
 
     float log_gate = 0.0f;  // of this thread's step in the chunk to come
     const auto fetch = [&](int n) {
         const int stage = n % plan.stages, start = n * chunk;
-        if constexpr (Outputs) copy_rows(shared.q[stage], q_rows, chunk, plan.key_rows, start, time);
-        copy_rows(shared.k[stage], k_rows, chunk, plan.key_rows, start, time);
-        copy_rows(shared.v[stage], v_rows, chunk, plan.columns, start, time);
+        if constexpr (Outputs) copy_rows(shared.q[stage], key_head(p.q), chunk, plan.key_rows, start, time);
+        copy_rows(shared.k[stage], key_head(p.k), chunk, plan.key_rows, start, time);
+        copy_rows(shared.v[stage], value_head(p.v), chunk, plan.columns, start, time);
         copies_commit();
         if constexpr (Gated) log_gate = load_step(p.log_gate, batch, head, start, chunk, time);
     };
 
     const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
     float passed_log = 0.0f;
-    if (Outputs && segments.count > 1)
-        part.load(state, segments.states, segments.index(segment, head_index));
-    else
-        part.load(state, Outputs ? static_cast<const float*>(p.initial_state) : nullptr, head_index);
+    StateTiles<Places> state;
+    const bool divided = Outputs && segments.count > 1;
+    part.load(state, divided ? segments.states : Outputs ? static_cast<const float*>(p.initial_state) : nullptr,
+              divided ? segments.index(segment, head_index) : head_index);
+    if constexpr (Outputs) state.copy_to(shared.state, plan.key_rows, plan.columns);
     if (plan.stages == 2) fetch(begin);
     for (int n = begin; n < end; ++n) {
         const int start = n * chunk;
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(256, 2)
         __syncthreads();
         const Matrix<T> q = shared.q[n % plan.stages], k = shared.k[n % plan.stages], v = shared.v[n % plan.stages];
         if (plan.stages == 2 && n + 1 < end) fetch(n + 1);
-        if (Outputs && start > 0 && kept > 0 && start % p.sizes.interval == 0)
+        if (const int kept = kept_states(p.sizes); Outputs && start > 0 && kept > 0 && start % p.sizes.interval == 0)
             part.store(state, static_cast<float*>(p.states),
                        static_cast<int64_t>(head_index) * kept + start / p.sizes.interval - 1);
 
@@ -89,7 +88,6 @@ __global__ void __launch_bounds__(256, 2)
             gates.find_chunk();
         }
         if constexpr (Outputs) {
-            if (n == begin) shared.state.copy(plan.key_rows, plan.columns);
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
@@ -106,31 +104,25 @@ __global__ void __launch_bounds__(256, 2)
             });
             __syncthreads();
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, q, shared.state.factor);
+                multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, q, shared.state);
                 if constexpr (Gated) tile.each([&](int t, int, float& value) { value *= gates.from_chunk()[t]; });
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, scores, v);
-                store_tile(tile, out_rows, start, time);
+                store_tile(tile, value_head(p.out), start, time);
             });
             __syncthreads();
         } else {
             __syncthreads();
             if constexpr (Gated) passed_log += gates.whole_log();
         }
-        for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-            read_tile(tile, state);
-            if constexpr (Gated) {
-                tile.each([&](int, int, float& value) { value *= gates.whole(); });
+        if constexpr (Gated) state.scale(gates.whole());
+        state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
+            if constexpr (Gated)
                 multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v, gates.to_state());
-            } else {
-                multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v);
-            }
-            if constexpr (Outputs)
-                shared.state.write(tile);
             else
-                write_tile(tile, state);
+                multiply_stored<kPasses, true, false>(tile, 0, chunk, k, v);
+            if constexpr (Outputs) write_tile(tile, shared.state);
         });
     }
-    __syncthreads();
     if constexpr (!Outputs) {
         part.store(state, segments.states, segments.index(segment, head_index));
         if (Gated && thread == 0) segments.passed[segments.index(segment, head_index)] = expf(passed_log);
@@ -157,15 +149,19 @@ cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
     Segments segments = segments_of<Gated>(plan, p.sizes);
     const unsigned blocks = static_cast<unsigned>(segments.heads) * plan.blocks;
     const dim3 block(plan.threads);
-    if (segments.count > 1) {
-        segments.place(p.workspace);
-        cudaError_t error = launch(diagonal_forward<T, Gated, false>, dim3(blocks, segments.count - 1), block,
-                                   plan.shared, stream, p, plan, segments);
-        if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.initial_state, false, stream);
+    return with_places(plan, [&](auto places) {
+        constexpr int kPlaces = decltype(places)::value;
+        cudaError_t error = cudaSuccess;
+        if (segments.count > 1) {
+            segments.place(p.workspace);
+            error = launch(diagonal_forward<T, Gated, false, kPlaces>, dim3(blocks, segments.count - 1), block,
+                           plan.shared, stream, p, plan, segments);
+            if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.initial_state, false, stream);
+        }
         if (error != cudaSuccess) return error;
-    }
-    return launch(diagonal_forward<T, Gated, true>, dim3(blocks, segments.count), block, plan.shared, stream, p, plan,
-                  segments);
+        return launch(diagonal_forward<T, Gated, true, kPlaces>, dim3(blocks, segments.count), block, plan.shared,
+                      stream, p, plan, segments);
+    });
 }
 
 template <typename T, bool Gated>

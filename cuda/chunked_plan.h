@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "common.cuh"
 
@@ -16,7 +17,32 @@ struct Plan {
     int stages;    // buffers for inputs: with 2, the next chunk is on its way while this one is worked on
     int threads;
     size_t shared;  // bytes
+    int resident;   // blocks whose registers a multiprocessor has room for
+
+    // Blocks that a multiprocessor has room for: 4 hide each other's waiting as well as more would.
+    int blocks_at_once(int limit) const {
+        const int shared_for = static_cast<int>((static_cast<size_t>(limit) + 1024) / (shared + 1024));
+        const int most = resident < 4 ? resident : 4;
+        return shared_for < most ? shared_for : most;
+    }
+
+    // Tiles of the state, of 16 x 32, that a warp has in its registers (StateTiles): 1, 2 or 4; more than that is too many.
+    int places() const {
+        const int tiles = key_rows / 16 * ((columns + 31) / 32), warps = threads / 32;
+        const int needed = (tiles + warps - 1) / warps;
+        return needed == 3 ? 4 : needed;
+    }
 };
+
+constexpr int kMostPlaces = 4;
+
+// Blocks of 256 threads on a multiprocessor that the kernels' registers are held down for.
+constexpr int forward_blocks(int places) {
+    return places < kMostPlaces ? 2 : 1;
+}
+constexpr int backward_blocks(int places, bool float32) {
+    return places == 1 && !float32 ? 2 : 1;
+}
 
 __host__ __device__ constexpr int round_up(int x, int multiple) {
     return (x + multiple - 1) / multiple * multiple;
@@ -65,6 +91,19 @@ struct March {
     }
 };
 
+// f(an integral_constant) with a plan's places, for kernels to be instantiated for.
+template <typename F>
+auto with_places(const Plan& plan, F f) {
+    switch (plan.places()) {
+        case 1:
+            return f(std::integral_constant<int, 1>());
+        case 2:
+            return f(std::integral_constant<int, 2>());
+        default:
+            return f(std::integral_constant<int, kMostPlaces>());
+    }
+}
+
 // Steps of an interval: the whole sequence where no state is kept.
 inline int interval_of(const Sizes& sizes, int chunk) {
     return kept_states(sizes) == 0 ? round_up(sizes.time, chunk) : sizes.interval;
@@ -76,16 +115,26 @@ inline double cycles_of_product(int32_t dtype) {
     return dtype == kBFloat16 ? 1.5 : 3.0;
 }
 
-// Cycles of a multiprocessor for a step of one head, counted, not measured: those of its products, and of a chunk's some
-// 3000 in which its block waits for memory and at barriers, 1000 more if its inputs are not on their way before, while the
-// other blocks that fit work. `backward`: with the states that are computed again.
+// A multiprocessor's share of an H100's or H200's bandwidth: 14 to 21 bytes a cycle.
+constexpr double kBytesOfCycle = 18;
+
+// Cycles of a multiprocessor for a step of one head, counted, not measured: those of its products or of its inputs' and
+// outputs' way, whichever are more; and of a chunk's some 3000 in which its block waits for memory and at barriers, 1000
+// more if its inputs are not on their way before, while the other blocks that fit work. `backward`: with the states that
+// are computed again, and gradients of keys that each block of columns adds to.
 inline double estimate(const Plan& plan, const Sizes& sizes, int32_t dtype, int limit, bool backward) {
     const double area = static_cast<double>(plan.key_rows) * plan.columns, length = plan.chunk;
     double products = length / 2 * (plan.key_rows + plan.columns) + 2 * area;
-    if (backward) products = 2.5 * products + March(interval_of(sizes, plan.chunk) / plan.chunk).mean * area;
-    const size_t blocks_that_fit = (static_cast<size_t>(limit) + 1024) / (plan.shared + 1024);
-    const double waiting = (plan.stages == 2 ? 3000 : 4000) / length / (blocks_that_fit < 4 ? blocks_that_fit : 4);
-    return plan.blocks * (products * cycles_of_product(dtype) / 1024 + waiting);
+    double moved = 2 * (plan.key_rows + plan.columns);
+    if (backward) {
+        const double marched = March(interval_of(sizes, plan.chunk) / plan.chunk).mean;
+        products = 2.5 * products + marched * area;
+        moved += (plan.blocks > 1 ? 4 : 2) * plan.key_rows + plan.columns + marched * (plan.key_rows + plan.columns);
+    }
+    const double computing = products * cycles_of_product(dtype) / 1024;
+    const double moving = moved * (dtype == kFloat32 ? 4 : 2) / kBytesOfCycle;
+    const double waiting = (plan.stages == 2 ? 3000 : 4000) / length / plan.blocks_at_once(limit);
+    return plan.blocks * ((computing > moving ? computing : moving) + waiting);
 }
 
 // The plan of the least estimate, of chunks of `longest_chunk` steps at most; measure(plan) gives a plan's bytes. `chunk`
@@ -104,9 +153,13 @@ Plan find_plan(const Sizes& sizes, int32_t dtype, int longest_chunk, int limit, 
             for (int stages = backward || sizes.time <= chunk ? 1 : 2; stages >= 1; --stages) {
                 Plan plan{
                     chunk, round_up(sizes.key_dim, 16), columns, (sizes.value_dim + columns - 1) / columns, stages, 128,
-                    0};
-                if (plan.key_rows * columns > 32 * 64 && chunk * columns >= 32 * 32) plan.threads = 256;
+                    0,     0};
+                const bool large = plan.key_rows * columns > 32 * 64 && chunk * columns >= 32 * 32;
+                if (large || plan.places() > kMostPlaces) plan.threads = 256;
                 if (asked.threads == 128 || asked.threads == 256) plan.threads = asked.threads;
+                if (plan.places() > kMostPlaces) continue;
+                plan.resident = backward ? backward_blocks(plan.places(), dtype == kFloat32) : forward_blocks(plan.places());
+                plan.resident *= 256 / plan.threads;
                 plan.shared = measure(plan);
                 if (plan.shared > static_cast<size_t>(limit) || !asked.allows(plan)) continue;
                 const auto cost = [&](const Plan& x) { return estimate(x, sizes, dtype, limit, backward); };

@@ -52,8 +52,8 @@ inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_o
     int count = AskedPlan().segments;
     if (count <= 0) {
         if (2 * blocks > processors || chunks < 8) return segments;
-        const bool pairs = 2 * (plan.shared + 1024) <= static_cast<size_t>(shared_memory_limit()) + 1024;
-        const int most = chunks / 4, wanted = (pairs ? 2 : 1) * processors / static_cast<int>(blocks);
+        const int most = chunks / 4, pair = plan.blocks_at_once(shared_memory_limit()) >= 2 ? 2 : 1;
+        const int wanted = pair * processors / static_cast<int>(blocks);
         count = wanted < most ? wanted : most;
     }
     if (count > chunks) count = chunks;

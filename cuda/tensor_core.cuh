@@ -204,14 +204,14 @@ struct Tile {
         });
     }
 
-    // store(row, first column, x, y) for each of this lane's pairs of neighbouring elements.
+    // f(row, first column, float& x, float& y) for each of this lane's pairs of neighbouring elements.
     template <typename F>
-    __device__ __forceinline__ void each_pair(F store) {
+    __device__ __forceinline__ void each_pair(F f) {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
         each_part([&](int j) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                store(row + group + 8 * half, column + 8 * j + 2 * member, value[j][2 * half], value[j][2 * half + 1]);
+                f(row + group + 8 * half, column + 8 * j + 2 * member, value[j][2 * half], value[j][2 * half + 1]);
         });
     }
 
@@ -304,10 +304,7 @@ template <int Passes, typename A, typename B>
 __device__ __forceinline__ void multiply(Tile& tile, int begin, int end, A a, B b) {
     if (tile.parts == kTileParts) {
 #pragma unroll 1
-        for (int inner = begin; inner < end; inner += 16) {
-            multiply_eight<Passes, kTileParts>(tile, inner, a, b);
-            multiply_eight<Passes, kTileParts>(tile, inner + 8, a, b);
-        }
+        for (int inner = begin; inner < end; inner += 8) multiply_eight<Passes, kTileParts>(tile, inner, a, b);
     } else {
 #pragma unroll 1
         for (int inner = begin; inner < end; inner += 8) multiply_eight<Passes, kTileParts / 2>(tile, inner, a, b);
