@@ -53,7 +53,8 @@ def test_training_takes_a_quarter_more_at_most(emulator: Emulator, name: str, ru
     state = 4 * batch * heads * key_dim * value_dim
     kept = (-(-time // interval) - 1) * state
     inputs, out = given(rule, shape), 2 * v.numel()
-    allowed = (1.0 if name == "retnet" else 0.25) * 2 * (inputs + out)
+    # The targets are 1 and 1/4; it is kept to what there is.
+    allowed = (0.84 if name == "retnet" else 0.24) * 2 * (inputs + out)
     assert kept + workspace("backward") <= allowed
     # Forwards the final state is there, too, but none of the gradients.
     assert kept + state + workspace("forward") - inputs - out <= allowed

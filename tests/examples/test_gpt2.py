@@ -334,6 +334,17 @@ def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(so
     assert (tmp_path / "train.bpe").read_text() == "102\n"
 
 
+def test_any_number_of_processes_gives_the_same_text_in_the_same_order(source: Path, tmp_path: Path) -> None:
+    for split in encode.NAMES:
+        write_json_lines(tmp_path / f"{split}.jsonl", *({"text": chr(97 + i % 26) * (i + 1)} for i in range(300)))
+    texts = []
+    for workers in ("1", "3"):
+        (out := tmp_path / workers).mkdir()
+        assert encode.main([str(source), str(tmp_path), str(out), "--workers", workers]) == 0
+        texts.append([(out / f"{split}.bpe").read_text() for split in encode.NAMES])
+    assert texts[0] == texts[1] and len(texts[0][0].splitlines()) == 300
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
