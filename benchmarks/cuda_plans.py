@@ -31,13 +31,9 @@ ROUNDS = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shapes = [name for name, shape in SHAPES.items() if not shape.steps]
+    shapes = shapes_in_order()
     parser.add_argument(
-        "--shapes",
-        type=list_of("shapes", shapes),
-        default=[*ORDER, *(name for name in shapes if name not in ORDER)],
-        metavar="LIST",
-        help=f"of {','.join(shapes)}",
+        "--shapes", type=list_of("shapes", shapes), default=shapes, metavar="LIST", help=f"of {','.join(shapes)}"
     )
     parser.add_argument(
         "--rules", type=list_of("rules", RULES), default=RULES, metavar="LIST", help=f"of {','.join(RULES)}"
@@ -64,6 +60,12 @@ def main() -> None:
     print(render(rows))
     for line in budget.cut:
         print(f"- cut to keep to the budget: {line}")
+
+
+def shapes_in_order() -> list[str]:
+    """All shapes of whole sequences."""
+    shapes = [name for name, shape in SHAPES.items() if not shape.steps]
+    return sorted(shapes, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
 
 def measure(name: str, rule: str, way: str, dtype: torch.dtype, rounds: int, allowed: float) -> list[dict[str, Any]]:
