@@ -124,6 +124,16 @@ def test_thousands_of_steps(emulator: Emulator, name: str, regime: str) -> None:
     assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "regime"), [("gated", "near one"), ("delta", "near one"), ("delta", "one")], ids=label
+)
+def test_bfloat16_does_not_drift_over_thousands_of_steps(emulator: Emulator, name: str, regime: str) -> None:
+    inputs = RULE[name].inputs(
+        B=1, T=4096, H=1, K=16, V=16, dtype=torch.bfloat16, extras_dtype=torch.float32, regime=regime
+    )
+    assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), 7e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
 @pytest.mark.parametrize("regime", RULE["gated"].regimes, ids=label)
 def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, regime: str, dtype: torch.dtype) -> None:
