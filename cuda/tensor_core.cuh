@@ -7,7 +7,7 @@
 //
 //   Passes = 1  For float16 and bfloat16 inputs, both of which tf32 holds exactly.
 //   Passes = 3  For float32. Each operand is a sum of two tf32 numbers, big + small; big * big + big * small +
-//               small * big leaves out 2^-22 of a product.
+//               small * big leaves out 2^-21 of a product.
 //
 // `multiply_stored` is the product of two matrices as they are stored. Where both are of the same 16-bit type it is exact
 // as well, at the full rate (m16n8k16), its operands loaded by ldmatrix: half the reads of shared memory, and a sixth of
@@ -260,11 +260,12 @@ struct Operand<1> {
 template <>
 struct Operand<3> {
     unsigned big, small;
-    // To nearest, as to_tf32 rounds finite numbers, in two instructions instead of four. A NaN may become 0 so; the rest of it
-    // is a NaN still, and so is every product with that.
+    // `big` to nearest, as to_tf32 rounds finite numbers, in two instructions instead of four; `small` cut off where tensor
+    // cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every product
+    // with that.
     __device__ __forceinline__ explicit Operand(float x) {
         big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-        small = to_tf32(x - __uint_as_float(big));
+        small = __float_as_uint(x - __uint_as_float(big));
     }
 };
 

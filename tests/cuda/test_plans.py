@@ -49,6 +49,15 @@ def test_as_many_segments_as_asked_for_or_as_there_are_chunks(
     assert plan.segments == min(segments, 20)
 
 
+@pytest.mark.parametrize(("dtype", "segments"), [(torch.bfloat16, 32), (torch.float32, 16)])
+def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(
+    emulator: Emulator, dtype: torch.dtype, segments: int
+) -> None:
+    """8 heads on 132 multiprocessors, whose shared memory has room for two blocks of either type."""
+    plan = emulator.plan("delta_backward", (1, 16384, 8, 64, 64, 128), dtype)
+    assert plan.shared <= 113 * 1024 and plan.segments == segments
+
+
 @pytest.mark.parametrize("text", [*PLANS, "segments=3", "chunk=16 segments=2"])
 @pytest.mark.parametrize("name", [name for name in CHUNKED if name not in DECAYS])
 def test_every_plan_is_right(emulator: Emulator, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
