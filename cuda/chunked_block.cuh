@@ -58,6 +58,34 @@ struct Stages {
     }
 };
 
+// A float32 matrix for products to read where rounding it would not do: as factors, or where these are rounded as the sum
+// of two, big + small, which leaves out 2^-17 of it.
+template <typename T>
+struct SplitMatrix {
+    static constexpr bool kRounded = sizeof(Factor<T>) < sizeof(float);
+    Stages<Factor<T>> parts;
+
+    __host__ __device__ SplitMatrix(Carver& carver, int rows, int columns)
+        : parts(carver, kRounded ? 2 : 1, rows, columns) {}
+
+    __device__ __forceinline__ void write(Tile tile) const {
+        write_tile(tile, parts[0]);
+        if constexpr (kRounded) {
+            tile.each([](int, int, float& value) { value -= widen<float>(narrow<Factor<T>>(value)); });
+            write_tile(tile, parts[1]);
+        }
+    }
+};
+
+// tile += a b, a as it is stored, b `right` or its transpose.
+template <int Passes, bool TransposeRight, typename Left, typename T>
+__device__ __forceinline__ void multiply_split(Tile& tile, int begin, int end, const Matrix<Left>& left,
+                                               const SplitMatrix<T>& right) {
+    multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[0]);
+    if constexpr (SplitMatrix<T>::kRounded)
+        multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[1]);
+}
+
 // A thread's places in rows of `width`, as many threads apart as a block has: for (Walk at(width); at.row < rows;
 // at.next()). Two divisions in all.
 struct Walk {

@@ -8,6 +8,9 @@
 //   dQ = dY S_0^T + dP K       dV = B dR             d beta_t = <dR_t, E_t> + <dA_t, G_t>
 //   dK = dP^T Q + U dS^T + (B dA + (B dA)^T) K - dV S_0^T
 //   dS_0 = dS + Q^T dY - K^T dV
+//
+// dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in
+// two for products, not rounded.
 #include "choice.h"
 #include "chunked_checkpoints.cuh"
 #include "chunked_delta.cuh"
@@ -20,7 +23,8 @@ template <typename T>
 struct Layout {
     Matrix<T> q, k, v, d_out;
     DeltaChunk<T> delta;
-    Matrix<Factor<T>> d_state, scores;
+    SplitMatrix<T> d_state;
+    Matrix<Factor<T>> scores;
     Matrix<float> d_update;
     float *d_beta_right, *d_beta_system;  // by step, for each tile across
     size_t bytes;
@@ -31,7 +35,7 @@ struct Layout {
           v(carver.matrix<T>(plan.chunk, plan.columns)),
           d_out(carver.matrix<T>(plan.chunk, plan.columns)),
           delta(carver, plan),
-          d_state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns)),
+          d_state(carver, plan.key_rows, plan.columns),
           scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           d_update(carver.matrix<float>(plan.chunk, plan.columns, 8)) {
         d_beta_right = carver.take<float>(plan.chunk * round_up(plan.columns, kTileColumns) / kTileColumns);
@@ -90,7 +94,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     else
         part.load(d_state, divided ? segments.states : Outputs ? static_cast<const float*>(p.d_final_state) : nullptr,
                   divided ? march() : head_index);
-    d_state.copy_to(shared.d_state, plan.key_rows, plan.columns);
+    d_state.each(plan.key_rows, plan.columns, [&](const Tile& tile) { shared.d_state.write(tile); });
     // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
     // in turn, the next while a chunk is worked on.
     const auto keys_of = [&](int place) { return k.either(q, place); };
@@ -139,7 +143,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
         });
         __syncthreads();
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-            multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, k, shared.d_state);
+            multiply_split<kPasses, false>(tile, 0, plan.key_rows, k, shared.d_state);
             multiply_stored<kPasses, true, false>(tile, tile.row, chunk, scores, d_out);
             write_tile(tile, d_update);
         });
@@ -194,7 +198,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
                 multiply_stored<kPasses, false, true>(tile, 0, plan.columns, minus_d_right, delta.state);
                 tile.each([&](int t, int, float& value) { value *= delta.beta[t]; });
-                multiply_stored<kPasses, false, true>(tile, 0, plan.columns, update, shared.d_state);
+                multiply_split<kPasses, true>(tile, 0, plan.columns, update, shared.d_state);
                 multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_scores, q);
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_system, k);
                 multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_system, k);
@@ -205,7 +209,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
         d_state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
             multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
             multiply_stored<kPasses, true, false>(tile, 0, chunk, k, minus_d_right, delta.beta);
-            write_tile(tile, shared.d_state);
+            shared.d_state.write(tile);
         });
         __syncthreads();
     }

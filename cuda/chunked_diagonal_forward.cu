@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
                 store_tile(tile, value_head(p.out), start, time);
             });
             __syncthreads();
-        } else {
+        } else if constexpr (Gated) {
             __syncthreads();
-            if constexpr (Gated) passed_log += gates.whole_log();
+            passed_log += gates.whole_log();
         }
         if constexpr (Gated) state.scale(gates.whole());
         state.each(plan.key_rows, plan.columns, [&](Tile& tile) {

@@ -93,14 +93,16 @@ struct March {
 
 // f(an integral_constant) with a plan's places, for kernels to be instantiated for.
 template <typename F>
-auto with_places(const Plan& plan, F f) {
+cudaError_t with_places(const Plan& plan, F f) {
     switch (plan.places()) {
         case 1:
             return f(std::integral_constant<int, 1>());
         case 2:
             return f(std::integral_constant<int, 2>());
-        default:
+        case kMostPlaces:
             return f(std::integral_constant<int, kMostPlaces>());
+        default:
+            return cudaErrorInvalidValue;
     }
 }
 
@@ -132,7 +134,8 @@ inline double estimate(const Plan& plan, const Sizes& sizes, int32_t dtype, int 
         moved += (plan.blocks > 1 ? 4 : 2) * plan.key_rows + plan.columns + marched * (plan.key_rows + plan.columns);
     }
     const double computing = products * cycles_of_product(dtype) / 1024;
-    const double moving = moved * (dtype == kFloat32 ? 4 : 2) / kBytesOfCycle;
+    double moving = moved * (dtype == kFloat32 ? 4 : 2) / kBytesOfCycle;
+    if (backward) moving += area * 4 / length / kBytesOfCycle;  // a state for each chunk
     const double waiting = (plan.stages == 2 ? 3000 : 4000) / length / plan.blocks_at_once(limit);
     return plan.blocks * ((computing > moving ? computing : moving) + waiting);
 }

@@ -133,8 +133,8 @@ __device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const vo
 }
 
 // What a matrix that is computed here is stored as where products read it. Beside bfloat16 inputs it is rounded to
-// bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same, and only what is read off
-// them is rounded, once. Beside float16 it stays float32, multiplied in tf32: in float16 a state above 65504, or its
+// bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same. What is read off them is
+// rounded, and with the delta rule what is written to them, which depends on that. Beside float16 it stays float32, multiplied in tf32: in float16 a state above 65504, or its
 // gradient under a loss scale, would overflow.
 template <typename T>
 struct FactorOf {
@@ -300,7 +300,7 @@ __device__ __forceinline__ void multiply_eight(Tile& tile, int inner, A a, B b) 
     for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_big[j]);
 }
 
-// tile += a b over `begin` <= inner < `end`, both multiples of 16.
+// tile += a b over `begin` <= inner < `end`, both multiples of 8.
 template <int Passes, typename A, typename B>
 __device__ __forceinline__ void multiply(Tile& tile, int begin, int end, A a, B b) {
     if (tile.parts == kTileParts) {

@@ -124,14 +124,31 @@ def test_thousands_of_steps(emulator: Emulator, name: str, regime: str) -> None:
     assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "regime"), [("gated", "near one"), ("delta", "near one"), ("delta", "one")], ids=label
-)
-def test_bfloat16_does_not_drift_over_thousands_of_steps(emulator: Emulator, name: str, regime: str) -> None:
+# What is allowed of results, and of states and their gradients.
+DRIFTING = {
+    ("sum", "ordinary"): (4e-3, 1e-5),
+    ("gated", "near one"): (4e-3, 1e-5),
+    ("delta", "near one"): (8e-3, 8e-3),
+    ("delta", "repeated keys"): (8e-3, 4e-3),
+    ("delta", "repeated keys, one"): (8e-3, 8e-3),
+}
+
+
+@pytest.mark.parametrize(("name", "regime"), DRIFTING, ids=label)
+def test_bfloat16_does_not_drift_over_thousands_of_steps(
+    emulator: Emulator, name: str, regime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one march. With repeated keys the state's gradient grows in directions that no key erases, while what is
+    read of it along keys stays small."""
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "segments=1")
     inputs = RULE[name].inputs(
         B=1, T=4096, H=1, K=16, V=16, dtype=torch.bfloat16, extras_dtype=torch.float32, regime=regime
     )
-    assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), 7e-3)
+    actual, wanted = run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs)
+    results, states = DRIFTING[name, regime]
+    for key, value in wanted.items():
+        allowed = states if key.endswith("_state") else results
+        assert value is None or relative_error(actual[key], value) <= allowed, key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
@@ -153,13 +170,13 @@ def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, regime: 
 def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(
     emulator: Emulator, name: str, shape: tuple[int, ...]
 ) -> None:
-    """Results are rounded to 2^-9, an error of 0.0017, and so is what products read of states and scores. States are
-    read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it."""
+    """Results are rounded, which makes an error of 0.0017, and so is what products read of states and scores. States
+    are read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it."""
     T, K, V = shape
     inputs = RULE[name].inputs(B=1, T=T, H=1, K=K, V=V, dtype=torch.bfloat16)
     actual, wanted = run(emulator, RULE[name], inputs), expected(RULE[name], inputs)
     operation = f"{'delta' if name == 'delta' else 'diagonal'}_backward"
-    blocks = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16).blocks
+    blocks = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16, gated=name == "gated").blocks
     for key, value in wanted.items():
         state = key.endswith("_state")
         allowed = (2e-3 if name == "delta" else 4e-6) if state else 0.005 + 0.001 * (blocks - 1)
@@ -188,11 +205,22 @@ def test_strided_inputs(
     assert_close(actual, expected(RULE[name], inputs), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", [(70, 33, 130), (130, 16, 16), (520, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *(((70, 33, 130), dtype) for dtype in TOLERANCE),
+        *(((100, 200, 64), dtype) for dtype in TOLERANCE),
+        *(((130, 16, 16), torch.bfloat16), ((520, 8, 8), torch.bfloat16)),
+    ],
+    ids=label,
+)
 @pytest.mark.parametrize("name", CHUNKED)
-def test_same_bits_in_any_order_of_threads(emulator: Emulator, name: str, shape: tuple[int, ...]) -> None:
+def test_same_bits_in_any_order_of_threads(
+    emulator: Emulator, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """States of one tile to a warp and of several, copies of them and what takes another's place, of each dtype."""
     T, K, V = shape
-    inputs = RULE[name].inputs(B=1, T=T, H=1, K=K, V=V, dtype=torch.bfloat16)
+    inputs = RULE[name].inputs(B=1, T=T, H=1, K=K, V=V, dtype=dtype)
     first = run(emulator, RULE[name], inputs)
     for seed in (1, 7):
         with emulator.schedule(seed):
