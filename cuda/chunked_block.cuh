@@ -2,9 +2,9 @@
 // their way to it and back.
 //
 // A block owns one (batch, head) and `columns` of the state's value columns, and marches over the chunks of the
-// sequence with its part of the state in float32: in its registers, with a copy in shared memory for products to read, or
-// with decays by dimension in shared memory itself. Key dimensions are not divided. Rows past the
-// sequence's end and columns past a dimension's are zeros in shared memory: a key of 0 writes nothing.
+// sequence with its part of the state in float32: in its registers, with a copy in shared memory for products to read,
+// or with decays by dimension in shared memory itself. Key dimensions are not divided. Rows past the sequence's end and
+// columns past a dimension's are zeros in shared memory: a key of 0 writes nothing.
 //
 // Gradients that are sums over a head's value columns: where those are divided, the blocks of a head follow one another
 // in launches of their own, each adding to the gradient that the ones before it left, rounded to its dtype. (A sum in
@@ -62,15 +62,14 @@ struct Stages {
 // of two, big + small, which leaves out 2^-17 of it.
 template <typename T>
 struct SplitMatrix {
-    static constexpr bool kRounded = sizeof(Factor<T>) < sizeof(float);
     Stages<Factor<T>> parts;
 
     __host__ __device__ SplitMatrix(Carver& carver, int rows, int columns)
-        : parts(carver, kRounded ? 2 : 1, rows, columns) {}
+        : parts(carver, kRounded<T> ? 2 : 1, rows, columns) {}
 
     __device__ __forceinline__ void write(Tile tile) const {
         write_tile(tile, parts[0]);
-        if constexpr (kRounded) {
+        if constexpr (kRounded<T>) {
             tile.each([](int, int, float& value) { value -= widen<float>(narrow<Factor<T>>(value)); });
             write_tile(tile, parts[1]);
         }
@@ -82,7 +81,7 @@ template <int Passes, bool TransposeRight, typename Left, typename T>
 __device__ __forceinline__ void multiply_split(Tile& tile, int begin, int end, const Matrix<Left>& left,
                                                const SplitMatrix<T>& right) {
     multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[0]);
-    if constexpr (SplitMatrix<T>::kRounded)
+    if constexpr (kRounded<T>)
         multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[1]);
 }
 

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     const Matrix<Factor<T>>& d_scores = shared.scores;
     const auto d_system = delta.inverse.template as<Factor<T>>();
     const auto minus_d_right = [&] {
-        if constexpr (std::is_same<T, Factor<T>>::value && sizeof(T) == 2)
+        if constexpr (kRounded<T>)
             return v;
         else
             return delta.error;

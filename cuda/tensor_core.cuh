@@ -134,18 +134,12 @@ __device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const vo
 
 // What a matrix that is computed here is stored as where products read it. Beside bfloat16 inputs it is rounded to
 // bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same. What is read off them is
-// rounded, and with the delta rule what is written to them, which depends on that. Beside float16 it stays float32, multiplied in tf32: in float16 a state above 65504, or its
-// gradient under a loss scale, would overflow.
+// rounded, and with the delta rule what is written to them, which depends on that. Beside float16 it stays float32,
+// multiplied in tf32: in float16 a state above 65504, or its gradient under a loss scale, would overflow.
 template <typename T>
-struct FactorOf {
-    using Type = float;
-};
-template <>
-struct FactorOf<__nv_bfloat16> {
-    using Type = __nv_bfloat16;
-};
+constexpr bool kRounded = Stored<T>::kDType == kBFloat16;
 template <typename T>
-using Factor = typename FactorOf<T>::Type;
+using Factor = std::conditional_t<kRounded<T>, T, float>;
 
 // ---- A warp's tile -----------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def test_processes_that_are_ended_at_once_end() -> None:
         assert (result.returncode, result.stderr) == (0, ""), how
 
 
-def test_a_program_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+def test_a_program_that_is_ended_leaves_no_process() -> None:
     program = (
         "import os, signal, sys, time\n"
         "sys.path.insert(0, 'examples')\n"
