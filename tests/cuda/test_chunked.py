@@ -165,7 +165,7 @@ def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, regime: 
     assert_close(actual, {name: wanted[name] for name in actual}, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", [(40, 64, 64), (40, 128, 96), (64, 256, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 64, 64), (40, 128, 96), (64, 256, 128), (40, 512, 512)], ids=str)
 @pytest.mark.parametrize("name", ["sum", "gated", "delta"])
 def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(
     emulator: Emulator, name: str, shape: tuple[int, ...]
@@ -179,7 +179,7 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(
     blocks = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16, gated=name == "gated").blocks
     for key, value in wanted.items():
         state = key.endswith("_state")
-        allowed = (2e-3 if name == "delta" else 4e-6) if state else 0.005 + 0.001 * (blocks - 1)
+        allowed = (2e-3 if name == "delta" else 4e-6) if state else 0.004 + 0.0003 * (blocks - 1)
         assert value is None or relative_error(actual[key], value) <= allowed, key
 
 
