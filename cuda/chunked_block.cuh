@@ -49,6 +49,7 @@ struct Stages {
     Matrix<T> first;
     int distance;
 
+    Stages() = default;
     __host__ __device__ Stages(Carver& carver, int stages, int rows, int columns) {
         first = carver.matrix<T>(stages * rows, columns);
         distance = rows * first.stride;
@@ -198,20 +199,23 @@ struct StateTiles {
     // f(tile) for this warp's tiles of a (rows, columns) matrix.
     template <typename F>
     __device__ __forceinline__ void each(int rows, int columns, F f) {
-        const int across = (columns + kTileColumns - 1) / kTileColumns, count = rows / kTileRows * across;
-#pragma unroll
-        for (int place = 0; place < Places; ++place) {
-            const int i = threadIdx.x / kWarp + place * (blockDim.x / kWarp);
-            if (i >= count) continue;
-            Tile tile(i / across * kTileRows, i % across * kTileColumns, columns);
-            each_value([&](int p, int j, int k) {
-                if (p == place) tile.value[j][k] = values[p][j][k];
-            });
+        each_place(rows, columns, [&](int place, Tile& tile) {
+            take(tile, place);
             f(tile);
             each_value([&](int p, int j, int k) {
                 if (p == place) values[p][j][k] = tile.value[j][k];
             });
-        }
+        });
+    }
+    // f(tile, other tile), of which nothing comes back.
+    template <typename F>
+    __device__ __forceinline__ void each_with(const StateTiles& other, int rows, int columns, F f) const {
+        each_place(rows, columns, [&](int place, Tile& tile) {
+            Tile second = tile;
+            take(tile, place);
+            other.take(second, place);
+            f(tile, second);
+        });
     }
 
     __device__ __forceinline__ void clear() {
@@ -232,6 +236,24 @@ struct StateTiles {
     }
 
 private:
+    // f(place, tile of zeros) for this warp's tiles.
+    template <typename F>
+    __device__ __forceinline__ static void each_place(int rows, int columns, F f) {
+        const int across = (columns + kTileColumns - 1) / kTileColumns, count = rows / kTileRows * across;
+#pragma unroll
+        for (int place = 0; place < Places; ++place) {
+            const int i = threadIdx.x / kWarp + place * (blockDim.x / kWarp);
+            if (i >= count) continue;
+            Tile tile(i / across * kTileRows, i % across * kTileColumns, columns);
+            f(place, tile);
+        }
+    }
+    // Places are told apart by comparison, not by index, which might put the array into memory.
+    __device__ __forceinline__ void take(Tile& tile, int place) const {
+        each_value([&](int p, int j, int k) {
+            if (p == place) tile.value[j][k] = values[p][j][k];
+        });
+    }
     template <typename F>
     __device__ __forceinline__ static void each_value(F f) {
 #pragma unroll

@@ -5,11 +5,16 @@
 //   Y_t = Z_t0 * (S_0^T (q_t * F_t0)) + sum over s <= t of P_ts (v_s * Z_ts),   P_ts = <q_t, k_s * F_ts>
 //   S_end = (F_e0 Z_e0^T) * S_0 + sum over s of (k_s * F_es) (v_s * Z_es)^T
 // The products with states are those of matrices. Decays between two steps of the chunk cannot be pulled out of the sums
-// over dimensions; there are 120 pairs of such steps, few enough for the ordinary cores, with running products: no
-// factor exceeds 1, and nothing is divided or subtracted, as in the recurrent kernels.
+// over dimensions, but with a step m between them they can: F_ts = F_tm F_ms. So the chunk is halved, and its halves are,
+// down to single steps: each pair s < t is parted by one of these halvings, and P_ts = <x_t, x_s> with x_t = q_t * F_tm
+// and x_s = k_s * F_ms, m the last step of the first half. Each of the four levels is a product of matrices, of whose
+// 16 x 16 elements some are wanted. No factor exceeds 1, and nothing is divided or subtracted, as in the recurrent kernels.
 //
-// For states that do not fit into the registers of a block, where the recurrent backward pass divides the value columns
+// For states that the registers of a block of the recurrent backward pass do not hold: that divides the value columns
 // among many blocks, each of which has a part of every key's gradient to hand over. Absent decays are gates of 1.
+//
+// What is scaled by decays is stored in the inputs' type again. They are at most 1: what this rounds off, or what float16
+// loses of the smallest, is no more than what storing the inputs did.
 #pragma once
 
 #include "carried_decays.cuh"
@@ -19,13 +24,15 @@
 namespace fairseq_fastweights {
 
 constexpr int kSteps = 16;  // of a chunk
+constexpr int kLevels = 4;  // halves of 1, 2, 4 and 8 steps
+static_assert(1 << kLevels == kSteps, "halved down to single steps");
 constexpr int kDecayThreads = 256;
 constexpr int kMostDecays = 2 * kDecayThreads;  // of keys, two to a thread (PassedLogs)
 
-// The plan of the most columns whose shared memory fits; measure(plan) gives its bytes. `resident`: blocks whose registers
-// a multiprocessor has room for. `chunk` is 0 if none fits.
-template <typename Measure>
-Plan find_decay_plan(const Sizes& sizes, int limit, int resident, Measure measure) {
+// The plan of the most columns that fits; measure(plan) gives its bytes of shared memory, resident(plan) the blocks whose
+// registers a multiprocessor has room for. `chunk` is 0 if none fits.
+template <typename Measure, typename Resident>
+Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure, Resident resident) {
     if (sizes.key_dim > kMostDecays) return Plan{};
     if (sizes.interval > 0 && sizes.interval < sizes.time && sizes.interval % kSteps != 0) return Plan{};
     AskedPlan asked;
@@ -33,89 +40,209 @@ Plan find_decay_plan(const Sizes& sizes, int limit, int resident, Measure measur
     const int value_columns = round_up(sizes.value_dim, 16);
     for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
         Plan plan{kSteps,        round_up(sizes.key_dim, 16), columns, (sizes.value_dim + columns - 1) / columns, 1,
-                  kDecayThreads, 0,                              resident};
+                  kDecayThreads, 0,                              0};
         plan.shared = measure(plan);
-        if (plan.shared <= static_cast<size_t>(limit) && asked.allows(plan)) return plan;
+        plan.resident = resident(plan);
+        if (plan.places() <= kMostPlaces && plan.shared <= static_cast<size_t>(limit) && asked.allows(plan)) return plan;
         if (columns == 16) return Plan{};
     }
 }
 
-// The gates of a chunk's steps: `columns` from `first` on of (batch, time, heads, dim) logs. 1 past any end.
-__device__ __forceinline__ void load_gates(const Matrix<float>& gates, const Sequence& logs, int batch, int head,
-                                           int first, int dim, int columns, int start, int time) {
-    for (Walk at(columns); at.row < kSteps; at.next()) {
-        const int row = at.row, column = at.column, t = start + row;
-        float log = 0.0f;
-        if (logs.data != nullptr && t < time && first + column < dim)
-            log = load_element<float>(logs.data, logs.dtype,
-                                      batch * logs.batch + t * logs.time + head * logs.head + first + column);
-        gates(row, column) = expf(log);
-    }
-}
+// ---- A dimension of a chunk, in a thread's registers -------------------------------------------------------------------
 
-// scores(t, s) = <left_t, right_s decayed from s to t> for s <= t. A warp takes the columns s and 15 - s: together these
-// are as much work for each.
+// The gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim) logs. 1 past any end.
 template <typename T>
-__device__ __forceinline__ void score_pairs(const Matrix<float>& scores, const Matrix<T>& left, const Matrix<T>& right,
-                                            const Matrix<float>& gates, int columns) {
-    for (int i = threadIdx.x / kWarp; i < kSteps; i += blockDim.x / kWarp) {
-        const int s = i < kSteps / 2 ? i : 3 * kSteps / 2 - 1 - i;
-        float sums[kSteps] = {};
-        for (int column = warp_lane(); column < columns; column += kWarp) {
-            float written = right.get(s, column);
+__device__ __forceinline__ void load_gates(float (&gates)[kSteps], const Sequence& logs, int batch, int head,
+                                           int dimension, int dim, int start, int time) {
 #pragma unroll
-            for (int t = 0; t < kSteps; ++t) {
-                if (t < s) continue;
-                if (t > s) written *= gates(t, column);
-                sums[t] += left.get(t, column) * written;
-            }
+    for (int t = 0; t < kSteps; ++t) gates[t] = 0.0f;
+    if (logs.data != nullptr && dimension < dim) {
+        const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
+        int64_t stride = logs.time;
+#ifndef FASTWEIGHTS_EMULATION
+        asm volatile("" : "+l"(stride));
+#endif
+        const auto load = [&](const auto* from) {
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t, from += stride)
+                if (start + t < time) gates[t] = widen<float>(*from);
+        };
+        // Logs of decays may be float32 beside inputs of 16 bits.
+        if (logs.dtype == kFloat32)
+            load(static_cast<const float*>(logs.data) + first);
+        else
+            load(static_cast<const T*>(logs.data) + first);
+    }
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) gates[t] = expf(gates[t]);
+}
+
+template <typename T>
+__device__ __forceinline__ void load_column(float (&to)[kSteps], const Matrix<T>& from, int column) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
+}
+
+__device__ __forceinline__ void write_column(const Matrix<float>& to, const float (&from)[kSteps], int column) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) to(t, column) = from[t];
+}
+
+// `Count` numbers from shared memory, 16 bytes at a time where there are as many.
+template <int Count>
+__device__ __forceinline__ void load_row(float (&to)[Count], const float* from) {
+    if constexpr (Count % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < Count; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(from + i);
+            to[i] = four.x;
+            to[i + 1] = four.y;
+            to[i + 2] = four.z;
+            to[i + 3] = four.w;
         }
+    } else {
 #pragma unroll
-        for (int t = 0; t < kSteps; ++t) {
-            if (t < s) continue;
-            for (int distance = kWarp / 2; distance > 0; distance /= 2)
-                sums[t] += __shfl_xor_sync(kAllLanes, sums[t], distance);
-            if (warp_lane() == 0) scores(t, s) = sums[t];
+        for (int i = 0; i < Count; ++i) to[i] = from[i];
+    }
+}
+
+// The first `steps` rows of a column to one dimension of a sequence's steps from `start` on; with `add`, onto what is
+// there. From shared memory: out of registers, 16 stores side by side would hold as many addresses.
+template <typename T>
+__device__ __forceinline__ void store_column(const Sequence& x, const Matrix<float>& from, int column, int steps,
+                                             int batch, int start, int head, int dimension, bool add) {
+    if (x.data == nullptr) return;
+    const int64_t first = batch * x.batch + start * x.time + head * x.head + dimension;
+    const auto store = [&](auto* to) {
+        using To = std::remove_pointer_t<decltype(to)>;
+#pragma unroll 1
+        for (int t = 0; t < steps; ++t, to += x.time) {
+            const float value = from(t, column);
+            *to = narrow<To>(add ? value + widen<float>(*to) : value);
+        }
+    };
+    if (x.dtype == kFloat32)
+        store(static_cast<float*>(x.data) + first);
+    else
+        store(static_cast<T*>(x.data) + first);
+}
+
+// What is left of each of the 2 Half steps about `middle` there, and in the second half of what was there.
+template <int Half>
+__device__ __forceinline__ void scale_halves(float (&scale)[2 * Half], const float (&gates)[kSteps], int middle) {
+    float product = 1.0f;
+#pragma unroll
+    for (int s = Half - 1; s >= 0; --s) {
+        scale[s] = product;
+        product *= gates[middle - Half + s];
+    }
+    product = 1.0f;
+#pragma unroll
+    for (int t = Half; t < 2 * Half; ++t) scale[t] = product *= gates[middle - Half + t];
+}
+
+// A level's x: of `early` in first halves, of `late` in second ones.
+template <int Half, typename T>
+__device__ __forceinline__ void write_level(const Matrix<T>& level, const float (&late)[kSteps],
+                                            const float (&early)[kSteps], const float (&gates)[kSteps], int column) {
+#pragma unroll
+    for (int middle = Half; middle < kSteps; middle += 2 * Half) {
+        float scale[2 * Half];
+        scale_halves<Half>(scale, gates, middle);
+#pragma unroll
+        for (int i = 0; i < 2 * Half; ++i) {
+            const int t = middle - Half + i;
+            level(t, column) = narrow<T>((i < Half ? early[t] : late[t]) * scale[i]);
         }
     }
 }
 
-// By column: read(t) = left_t decayed from before the chunk to t, written(s) = right_s decayed from s to the chunk's end,
-// total the product of all gates. `left`: a function of (t, column). `read` may lie where the gates do; no data: not
-// wanted.
-template <typename Left, typename Right>
-__device__ __forceinline__ void decay_rows(const Matrix<float>& read, Left left, const Matrix<float>& written,
-                                           Right right, const Matrix<float>& gates, float* total, int columns) {
-    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-        float gate[kSteps];
+template <typename T>
+__device__ __forceinline__ void write_levels(const Stages<T>& levels, const float (&late)[kSteps],
+                                             const float (&early)[kSteps], const float (&gates)[kSteps], int column) {
+    write_level<1>(levels[0], late, early, gates, column);
+    write_level<2>(levels[1], late, early, gates, column);
+    write_level<4>(levels[2], late, early, gates, column);
+    write_level<8>(levels[3], late, early, gates, column);
+}
+
+// reading(t) = late_t decayed from before the chunk to t.
+template <typename T>
+__device__ __forceinline__ void write_reading(const Matrix<T>& reading, const float (&late)[kSteps],
+                                              const float (&gates)[kSteps], int column) {
+    float product = 1.0f;
 #pragma unroll
-        for (int t = 0; t < kSteps; ++t) gate[t] = gates(t, column);
-        float product = 1.0f;
+    for (int t = 0; t < kSteps; ++t) reading(t, column) = narrow<T>(late[t] * (product *= gates[t]));
+}
+
+// written(s) = early_s decayed from s to the chunk's end.
+template <typename T>
+__device__ __forceinline__ void write_written(const Matrix<T>& written, const float (&early)[kSteps],
+                                              const float (&gates)[kSteps], int column) {
+    float product = 1.0f;
 #pragma unroll
-        for (int t = 0; t < kSteps; ++t) {
-            product *= gate[t];
-            if (read.data != nullptr) read(t, column) = left(t, column) * product;
-        }
-        total[column] = product;
-        product = 1.0f;
-#pragma unroll
-        for (int s = kSteps - 1; s >= 0; --s) {
-            if (written.data != nullptr) written(s, column) = right(s, column) * product;
-            product *= gate[s];
-        }
+    for (int s = kSteps - 1; s >= 0; --s) {
+        written(s, column) = narrow<T>(early[s] * product);
+        product *= gates[s];
     }
 }
 
-// state = (rows columns^T) * state + left^T right, both (16, .). A barrier must come before and after.
-template <int Passes>
-__device__ __forceinline__ void pass_chunk(const Matrix<float>& state, const float* rows, const float* columns,
-                                           const Matrix<float>& left, const Matrix<float>& right, const Plan& plan) {
-    for_each_tile(plan.key_rows, plan.columns, [&](Tile& tile) {
-        read_tile(tile, state);
+__device__ __forceinline__ float product_of(const float (&gates)[kSteps]) {
+    float product = 1.0f;
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) product *= gates[t];
+    return product;
+}
+
+// ---- Products --------------------------------------------------------------------------------------------------------
+
+// Deals work out to the block's warps in turn, what comes next to those that have had less.
+struct Deal {
+    int next = 0;
+
+    // f(i) for i < count.
+    template <typename F>
+    __device__ __forceinline__ void each(int count, F f) {
+        constexpr int kWarps = kDecayThreads / kWarp;
+        for (int i = (threadIdx.x / kWarp + kWarps - next) % kWarps; i < count; i += kWarps) f(i);
+        next = (next + count) % kWarps;
+    }
+    // f(tile) for the tiles of a chunk's rows of `columns`.
+    template <typename F>
+    __device__ __forceinline__ void tiles(int columns, F f) {
+        each((columns + kTileColumns - 1) / kTileColumns, [&](int i) {
+            Tile tile(0, i * kTileColumns, columns);
+            f(tile);
+        });
+    }
+};
+
+// A level's weights(t, s) = <late_t, early_s decayed from s to t>, and `Mirrored` at (s, t) too; level kLevels has those of
+// s = t. By a warp.
+template <int Passes, bool Mirrored, typename T>
+__device__ __forceinline__ void weigh_pairs(const Matrix<float>& weights, const Matrix<T>& late, const Matrix<T>& early,
+                                            const Stages<T>& levels, int columns, int level) {
+    const bool same = level == kLevels;
+    const Matrix<T> scaled = levels[same ? 0 : level];
+    Tile tile(0, 0, kSteps);
+    multiply_stored<Passes, false, true>(tile, 0, columns, scaled.either(late, same), scaled.either(early, same));
+    const int least = same ? 0 : 1 << level, end = same ? 1 : 2 << level;
+    tile.each([&](int t, int s, float& value) {
+        const int apart = t ^ s;  // its highest bit tells the level
+        if (s > t || apart < least || apart >= end) return;
+        weights(t, s) = value;
+        if (Mirrored) weights(s, t) = value;
+    });
+}
+
+// state = (rows columns^T) * state + left^T right, both (16, .); f(tile) with what becomes of each tile.
+template <int Passes, int Places, typename T, typename F>
+__device__ __forceinline__ void pass_chunk(StateTiles<Places>& state, const float* rows, const float* columns,
+                                           const Matrix<T>& left, const Matrix<T>& right, const Plan& plan, F f) {
+    state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
         tile.each([&](int i, int j, float& value) { value *= rows[i] * columns[j]; });
-        multiply<Passes>(
-            tile, 0, kSteps, [&](int i, int s) { return left(s, i); }, [&](int s, int j) { return right(s, j); });
-        write_tile(tile, state);
+        multiply_stored<Passes, true, false>(tile, 0, kSteps, left, right);
+        f(tile);
     });
 }
 

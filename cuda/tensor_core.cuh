@@ -226,6 +226,23 @@ struct Tile {
             if (member == 0) done(row + group + 8 * half, sums[half]);
         }
     }
+
+    // Sums over the tile's rows likewise, for each column: done(column, sum).
+    template <typename F, typename G>
+    __device__ __forceinline__ void sum_columns(F term, G done) {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+        each_part([&](int j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int place = column + 8 * j + 2 * member + i;
+                float sum = term(row + group, place, value[j][i]) + term(row + group + 8, place, value[j][i + 2]);
+#pragma unroll
+                for (int distance = 4; distance < kWarp; distance *= 2)
+                    sum += __shfl_xor_sync(kAllLanes, sum, distance);
+                if (group == 0) done(place, sum);
+            }
+        });
+    }
 };
 
 // f(tile) for all tiles of a (rows, columns) matrix, both multiples of 16, dealt out to the block's warps.
