@@ -2,9 +2,9 @@
 // their way to it and back.
 //
 // A block owns one (batch, head) and `columns` of the state's value columns, and marches over the chunks of the
-// sequence with its part of the state in float32: in its registers, with a copy in shared memory for products to read,
-// or with decays by dimension in shared memory itself. Key dimensions are not divided. Rows past the sequence's end and
-// columns past a dimension's are zeros in shared memory: a key of 0 writes nothing.
+// sequence with its part of the state in float32 in its registers, and a copy in shared memory for products to read. Key
+// dimensions are not divided. Rows past the sequence's end and columns past a dimension's are zeros in shared memory: a
+// key of 0 writes nothing.
 //
 // Gradients that are sums over a head's value columns: where those are divided, the blocks of a head follow one another
 // in launches of their own, each adding to the gradient that the ones before it left, rounded to its dtype. (A sum in
@@ -123,14 +123,15 @@ struct Head {
 };
 
 // Starts to copy `rows` steps from `start` on, `columns` wide, to shared memory; zeros where the tensor ends.
-template <typename T>
+template <typename Places = Walk, typename T>
 __device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& from, int rows, int columns, int start,
                                           int time) {
     constexpr int kPiece = 16 / sizeof(T);
     const bool aligned = (reinterpret_cast<uintptr_t>(from.data) | from.stride * sizeof(T)) % 16 == 0 &&
                          (from.dim % kPiece == 0 || from.dim >= columns);
     if (aligned) {
-        for (Walk at(columns / kPiece); at.row < rows; at.next()) {
+#pragma unroll 1
+        for (Places at(columns / kPiece); at.row < rows; at.next()) {
             const int row = at.row, column = at.column * kPiece;
             T* const target = &to(row, column);
             if (start + row < time && column < from.dim)
@@ -139,7 +140,8 @@ __device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& fr
                 *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     } else {
-        for (Walk at(columns); at.row < rows; at.next()) {
+#pragma unroll 1
+        for (Places at(columns); at.row < rows; at.next()) {
             const int row = at.row, column = at.column;
             to(row, column) = start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column]
                                                                       : narrow<T>(0.0f);
@@ -180,6 +182,45 @@ __device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int st
         T& target = to.data[(start + row) * to.stride + column];
         target = narrow<T>(add ? value + widen<float>(target) : value);
     });
+}
+
+// Writes `rows` steps from `start` on, `columns` wide, from shared memory; with `add`, onto what is there.
+template <typename Places = Walk, typename To, typename From>
+__device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From>& from, int rows, int columns, int start,
+                                           int time, bool add) {
+    constexpr int kPiece = 16 / sizeof(To);
+    const bool aligned = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(To)) % 16 == 0 &&
+                         (to.dim % kPiece == 0 || to.dim >= columns);
+    if (aligned) {
+#pragma unroll 1
+        for (Places at(columns / kPiece); at.row < rows; at.next()) {
+            const int row = at.row, column = at.column * kPiece;
+            if (start + row >= time || column >= to.dim) continue;
+            uint4* const target = reinterpret_cast<uint4*>(to.data + (start + row) * to.stride + column);
+            uint4 before = make_uint4(0, 0, 0, 0);
+            if (add) before = *target;
+            const auto word = [&](int i, unsigned bits) {
+                if constexpr (sizeof(To) == 4) {
+                    return __float_as_uint(from.get(row, column + i) + __uint_as_float(bits));
+                } else {
+                    const Pair<To> pair = Pair<To>::of_bits(bits);
+                    return narrow_pair<To>(from.get(row, column + 2 * i) + widen<float>(pair.x),
+                                           from.get(row, column + 2 * i + 1) + widen<float>(pair.y))
+                        .bits();
+                }
+            };
+            *target = make_uint4(word(0, before.x), word(1, before.y), word(2, before.z), word(3, before.w));
+        }
+    } else {
+#pragma unroll 1
+        for (Places at(columns); at.row < rows; at.next()) {
+            const int row = at.row, column = at.column;
+            if (start + row >= time || column >= to.dim) continue;
+            To& target = to.data[(start + row) * to.stride + column];
+            const float value = from.get(row, column);
+            target = narrow<To>(add ? value + widen<float>(target) : value);
+        }
+    }
 }
 
 // Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only; with `add`, onto what is there.
@@ -269,41 +310,24 @@ private:
 struct StatePart {
     int key_dim, value_dim, first, columns, key_rows;
 
-    // Whether the part divides into pieces of 16 bytes that are aligned.
-    __device__ __forceinline__ bool aligned(const float* states) const {
-        return reinterpret_cast<uintptr_t>(states) % 16 == 0 && value_dim % 4 == 0;
-    }
-
-    // Starts to copy the part to shared memory; zeros where the state ends, or if `from` is null. It has arrived when
-    // copies have been waited for.
-    __device__ __forceinline__ void load(const Matrix<float>& to, const float* from, int64_t index) const {
-        if (from == nullptr || aligned(from)) {
-            for (Walk at(columns / 4); at.row < key_rows; at.next()) {
-                const int row = at.row, column = at.column * 4;
-                if (from != nullptr && row < key_dim && first + column < value_dim)
-                    copy_async<16>(&to(row, column), from + (index * key_dim + row) * value_dim + first + column);
-                else
-                    *reinterpret_cast<float4*>(&to(row, column)) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            }
-        } else {
-            for (Walk at(columns); at.row < key_rows; at.next()) {
-                const int row = at.row, column = at.column;
-                const bool inside = row < key_dim && first + column < value_dim;
-                to(row, column) = inside ? from[(index * key_dim + row) * value_dim + first + column] : 0.0f;
-            }
-        }
-    }
-
-    // The same, at once and to registers.
+    // Zeros where the state ends, or if `from` is null.
     template <int Places>
     __device__ __forceinline__ void load(StateTiles<Places>& to, const float* from, int64_t index) const {
         to.clear();
         if (from == nullptr) return;
+        const int width = forgotten(value_dim);
         const float* const data = from + index * key_dim * value_dim + first;
         to.each(key_rows, columns, [&](Tile& tile) {
-            tile.each([&](int row, int column, float& value) {
-                if (row < key_dim && first + column < value_dim) value = data[row * value_dim + column];
-            });
+            if (whole(tile, data))
+                tile.each_pair([&](int row, int column, float& x, float& y) {
+                    const float2 pair = *reinterpret_cast<const float2*>(data + row * width + column);
+                    x = pair.x;
+                    y = pair.y;
+                });
+            else
+                tile.each([&](int row, int column, float& value) {
+                    if (row < key_dim && first + column < value_dim) value = data[row * width + column];
+                });
         });
     }
 
@@ -318,29 +342,25 @@ struct StatePart {
 
     template <int Places>
     __device__ __forceinline__ void store(StateTiles<Places>& from, float* to, int64_t index) const {
+        const int width = forgotten(value_dim);
         float* const data = to + index * key_dim * value_dim + first;
         from.each(key_rows, columns, [&](Tile& tile) {
-            tile.each([&](int row, int column, float& value) {
-                if (row < key_dim && first + column < value_dim) data[row * value_dim + column] = value;
-            });
+            if (whole(tile, data))
+                tile.each_pair([&](int row, int column, float x, float y) {
+                    *reinterpret_cast<float2*>(data + row * width + column) = make_float2(x, y);
+                });
+            else
+                tile.each([&](int row, int column, float& value) {
+                    if (row < key_dim && first + column < value_dim) data[row * width + column] = value;
+                });
         });
     }
 
-    __device__ __forceinline__ void store(const Matrix<float>& from, float* to, int64_t index) const {
-        if (aligned(to)) {
-            for (Walk at(columns / 4); at.row < key_rows; at.next()) {
-                const int row = at.row, column = at.column * 4;
-                if (row < key_dim && first + column < value_dim)
-                    *reinterpret_cast<float4*>(to + (index * key_dim + row) * value_dim + first + column) =
-                        *reinterpret_cast<const float4*>(&from(row, column));
-            }
-        } else {
-            for (Walk at(columns); at.row < key_rows; at.next()) {
-                const int row = at.row, column = at.column;
-                if (row < key_dim && first + column < value_dim)
-                    to[(index * key_dim + row) * value_dim + first + column] = from(row, column);
-            }
-        }
+private:
+    // Whether all of a tile is in the state, its pairs of neighbours aligned.
+    __device__ __forceinline__ bool whole(const Tile& tile, const float* data) const {
+        return tile.row + kTileRows <= key_dim && first + tile.column + 8 * tile.parts <= value_dim &&
+               value_dim % 2 == 0 && reinterpret_cast<uintptr_t>(data) % sizeof(float2) == 0;
     }
 };
 

@@ -48,44 +48,84 @@ Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure, Resident re
     }
 }
 
+// In the place of Walk for a chunk's rows: 16 threads to a row, no divisions to find, or to keep.
+struct StepWalk {
+    static constexpr int kAcross = kDecayThreads / kSteps;
+    int row, column, width;
+
+    __device__ __forceinline__ explicit StepWalk(int width)
+        : row(threadIdx.x / kAcross), column(threadIdx.x % kAcross - kAcross), width(width) {
+        next();
+    }
+    __device__ __forceinline__ void next() {
+        column += kAcross;
+        if (column >= width) row = kSteps;
+    }
+};
+
 // ---- A dimension of a chunk, in a thread's registers -------------------------------------------------------------------
 
-// The gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim) logs. 1 past any end.
+// The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
 template <typename T>
-__device__ __forceinline__ void load_gates(float (&gates)[kSteps], const Sequence& logs, int batch, int head,
-                                           int dimension, int dim, int start, int time) {
+__device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& logs, int batch, int head, int dimension,
+                                          int dim, int start, int time) {
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) gates[t] = 0.0f;
-    if (logs.data != nullptr && dimension < dim) {
-        const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
-        int64_t stride = logs.time;
-#ifndef FASTWEIGHTS_EMULATION
-        asm volatile("" : "+l"(stride));
-#endif
-        const auto load = [&](const auto* from) {
+    for (int t = 0; t < kSteps; ++t) to[t] = 0.0f;
+    if (logs.data == nullptr || dimension >= dim) return;
+    const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
+    const int64_t stride = forgotten(logs.time);
+    const auto load = [&](const auto* from) {
+        if (start + kSteps <= time) {
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t, from += stride) to[t] = widen<float>(*from);
+        } else {
 #pragma unroll
             for (int t = 0; t < kSteps; ++t, from += stride)
-                if (start + t < time) gates[t] = widen<float>(*from);
-        };
-        // Logs of decays may be float32 beside inputs of 16 bits.
-        if (logs.dtype == kFloat32)
-            load(static_cast<const float*>(logs.data) + first);
-        else
-            load(static_cast<const T*>(logs.data) + first);
-    }
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) gates[t] = expf(gates[t]);
+                if (start + t < time) to[t] = widen<float>(*from);
+        }
+    };
+    // Logs of decays may be float32 beside inputs of 16 bits.
+    if (logs.dtype == kFloat32)
+        load(static_cast<const float*>(logs.data) + first);
+    else
+        load(static_cast<const T*>(logs.data) + first);
 }
+
+// Of one of two sequences, field by field: the address of a parameter would put it into memory.
+__device__ __forceinline__ Sequence either(const Sequence& first, const Sequence& other, bool second) {
+    return {second ? other.data : first.data, second ? other.batch : first.batch, second ? other.time : first.time,
+            second ? other.head : first.head, second ? other.dtype : first.dtype};
+}
+
+__device__ __forceinline__ void exponentiate(float (&logs)[kSteps]) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]);
+}
+
+// A column of a matrix.
+template <typename T>
+struct Column {
+    T* first;
+    int stride;
+
+    __device__ __forceinline__ Column(const Matrix<T>& matrix, int column)
+        : first(&matrix(0, column)), stride(forgotten(matrix.stride)) {}
+    __device__ __forceinline__ float get(int t) const { return widen<float>(first[t * stride]); }
+    __device__ __forceinline__ void set(int t, float value) const { first[t * stride] = narrow<T>(value); }
+};
 
 template <typename T>
 __device__ __forceinline__ void load_column(float (&to)[kSteps], const Matrix<T>& from, int column) {
+    const Column<T> source(from, column);
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
+    for (int t = 0; t < kSteps; ++t) to[t] = source.get(t);
 }
 
-__device__ __forceinline__ void write_column(const Matrix<float>& to, const float (&from)[kSteps], int column) {
+template <typename T>
+__device__ __forceinline__ void write_column(const Matrix<T>& to, const float (&from)[kSteps], int column) {
+    const Column<T> target(to, column);
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) to(t, column) = from[t];
+    for (int t = 0; t < kSteps; ++t) target.set(t, from[t]);
 }
 
 // `Count` numbers from shared memory, 16 bytes at a time where there are as many.
@@ -106,27 +146,6 @@ __device__ __forceinline__ void load_row(float (&to)[Count], const float* from) 
     }
 }
 
-// The first `steps` rows of a column to one dimension of a sequence's steps from `start` on; with `add`, onto what is
-// there. From shared memory: out of registers, 16 stores side by side would hold as many addresses.
-template <typename T>
-__device__ __forceinline__ void store_column(const Sequence& x, const Matrix<float>& from, int column, int steps,
-                                             int batch, int start, int head, int dimension, bool add) {
-    if (x.data == nullptr) return;
-    const int64_t first = batch * x.batch + start * x.time + head * x.head + dimension;
-    const auto store = [&](auto* to) {
-        using To = std::remove_pointer_t<decltype(to)>;
-#pragma unroll 1
-        for (int t = 0; t < steps; ++t, to += x.time) {
-            const float value = from(t, column);
-            *to = narrow<To>(add ? value + widen<float>(*to) : value);
-        }
-    };
-    if (x.dtype == kFloat32)
-        store(static_cast<float*>(x.data) + first);
-    else
-        store(static_cast<T*>(x.data) + first);
-}
-
 // What is left of each of the 2 Half steps about `middle` there, and in the second half of what was there.
 template <int Half>
 __device__ __forceinline__ void scale_halves(float (&scale)[2 * Half], const float (&gates)[kSteps], int middle) {
@@ -145,6 +164,7 @@ __device__ __forceinline__ void scale_halves(float (&scale)[2 * Half], const flo
 template <int Half, typename T>
 __device__ __forceinline__ void write_level(const Matrix<T>& level, const float (&late)[kSteps],
                                             const float (&early)[kSteps], const float (&gates)[kSteps], int column) {
+    const Column<T> target(level, column);
 #pragma unroll
     for (int middle = Half; middle < kSteps; middle += 2 * Half) {
         float scale[2 * Half];
@@ -152,7 +172,7 @@ __device__ __forceinline__ void write_level(const Matrix<T>& level, const float 
 #pragma unroll
         for (int i = 0; i < 2 * Half; ++i) {
             const int t = middle - Half + i;
-            level(t, column) = narrow<T>((i < Half ? early[t] : late[t]) * scale[i]);
+            target.set(t, (i < Half ? early[t] : late[t]) * scale[i]);
         }
     }
 }
@@ -170,19 +190,21 @@ __device__ __forceinline__ void write_levels(const Stages<T>& levels, const floa
 template <typename T>
 __device__ __forceinline__ void write_reading(const Matrix<T>& reading, const float (&late)[kSteps],
                                               const float (&gates)[kSteps], int column) {
+    const Column<T> target(reading, column);
     float product = 1.0f;
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) reading(t, column) = narrow<T>(late[t] * (product *= gates[t]));
+    for (int t = 0; t < kSteps; ++t) target.set(t, late[t] * (product *= gates[t]));
 }
 
 // written(s) = early_s decayed from s to the chunk's end.
 template <typename T>
 __device__ __forceinline__ void write_written(const Matrix<T>& written, const float (&early)[kSteps],
                                               const float (&gates)[kSteps], int column) {
+    const Column<T> target(written, column);
     float product = 1.0f;
 #pragma unroll
     for (int s = kSteps - 1; s >= 0; --s) {
-        written(s, column) = narrow<T>(early[s] * product);
+        target.set(s, early[s] * product);
         product *= gates[s];
     }
 }

@@ -28,15 +28,34 @@ constexpr int kResident = 1;  // blocks on a multiprocessor
 // Keys, or values, of a chunk.
 template <typename T>
 struct Side {
+    int columns, parts;
     Matrix<T> late, early;
-    Matrix<T> reading;  // late_t decayed from before the chunk to t
-    Matrix<T> written;  // early_s decayed from s to the chunk's end
+    Matrix<T> reading;      // late_t decayed from before the chunk to t
+    Matrix<T> written;      // early_s decayed from s to the chunk's end, then the gradient of `late`
+    Matrix<float> weights;  // D_ts of keys, P_ts of values
+    float* total;           // the products of all gates
     Stages<T> levels;
-    Matrix<float> reads, writes;  // of keys S_0 (dy_t * Z_t0) and dS (v_s * Z_es), of values S_0^T (q_t * F_t0) and
-                                  // dS^T (k_s * F_es); where `levels` were
-    Matrix<float> passing;        // parts of the sums of S_0 * dS, weighted with the other side's totals
-    Matrix<float> weights;        // D_ts of keys, P_ts of values
-    float* total;                 // the products of all gates
+    // Where the levels were. Of keys S_0 (dy_t * Z_t0) and dS (v_s * Z_es), of values S_0^T (q_t * F_t0) and
+    // dS^T (k_s * F_es); then the gradients of the logs, and of `early`.
+    Matrix<float> reads, writes;
+    Matrix<float> passing;  // parts of the sums of S_0 * dS, weighted with the other side's totals
+
+    __host__ __device__ Side(Carver& carver, int columns, int parts)
+        : columns(columns),
+          parts(parts),
+          late(carver.matrix<T>(kSteps, columns)),
+          early(carver.matrix<T>(kSteps, columns)),
+          reading(carver.matrix<T>(kSteps, columns)),
+          written(carver.matrix<T>(kSteps, columns)),
+          weights(carver.matrix<float>(kSteps, kSteps, 0)),
+          total(carver.take<float>(columns)) {
+        Carver later = carver;
+        levels = Stages<T>(carver, kLevels, kSteps, columns);
+        reads = later.matrix<float>(kSteps, columns);
+        writes = later.matrix<float>(kSteps, columns);
+        passing = later.matrix<float>(parts, columns, 0);
+        if (later.used > carver.used) carver.used = later.used;
+    }
 };
 
 template <typename T>
@@ -45,50 +64,42 @@ struct Layout {
     Matrix<Factor<T>> state, d_state;
     size_t bytes;
 
-    __host__ __device__ Layout(Carver carver, const Plan& plan) {
-        const auto carve = [&](Side<T>& side, int columns) {
-            side.late = carver.matrix<T>(kSteps, columns);
-            side.early = carver.matrix<T>(kSteps, columns);
-            side.reading = carver.matrix<T>(kSteps, columns);
-            side.written = carver.matrix<T>(kSteps, columns);
-            side.weights = carver.matrix<float>(kSteps, kSteps, 0);
-            side.total = carver.take<float>(columns);
-        };
-        carve(keys, plan.key_rows);
-        carve(values, plan.columns);
-        state = carver.matrix<Factor<T>>(plan.key_rows, plan.columns);
-        d_state = carver.matrix<Factor<T>>(plan.key_rows, plan.columns);
-        Carver later = carver;
-        keys.levels = Stages<T>(carver, kLevels, kSteps, plan.key_rows);
-        values.levels = Stages<T>(carver, kLevels, kSteps, plan.columns);
-        const auto carve_later = [&](Side<T>& side, int columns, int parts) {
-            side.reads = later.matrix<float>(kSteps, columns);
-            side.writes = later.matrix<float>(kSteps, columns);
-            side.passing = later.matrix<float>(parts, columns, 0);
-        };
-        carve_later(keys, plan.key_rows, (plan.columns + kTileColumns - 1) / kTileColumns);
-        carve_later(values, plan.columns, plan.key_rows / kTileRows);
-        bytes = carver.used > later.used ? carver.used : later.used;
+    __host__ __device__ Layout(Carver carver, const Plan& plan)
+        : keys(carver, plan.key_rows, (plan.columns + kTileColumns - 1) / kTileColumns),
+          values(carver, plan.columns, plan.key_rows / kTileRows),
+          state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns)),
+          d_state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns)) {
+        bytes = carver.used;
     }
 };
 
-// The pairs that are parted at the middle of 2 Half steps, for all of a chunk's.
-template <int Half>
-__device__ __forceinline__ void differentiate_level(const Matrix<float>& weights, const float (&late)[kSteps],
-                                                    const float (&early)[kSteps], const float (&gates)[kSteps],
-                                                    float (&d_late)[kSteps], float (&d_early)[kSteps],
-                                                    float (&d_log)[kSteps]) {
+// One of the two, carved out again: to choose among pointers would be more work, and hide that they are to shared memory.
+template <typename T>
+__device__ __forceinline__ Side<T> side_of(const Layout<T>& layout, unsigned char* memory, bool of_value) {
+    const int before = static_cast<int>(reinterpret_cast<unsigned char*>(layout.values.late.data) - memory);
+    Carver carver(memory + (of_value ? before : 0));
+    return Side<T>(carver, of_value ? layout.values.columns : layout.keys.columns,
+                   of_value ? layout.values.parts : layout.keys.parts);
+}
+
+constexpr int kHalf = kSteps / 2;
+
+// Of the steps from `First` on, half of a chunk, the pairs that are parted at the middles of 2 Half of them.
+template <int Half, int First>
+__device__ __forceinline__ void differentiate_level(const Matrix<float>& weights, const float (&late)[kHalf],
+                                                    const float (&early)[kHalf], const float (&gates)[kSteps],
+                                                    float (&d_late)[kHalf], float (&d_early)[kHalf],
+                                                    float (&d_log)[kHalf]) {
 #pragma unroll
-    for (int middle = Half; middle < kSteps; middle += 2 * Half) {
-        const int start = middle - Half;
+    for (int start = 0; start < kHalf; start += 2 * Half) {
         float scale[2 * Half], x[2 * Half], row[Half];
-        scale_halves<Half>(scale, gates, middle);
+        scale_halves<Half>(scale, gates, First + start + Half);
 #pragma unroll
         for (int i = 0; i < 2 * Half; ++i) x[i] = scale[i] * (i < Half ? early[start + i] : late[start + i]);
         float run = 0.0f;
 #pragma unroll
         for (int t = 2 * Half - 1; t >= Half; --t) {
-            load_row(row, &weights(start + t, start));
+            load_row(row, &weights(First + start + t, First + start));
             float sum = 0.0f;
 #pragma unroll
             for (int s = 0; s < Half; ++s) sum += row[s] * x[s];
@@ -98,7 +109,7 @@ __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights
         run = 0.0f;
 #pragma unroll
         for (int s = 0; s < Half; ++s) {
-            load_row(row, &weights(start + s, middle));
+            load_row(row, &weights(First + start + s, First + start + Half));
             float sum = 0.0f;
 #pragma unroll
             for (int t = 0; t < Half; ++t) sum += row[t] * x[Half + t];
@@ -109,53 +120,119 @@ __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights
     }
 }
 
-// A dimension's gradients, in the places of its reads and writes; those of the logs are returned.
-template <typename T>
-__device__ __forceinline__ void differentiate_column(const Side<T>& side, const float (&gates)[kSteps], int column,
-                                                     int parts, float (&d_log)[kSteps]) {
-    float late[kSteps], early[kSteps], d_late[kSteps], d_early[kSteps];
-    load_column(late, side.late, column);
-    load_column(early, side.early, column);
+// One dimension's gradients in the steps from `First` on, half of a chunk (which takes fewer registers than all of it):
+// of `late` to where `written` was, of `early` to that of its writes, of the logs to that of its reads. `read`: the sum over
+// the second half of late * d late as far as it passes the chunk's start, found in the second half and used in the first.
+// Returned is the same of early * d early as far as it passes the chunk's end.
+template <int First, typename T>
+__device__ __forceinline__ float differentiate_half(const Side<T>& side, const float (&gates)[kSteps], int column,
+                                                    float& read) {
+    constexpr bool kSecond = First == kHalf;
+    const Column<T> lates(side.late, column), earlies(side.early, column), d_lates(side.written, column);
+    const Column<float> reads(side.reads, column), writes(side.writes, column);
+    float late[kHalf], early[kHalf], d_late[kHalf], d_early[kHalf], d_log[kHalf];
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) {
-        const float weight = side.weights(t, t);
-        d_late[t] = weight * early[t];
-        d_early[t] = weight * late[t];
-        d_log[t] = 0.0f;
+    for (int i = 0; i < kHalf; ++i) {
+        late[i] = lates.get(First + i);
+        early[i] = earlies.get(First + i);
     }
-    differentiate_level<1>(side.weights, late, early, gates, d_late, d_early, d_log);
-    differentiate_level<2>(side.weights, late, early, gates, d_late, d_early, d_log);
-    differentiate_level<4>(side.weights, late, early, gates, d_late, d_early, d_log);
-    differentiate_level<8>(side.weights, late, early, gates, d_late, d_early, d_log);
+    float from_half = 1.0f, to_half = 1.0f;  // products of the first half's gates, of the second's
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+        from_half *= gates[i];
+        to_half *= gates[kHalf + i];
+    }
 
-    float met[kSteps];  // of what passes the chunk's start, or its end
+    // Pairs with a step of the other half.
+    float x[kHalf], scale[kHalf], row[kHalf];
     float product = 1.0f, run = 0.0f;
+    if constexpr (kSecond) {
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) {
-        const float read = (product *= gates[t]) * side.reads(t, column);
-        d_late[t] += read;
-        met[t] = late[t] * read;
+        for (int s = kHalf - 1; s >= 0; --s) {
+            x[s] = earlies.get(s) * product;
+            product *= gates[s];
+        }
+        product = 1.0f;
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) scale[t] = product *= gates[kHalf + t];
+    } else {
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) x[t] = lates.get(kHalf + t) * (product *= gates[kHalf + t]);
+        product = 1.0f;
+#pragma unroll
+        for (int s = kHalf - 1; s >= 0; --s) {
+            scale[s] = product;
+            product *= gates[s];
+        }
     }
 #pragma unroll
-    for (int t = kSteps - 1; t >= 0; --t) d_log[t] += run += met[t];
+    for (int n = 0; n < kHalf; ++n) {
+        const int i = kSecond ? kHalf - 1 - n : n;
+        load_row(row, &side.weights(First + i, kHalf - First));
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kHalf; ++j) sum += row[j] * x[j];
+        sum *= scale[i];
+        d_late[i] = kSecond ? sum : 0.0f;
+        d_early[i] = kSecond ? 0.0f : sum;
+        if (!kSecond) d_log[i] = run;
+        run += (kSecond ? late[i] : early[i]) * sum;
+        if (kSecond) d_log[i] = run;
+    }
+
+    // Pairs of steps of this half.
+    differentiate_level<4, First>(side.weights, late, early, gates, d_late, d_early, d_log);
+    differentiate_level<2, First>(side.weights, late, early, gates, d_late, d_early, d_log);
+    differentiate_level<1, First>(side.weights, late, early, gates, d_late, d_early, d_log);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+        const float weight = side.weights(First + i, First + i);
+        d_late[i] += weight * early[i];
+        d_early[i] += weight * late[i];
+    }
+
+    // What passes the chunk's start, or its end.
+    product = kSecond ? from_half : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+        x[i] = (product *= gates[First + i]) * reads.get(First + i);
+        d_late[i] += x[i];
+    }
+    run = kSecond ? 0.0f : read;
+#pragma unroll
+    for (int i = kHalf - 1; i >= 0; --i) d_log[i] += run += late[i] * x[i];
+    read = run;
+    product = kSecond ? 1.0f : to_half;
+#pragma unroll
+    for (int i = kHalf - 1; i >= 0; --i) {
+        x[i] = product * writes.get(First + i);
+        d_early[i] += x[i];
+        product *= gates[First + i];
+    }
     run = 0.0f;
-    for (int i = 0; i < parts; ++i) run += side.passing(i, column);
-    run *= product;
-    product = 1.0f;
-#pragma unroll
-    for (int s = kSteps - 1; s >= 0; --s) {
-        const float written = product * side.writes(s, column);
-        d_early[s] += written;
-        met[s] = early[s] * written;
-        product *= gates[s];
+    if constexpr (!kSecond) {
+        for (int i = 0; i < side.parts; ++i) run += side.passing(i, column);
+        run *= from_half * to_half;
     }
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-        d_log[s] += run;
-        run += met[s];
+    for (int i = 0; i < kHalf; ++i) {
+        d_log[i] += run;
+        run += early[i] * x[i];
+        d_lates.set(First + i, d_late[i]);
+        writes.set(First + i, d_early[i]);
+        reads.set(First + i, d_log[i]);
     }
-    write_column(side.reads, d_late, column);
-    write_column(side.writes, d_early, column);
+    return run;
+}
+
+template <typename T>
+__device__ __forceinline__ void differentiate_column(const Side<T>& side, const float (&gates)[kSteps], int column) {
+    float read;
+    differentiate_half<kHalf>(side, gates, column, read);
+    const float passing = differentiate_half<0>(side, gates, column, read);  // all of the second half's steps, too
+    const Column<float> d_logs(side.reads, column);
+#pragma unroll
+    for (int t = kHalf; t < kSteps; ++t) d_logs.set(t, d_logs.get(t) + passing);
 }
 
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
@@ -187,82 +264,102 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
         part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
     if constexpr (Outputs) d_state.copy_to(shared.d_state, plan.key_rows, plan.columns);
 
-    // Dimensions are dealt out to threads: f(side, its column, whether it is of values, its gates). Those of a thread's
-    // first one are in `gates`, for the chunk from `now` on.
-    float gates[kSteps];
-    const int items = plan.key_rows + plan.columns;
-    const auto load_item = [&](float(&to)[kSteps], int item, int now) {
-        if (item < plan.key_rows)
-            load_gates<T>(to, p.log_key_decay, batch, head, item, keys, now, time);
-        else if (item < items)
-            load_gates<T>(to, p.log_value_decay, batch, head, first + item - plan.key_rows, values, now, time);
+    // Found anew at each use: kept, these would hold some 40 registers.
+    const auto rows_of = [&](auto zero, const Sequence& x, bool of_value) {
+        return Head<decltype(zero)>(x, forgotten(batch), forgotten(head), of_value ? first : 0, of_value ? values : keys);
     };
-    const auto each_column = [&](int now, auto f) {
+
+    // Dimensions are dealt out to threads: f(side, its column), its gates in `gates`. There are those of the thread's first
+    // one, of the chunk from `now` on; or their logs, while that is on its way.
+    float gates[kSteps];
+    int now, place;
+    const int items = plan.key_rows + plan.columns;
+    const auto load_item = [&](float(&logs)[kSteps], int item) {
+        const bool of_value = item >= plan.key_rows;
+        load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), forgotten(batch), forgotten(head),
+                     of_value ? first + item - plan.key_rows : item, of_value ? values : keys, now, time);
+    };
+    const auto each_column = [&](auto f) {
         for (int item = threadIdx.x; item < items; item += kDecayThreads) {
-            float its_gates[kSteps];
-#pragma unroll
-            for (int t = 0; t < kSteps; ++t) its_gates[t] = gates[t];
-            if (item >= kDecayThreads) load_item(its_gates, item, now);
-            if (item < plan.key_rows)
-                f(of_keys, item, false, its_gates);
-            else
-                f(of_values, item - plan.key_rows, true, its_gates);
+            if (item >= kDecayThreads) {
+                load_item(gates, item);
+                exponentiate(gates);
+            }
+            const bool of_value = item >= plan.key_rows;
+            f(side_of(shared, memory, of_value), of_value ? item - plan.key_rows : item);
         }
     };
 
     // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
     // in turn, the next while a chunk is worked on.
-    const auto early_of = [](const Side<T>& side, int place) { return side.early.either(side.late, place); };
-    const auto fetch = [&](int now, int place) {
-        copy_rows(early_of(of_keys, place), Head<T>(p.k, batch, head, 0, keys), kSteps, plan.key_rows, now, time);
-        copy_rows(early_of(of_values, place), Head<T>(p.v, batch, head, first, values), kSteps, plan.columns, now, time);
+    const auto early_of = [](const Side<T>& side, int at) { return side.early.either(side.late, at); };
+    const auto fetch_early = [&](int from, int at) {
+        copy_rows<StepWalk>(early_of(of_keys, at), rows_of(T(), p.k, false), kSteps, plan.key_rows, from, time);
+        copy_rows<StepWalk>(early_of(of_values, at), rows_of(T(), p.v, true), kSteps, plan.columns, from, time);
+    };
+    const auto fetch_late = [&](int from) {
+        copy_rows<StepWalk>(of_keys.late, rows_of(T(), p.q, false), kSteps, plan.key_rows, from, time);
+        copy_rows<StepWalk>(of_values.late, rows_of(T(), p.d_out, true), kSteps, plan.columns, from, time);
     };
     const int64_t march = segments.index(segment, head_index);
-    for (int n = end - 1; n >= begin; --n) {
-        const int start = n * kSteps, base = start / checkpoints.interval * checkpoints.interval;
-        // The chunk after it was of the same interval: on the march to that one states have been put down.
-        const bool marched = n + 1 < end && (start + kSteps) % checkpoints.interval != 0;
-        int now = start;
+    // The chunk after it was of the same interval: on the march to that one states have been put down.
+    const auto is_marched = [&](int n) { return n + 1 < end && (n + 1) * kSteps % checkpoints.interval != 0; };
+    const auto base_of = [&](int n) { return n * kSteps / checkpoints.interval * checkpoints.interval; };
+    // Sets out for chunk n: its state's, inputs' and gates' way to where the march begins.
+    const auto set_out = [&](int n) {
+        const int start = n * kSteps;
+        now = start;
         if constexpr (Outputs)
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base, start, marched);
-        int place = (start - now) / kSteps & 1;
-        if constexpr (Outputs) fetch(now, place);
-        for (;; now += kSteps, place ^= 1) {
-            if (now == start) {
-                copy_rows(of_keys.late, Head<T>(p.q, batch, head, 0, keys), kSteps, plan.key_rows, now, time);
-                copy_rows(of_values.late, Head<T>(p.d_out, batch, head, first, values), kSteps, plan.columns, now, time);
-            }
-            copies_commit();
-            load_item(gates, threadIdx.x, now);
-            if (Outputs && !marched) checkpoints.put_down(state, part, march, base, now);
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base_of(n), start,
+                                   is_marched(n));
+        place = (start - now) / kSteps & 1;
+        if constexpr (Outputs) fetch_early(now, place);
+        if (now == start) fetch_late(now);
+        copies_commit();
+        load_item(gates, threadIdx.x);
+    };
+    if (begin < end) set_out(end - 1);
+    for (int n = end - 1; n >= begin; --n) {
+        const int start = n * kSteps;
+        for (;; place ^= 1) {
+            if (Outputs && !is_marched(n)) checkpoints.put_down(state, part, march, base_of(n), now);
+            exponentiate(gates);
             copies_wait<0>();
             __syncthreads();
             if (now == start) break;
-            fetch(now + kSteps, place ^ 1);
-            each_column(now, [&](const Side<T>& side, int column, bool, const float(&its_gates)[kSteps]) {
+            fetch_early(now + kSteps, place ^ 1);
+            each_column([&](const Side<T>& side, int column) {
                 float early[kSteps];
                 load_column(early, early_of(side, place), column);
-                write_written(side.written, early, its_gates, column);
-                side.total[column] = product_of(its_gates);
+                write_written(side.written, early, gates, column);
+                side.total[column] = product_of(gates);
             });
             __syncthreads();
+            now += kSteps;
+            if (now == start) fetch_late(now);
+            copies_commit();
+            load_item(gates, threadIdx.x);
             pass_chunk<kPasses>(state, of_keys.total, of_values.total, of_keys.written, of_values.written, plan,
                                 [](Tile&) {});
         }
 
         if constexpr (Outputs) state.copy_to(shared.state, plan.key_rows, plan.columns);
-        each_column(start, [&](const Side<T>& side, int column, bool, const float(&its_gates)[kSteps]) {
+        each_column([&](const Side<T>& side, int column) {
             float late[kSteps];
             load_column(late, side.late, column);
-            write_reading(side.reading, late, its_gates, column);
-            side.total[column] = product_of(its_gates);
+            write_reading(side.reading, late, gates, column);
+            side.total[column] = product_of(gates);
             if constexpr (Outputs) {
                 float early[kSteps];
                 load_column(early, side.early, column);
-                write_levels(side.levels, late, early, its_gates, column);
-                write_written(side.written, early, its_gates, column);
+                write_levels(side.levels, late, early, gates, column);
+                write_written(side.written, early, gates, column);
             }
         });
+        if (Outputs && items > kDecayThreads) {
+            load_item(gates, threadIdx.x);
+            exponentiate(gates);
+        }
         __syncthreads();
         if constexpr (Outputs) {
             Deal deal;
@@ -299,31 +396,37 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
                                  [&](int j, float sum) { of_values.passing(tile.row / kTileRows, j) = sum; });
             });
             __syncthreads();
-            const int steps = min(kSteps, time - start);
-            each_column(start, [&](const Side<T>& side, int column, bool of_value, const float(&its_gates)[kSteps]) {
-                const int parts = of_value ? plan.key_rows / kTileRows : (plan.columns + kTileColumns - 1) / kTileColumns;
-                float d_log[kSteps];
-                differentiate_column(side, its_gates, column, parts, d_log);
-                const int dimension = of_value ? first + column : column;
-                if (dimension >= (of_value ? values : keys)) return;
-                const bool add = !of_value && block > 0;
-                const auto store = [&](const Sequence& x, const Matrix<float>& from) {
-                    store_column<T>(x, from, column, steps, batch, start, head, dimension, add);
-                };
-                if (!of_value) store(p.dq, side.reads);
-                store(of_value ? p.dv : p.dk, side.writes);
-                write_column(side.reads, d_log, column);
-                store(of_value ? p.d_log_value_decay : p.d_log_key_decay, side.reads);
-            });
+            each_column([&](const Side<T>& side, int column) { differentiate_column(side, gates, column); });
+            __syncthreads();
         } else {
             key_logs.add(p.log_key_decay, batch, head, 0, keys, plan.key_rows, start, time);
             value_logs.add(p.log_value_decay, batch, head, first, values, plan.columns, start, time);
+        }
+        if (n > begin) set_out(n - 1);
+        if constexpr (Outputs) {
+            const bool add = block > 0;
+            const auto store = [&](auto zero, const Sequence& x, const auto& from, bool of_value) {
+                if (x.data != nullptr)
+                    store_rows<StepWalk>(rows_of(zero, x, of_value), from, kSteps,
+                                         of_value ? plan.columns : plan.key_rows, start, time,
+                                         add && !of_value);
+            };
+            const auto store_logs = [&](const Sequence& x, const Side<T>& side, bool of_value) {
+                if (x.dtype == kFloat32)
+                    store(float(), x, side.reads, of_value);
+                else
+                    store(T(), x, side.reads, of_value);
+            };
+            store(T(), p.dq, of_keys.written, false);
+            store(T(), p.dk, of_keys.writes, false);
+            store(T(), p.dv, of_values.writes, true);
+            store_logs(p.d_log_key_decay, of_keys, false);
+            store_logs(p.d_log_value_decay, of_values, true);
         }
         pass_chunk<kPasses>(d_state, of_keys.total, of_values.total, of_keys.reading, of_values.reading, plan,
                             [&](Tile& tile) {
                                 if constexpr (Outputs) write_tile(tile, shared.d_state);
                             });
-        __syncthreads();
     }
     if constexpr (!Outputs) {
         const int64_t index = segments.index(segment, head_index);

@@ -14,6 +14,7 @@ struct Layout {
     Matrix<T> reading_queries;            // q_t * F_t0
     Matrix<T> written_keys;               // k_s * F_es
     Matrix<T> written_values;             // v_s * Z_es
+    Matrix<float> value_gates;
     Matrix<float> reads;                  // S_0^T (q_t * F_t0), then the output on its way
     Matrix<float> weights;                // P_ts
     Matrix<Factor<T>> state;
@@ -28,6 +29,7 @@ struct Layout {
           reading_queries(carver.matrix<T>(kSteps, plan.key_rows)),
           written_keys(carver.matrix<T>(kSteps, plan.key_rows)),
           written_values(carver.matrix<T>(kSteps, plan.columns)),
+          value_gates(carver.matrix<float>(kSteps, plan.columns)),
           reads(carver.matrix<float>(kSteps, plan.columns)),
           weights(carver.matrix<float>(kSteps, kSteps, 0)),
           state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)),
@@ -52,13 +54,23 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
     const StatePart part{keys, values, first, plan.columns, plan.key_rows};
 
     const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
+    // Dimensions are dealt out to threads, those of values first. The gates of a thread's first one are in `gates`, for the
+    // chunk that is worked on; or their logs, from when that is on its way.
+    float gates[kSteps];
+    const int items = plan.columns + plan.key_rows;
+    const auto load_item = [&](float(&logs)[kSteps], int item, int start) {
+        const bool of_value = item < plan.columns;
+        load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), batch, head,
+                     of_value ? first + item : item - plan.columns, of_value ? values : keys, start, time);
+    };
     const auto fetch = [&](int n) {
         const int start = n * kSteps;
         if constexpr (Outputs)
-            copy_rows(shared.q, Head<T>(p.q, batch, head, 0, keys), kSteps, plan.key_rows, start, time);
-        copy_rows(shared.k, Head<T>(p.k, batch, head, 0, keys), kSteps, plan.key_rows, start, time);
-        copy_rows(shared.v[n % 2], Head<T>(p.v, batch, head, first, values), kSteps, plan.columns, start, time);
+            copy_rows<StepWalk>(shared.q, Head<T>(p.q, batch, head, 0, keys), kSteps, plan.key_rows, start, time);
+        copy_rows<StepWalk>(shared.k, Head<T>(p.k, batch, head, 0, keys), kSteps, plan.key_rows, start, time);
+        copy_rows<StepWalk>(shared.v[n % 2], Head<T>(p.v, batch, head, first, values), kSteps, plan.columns, start, time);
         copies_commit();
+        load_item(gates, threadIdx.x, start);
     };
     PassedLogs passed_keys, passed_values;  // of `Outputs` false
     StateTiles<Places> state;
@@ -71,31 +83,32 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
     for (int n = begin; n < end; ++n) {
         const int start = n * kSteps, thread = threadIdx.x;
         const Matrix<T> v = shared.v[n % 2];
-        // A dimension to a thread, those of values first: their gates are wanted once more.
-        float gates[kSteps];
-        if (thread < plan.columns)
-            load_gates<T>(gates, p.log_value_decay, batch, head, first + thread, values, start, time);
+        exponentiate(gates);
         copies_wait<0>();
         __syncthreads();
-        if (thread < plan.columns) {
+        for (int item = thread; item < items; item += kDecayThreads) {
             float early[kSteps];
-            load_column(early, v, thread);
-            write_written(shared.written_values, early, gates, thread);
-            shared.value_total[thread] = product_of(gates);
-        }
-        for (int i = thread - plan.columns; i < plan.key_rows; i += kDecayThreads) {
-            if (i < 0) continue;  // a value's
-            float key_gates[kSteps], early[kSteps];
-            load_gates<T>(key_gates, p.log_key_decay, batch, head, i, keys, start, time);
+            if (item >= kDecayThreads) {
+                load_item(gates, item, start);
+                exponentiate(gates);
+            }
+            if (item < plan.columns) {
+                load_column(early, v, item);
+                write_column(shared.value_gates, gates, item);
+                write_written(shared.written_values, early, gates, item);
+                shared.value_total[item] = product_of(gates);
+                continue;
+            }
+            const int i = item - plan.columns;
             load_column(early, shared.k, i);
             if constexpr (Outputs) {
                 float late[kSteps];
                 load_column(late, shared.q, i);
-                write_levels(shared.levels, late, early, key_gates, i);
-                write_reading(shared.reading_queries, late, key_gates, i);
+                write_levels(shared.levels, late, early, gates, i);
+                write_reading(shared.reading_queries, late, gates, i);
             }
-            write_written(shared.written_keys, early, key_gates, i);
-            shared.key_total[i] = product_of(key_gates);
+            write_written(shared.written_keys, early, gates, i);
+            shared.key_total[i] = product_of(gates);
         }
         if constexpr (Outputs) {
             if (start > 0 && kept > 0 && start % p.sizes.interval == 0)
@@ -117,10 +130,11 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
             });
             __syncthreads();
         }
-        if (n + 1 < end) fetch(n + 1);
         if (Outputs && thread < min(plan.columns, values - first)) {
             float early[kSteps];
             load_column(early, v, thread);
+            load_column(gates, shared.value_gates, thread);
+            const Column<float> reads(shared.reads, thread);
             float product = 1.0f;
 #pragma unroll
             for (int t = 0; t < kSteps; ++t) {
@@ -132,15 +146,18 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
                     if (s > 0) sum *= gates[s];
                     sum += weights[s] * early[s];
                 }
-                shared.reads(t, thread) = product * shared.reads(t, thread) + sum;
+                reads.set(t, product * reads.get(t) + sum);
             }
-            store_column<T>(p.out, shared.reads, thread, min(kSteps, time - start), batch, start, head, first + thread,
-                            false);
         }
+        if (n + 1 < end) fetch(n + 1);
         pass_chunk<kPasses>(state, shared.key_total, shared.value_total, shared.written_keys, shared.written_values,
                             plan, [&](Tile& tile) {
                                 if constexpr (Outputs) write_tile(tile, shared.state);
                             });
+        if constexpr (Outputs) {
+            __syncthreads();
+            store_rows<StepWalk>(Head<T>(p.out, batch, head, first, values), shared.reads, kSteps, plan.columns, start, time, false);
+        }
     }
     if constexpr (!Outputs) {
         const int64_t index = segments.index(segment, head_index);

@@ -191,6 +191,19 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 #define FASTWEIGHTS_SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
+// x, of which the compiler does not know that it is the same each time: what is computed from it in a loop it would
+// otherwise compute once and keep, all of it in registers.
+template <typename I>
+__device__ __forceinline__ I forgotten(I x) {
+#ifdef __CUDA_ARCH__
+    if constexpr (sizeof(I) == 8)
+        asm volatile("" : "+l"(x));
+    else
+        asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 // ---- Asynchronous copies -----------------------------------------------------------------------------------------
 
 // Copies `Bytes` (4, 8 or 16; both sides aligned to that) from global to shared memory. The data may be read after

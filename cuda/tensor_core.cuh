@@ -35,6 +35,14 @@ struct alignas(2 * sizeof(T)) Pair {
         } same{*this};
         return same.bits;
     }
+    __device__ __forceinline__ static Pair of_bits(unsigned bits) {
+        static_assert(sizeof(T) == 2, "two to a register");
+        union {
+            unsigned bits;
+            Pair pair;
+        } same{bits};
+        return same.pair;
+    }
 };
 
 template <typename T>
