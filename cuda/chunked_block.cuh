@@ -232,10 +232,10 @@ __device__ __forceinline__ void store_step(const Sequence& x, int batch, int hea
 // ---- States ------------------------------------------------------------------------------------------------------
 
 // A block's part of a state, or of the gradient of one, in registers: its tiles are dealt out to the warps as for_each_tile
-// does, `Places` to a warp at most. Zeros where there is no tile.
-template <int Places>
+// does, `Places` to a warp at most, of `Parts` groups of 8 columns at most. Zeros where there is no tile.
+template <int Places, int Parts = kTileParts>
 struct StateTiles {
-    float values[Places][kTileParts][4];
+    float values[Places][Parts][4];
 
     // f(tile) for this warp's tiles of a (rows, columns) matrix.
     template <typename F>
@@ -300,7 +300,7 @@ private:
 #pragma unroll
         for (int place = 0; place < Places; ++place)
 #pragma unroll
-            for (int j = 0; j < kTileParts; ++j)
+            for (int j = 0; j < Parts; ++j)
 #pragma unroll
                 for (int k = 0; k < 4; ++k) f(place, j, k);
     }
@@ -311,8 +311,8 @@ struct StatePart {
     int key_dim, value_dim, first, columns, key_rows;
 
     // Zeros where the state ends, or if `from` is null.
-    template <int Places>
-    __device__ __forceinline__ void load(StateTiles<Places>& to, const float* from, int64_t index) const {
+    template <int Places, int Parts>
+    __device__ __forceinline__ void load(StateTiles<Places, Parts>& to, const float* from, int64_t index) const {
         to.clear();
         if (from == nullptr) return;
         const int width = forgotten(value_dim);
@@ -340,8 +340,8 @@ struct StatePart {
         });
     }
 
-    template <int Places>
-    __device__ __forceinline__ void store(StateTiles<Places>& from, float* to, int64_t index) const {
+    template <int Places, int Parts>
+    __device__ __forceinline__ void store(StateTiles<Places, Parts>& from, float* to, int64_t index) const {
         const int width = forgotten(value_dim);
         float* const data = to + index * key_dim * value_dim + first;
         from.each(key_rows, columns, [&](Tile& tile) {

@@ -24,13 +24,14 @@
 namespace fairseq_fastweights {
 
 constexpr int kSteps = 16;  // of a chunk
+constexpr int kHalf = kSteps / 2;
 constexpr int kLevels = 4;  // halves of 1, 2, 4 and 8 steps
 static_assert(1 << kLevels == kSteps, "halved down to single steps");
 constexpr int kDecayThreads = 256;
 constexpr int kMostDecays = 2 * kDecayThreads;  // of keys, two to a thread (PassedLogs)
 
 // The plan of the most columns that fits; measure(plan) gives its bytes of shared memory, resident(plan) the blocks whose
-// registers a multiprocessor has room for. `chunk` is 0 if none fits.
+// registers a multiprocessor has room for, 0 where a block's own are too many. `chunk` is 0 if none fits.
 template <typename Measure, typename Resident>
 Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure, Resident resident) {
     if (sizes.key_dim > kMostDecays) return Plan{};
@@ -43,7 +44,7 @@ Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure, Resident re
                   kDecayThreads, 0,                              0};
         plan.shared = measure(plan);
         plan.resident = resident(plan);
-        if (plan.places() <= kMostPlaces && plan.shared <= static_cast<size_t>(limit) && asked.allows(plan)) return plan;
+        if (plan.resident > 0 && plan.shared <= static_cast<size_t>(limit) && asked.allows(plan)) return plan;
         if (columns == 16) return Plan{};
     }
 }
@@ -91,8 +92,9 @@ __device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& l
         load(static_cast<const T*>(logs.data) + first);
 }
 
-// Of one of two sequences, field by field: the address of a parameter would put it into memory.
-__device__ __forceinline__ Sequence either(const Sequence& first, const Sequence& other, bool second) {
+// One of two sequences, chosen anew at each use; field by field, as the address of a parameter would put it into memory.
+__device__ __forceinline__ Sequence either(const Sequence& first, const Sequence& other, bool of_other) {
+    const int second = forgotten(static_cast<int>(of_other));
     return {second ? other.data : first.data, second ? other.batch : first.batch, second ? other.time : first.time,
             second ? other.head : first.head, second ? other.dtype : first.dtype};
 }
@@ -160,30 +162,12 @@ __device__ __forceinline__ void scale_halves(float (&scale)[2 * Half], const flo
     for (int t = Half; t < 2 * Half; ++t) scale[t] = product *= gates[middle - Half + t];
 }
 
-// A level's x: of `early` in first halves, of `late` in second ones.
-template <int Half, typename T>
-__device__ __forceinline__ void write_level(const Matrix<T>& level, const float (&late)[kSteps],
-                                            const float (&early)[kSteps], const float (&gates)[kSteps], int column) {
-    const Column<T> target(level, column);
+__device__ __forceinline__ float product_of(const float (&gates)[kSteps], int begin = 0, int end = kSteps) {
+    float product = 1.0f;
 #pragma unroll
-    for (int middle = Half; middle < kSteps; middle += 2 * Half) {
-        float scale[2 * Half];
-        scale_halves<Half>(scale, gates, middle);
-#pragma unroll
-        for (int i = 0; i < 2 * Half; ++i) {
-            const int t = middle - Half + i;
-            target.set(t, (i < Half ? early[t] : late[t]) * scale[i]);
-        }
-    }
-}
-
-template <typename T>
-__device__ __forceinline__ void write_levels(const Stages<T>& levels, const float (&late)[kSteps],
-                                             const float (&early)[kSteps], const float (&gates)[kSteps], int column) {
-    write_level<1>(levels[0], late, early, gates, column);
-    write_level<2>(levels[1], late, early, gates, column);
-    write_level<4>(levels[2], late, early, gates, column);
-    write_level<8>(levels[3], late, early, gates, column);
+    for (int t = 0; t < kSteps; ++t)
+        if (t >= begin && t < end) product *= gates[t];
+    return product;
 }
 
 // reading(t) = late_t decayed from before the chunk to t.
@@ -209,11 +193,62 @@ __device__ __forceinline__ void write_written(const Matrix<T>& written, const fl
     }
 }
 
-__device__ __forceinline__ float product_of(const float (&gates)[kSteps]) {
+// A level's x in the steps from `First` on, half of a chunk: of `early` in first halves, of `late` in second ones.
+template <int Half, int First, typename T>
+__device__ __forceinline__ void write_level(const Matrix<T>& level, const float (&late)[kHalf],
+                                            const float (&early)[kHalf], const float (&gates)[kSteps], int column) {
+    const Column<T> target(level, column);
+#pragma unroll
+    for (int start = 0; start < kHalf; start += 2 * Half) {
+        float scale[2 * Half];
+        scale_halves<Half>(scale, gates, First + start + Half);
+#pragma unroll
+        for (int i = 0; i < 2 * Half; ++i)
+            target.set(First + start + i, (i < Half ? early[start + i] : late[start + i]) * scale[i]);
+    }
+}
+
+template <int First, typename T>
+__device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, const Matrix<T>& early,
+                                                       const Stages<T>& levels, const Matrix<T>& reading,
+                                                       const Matrix<T>& written, const float (&gates)[kSteps],
+                                                       int column) {
+    float lates[kHalf], earlies[kHalf];
+    const Column<T> from_late(late, column), from_early(early, column);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+        lates[i] = from_late.get(First + i);
+        earlies[i] = from_early.get(First + i);
+    }
+    write_level<1, First>(levels[0], lates, earlies, gates, column);
+    write_level<2, First>(levels[1], lates, earlies, gates, column);
+    write_level<4, First>(levels[2], lates, earlies, gates, column);
+    const Column<T> to_level(levels[3], column), to_reading(reading, column), to_written(written, column);
+    const float before = product_of(gates, 0, First), after = product_of(gates, First + kHalf, kSteps);
     float product = 1.0f;
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) product *= gates[t];
-    return product;
+    for (int i = 0; i < kHalf; ++i) {
+        product *= gates[First + i];
+        if (First > 0) to_level.set(First + i, lates[i] * product);
+        to_reading.set(First + i, lates[i] * (before * product));
+    }
+    product = 1.0f;
+#pragma unroll
+    for (int i = kHalf - 1; i >= 0; --i) {
+        if (First == 0) to_level.set(i, earlies[i] * product);
+        to_written.set(First + i, earlies[i] * (product * after));
+        product *= gates[First + i];
+    }
+}
+
+// All that products take of a dimension: the levels' x, and what `write_reading` and `write_written` write. One half after
+// the other: that takes fewer registers.
+template <typename T>
+__device__ __forceinline__ void write_operands(const Matrix<T>& late, const Matrix<T>& early, const Stages<T>& levels,
+                                               const Matrix<T>& reading, const Matrix<T>& written,
+                                               const float (&gates)[kSteps], int column) {
+    write_operands_of_half<0>(late, early, levels, reading, written, gates, column);
+    write_operands_of_half<kHalf>(late, early, levels, reading, written, gates, column);
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------------
@@ -258,8 +293,8 @@ __device__ __forceinline__ void weigh_pairs(const Matrix<float>& weights, const 
 }
 
 // state = (rows columns^T) * state + left^T right, both (16, .); f(tile) with what becomes of each tile.
-template <int Passes, int Places, typename T, typename F>
-__device__ __forceinline__ void pass_chunk(StateTiles<Places>& state, const float* rows, const float* columns,
+template <int Passes, typename State, typename T, typename F>
+__device__ __forceinline__ void pass_chunk(State& state, const float* rows, const float* columns,
                                            const Matrix<T>& left, const Matrix<T>& right, const Plan& plan, F f) {
     state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
         tile.each([&](int i, int j, float& value) { value *= rows[i] * columns[j]; });

@@ -25,6 +25,14 @@ namespace {
 
 constexpr int kResident = 1;  // blocks on a multiprocessor
 
+// A block's part of a state. Beside 4 full tiles to a warp a dimension's gradients would not have their registers: such
+// tiles are of 16 columns.
+template <int Places>
+using State = StateTiles<Places, Places == kMostPlaces ? kTileParts / 2 : kTileParts>;
+inline bool has_registers(const Plan& plan) {
+    return plan.places() < kMostPlaces || (plan.places() == kMostPlaces && plan.columns == kTileColumns / 2);
+}
+
 // Keys, or values, of a chunk.
 template <typename T>
 struct Side {
@@ -82,8 +90,6 @@ __device__ __forceinline__ Side<T> side_of(const Layout<T>& layout, unsigned cha
                    of_value ? layout.values.parts : layout.keys.parts);
 }
 
-constexpr int kHalf = kSteps / 2;
-
 // Of the steps from `First` on, half of a chunk, the pairs that are parted at the middles of 2 Half of them.
 template <int Half, int First>
 __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights, const float (&late)[kHalf],
@@ -136,12 +142,7 @@ __device__ __forceinline__ float differentiate_half(const Side<T>& side, const f
         late[i] = lates.get(First + i);
         early[i] = earlies.get(First + i);
     }
-    float from_half = 1.0f, to_half = 1.0f;  // products of the first half's gates, of the second's
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        from_half *= gates[i];
-        to_half *= gates[kHalf + i];
-    }
+    const float before = product_of(gates, 0, First), after = product_of(gates, First + kHalf, kSteps);
 
     // Pairs with a step of the other half.
     float x[kHalf], scale[kHalf], row[kHalf];
@@ -192,7 +193,7 @@ __device__ __forceinline__ float differentiate_half(const Side<T>& side, const f
     }
 
     // What passes the chunk's start, or its end.
-    product = kSecond ? from_half : 1.0f;
+    product = before;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
         x[i] = (product *= gates[First + i]) * reads.get(First + i);
@@ -202,7 +203,7 @@ __device__ __forceinline__ float differentiate_half(const Side<T>& side, const f
 #pragma unroll
     for (int i = kHalf - 1; i >= 0; --i) d_log[i] += run += late[i] * x[i];
     read = run;
-    product = kSecond ? 1.0f : to_half;
+    product = after;
 #pragma unroll
     for (int i = kHalf - 1; i >= 0; --i) {
         x[i] = product * writes.get(First + i);
@@ -212,7 +213,7 @@ __device__ __forceinline__ float differentiate_half(const Side<T>& side, const f
     run = 0.0f;
     if constexpr (!kSecond) {
         for (int i = 0; i < side.parts; ++i) run += side.passing(i, column);
-        run *= from_half * to_half;
+        run *= product_of(gates);
     }
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
     const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
     const int end = min(chunks, begin + segments.chunks);
     PassedLogs key_logs, value_logs;  // of `Outputs` false
-    StateTiles<Places> state, d_state;
+    State<Places> state, d_state;
     if (Outputs && segments.count > 1)
         part.load(d_state, segments.states, segments.index(segment, head_index));
     else
@@ -345,16 +346,14 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
 
         if constexpr (Outputs) state.copy_to(shared.state, plan.key_rows, plan.columns);
         each_column([&](const Side<T>& side, int column) {
-            float late[kSteps];
-            load_column(late, side.late, column);
-            write_reading(side.reading, late, gates, column);
-            side.total[column] = product_of(gates);
             if constexpr (Outputs) {
-                float early[kSteps];
-                load_column(early, side.early, column);
-                write_levels(side.levels, late, early, gates, column);
-                write_written(side.written, early, gates, column);
+                write_operands(side.late, side.early, side.levels, side.reading, side.written, gates, column);
+            } else {
+                float late[kSteps];
+                load_column(late, side.late, column);
+                write_reading(side.reading, late, gates, column);
             }
+            side.total[column] = product_of(gates);
         });
         if (Outputs && items > kDecayThreads) {
             load_item(gates, threadIdx.x);
@@ -443,7 +442,7 @@ template <typename T>
 Plan plan_of(const Sizes& sizes, int limit) {
     return find_decay_plan(
         sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
-        [](const Plan&) { return kResident; });
+        [](const Plan& plan) { return has_registers(plan) ? kResident : 0; });
 }
 
 Segments segments_of(const Plan& plan, const Sizes& sizes) {

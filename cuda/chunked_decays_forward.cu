@@ -54,23 +54,28 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
     const StatePart part{keys, values, first, plan.columns, plan.key_rows};
 
     const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
+    // Found anew at each use: kept, these would hold some 20 registers.
+    const auto rows_of = [&](const Sequence& x, bool of_value) {
+        return Head<T>(x, forgotten(batch), forgotten(head), of_value ? first : 0, of_value ? values : keys);
+    };
+
     // Dimensions are dealt out to threads, those of values first. The gates of a thread's first one are in `gates`, for the
     // chunk that is worked on; or their logs, from when that is on its way.
     float gates[kSteps];
     const int items = plan.columns + plan.key_rows;
     const auto load_item = [&](float(&logs)[kSteps], int item, int start) {
         const bool of_value = item < plan.columns;
-        load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), batch, head,
+        load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), forgotten(batch), forgotten(head),
                      of_value ? first + item : item - plan.columns, of_value ? values : keys, start, time);
     };
     const auto fetch = [&](int n) {
         const int start = n * kSteps;
         if constexpr (Outputs)
-            copy_rows<StepWalk>(shared.q, Head<T>(p.q, batch, head, 0, keys), kSteps, plan.key_rows, start, time);
-        copy_rows<StepWalk>(shared.k, Head<T>(p.k, batch, head, 0, keys), kSteps, plan.key_rows, start, time);
-        copy_rows<StepWalk>(shared.v[n % 2], Head<T>(p.v, batch, head, first, values), kSteps, plan.columns, start, time);
+            copy_rows<StepWalk>(shared.q, rows_of(p.q, false), kSteps, plan.key_rows, start, time);
+        copy_rows<StepWalk>(shared.k, rows_of(p.k, false), kSteps, plan.key_rows, start, time);
+        copy_rows<StepWalk>(shared.v[n % 2], rows_of(p.v, true), kSteps, plan.columns, start, time);
         copies_commit();
-        load_item(gates, threadIdx.x, start);
+        load_item(gates, forgotten(static_cast<int>(threadIdx.x)), start);
     };
     PassedLogs passed_keys, passed_values;  // of `Outputs` false
     StateTiles<Places> state;
@@ -100,14 +105,12 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
                 continue;
             }
             const int i = item - plan.columns;
-            load_column(early, shared.k, i);
             if constexpr (Outputs) {
-                float late[kSteps];
-                load_column(late, shared.q, i);
-                write_levels(shared.levels, late, early, gates, i);
-                write_reading(shared.reading_queries, late, gates, i);
+                write_operands(shared.q, shared.k, shared.levels, shared.reading_queries, shared.written_keys, gates, i);
+            } else {
+                load_column(early, shared.k, i);
+                write_written(shared.written_keys, early, gates, i);
             }
-            write_written(shared.written_keys, early, gates, i);
             shared.key_total[i] = product_of(gates);
         }
         if constexpr (Outputs) {
@@ -139,12 +142,12 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
 #pragma unroll
             for (int t = 0; t < kSteps; ++t) {
                 product *= gates[t];
-                float sum = 0.0f, weights[kSteps];
-                load_row(weights, &shared.weights(t, 0));
+                float sum = 0.0f, weights[4];
 #pragma unroll
                 for (int s = 0; s <= t; ++s) {
+                    if (s % 4 == 0) load_row(weights, &shared.weights(t, s));
                     if (s > 0) sum *= gates[s];
-                    sum += weights[s] * early[s];
+                    sum += weights[s % 4] * early[s];
                 }
                 reads.set(t, product * reads.get(t) + sum);
             }
@@ -156,7 +159,7 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
                             });
         if constexpr (Outputs) {
             __syncthreads();
-            store_rows<StepWalk>(Head<T>(p.out, batch, head, first, values), shared.reads, kSteps, plan.columns, start, time, false);
+            store_rows<StepWalk>(rows_of(p.out, true), shared.reads, kSteps, plan.columns, start, time, false);
         }
     }
     if constexpr (!Outputs) {
@@ -174,7 +177,7 @@ template <typename T>
 Plan plan_of(const Sizes& sizes, int limit) {
     return find_decay_plan(
         sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
-        [](const Plan& plan) { return forward_blocks(plan.places()); });
+        [](const Plan& plan) { return plan.places() <= kMostPlaces ? forward_blocks(plan.places()) : 0; });
 }
 
 Segments segments_of(const Plan& plan, const Sizes& sizes) {
