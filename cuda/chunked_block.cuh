@@ -130,7 +130,6 @@ __device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& fr
     const bool aligned = (reinterpret_cast<uintptr_t>(from.data) | from.stride * sizeof(T)) % 16 == 0 &&
                          (from.dim % kPiece == 0 || from.dim >= columns);
     if (aligned) {
-#pragma unroll 1
         for (Places at(columns / kPiece); at.row < rows; at.next()) {
             const int row = at.row, column = at.column * kPiece;
             T* const target = &to(row, column);
@@ -140,7 +139,6 @@ __device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& fr
                 *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     } else {
-#pragma unroll 1
         for (Places at(columns); at.row < rows; at.next()) {
             const int row = at.row, column = at.column;
             to(row, column) = start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column]
@@ -310,15 +308,16 @@ private:
 struct StatePart {
     int key_dim, value_dim, first, columns, key_rows;
 
-    // Zeros where the state ends, or if `from` is null.
-    template <int Places, int Parts>
+    // Zeros where the state ends, or if `from` is null. `Often`: for every chunk, by pairs where these are aligned, which is
+    // less work and more code.
+    template <bool Often = false, int Places, int Parts>
     __device__ __forceinline__ void load(StateTiles<Places, Parts>& to, const float* from, int64_t index) const {
         to.clear();
         if (from == nullptr) return;
         const int width = forgotten(value_dim);
         const float* const data = from + index * key_dim * value_dim + first;
         to.each(key_rows, columns, [&](Tile& tile) {
-            if (whole(tile, data))
+            if (Often && whole(tile, data))
                 tile.each_pair([&](int row, int column, float& x, float& y) {
                     const float2 pair = *reinterpret_cast<const float2*>(data + row * width + column);
                     x = pair.x;

@@ -36,7 +36,7 @@ struct Checkpoints {
             from = states;
             index = block * slots + passed - 1;
         }
-        place.load(state, from, index);
+        place.load<true>(state, from, index);
         return base + passed * spacing;
     }
 

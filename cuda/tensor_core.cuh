@@ -355,19 +355,7 @@ struct Matrix {
     }
 };
 
-// A tile's elements from a matrix in shared memory, and to it, two at a time.
-__device__ __forceinline__ void read_tile(Tile& tile, const Matrix<float>& from) {
-    const int row = tile.row + warp_lane() / 4, column = tile.column + warp_lane() % 4 * 2;
-    tile.each_part([&](int j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float2 pair = *reinterpret_cast<const float2*>(&from(row + 8 * half, column + 8 * j));
-            tile.value[j][2 * half] = pair.x;
-            tile.value[j][2 * half + 1] = pair.y;
-        }
-    });
-}
-
+// A tile's elements to a matrix in shared memory, two at a time.
 template <typename T>
 __device__ __forceinline__ void write_tile(Tile& tile, const Matrix<T>& to) {
     tile.each_pair([&](int row, int column, float x, float y) {
