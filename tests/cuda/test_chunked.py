@@ -128,6 +128,7 @@ def test_thousands_of_steps(emulator: Emulator, name: str, regime: str) -> None:
 DRIFTING = {
     ("sum", "ordinary"): (4e-3, 1e-5),
     ("gated", "near one"): (4e-3, 1e-5),
+    ("decay", "near one"): (4e-3, 3e-3),
     ("delta", "near one"): (8e-3, 8e-3),
     ("delta", "repeated keys"): (8e-3, 4e-3),
     ("delta", "repeated keys, one"): (8e-3, 8e-3),
@@ -166,20 +167,23 @@ def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, regime: 
 
 
 @pytest.mark.parametrize("shape", [(40, 64, 64), (40, 128, 96), (64, 256, 128), (40, 512, 512)], ids=str)
-@pytest.mark.parametrize("name", ["sum", "gated", "delta"])
+@pytest.mark.parametrize("name", ["sum", "gated", "delta", *DECAYS])
 def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(
     emulator: Emulator, name: str, shape: tuple[int, ...]
 ) -> None:
     """Results are rounded, which makes an error of 0.0017, and so is what products read of states and scores. States
-    are read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it."""
+    are read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it, and
+    so do those of decays by dimension, which scale what is written."""
     T, K, V = shape
     inputs = RULE[name].inputs(B=1, T=T, H=1, K=K, V=V, dtype=torch.bfloat16)
     actual, wanted = run(emulator, RULE[name], inputs), expected(RULE[name], inputs)
     operation = f"{'delta' if name == 'delta' else 'diagonal'}_backward"
-    blocks = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16, gated=name == "gated").blocks
+    plan = emulator.plan(
+        operation, (1, T, 1, K, V, 64), torch.bfloat16, gated=name == "gated", separate_decays=name in DECAYS
+    )
+    of_states = {"delta": 2e-3, **dict.fromkeys(DECAYS, 3e-3)}.get(name, 4e-6)
     for key, value in wanted.items():
-        state = key.endswith("_state")
-        allowed = (2e-3 if name == "delta" else 4e-6) if state else 0.004 + 0.0003 * (blocks - 1)
+        allowed = of_states if key.endswith("_state") else 0.004 + 0.0003 * (plan.blocks - 1)
         assert value is None or relative_error(actual[key], value) <= allowed, key
 
 
@@ -210,7 +214,7 @@ def test_strided_inputs(
     [
         *(((70, 33, 130), dtype) for dtype in TOLERANCE),
         *(((100, 200, 64), dtype) for dtype in TOLERANCE),
-        *(((130, 16, 16), torch.bfloat16), ((520, 8, 8), torch.bfloat16)),
+        *(((130, 16, 16), torch.bfloat16), ((520, 8, 8), torch.bfloat16), ((40, 512, 16), torch.bfloat16)),
     ],
     ids=label,
 )
@@ -316,6 +320,12 @@ def test_says_what_it_takes(emulator: Emulator, operation: str, decays: bool) ->
     assert not supports(sizes, torch.bfloat16, 75), "no tf32 before compute capability 8.0"
     assert not supports(sizes, torch.float64, 90)
     assert not supports((1, 100, 2, 64, 64, 24), torch.float32, 90), "chunks do not end at 24"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=label)
+def test_decays_of_512_keys_fit_in_16_bits(emulator: Emulator, dtype: torch.dtype) -> None:
+    inputs = RULE["decay"].inputs(B=1, T=40, H=1, K=512, V=24, dtype=dtype)
+    assert_close(run(emulator, RULE["decay"], inputs, 16), expected(RULE["decay"], inputs), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("key_dim", [513, 1000])
