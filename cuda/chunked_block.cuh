@@ -122,15 +122,16 @@ struct Head {
     __device__ __forceinline__ Head(T* data, int64_t stride, int dim) : data(data), stride(stride), dim(dim) {}
 };
 
-// Starts to copy `rows` steps from `start` on, `columns` wide, to shared memory; zeros where the tensor ends.
-template <typename Places = Walk, typename T>
+// Starts to copy `rows` steps from `start` on, `columns` wide, to shared memory; zeros where the tensor ends. `Path`: a
+// thread's way through them, a Walk or like one.
+template <typename Path = Walk, typename T>
 __device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& from, int rows, int columns, int start,
                                           int time) {
     constexpr int kPiece = 16 / sizeof(T);
     const bool aligned = (reinterpret_cast<uintptr_t>(from.data) | from.stride * sizeof(T)) % 16 == 0 &&
                          (from.dim % kPiece == 0 || from.dim >= columns);
     if (aligned) {
-        for (Places at(columns / kPiece); at.row < rows; at.next()) {
+        for (Path at(columns / kPiece); at.row < rows; at.next()) {
             const int row = at.row, column = at.column * kPiece;
             T* const target = &to(row, column);
             if (start + row < time && column < from.dim)
@@ -139,7 +140,7 @@ __device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& fr
                 *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     } else {
-        for (Places at(columns); at.row < rows; at.next()) {
+        for (Path at(columns); at.row < rows; at.next()) {
             const int row = at.row, column = at.column;
             to(row, column) = start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column]
                                                                       : narrow<T>(0.0f);
@@ -183,7 +184,7 @@ __device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int st
 }
 
 // Writes `rows` steps from `start` on, `columns` wide, from shared memory; with `add`, onto what is there.
-template <typename Places = Walk, typename To, typename From>
+template <typename Path = Walk, typename To, typename From>
 __device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From>& from, int rows, int columns, int start,
                                            int time, bool add) {
     constexpr int kPiece = 16 / sizeof(To);
@@ -191,7 +192,7 @@ __device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From
                          (to.dim % kPiece == 0 || to.dim >= columns);
     if (aligned) {
 #pragma unroll 1
-        for (Places at(columns / kPiece); at.row < rows; at.next()) {
+        for (Path at(columns / kPiece); at.row < rows; at.next()) {
             const int row = at.row, column = at.column * kPiece;
             if (start + row >= time || column >= to.dim) continue;
             uint4* const target = reinterpret_cast<uint4*>(to.data + (start + row) * to.stride + column);
@@ -211,7 +212,7 @@ __device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From
         }
     } else {
 #pragma unroll 1
-        for (Places at(columns); at.row < rows; at.next()) {
+        for (Path at(columns); at.row < rows; at.next()) {
             const int row = at.row, column = at.column;
             if (start + row >= time || column >= to.dim) continue;
             To& target = to.data[(start + row) * to.stride + column];

@@ -407,8 +407,7 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
             const auto store = [&](auto zero, const Sequence& x, const auto& from, bool of_value) {
                 if (x.data != nullptr)
                     store_rows<StepWalk>(rows_of(zero, x, of_value), from, kSteps,
-                                         of_value ? plan.columns : plan.key_rows, start, time,
-                                         add && !of_value);
+                                         of_value ? plan.columns : plan.key_rows, start, time, add && !of_value);
             };
             const auto store_logs = [&](const Sequence& x, const Side<T>& side, bool of_value) {
                 if (x.dtype == kFloat32)
