@@ -42,10 +42,11 @@ bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, boo
         if (std::strcmp(forced, "chunked") == 0) return true;
         if (std::strcmp(forced, "recurrent") == 0) return false;
     }
-    // What decays by dimension take of a chunk beside products, a dimension to a thread, costs about as much as the
-    // recurrent pass through a state of 64 x 64, which a block's registers hold, and few heads are divided in time
-    // there too (recurrent_segments.cuh). Beyond it the recurrent pass divides the values among blocks, which backwards leave parts
-    // of every key's gradient, up to twenty times the bytes of all inputs.
+    // Up to 64 x 64 a block's registers hold the state of the recurrent pass, backwards too, and few heads are divided
+    // in time there as well (recurrent_segments.cuh). By count of instructions the chunked kernels would pay from about
+    // 32 x 64 on, but theirs are few warps, 16 steps from one barrier to the next. Beyond 64 x 64 the recurrent pass
+    // divides the values among blocks, which backwards leave parts of every key's gradient, up to twenty times the
+    // bytes of all inputs.
     if (separate_decays) return sizes.time > 16 && sizes.key_dim * sizes.value_dim > 64 * 64;
     if (sizes.batch * sizes.heads <= 32 && sizes.time >= 1024) return true;
     const bool delta = operation == kDeltaForward || operation == kDeltaBackward;

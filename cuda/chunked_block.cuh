@@ -2,14 +2,15 @@
 // their way to it and back.
 //
 // A block owns one (batch, head) and `columns` of the state's value columns, and marches over the chunks of the
-// sequence with its part of the state in float32 in its registers, and a copy in shared memory for products to read. Key
-// dimensions are not divided. Rows past the sequence's end and columns past a dimension's are zeros in shared memory: a
-// key of 0 writes nothing.
+// sequence with its part of the state in float32 in its registers, and a copy in shared memory for products to read.
+// Key dimensions are not divided. Rows past the sequence's end and columns past a dimension's are zeros in shared
+// memory: a key of 0 writes nothing.
 //
 // Gradients that are sums over a head's value columns: where those are divided, the blocks of a head follow one another
 // in launches of their own, each adding to the gradient that the ones before it left, rounded to its dtype. (A sum in
 // float32 beside it would take twice the memory of a 16-bit gradient; blocks side by side would each need a part, for
-// wide states several times all inputs and gradients. Time is divided instead where heads alone do not fill the device.)
+// wide states several times all inputs and gradients. Time is divided instead where heads alone do not fill the
+// device.)
 #pragma once
 
 #include "chunked_plan.h"
@@ -34,8 +35,8 @@ struct Carver {
         return piece;
     }
 
-    // A matrix whose rows are 16 bytes longer than its columns: rows start in different banks, aligned for ldmatrix. Rows
-    // that are `longer` by 8 floats are for floats of which a warp reads 4 rows of 8 columns, or pairs, at once.
+    // A matrix whose rows are 16 bytes longer than its columns: rows start in different banks, aligned for ldmatrix.
+    // Rows that are `longer` by 8 floats are for floats of which a warp reads 4 rows of 8 columns, or pairs, at once.
     template <typename T>
     __host__ __device__ Matrix<T> matrix(int rows, int columns, int longer = 16 / static_cast<int>(sizeof(T))) {
         const int stride = columns + longer;
@@ -59,8 +60,8 @@ struct Stages {
     }
 };
 
-// A float32 matrix for products to read where rounding it would not do: as factors, or where these are rounded as the sum
-// of two, big + small, which leaves out 2^-17 of it.
+// A float32 matrix for products to read where rounding it would not do: as factors, or where these are rounded as the
+// sum of two, big + small, which leaves out 2^-17 of it.
 template <typename T>
 struct SplitMatrix {
     Stages<Factor<T>> parts;
@@ -185,8 +186,8 @@ __device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int st
 
 // Writes `rows` steps from `start` on, `columns` wide, from shared memory; with `add`, onto what is there.
 template <typename Path = Walk, typename To, typename From>
-__device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From>& from, int rows, int columns, int start,
-                                           int time, bool add) {
+__device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From>& from, int rows, int columns,
+                                           int start, int time, bool add) {
     constexpr int kPiece = 16 / sizeof(To);
     const bool aligned = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(To)) % 16 == 0 &&
                          (to.dim % kPiece == 0 || to.dim >= columns);
@@ -222,7 +223,8 @@ __device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From
     }
 }
 
-// Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only; with `add`, onto what is there.
+// Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only; with `add`, onto what is
+// there.
 __device__ __forceinline__ void store_step(const Sequence& x, int batch, int head, int t, float value, bool add) {
     const int64_t index = batch * x.batch + t * x.time + head * x.head;
     store_element(x.data, x.dtype, index, add ? value + load_element<float>(x.data, x.dtype, index) : value);
@@ -230,8 +232,8 @@ __device__ __forceinline__ void store_step(const Sequence& x, int batch, int hea
 
 // ---- States ------------------------------------------------------------------------------------------------------
 
-// A block's part of a state, or of the gradient of one, in registers: its tiles are dealt out to the warps as for_each_tile
-// does, `Places` to a warp at most, of `Parts` groups of 8 columns at most. Zeros where there is no tile.
+// A block's part of a state, or of the gradient of one, in registers: its tiles are dealt out to the warps as
+// for_each_tile does, `Places` to a warp at most, of `Parts` groups of 8 columns at most. Zeros where there is no tile.
 template <int Places, int Parts = kTileParts>
 struct StateTiles {
     float values[Places][Parts][4];
@@ -309,8 +311,8 @@ private:
 struct StatePart {
     int key_dim, value_dim, first, columns, key_rows;
 
-    // Zeros where the state ends, or if `from` is null. `Often`: for every chunk, by pairs where these are aligned, which is
-    // less work and more code.
+    // Zeros where the state ends, or if `from` is null. `Often`: for every chunk, by pairs where these are aligned,
+    // which is less work and more code.
     template <bool Often = false, int Places, int Parts>
     __device__ __forceinline__ void load(StateTiles<Places, Parts>& to, const float* from, int64_t index) const {
         to.clear();

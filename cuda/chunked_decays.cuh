@@ -1,20 +1,21 @@
 // Decays by dimension, chunk-parallel on tensor cores: what the forward and the backward pass share.
 //
-// In a chunk of 16 steps that starts from S_0, with F_ts and Z_ts the products of the decays of keys and of values of the
-// steps (s, t], t0 from before the chunk's start and es to its end:
+// In a chunk of 16 steps that starts from S_0, with F_ts and Z_ts the products of the decays of keys and of values of
+// the steps (s, t], t0 from before the chunk's start and es to its end:
 //   Y_t = Z_t0 * (S_0^T (q_t * F_t0)) + sum over s <= t of P_ts (v_s * Z_ts),   P_ts = <q_t, k_s * F_ts>
 //   S_end = (F_e0 Z_e0^T) * S_0 + sum over s of (k_s * F_es) (v_s * Z_es)^T
-// The products with states are those of matrices. Decays between two steps of the chunk cannot be pulled out of the sums
-// over dimensions, but with a step m between them they can: F_ts = F_tm F_ms. So the chunk is halved, and its halves are,
-// down to single steps: each pair s < t is parted by one of these halvings, and P_ts = <x_t, x_s> with x_t = q_t * F_tm
-// and x_s = k_s * F_ms, m the last step of the first half. Each of the four levels is a product of matrices, of whose
-// 16 x 16 elements some are wanted. No factor exceeds 1, and nothing is divided or subtracted, as in the recurrent kernels.
+// The products with states are those of matrices. Decays between two steps of the chunk cannot be pulled out of the
+// sums over dimensions, but with a step m between them they can: F_ts = F_tm F_ms. So the chunk is halved, and its
+// halves are, down to single steps: each pair s < t is parted by one of these halvings, and P_ts = <x_t, x_s> with x_t
+// = q_t * F_tm and x_s = k_s * F_ms, m the last step of the first half. Each of the four levels is a product of
+// matrices, of whose 16 x 16 elements some are wanted. No factor exceeds 1, and nothing is divided or subtracted, as in
+// the recurrent kernels.
 //
 // For states that the registers of a block of the recurrent backward pass do not hold: that divides the value columns
 // among many blocks, each of which has a part of every key's gradient to hand over. Absent decays are gates of 1.
 //
-// What is scaled by decays is stored in the inputs' type again. They are at most 1: what this rounds off, or what float16
-// loses of the smallest, is no more than what storing the inputs did.
+// What is scaled by decays is stored in the inputs' type again. They are at most 1: what this rounds off, or what
+// float16 loses of the smallest, is no more than what storing the inputs did.
 #pragma once
 
 #include "carried_decays.cuh"
@@ -30,8 +31,8 @@ static_assert(1 << kLevels == kSteps, "halved down to single steps");
 constexpr int kDecayThreads = 256;
 constexpr int kMostDecays = 2 * kDecayThreads;  // of keys, two to a thread (PassedLogs)
 
-// The plan of the most columns that fits; measure(plan) gives its bytes of shared memory, resident(plan) the blocks whose
-// registers a multiprocessor has room for, 0 where a block's own are too many. `chunk` is 0 if none fits.
+// The plan of the most columns that fits; measure(plan) gives its bytes of shared memory, resident(plan) the blocks
+// whose registers a multiprocessor has room for, 0 where a block's own are too many. `chunk` is 0 if none fits.
 template <typename Measure, typename Resident>
 Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure, Resident resident) {
     if (sizes.key_dim > kMostDecays) return Plan{};
@@ -64,7 +65,7 @@ struct StepWalk {
     }
 };
 
-// ---- A dimension of a chunk, in a thread's registers -------------------------------------------------------------------
+// ---- A dimension of a chunk, in a thread's registers ----------------------------------------------------------------
 
 // The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
 template <typename T>
@@ -92,7 +93,8 @@ __device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& l
         load(static_cast<const T*>(logs.data) + first);
 }
 
-// One of two sequences, chosen anew at each use; field by field, as the address of a parameter would put it into memory.
+// One of two sequences, chosen anew at each use; field by field, as the address of a parameter would put it into
+// memory.
 __device__ __forceinline__ Sequence either(const Sequence& first, const Sequence& other, bool of_other) {
     const int second = forgotten(static_cast<int>(of_other));
     return {second ? other.data : first.data, second ? other.batch : first.batch, second ? other.time : first.time,
@@ -241,8 +243,8 @@ __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, co
     }
 }
 
-// All that products take of a dimension: the levels' x, and what `write_reading` and `write_written` write. One half after
-// the other: that takes fewer registers.
+// All that products take of a dimension: the levels' x, and what `write_reading` and `write_written` write. One half
+// after the other: that takes fewer registers.
 template <typename T>
 __device__ __forceinline__ void write_operands(const Matrix<T>& late, const Matrix<T>& early, const Stages<T>& levels,
                                                const Matrix<T>& reading, const Matrix<T>& written,
@@ -251,7 +253,7 @@ __device__ __forceinline__ void write_operands(const Matrix<T>& late, const Matr
     write_operands_of_half<kHalf>(late, early, levels, reading, written, gates, column);
 }
 
-// ---- Products --------------------------------------------------------------------------------------------------------
+// ---- Products -------------------------------------------------------------------------------------------------------
 
 // Deals work out to the block's warps in turn, what comes next to those that have had less.
 struct Deal {
@@ -274,8 +276,8 @@ struct Deal {
     }
 };
 
-// A level's weights(t, s) = <late_t, early_s decayed from s to t>, and `Mirrored` at (s, t) too; level kLevels has those of
-// s = t. By a warp.
+// A level's weights(t, s) = <late_t, early_s decayed from s to t>, and `Mirrored` at (s, t) too; level kLevels has
+// those of s = t. By a warp.
 template <int Passes, bool Mirrored, typename T>
 __device__ __forceinline__ void weigh_pairs(const Matrix<float>& weights, const Matrix<T>& late, const Matrix<T>& early,
                                             const Stages<T>& levels, int columns, int level) {

@@ -7,12 +7,13 @@
 //   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of D_ts (q_t * F_ts)
 //   dv_s = Z_es * (dS^T (k_s * F_es)) + sum over t >= s of P_ts (dy_t * Z_ts)
 //   dS_0 = (F_e0 Z_e0^T) * dS + sum over t of (q_t * F_t0) (dy_t * Z_t0)^T
-// The gradient of log f_u collects, element by element, whatever passes through step u: of pairs s < u <= t of the chunk
-// D_ts q_t * k_s * F_ts, of reads of S_0 at t >= u their products with q_t * F_t0, of writes s < u that are left at the
-// end theirs with k_s * F_es, and the row sums of (F_e0 Z_e0^T) * S_0 * dS. That of log z_u likewise, over columns.
+// The gradient of log f_u collects, element by element, whatever passes through step u: of pairs s < u <= t of the
+// chunk D_ts q_t * k_s * F_ts, of reads of S_0 at t >= u their products with q_t * F_t0, of writes s < u that are left
+// at the end theirs with k_s * F_es, and the row sums of (F_e0 Z_e0^T) * S_0 * dS. That of log z_u likewise, over
+// columns.
 //
-// Keys and values have the same equations, with dy in the place of q, v in that of k and P in that of D: `late`, `early`
-// and `weights` here. Where pairs are parted at m, with x as in chunked_decays.cuh,
+// Keys and values have the same equations, with dy in the place of q, v in that of k and P in that of D: `late`,
+// `early` and `weights` here. Where pairs are parted at m, with x as in chunked_decays.cuh,
 //   d late_t = F_tm * (sum over s of w_ts x_s),   d early_s = F_ms * (sum over t of w_ts x_t)
 // and d log f_u has the sum over t >= u of x_t * (that sum) if u is in the second half, and over s < u if in the first.
 #include "choice.h"
@@ -81,7 +82,8 @@ struct Layout {
     }
 };
 
-// One of the two, carved out again: to choose among pointers would be more work, and hide that they are to shared memory.
+// One of the two, carved out again: to choose among pointers would be more work, and hide that they are to shared
+// memory.
 template <typename T>
 __device__ __forceinline__ Side<T> side_of(const Layout<T>& layout, unsigned char* memory, bool of_value) {
     const int before = static_cast<int>(reinterpret_cast<unsigned char*>(layout.values.late.data) - memory);
@@ -127,9 +129,9 @@ __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights
 }
 
 // One dimension's gradients in the steps from `First` on, half of a chunk (which takes fewer registers than all of it):
-// of `late` to where `written` was, of `early` to that of its writes, of the logs to that of its reads. `read`: the sum over
-// the second half of late * d late as far as it passes the chunk's start, found in the second half and used in the first.
-// Returned is the same of early * d early as far as it passes the chunk's end.
+// of `late` to where `written` was, of `early` to that of its writes, of the logs to that of its reads. `read`: the sum
+// over the second half of late * d late as far as it passes the chunk's start, found in the second half and used in the
+// first. Returned is the same of early * d early as far as it passes the chunk's end.
 template <int First, typename T>
 __device__ __forceinline__ float differentiate_half(const Side<T>& side, const float (&gates)[kSteps], int column,
                                                     float& read) {
@@ -267,11 +269,12 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
 
     // Found anew at each use: kept, these would hold some 40 registers.
     const auto rows_of = [&](auto zero, const Sequence& x, bool of_value) {
-        return Head<decltype(zero)>(x, forgotten(batch), forgotten(head), of_value ? first : 0, of_value ? values : keys);
+        return Head<decltype(zero)>(x, forgotten(batch), forgotten(head), of_value ? first : 0,
+                                    of_value ? values : keys);
     };
 
-    // Dimensions are dealt out to threads: f(side, its column), its gates in `gates`. There are those of the thread's first
-    // one, of the chunk from `now` on; or their logs, while that is on its way.
+    // Dimensions are dealt out to threads: f(side, its column), its gates in `gates`. There are those of the thread's
+    // first one, of the chunk from `now` on; or their logs, while that is on its way.
     float gates[kSteps];
     int now, place;
     const int items = plan.key_rows + plan.columns;

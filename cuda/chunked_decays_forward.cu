@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
         return Head<T>(x, forgotten(batch), forgotten(head), of_value ? first : 0, of_value ? values : keys);
     };
 
-    // Dimensions are dealt out to threads, those of values first. The gates of a thread's first one are in `gates`, for the
-    // chunk that is worked on; or their logs, from when that is on its way.
+    // Dimensions are dealt out to threads, those of values first. The gates of a thread's first one are in `gates`, for
+    // the chunk that is worked on; or their logs, from when that is on its way.
     float gates[kSteps];
     const int items = plan.columns + plan.key_rows;
     const auto load_item = [&](float(&logs)[kSteps], int item, int start) {
@@ -106,7 +106,8 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
             }
             const int i = item - plan.columns;
             if constexpr (Outputs) {
-                write_operands(shared.q, shared.k, shared.levels, shared.reading_queries, shared.written_keys, gates, i);
+                write_operands(shared.q, shared.k, shared.levels, shared.reading_queries, shared.written_keys, gates,
+                               i);
             } else {
                 load_column(early, shared.k, i);
                 write_written(shared.written_keys, early, gates, i);

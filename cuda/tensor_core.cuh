@@ -142,8 +142,9 @@ __device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const vo
 
 // What a matrix that is computed here is stored as where products read it. Beside bfloat16 inputs it is rounded to
 // bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same. What is read off them is
-// rounded, and with the delta rule what is written to them, which depends on that. Beside float16 it stays float32,
-// multiplied in tf32: in float16 a state above 65504, or its gradient under a loss scale, would overflow.
+// rounded, and what is written to them with the delta rule, where it depends on that, and with decays by dimension,
+// which scale it. Beside float16 it stays float32, multiplied in tf32: in float16 a state above 65504, or its gradient
+// under a loss scale, would overflow.
 template <typename T>
 constexpr bool kRounded = Stored<T>::kDType == kBFloat16;
 template <typename T>
