@@ -62,6 +62,33 @@ template <class real> constexpr index_t state_row(index_t values) {
     return padded(values) * sizeof(real) % 2048 == 0 ? padded(values) + ROW : padded(values);
 }
 
+// The gates of a chunk's steps: one decay for the whole state, and what keys are multiplied by. Steps beyond the last keep
+// all and write nothing.
+template <class real> struct Gates {
+    real keep[CHUNK] __attribute__((aligned(64))), write[CHUNK] __attribute__((aligned(64)));
+
+    void load(const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
+        for (index_t i = 0; i < CHUNK; ++i) {
+            keep[i] = write[i] = i < rows ? load_one<real>(p.log_gate, place(p.log_gate, b, t + i, h)) : real(0);
+        }
+        exponentiate(keep, CHUNK);
+        p.complement ? exponentiate_to_one(write, CHUNK) : fill(write, real(1), CHUNK);
+    }
+
+    // `dk` comes as the gradient of the multiplied keys and becomes that of `k`; d_log lacks what passes through these.
+    void store_gradient(const Problem& p, index_t b, index_t t, index_t h, index_t rows, real* d_log, real* dk,
+                        const real* k, index_t ld) const {
+        for (index_t i = 0; i < rows; ++i) {
+            if (p.complement) {
+                // k (1 - g): d(1 - g) / d log g = -g.
+                d_log[i] -= keep[i] * dot(dk + i * ld, k + i * ld, ld);
+                scale(dk + i * ld, dk + i * ld, write[i], ld);
+            }
+            store_one(p.d_log_gate, place(p.d_log_gate, b, t + i, h), d_log[i]);
+        }
+    }
+};
+
 // States: (keys, columns) contiguous outside, rows of `state_row` in scratch memory.
 template <class real> inline void load_state(real* dst, const Problem& p, const void* src, index_t index) {
     const index_t ld = state_row<real>(p.values);

@@ -14,15 +14,13 @@ enum class Decay { none, shared, separate };
 
 // One decay a step for the whole state, and what follows from it within a chunk.
 template <class real> struct SharedDecay {
-    real gate[CHUNK], write[CHUNK], prefix[CHUNK], suffix[CHUNK];
+    Gates<real> gates;
+    real prefix[CHUNK], suffix[CHUNK];
     real between[CHUNK * CHUNK] __attribute__((aligned(64)));
 
     void load(const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
-        for (index_t i = 0; i < CHUNK; ++i) {
-            const real log = i < rows ? load_one<real>(p.log_gate, place(p.log_gate, b, t + i, h)) : real(0);
-            gate[i] = exponential(log);
-            write[i] = p.complement ? -exponential_minus_one(log) : real(1);
-        }
+        gates.load(p, b, t, h, rows);
+        const real* gate = gates.keep;
         real product = 1;
         for (index_t i = 0; i < CHUNK; ++i) prefix[i] = product *= gate[i];
         product = 1;
@@ -95,7 +93,7 @@ template <class real, Decay decay> class DiagonalChunk {
             shared.load(p_, b, t, h, rows);
             if (p_.complement) {
                 if (plain_k) copy(plain_k, k, CHUNK * Kp);
-                for (index_t i = 0; i < rows; ++i) scale(k + i * Kp, k + i * Kp, shared.write[i], Kp);
+                for (index_t i = 0; i < rows; ++i) scale(k + i * Kp, k + i * Kp, shared.gates.write[i], Kp);
             }
         }
         if (decay == Decay::separate) {
@@ -426,17 +424,7 @@ template <class real, Decay decay> class DiagonalChunk {
     }
 
     void store_gradients() {
-        if (decay == Decay::shared) {
-            if (p_.complement) {
-                // k (1 - g): d(1 - g) / d log g = -g.
-                for (index_t i = 0; i < rows_; ++i) {
-                    d_log[i] -= shared.gate[i] * dot(dk + i * Kp, plain_k + i * Kp, Kp);
-                    scale(dk + i * Kp, dk + i * Kp, shared.write[i], Kp);
-                }
-            }
-            const Sequence& to = p_.d_log_gate;
-            for (index_t i = 0; i < rows_; ++i) store_one(to, place(to, b_, t_ + i, h_), d_log[i]);
-        }
+        if (decay == Decay::shared) shared.gates.store_gradient(p_, b_, t_, h_, rows_, d_log, dk, plain_k, Kp);
         store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
         store_steps(p_.dk, b_, t_, h_, dk, rows_, K);
         store_steps(p_.dv, b_, t_, h_, dv, rows_, V);

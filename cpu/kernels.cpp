@@ -27,15 +27,15 @@ bool is_stepped(const Problem& p, int64_t largest) {
 }
 
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
-    if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (is_stepped(p, LARGEST_STEPPED_FORWARD)) return march_forward<real, SteppedChunk<real>>(p, begin, end);
+    if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
-    if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     if (is_stepped(p, LARGEST_STEPPED_BACKWARD)) return march_backward<real, SteppedChunk<real>>(p, begin, end);
+    if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }

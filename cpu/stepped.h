@@ -1,5 +1,5 @@
 // Small states step by step, in registers: S_t = (f_t z_t^T) * S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, with or without decays
-// of rows and columns.
+// of rows and columns. A gate, one decay for the whole state, is taken as that of each row where these are few.
 //
 // The elements of the state do not depend on one another, so a tile of it passes through a whole chunk on its own. For
 // decays, where states are small, this beats halving chunks (levels.h): three multiplications an element and step against
@@ -163,7 +163,8 @@ template <class real> class SteppedChunk {
     // With `slots` for as many chunks: what `open` reads into one stays there until it is opened again.
     SteppedChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
         : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)),
-          f_(p.log_key_decay.data != nullptr),
+          gated_(p.log_gate.data != nullptr),
+          f_(gated_ || p.log_key_decay.data != nullptr),
           z_(p.log_value_decay.data != nullptr) {
         k_slots = scratch.take(slots * CHUNK * Kp);
         v_slots = scratch.take(slots * CHUNK * Vp);
@@ -192,7 +193,15 @@ template <class real> class SteppedChunk {
         direction_ = 1;
         load_steps(k, p_.k, b, t, h, rows, K, 1);
         load_steps(v, p_.v, b, t, h, rows, V, 1);
-        if (f_) load_decays(f, p_.log_key_decay, K);
+        if (gated_) {
+            gates.load(p_, b, t, h, rows);
+            for (index_t i = 0; i < rows; ++i) {
+                fill(f + i * Kp, gates.keep[i], Kp);
+                scale(k + i * Kp, k + i * Kp, gates.write[i], Kp);
+            }
+        } else if (f_) {
+            load_decays(f, p_.log_key_decay, K);
+        }
         if (z_) load_decays(z, p_.log_value_decay, V);
     }
 
@@ -219,10 +228,11 @@ template <class real> class SteppedChunk {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
         load_steps(y, p_.d_out, b_, t_, h_, rows_, V, direction_);
         K <= FEW ? differentiate_few(state, d_state) : differentiate(state, d_state);
+        if (gated_) store_gate_gradient();
         store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
         store_steps(p_.dk, b_, t_, h_, dk, rows_, K);
         store_steps(p_.dv, b_, t_, h_, dv, rows_, V);
-        if (f_) store_steps(p_.d_log_key_decay, b_, t_, h_, df, rows_, K);
+        if (f_ && !gated_) store_steps(p_.d_log_key_decay, b_, t_, h_, df, rows_, K);
         if (z_) store_steps(p_.d_log_value_decay, b_, t_, h_, dz, rows_, V);
     }
 
@@ -264,6 +274,18 @@ template <class real> class SteppedChunk {
         sum_few(dq, dq_lanes);
         sum_few(dk, dk_lanes);
         if (row_decay) sum_few(df, df_lanes);
+    }
+
+    // Turns df into the gate's gradient, and dk from that of the multiplied keys into that of the keys.
+    void store_gate_gradient() {
+        real d_log[CHUNK];
+        for (index_t i = 0; i < rows_; ++i) {
+            d_log[i] = 0;
+            for (index_t e = 0; e < K; ++e) d_log[i] += df[i * Kp + e];
+        }
+        load_steps(q, p_.k, b_, t_, h_, rows_, K, 0);  // the keys as they were given
+        gates.load(p_, b_, t_, h_, rows_);
+        gates.store_gradient(p_, b_, t_, h_, rows_, d_log, dk, q, Kp);
     }
 
     // Rows of Kp numbers, of which FEW count, from their lanes.
@@ -330,7 +352,8 @@ template <class real> class SteppedChunk {
 
     const Problem& p_;
     const index_t K, V, Kp, Vp, Vs;
-    const bool f_, z_;
+    const bool gated_, f_, z_;
+    Gates<real> gates;
     index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
     real *k_slots, *v_slots, *f_slots, *z_slots, *q, *y, *k, *v, *f, *z;
     real *dq = nullptr, *dk = nullptr, *df = nullptr, *dv = nullptr, *dz = nullptr, *turned = nullptr,

@@ -184,31 +184,49 @@ template <class real> inline real dot(const real* a, const real* b, index_t n) {
     return sum<real>(total);
 }
 
+// p and `scale`, a power of two, of which exp(y) = (1 + p) * scale; p is at most 0.42 and as exact as y is small.
+FAST_WEIGHTS_INLINE vec<float> reduced_exponential(vec<float> y, vec<float>& scale) {
+    constexpr float round_off = 12582912.f;  // 1.5 * 2^23: adding it leaves no fraction
+    const vec<float> whole = (y * 1.44269504088896341f + round_off) - round_off;
+    vec<float> r = y - whole * 0.693359375f;
+    r = r - whole * -2.12194440054690583e-4f;
+    vec<float> p = vec<float>{} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    const ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
+    scale = reinterpret_cast<const vec<float>&>(power);
+    return p * (r * r) + r;
+}
+
 // x = exp(x) for x at most 0, to about an ulp; results below the smallest normal number become 0, NaN stays NaN.
 inline void exponentiate(float* x, index_t n) {
-    constexpr int W = Vector<float>::lanes;
-    constexpr float round_off = 12582912.f;  // 1.5 * 2^23: adding it leaves no fraction
-    for (index_t i = 0; i < n; i += W) {
+    for (index_t i = 0; i < n; i += Vector<float>::lanes) {
         const vec<float> given = load(x + i);
-        const vec<float> y = given > 88.f ? vec<float>{} + 88.f : given;
-        const vec<float> whole = (y * 1.44269504088896341f + round_off) - round_off;
-        vec<float> r = y - whole * 0.693359375f;
-        r = r - whole * -2.12194440054690583e-4f;
-        vec<float> p = vec<float>{} + 1.9875691500e-4f;
-        p = p * r + 1.3981999507e-3f;
-        p = p * r + 8.3334519073e-3f;
-        p = p * r + 4.1665795894e-2f;
-        p = p * r + 1.6666665459e-1f;
-        p = p * r + 5.0000001201e-1f;
-        p = p * (r * r) + r + 1.f;
-        const ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
-        const vec<float> result = p * reinterpret_cast<const vec<float>&>(power);
-        store(x + i, given < -87.3f ? vec<float>{} : result);
+        vec<float> scale;
+        const vec<float> p = reduced_exponential(given > 88.f ? vec<float>{} + 88.f : given, scale);
+        store(x + i, given < -87.3f ? vec<float>{} : (p + 1.f) * scale);
     }
 }
 
 inline void exponentiate(double* x, index_t n) {
     for (index_t i = 0; i < n; ++i) x[i] = __builtin_exp(x[i]);
+}
+
+// x = 1 - exp(x) for x at most 0, to about two ulp, however close to 0; NaN stays NaN.
+inline void exponentiate_to_one(float* x, index_t n) {
+    for (index_t i = 0; i < n; i += Vector<float>::lanes) {
+        const vec<float> given = load(x + i);
+        vec<float> scale;
+        const vec<float> p = reduced_exponential(given > 88.f ? vec<float>{} + 88.f : given, scale);
+        store(x + i, given < -87.3f ? vec<float>{} + 1.f : (1.f - scale) - p * scale);
+    }
+}
+
+inline void exponentiate_to_one(double* x, index_t n) {
+    for (index_t i = 0; i < n; ++i) x[i] = -__builtin_expm1(x[i]);
 }
 
 FAST_WEIGHTS_INLINE float bits_to_float(uint32_t bits) {

@@ -27,6 +27,7 @@ from tests.ops.rules import (
     assert_close,
     cotangents,
     differentiate,
+    in_float64,
     label,
 )
 
@@ -81,6 +82,23 @@ def test_large_states_and_few_keys_in_every_regime(rule, regime):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
         for K, V in ((65, 70), (3, 70)):
             assert_agrees(rule, "native", rule.inputs(B=1, T=37, K=K, V=V, dtype=dtype, regime=regime), tolerance)
+
+
+@pytest.mark.parametrize("K", [3, 8])
+def test_gates_of_every_magnitude(K):
+    """A row of the batch for each, 1 - g from 1e-30 to 1: what is written is exact however little it is."""
+    rule, magnitudes = RULE["gated"], 10.0 ** torch.arange(-30, 2)
+    inputs = rule.inputs(B=len(magnitudes), T=33, H=1, K=K, V=5, initial_state=False)
+    logs = -magnitudes[:, None, None] * torch.linspace(0.5, 1, 33)[None, :, None]
+    inputs["log_gate"] = logs.to(DEVICE).requires_grad_()
+    outcomes = []
+    for values, backend in ((inputs, "native"), (in_float64(inputs), "reference")):
+        outputs = rule.run(values, backend)
+        gradients = differentiate(outputs, values, (torch.ones_like(outputs[0]), None))
+        outcomes.append([x.cpu() for x in (outputs[0], *gradients.values())])
+    for actual, wanted in zip(*outcomes, strict=True):
+        error = (actual - wanted).abs().flatten(1).amax(1) / wanted.abs().flatten(1).amax(1)
+        assert error.max() < 5e-6, error
 
 
 @pytest.mark.parametrize("V", [512, 1024])
