@@ -111,9 +111,10 @@ def load(source: Path, checkpoint: Path) -> tuple[Any, Any, Any]:
     sys.path.insert(0, str(ROOT))
     from fairseq import checkpoint_utils, utils
 
+    # Before anything else of the plugin: fairseq leaves alone what has been imported, and would not register its task.
+    utils.import_user_module(Namespace(user_dir=str(ROOT / "fairseq_fastweights")))
     from fairseq_fastweights.data.byte_level_bpe import ByteLevelBPE
 
-    utils.import_user_module(Namespace(user_dir=str(ROOT / "fairseq_fastweights")))
     try:
         tokenizer = ByteLevelBPE(Namespace(byte_level_folder=str(source)))
         # The model says by itself if this is not its dictionary.

@@ -164,7 +164,7 @@ def _checkpoint(family: Family, model: dict[str, Tensor]) -> dict[str, Any]:
     """A checkpoint as fairseq 0.12 writes it, before the first update."""
     cfg = _configuration(family)
     model["decoder.version"] = torch.tensor([3.0])
-    model["decoder.settings"] = _settings(family)
+    model[f"decoder.{checkpoint_settings.NAME}"] = _settings(family)
     history = {
         "criterion_name": "CrossEntropyCriterion",
         "optimizer_name": "FairseqAdam",
@@ -190,13 +190,13 @@ def _read_checkpoint(path: Path, family: Family) -> dict[str, Tensor]:
     if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
         raise ValueError(f"{path}: this is not a checkpoint of fairseq's")
     try:
-        checkpoint_settings.check(dict(model), "decoder.settings", _settings(family))
+        checkpoint_settings.check(model, "decoder", _settings(family))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     expected = family.shapes_of_ours()
     if family.tied:
         expected["decoder.output_projection.weight"] = expected["decoder.embed_tokens.weight"]
-    ignored = ("decoder.version", "decoder.settings")
+    ignored = ("decoder.version", f"decoder.{checkpoint_settings.NAME}")
     found = {name: tuple(weight.shape) for name, weight in model.items() if name not in ignored}
     check_weights(f"{path}: the weights do not fit the model that was converted", found, expected)
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -15,8 +14,10 @@ from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from fairseq_fastweights.models import checkpoint_settings
+
 # What is in a checkpoint beside parameters.
-_BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|settings)|decoder\.embed_positions\.weights")
+_BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|settings_version)|decoder\.embed_positions\.weights")
 _OLD_NORM = re.compile(r"(decoder\.layers\.\d+\.)layer_norms\.([02])\.(weight|bias)")
 _NORMS = {"0": "self_attn_layer_norm", "2": "final_layer_norm"}
 
@@ -92,8 +93,9 @@ def read_source(file: Path) -> Source:
     weights = state["model"]
     if not isinstance(weights, dict) or not any(str(name).startswith("decoder.layers.") for name in weights):
         raise ValueError(f"{file} holds no Transformer language model: no weight is named decoder.layers...")
-    settings = weights.get("decoder.settings")
-    if settings is not None and "update rule" in json.loads(bytes(settings.tolist())):
+    checkpoint_settings.rename_former(weights, "decoder")
+    settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
+    if settings is not None and "update rule" in checkpoint_settings.decode(settings):
         raise ValueError(
             f"{file} holds a model with fast weights; transfer_from takes Transformers. To train it further, use "
             "--finetune-from-model"

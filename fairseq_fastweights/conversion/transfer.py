@@ -33,6 +33,7 @@ _MEANING: dict[str, tuple[tuple[str, ...], Any]] = {
     "no_scale_embedding": (("embeddings",), False),
     "decoder_learned_pos": (("embeddings",), False),
     "no_token_positional_embeddings": (("embeddings",), False),
+    "mask_special_symbols": (("output",), False),
 }
 
 _NO_GROUP = "none of them"

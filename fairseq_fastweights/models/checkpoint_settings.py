@@ -1,7 +1,8 @@
 """What a checkpoint says of the model that made it, beyond the names and shapes of parameters.
 
 It is a tensor of character codes, so that every tool that handles checkpoints (averaging, sharding, half precision, the
-safe loader) can handle it.
+safe loader) can handle it. The moving average of `--store-ema` multiplies all that is in a model but what is named a
+version.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from fairseq.data import Dictionary
 from torch import Tensor, nn
 
 from fairseq_fastweights.modules.memory_attention import MemoryAttention
+
+# Of the buffer that the settings are in; and what it was called before.
+NAME = "settings_version"
+_FORMER_NAME = "settings"
 
 
 def describe_dictionary(dictionary: Dictionary, prefix: str = "") -> dict[str, Any]:
@@ -36,15 +41,23 @@ def encode(settings: dict[str, Any]) -> Tensor:
     return torch.tensor(list(json.dumps(settings, sort_keys=True).encode()), dtype=torch.int64)
 
 
-def check(state_dict: dict[str, Any], key: str, own: Tensor) -> None:
-    """Checks that the settings under `key` in a checkpoint are the model's `own`, before any weight is loaded.
+def rename_former(state_dict: dict[str, Any], prefix: str) -> None:
+    """Gives a checkpoint's settings of the module `prefix` the name that they have today."""
+    former = f"{prefix}.{_FORMER_NAME}"
+    if former in state_dict:
+        state_dict.setdefault(f"{prefix}.{NAME}", state_dict.pop(former))
+
+
+def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
+    """Checks that a checkpoint's settings of the module `prefix` are the model's `own`, before any weight is loaded.
 
     Checkpoints of other models (fairseq's Transformer) carry no settings: they are given the model's.
 
     Raises:
         ValueError: naming all that differ.
     """
-    saved, expected = _decode(state_dict.setdefault(key, own)), _decode(own)
+    rename_former(state_dict, prefix)
+    saved, expected = decode(state_dict.setdefault(f"{prefix}.{NAME}", own)), decode(own)
     different = [
         f"{setting} is {saved.get(setting)!r} in the checkpoint and {expected.get(setting)!r} in the model"
         for setting in sorted(saved | expected)
@@ -54,5 +67,6 @@ def check(state_dict: dict[str, Any], key: str, own: Tensor) -> None:
         raise ValueError("the checkpoint does not fit the model: " + "; ".join(different))
 
 
-def _decode(codes: Tensor) -> dict[str, Any]:
+def decode(codes: Tensor) -> dict[str, Any]:
+    """Settings from what `encode` made of them."""
     return json.loads(bytes(codes.tolist()).decode())

@@ -44,10 +44,10 @@ class FastWeightDecoder(TransformerDecoder):
         softmax_layers: numbers, from 1, of the layers that keep ordinary attention.
         build_softmax_attention: makes theirs; None for fairseq's.
 
-    The buffer `settings` says what must be equal between a checkpoint and the model that loads it.
+    The buffer `settings_version` says what must be equal between a checkpoint and the model that loads it.
     """
 
-    settings: Tensor
+    settings_version: Tensor
     _masked_symbols: Tensor
 
     def __init__(
@@ -71,7 +71,7 @@ class FastWeightDecoder(TransformerDecoder):
             # Checkpoints from before these could differ have no such setting, and fit all the same.
             if attention.num_heads != args.decoder_attention_heads:
                 settings["fast weight heads"] = attention.num_heads
-        self.register_buffer("settings", checkpoint_settings.encode(settings))
+        self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
         masked = [dictionary.bos(), dictionary.pad(), dictionary.unk()] if args.mask_special_symbols else []
         self.register_buffer("_masked_symbols", torch.tensor(masked, dtype=torch.long), persistent=False)
         # Rotary attention masks the future itself.
@@ -103,7 +103,7 @@ class FastWeightDecoder(TransformerDecoder):
         modules = self.attention_modules()
         if len(states) != len(modules):
             raise ValueError(f"states has {len(states)} layers; the model has {len(modules)} with fast weights")
-        device = self.settings.device
+        device = self.settings_version.device
         self._carried[True] = {
             module.state_key: {name: x.to(device) for name, x in buffer.items()}
             for module, buffer in zip(modules, states, strict=True)
@@ -242,7 +242,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
-        checkpoint_settings.check(state_dict, f"{name}.settings", self.settings)
+        checkpoint_settings.check(state_dict, name, self.settings_version)
         return super().upgrade_state_dict_named(state_dict, name)
 
     def _open_segment(self, continues: Tensor) -> SegmentState:

@@ -25,10 +25,10 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         build_self_attention, build_encoder_attention: make a layer's attention to the target and to the source, given
             the layer's width; None for fairseq's.
 
-    The buffer `settings` says what must be equal between a checkpoint and the model that loads it.
+    The buffer `settings_version` says what must be equal between a checkpoint and the model that loads it.
     """
 
-    settings: Tensor
+    settings_version: Tensor
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         settings = checkpoint_settings.describe_dictionary(dictionary, "target ")
         settings |= checkpoint_settings.describe_attention(self, "decoder ", "self_attn")
         settings |= checkpoint_settings.describe_attention(self, "cross ", "encoder_attn")
-        self.register_buffer("settings", checkpoint_settings.encode(settings))
+        self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
 
     def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
         if self._builders == (None, None):
@@ -86,5 +86,5 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
-        checkpoint_settings.check(state_dict, f"{name}.settings", self.settings)
+        checkpoint_settings.check(state_dict, name, self.settings_version)
         return super().upgrade_state_dict_named(state_dict, name)

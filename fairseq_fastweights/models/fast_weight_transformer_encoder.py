@@ -20,10 +20,10 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
         cfg, dictionary, embed_tokens: as fairseq's.
         build_attention: makes the attention of a layer, given the layer's width; None for fairseq's.
 
-    The buffer `settings` says what must be equal between a checkpoint and the model that loads it.
+    The buffer `settings_version` says what must be equal between a checkpoint and the model that loads it.
     """
 
-    settings: Tensor
+    settings_version: Tensor
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
         super().__init__(cfg, dictionary, embed_tokens)
         settings = checkpoint_settings.describe_dictionary(dictionary, "source ")
         settings |= checkpoint_settings.describe_attention(self, "encoder ", "self_attn")
-        self.register_buffer("settings", checkpoint_settings.encode(settings))
+        self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         if self._build_attention is None:
@@ -76,5 +76,5 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
-        checkpoint_settings.check(state_dict, f"{name}.settings", self.settings)
+        checkpoint_settings.check(state_dict, name, self.settings_version)
         return super().upgrade_state_dict_named(state_dict, name)

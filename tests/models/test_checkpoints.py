@@ -159,7 +159,7 @@ def test_averages_of_checkpoints_keep_their_settings(fairseq, text, number, half
     models = [fairseq.build("--feature-map relu", seed=seed) for seed in range(number)]
     states = [(m.half() if half else m).state_dict() for m in models]
     mean = average(states)
-    assert torch.equal(mean["decoder.settings"], states[0]["decoder.settings"])
+    assert torch.equal(mean["decoder.settings_version"], states[0]["decoder.settings_version"])
     model = fairseq.build("--feature-map relu", seed=9)
     model.load_state_dict(mean)
     expected = sum(state["decoder.layers.1.self_attn.v_proj.weight"].float() for state in states)

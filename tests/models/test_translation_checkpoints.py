@@ -52,7 +52,7 @@ GATES = {
 def test_names_are_fairseqs_but_for_gates_maps_and_settings(places, rule, feature_map):
     theirs = build("transformer").state_dict()
     ours = build(fast_weight_attention=places, update_rule=rule, feature_map=feature_map).state_dict()
-    new, gone = {"encoder.settings", "decoder.settings"}, set()
+    new, gone = {"encoder.settings_version", "decoder.settings_version"}, set()
     for layer in (0, 1):
         if "encoder" in places:
             new |= {f"encoder.layers.{layer}.self_attn.{name}" for name in MAPS[feature_map]}
@@ -272,7 +272,7 @@ def test_averages_of_checkpoints_keep_their_settings(number, half):
     states = [(model.half() if half else model).state_dict() for model in models]
     mean = average(states)
     for side in ("encoder", "decoder"):
-        assert torch.equal(mean[f"{side}.settings"], states[0][f"{side}.settings"])
+        assert torch.equal(mean[f"{side}.settings_version"], states[0][f"{side}.settings_version"])
     model = build(**options, seed=9)
     model.load_state_dict(mean)
     for name in ("encoder.layers.1.self_attn.v_proj.weight", "decoder.layers.0.encoder_attn.feature_map.weight"):

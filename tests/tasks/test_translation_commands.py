@@ -292,7 +292,7 @@ def test_averages_of_checkpoints_translate(pairs, translator, tmp_path, number):
     name = "decoder.layers.1.encoder_attn.v_proj.weight"
     assert torch.allclose(mean[name], sum(state[name] for state in states) / number, atol=1e-6)
     for side in ("encoder", "decoder"):
-        assert torch.equal(mean[f"{side}.settings"], states[0][f"{side}.settings"])
+        assert torch.equal(mean[f"{side}.settings_version"], states[0][f"{side}.settings_version"])
     if number == 1:
         assert_same(found, generate(pairs.data, paths[0], tmp_path / "single"))
 
