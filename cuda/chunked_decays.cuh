@@ -182,15 +182,20 @@ __device__ __forceinline__ void write_reading(const Matrix<T>& reading, const fl
     for (int t = 0; t < kSteps; ++t) target.set(t, late[t] * (product *= gates[t]));
 }
 
-// written(s) = early_s decayed from s to the chunk's end.
+// written(s) = early_s decayed from s to the chunk's end, by halves of it, as `write_operands` has it: where a state is
+// computed again, it is the same to the last bit.
 template <typename T>
 __device__ __forceinline__ void write_written(const Matrix<T>& written, const float (&early)[kSteps],
                                               const float (&gates)[kSteps], int column) {
     const Column<T> target(written, column);
-    float product = 1.0f;
+    float after = 1.0f, product = 1.0f;
 #pragma unroll
     for (int s = kSteps - 1; s >= 0; --s) {
-        target.set(s, early[s] * product);
+        if (s == kHalf - 1) {
+            after = product_of(gates, kHalf);
+            product = 1.0f;
+        }
+        target.set(s, early[s] * (product * after));
         product *= gates[s];
     }
 }

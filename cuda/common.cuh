@@ -168,10 +168,14 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    Arguments... arguments) {
     if (shared > 48 * 1024) {
+        // As much as there is, not what this launch takes: another thread may be launching the same kernel with more.
         const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(shared));
-        if (error != cudaSuccess) return error;
+                                                       shared_memory_limit());
+        if (error != cudaSuccess) {
+            cudaGetLastError();  // or it would be found again after a launch that is right
+            return error;
+        }
     }
 #ifdef FASTWEIGHTS_EMULATION
     (void)stream;

@@ -291,6 +291,11 @@ struct Operand<3> {
 
 // tile += a b over the 8 inner places from `inner` on, for a tile of `Parts` groups of 8 columns: known to the compiler, so
 // that all operands are on their way before the first is waited for.
+//
+// Tensor cores cut off what an accumulator has no room for, towards zero: errors of one sign, which would add up over a
+// sum of thousands. In float32 (3 passes) each 8 places are summed from zero and added by an ordinary addition, which
+// rounds to the nearest (Ootomo and Yokota 2022); it is never contracted to a multiply-add, so that all kernels that
+// compute a state compute the same bits.
 template <int Passes, int Parts, typename A, typename B>
 __device__ __forceinline__ void multiply_eight(Tile& tile, int inner, A a, B b) {
     const int group = warp_lane() / 4, member = warp_lane() % 4;
@@ -311,13 +316,21 @@ __device__ __forceinline__ void multiply_eight(Tile& tile, int inner, A a, B b) 
             if constexpr (Passes == 3) b_small[j][i] = x.small;
         }
     if constexpr (Passes == 3) {
+        float sums[Parts][4] = {};
 #pragma unroll
-        for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_small, b_big[j]);
+        for (int j = 0; j < Parts; ++j) mma_tf32(sums[j], a_small, b_big[j]);
 #pragma unroll
-        for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_small[j]);
+        for (int j = 0; j < Parts; ++j) mma_tf32(sums[j], a_big, b_small[j]);
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) mma_tf32(sums[j], a_big, b_big[j]);
+#pragma unroll
+        for (int j = 0; j < Parts; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) tile.value[j][i] = __fadd_rn(tile.value[j][i], sums[j][i]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_big[j]);
     }
-#pragma unroll
-    for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_big[j]);
 }
 
 // tile += a b over `begin` <= inner < `end`, both multiples of 8.

@@ -115,19 +115,24 @@ def test_few_heads_are_divided_in_time(emulator: Emulator, name: str, regime: st
     ("name", "regime"),
     [
         *(("sum", "ordinary"), ("gated", "tiny"), ("gated", "near one"), ("gated", "ordinary or erased")),
-        *(("decay", "near one"), ("decay", "ordinary or erased"), ("delta", "one")),
+        *(("decay", "near one"), ("decay", "ordinary or erased"), ("delta", "one"), ("delta", "repeated keys")),
     ],
     ids=label,
 )
-def test_thousands_of_steps(emulator: Emulator, name: str, regime: str) -> None:
-    inputs = RULE[name].inputs(B=1, T=4096, H=1, K=8, V=8, regime=regime)
+@pytest.mark.parametrize("plan", ["", "segments=1"], ids=["divided", "one march"])
+def test_thousands_of_steps(
+    emulator: Emulator, name: str, regime: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tensor cores cut off a sum is always towards zero; in states it would add up to more than is allowed."""
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
+    inputs = RULE[name].inputs(B=1, T=4096, H=1, K=16, V=16, regime=regime)
     assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), 1e-5)
 
 
 # What is allowed of results, and of states and their gradients.
 DRIFTING = {
     ("sum", "ordinary"): (4e-3, 1e-5),
-    ("gated", "near one"): (4e-3, 1e-5),
+    ("gated", "near one"): (4e-3, 3e-5),
     ("decay", "near one"): (4e-3, 3e-3),
     ("delta", "near one"): (8e-3, 8e-3),
     ("delta", "repeated keys"): (8e-3, 4e-3),

@@ -90,3 +90,19 @@ def test_tensor_core_products(probes: ctypes.CDLL, kind: int, depth: int, digits
     assert probes.run_multiply(pointer(d), pointer(a), pointer(b), pointer(c), kind) == 0
     expected = a.astype(np.float64) @ b + c
     assert np.array_equal(d, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["float16", "bfloat16", "tf32"])
+def test_tensor_cores_cut_sums_off(probes: ctypes.CDLL, kind: int) -> None:
+    """Towards zero: 1 + 3/4 of its last digit stays 1, of either sign; but what is in the products is added up first."""
+    depth, digit = 8 if kind == 2 else 16, 2.0**-23
+    a, b = np.zeros((16, depth), dtype=np.float32), np.ones((depth, 8), dtype=np.float32)
+    c = np.ones((16, 8), dtype=np.float32)
+    b[:] = 2.0**-12
+    a[:, 0] = 0.75 * 2.0**-11
+    a[1:, 1] = 0.5 * 2.0**-11
+    a[8:] *= -1
+    c[8:] *= -1
+    d = np.empty((16, 8), dtype=np.float32)
+    assert probes.run_multiply(pointer(d), pointer(a), pointer(b), pointer(c), kind) == 0
+    assert (d[0] == 1).all() and (d[1:8] == 1 + digit).all() and (d[8:] == -1 - digit).all()

@@ -112,6 +112,7 @@ T __ldg(const T* pointer) {
 }
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline unsigned __float_as_uint(float x) {

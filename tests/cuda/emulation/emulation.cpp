@@ -14,8 +14,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <random>
 #include <string>
@@ -447,6 +449,30 @@ void copies_wait(int pending) {
 
 // ---- Tensor cores ------------------------------------------------------------------------------------------------
 
+// c and products as a tensor core adds them up: all aligned to the largest, what lies below its last digit and two more is
+// cut off towards zero, and then what a float has no room for. That is what was seen on GPUs from 7.0 to 9.0, which
+// differ in the number of digits more (Fasi et al. 2021, Khattak and Mikaitis 2025); NVIDIA's manual leaves it open.
+template <int Count>
+float cut_off_sum(float c, const double (&products)[Count]) {
+    double plain = c, largest = std::fabs(c);
+    for (const double x : products) {
+        plain += x;
+        largest = std::max(largest, std::fabs(x));
+    }
+    if (plain - plain != 0 || largest == 0) return static_cast<float>(plain);
+    // `largest` is below 2^exponent, and the last digit that is kept 2^(exponent - 26).
+    uint64_t bits;
+    std::memcpy(&bits, &largest, sizeof bits);
+    const uint64_t exponent = (bits >> 52) - 1022, unit = (1023 + 26 - exponent) << 52;
+    double digits;
+    std::memcpy(&digits, &unit, sizeof digits);
+    auto sum = static_cast<int64_t>(c * digits);  // towards zero
+    for (const double x : products) sum += static_cast<int64_t>(x * digits);
+    const int beyond = 64 - 24 - __builtin_clzll(static_cast<uint64_t>(std::llabs(sum)) | 1);
+    const int64_t step = beyond > 0 ? int64_t{1} << beyond : 1;
+    return static_cast<float>(static_cast<double>(sum / step * step) / digits);
+}
+
 void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, const float* c, bool bfloat16) {
     uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     const Slot* slots = meet(0xffffffffu, bfloat16 ? 6 : 7, mine, sizeof mine);
@@ -460,13 +486,13 @@ void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, const float* c
     float sums[4];
     for (int i = 0; i < 4; ++i) {
         const int row = group + (i >= 2 ? 8 : 0), column = 2 * member + i % 2;
-        sums[i] = c[i];
+        double products[16];
         for (int k = 0; k < 16; ++k) {
             const int holder = k % 8 / 2;
-            const float x = element(row % 8 * 4 + holder, (row >= 8 ? 1 : 0) + (k >= 8 ? 2 : 0), k % 2);
-            const float y = element(column * 4 + holder, 4 + (k >= 8 ? 1 : 0), k % 2);
-            sums[i] += x * y;
+            const double x = element(row % 8 * 4 + holder, (row >= 8 ? 1 : 0) + (k >= 8 ? 2 : 0), k % 2);
+            products[k] = x * element(column * 4 + holder, 4 + (k >= 8 ? 1 : 0), k % 2);
         }
+        sums[i] = cut_off_sum(c[i], products);
     }
     for (int i = 0; i < 4; ++i) d[i] = sums[i];
 }
@@ -483,10 +509,12 @@ void mma_m16n8k8_tf32(float* d, const uint32_t* a, const uint32_t* b, const floa
     float sums[4];
     for (int i = 0; i < 4; ++i) {
         const int row = group + (i >= 2 ? 8 : 0), column = 2 * member + i % 2;
-        sums[i] = c[i];
-        for (int k = 0; k < 8; ++k)
-            sums[i] += element(row % 8 * 4 + k % 4, (row >= 8 ? 1 : 0) + (k >= 4 ? 2 : 0)) *
-                       element(column * 4 + k % 4, 4 + (k >= 4 ? 1 : 0));
+        double products[8];
+        for (int k = 0; k < 8; ++k) {
+            const double x = element(row % 8 * 4 + k % 4, (row >= 8 ? 1 : 0) + (k >= 4 ? 2 : 0));
+            products[k] = x * element(column * 4 + k % 4, 4 + (k >= 4 ? 1 : 0));
+        }
+        sums[i] = cut_off_sum(c[i], products);
     }
     for (int i = 0; i < 4; ++i) d[i] = sums[i];
 }
