@@ -94,7 +94,7 @@ def test_tensor_core_products(probes: ctypes.CDLL, kind: int, depth: int, digits
 
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["float16", "bfloat16", "tf32"])
 def test_tensor_cores_cut_sums_off(probes: ctypes.CDLL, kind: int) -> None:
-    """Towards zero: 1 + 3/4 of its last digit stays 1, of either sign; but what is in the products is added up first."""
+    """Towards zero, of either sign: 1 + 3/4 of its last digit stays 1; but the products are added up first."""
     depth, digit = 8 if kind == 2 else 16, 2.0**-23
     a, b = np.zeros((16, depth), dtype=np.float32), np.ones((depth, 8), dtype=np.float32)
     c = np.ones((16, 8), dtype=np.float32)

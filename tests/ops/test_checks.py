@@ -69,7 +69,7 @@ KINDS: list[tuple[str, Change, str]] = [
     ("float64 among float32", to(torch.float64), "float64"),
     ("float16 among float32", to(torch.float16), "float16"),
     ("another device", lambda x: x.to("meta"), "meta"),
-    ("a NumPy array", lambda x: x.detach().numpy(), "ndarray"),
+    ("a NumPy array", lambda x: x.detach().cpu().numpy(), "ndarray"),
     ("a list", lambda x: x.tolist(), "list"),
     ("a number", lambda x: 0.5, "float"),
 ]

@@ -28,7 +28,7 @@ ROUNDING = 1e-12
 
 
 def array(x: torch.Tensor | None) -> np.ndarray | None:
-    return None if x is None else x.detach().numpy()
+    return None if x is None else x.detach().cpu().numpy()
 
 
 # Closed forms, for one batch row and one head: q, k (T, K), v (T, V), S0 (V, K), the papers' form.

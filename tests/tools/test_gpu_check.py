@@ -59,6 +59,12 @@ class TestRun:
         stage = python("benchmark", "import sys; print(sys.argv[1:])", limit=400, budgeted=True)
         assert gpu_check.run(stage, 150, tmp_path / "log").summary == "['--budget', '130']"
 
+    def test_what_pytest_says_failed_is_kept(self, tmp_path: Path) -> None:
+        program = "print('FAILED tests/a.py::b - no'); print('ERROR tests/c.py'); print('2 failed'); exit(1)"
+        outcome = gpu_check.run(python("tests", program), 30, tmp_path / "log")
+        found = outcome.as_json()
+        assert found["summary"] == "2 failed" and found["failures"] == ["FAILED tests/a.py::b - no", "ERROR tests/c.py"]
+
     def test_the_environment_is_passed_on(self, tmp_path: Path) -> None:
         program = "import os; print(os.environ['FASTWEIGHTS_BUILD'])"
         stage = python("a", program, environment={"FASTWEIGHTS_BUILD": "cuda"})
@@ -123,6 +129,20 @@ class TestPlan:
         plan = gpu_check.stages()
         assert [stage.name for stage in plan if stage.budgeted] == [plan[-1].name]
         assert 60 * 8.75 - sum(stage.limit for stage in plan[:-1]) >= 60
+
+    def test_finds_the_sanitizer_beside_a_compiler_that_is_not_on_the_path(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+        monkeypatch.delenv("CUDA_PATH", raising=False)
+        tool = tmp_path / "cuda" / "bin" / "compute-sanitizer"
+        tool.parent.mkdir(parents=True)
+        tool.touch(mode=0o755)
+        stages = {stage.name: stage for stage in gpu_check.stages()}
+        assert stages["memcheck"].command[0] == stages["racecheck"].command[0] == str(tool)
+        # Tensors side by side in one block of memory would hide what is read beyond their ends.
+        assert stages["memcheck"].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
     def test_names_programs_that_there_are(self) -> None:
         root = Path(__file__).resolve().parents[2]
