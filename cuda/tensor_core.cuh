@@ -316,17 +316,21 @@ __device__ __forceinline__ void multiply_eight(Tile& tile, int inner, A a, B b) 
             if constexpr (Passes == 3) b_small[j][i] = x.small;
         }
     if constexpr (Passes == 3) {
-        float sums[Parts][4] = {};
 #pragma unroll
-        for (int j = 0; j < Parts; ++j) mma_tf32(sums[j], a_small, b_big[j]);
+        for (int first = 0; first < Parts; first += 2) {  // two at a time: all would hold 16 registers
+            float sums[2][4] = {};
 #pragma unroll
-        for (int j = 0; j < Parts; ++j) mma_tf32(sums[j], a_big, b_small[j]);
+            for (int j = 0; j < 2; ++j) mma_tf32(sums[j], a_small, b_big[first + j]);
 #pragma unroll
-        for (int j = 0; j < Parts; ++j) mma_tf32(sums[j], a_big, b_big[j]);
+            for (int j = 0; j < 2; ++j) mma_tf32(sums[j], a_big, b_small[first + j]);
 #pragma unroll
-        for (int j = 0; j < Parts; ++j)
+            for (int j = 0; j < 2; ++j) mma_tf32(sums[j], a_big, b_big[first + j]);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) tile.value[j][i] = __fadd_rn(tile.value[j][i], sums[j][i]);
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    tile.value[first + j][i] = __fadd_rn(tile.value[first + j][i], sums[j][i]);
+        }
     } else {
 #pragma unroll
         for (int j = 0; j < Parts; ++j) mma_tf32(tile.value[j], a_big, b_big[j]);
