@@ -52,8 +52,8 @@ class FeatureMap(nn.Module):
                 follows divides these out again. Maps whose features leave the range of their type
                 use it: "fixed", none; "queries", each of q by its own (attention normalisation);
                 "queries and source", besides all of k of a row and head by one (the same, where k
-                is all that there is to read); "all", each of q and k by its own (sum
-                normalisation).
+                is all that there is to read, and no padding); "all", each of q and k by its own
+                (sum normalisation).
 
         Returns:
             Two tensors (batch, time, heads, output_dim), float32 for half and bfloat16 inputs, else

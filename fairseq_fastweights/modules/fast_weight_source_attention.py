@@ -87,9 +87,15 @@ class FastWeightSourceAttention(MemoryAttention):
                 )
             k = self._heads(self.k_proj(key), self.feature_map.key_dim)
             v = self._heads(self.v_proj(key), self.head_dim)
+            padding = None if key_padding_mask is None else key_padding_mask.to(torch.bool)[:, :, None, None]
+            if padding is not None and k.shape[1]:
+                # FAVOR+ divides the features of a row by the largest of them. Were that padding's, whose keys are
+                # short, those of words with long keys would vanish: padding takes a word's key, until it is left out.
+                word = padding.to(torch.uint8).argmin(dim=1, keepdim=True)
+                k = torch.where(padding, k.detach().take_along_dim(word, dim=1), k)
             q, k, v = self._features(q, k, v)
-            if key_padding_mask is not None:
-                k = k.masked_fill(key_padding_mask.to(torch.bool)[:, :, None, None], 0)
+            if padding is not None:
+                k = k.masked_fill(padding, 0)
             with torch.autocast(k.device.type, enabled=False):
                 buffer = {"state": torch.einsum("bshm,bshv->bhmv", k, v), "z": k.sum(dim=1)}
             if incremental_state is not None:

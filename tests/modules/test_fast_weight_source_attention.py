@@ -230,6 +230,22 @@ def test_padding_is_no_part_of_a_source(feature_map):
     assert not grads["source"][PADDING.t()].any() and grads["source"][~PADDING.t()].all()
 
 
+def test_words_with_long_keys_do_not_vanish_beside_padding():
+    """FAVOR+ divides the features of a row by the largest of them; padding's are up to e^180 times the words' here."""
+    module, (query, source) = build("favor"), inputs()
+    with torch.no_grad():
+        module.k_proj.weight.mul_(20)
+    exact = copy.deepcopy(module).double()
+    # As an encoder has it: its key is the projection's bias.
+    source = source.masked_fill(PADDING.t()[..., None], 0.0)
+    low, high = ([x.to(dtype).requires_grad_() for x in (query, source)] for dtype in (torch.float32, torch.float64))
+    expected = equation_5(exact, *high, PADDING)
+    expected_gradients = gradients(exact, expected, query=high[0], source=high[1])
+    for out in (attend(module, *low, key_padding_mask=PADDING), one_by_one(module, *low, PADDING)):
+        assert relative_error(out, expected) <= FLOAT32
+        assert_same(gradients(module, out, query=low[0], source=low[1]), expected_gradients, FLOAT32_GRADIENT)
+
+
 @pytest.mark.parametrize("feature_map", MAPS)
 def test_a_source_of_nothing_but_padding_is_finite(feature_map):
     module, (query, source) = build(feature_map), inputs()
@@ -258,7 +274,7 @@ def test_nothing_comes_of_nothing(shape, beam):
     module, (time, source_time, batch) = build(), shape
     module.set_beam_size(beam)
     query, source = torch.ones(time, batch, EMBED), torch.ones(source_time, batch, EMBED)
-    for options in ({}, {"incremental_state": {}}):
+    for options in ({}, {"incremental_state": {}}, {"key_padding_mask": torch.ones(batch, source_time)}):
         out = attend(module, query, source, **options)
         assert out.shape == query.shape and out.isfinite().all()
 
