@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-VERSION = "0.12.2+fastweights.1"
+VERSION = "0.12.2+fastweights.2"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was
@@ -135,6 +135,28 @@ def safe_checkpoints(source: FairseqSource) -> None:
     shutil.copyfile(CHECKPOINT_LOADER, source.root / "fairseq/checkpoint_loader.py")
 
 
+def whole_copies(source: FairseqSource) -> None:
+    """A checkpoint is written beside the last one and renamed, but its copies, checkpoint_last.pt
+    mostly, are written over the last ones: a training that is killed meanwhile leaves part of a
+    file, from which it cannot go on. A copy is written beside and renamed, too."""
+    file = "fairseq/checkpoint_utils.py"
+    source.replace(
+        file,
+        """                assert PathManager.copy(
+                    checkpoints[0], cp, overwrite=True
+                ), f"Failed to copy {checkpoints[0]} to {cp}"
+""",
+        """                renames = PathManager.supports_rename(cp)
+                copy = cp + ".tmp" if renames else cp
+                assert PathManager.copy(
+                    checkpoints[0], copy, overwrite=True
+                ), f"Failed to copy {checkpoints[0]} to {copy}"
+                if renames:
+                    PathManager.rename(copy, cp)
+""",
+    )
+
+
 def mask_type(source: FairseqSource) -> None:
     """The fused encoder layer of torch >= 2 asks what its mask is: 1 stands for padded keys, of
     shape (batch, time), and 0 for an attention mask, of shape (time, time)."""
@@ -226,6 +248,7 @@ CURES: tuple[Callable[[FairseqSource], None], ...] = (
     default_factories,
     defaults_from_factories,
     safe_checkpoints,
+    whole_copies,
     mask_type,
     builtin_numbers,
     broadcast_objects,

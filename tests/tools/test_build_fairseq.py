@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import build_fairseq
 import fairseq_cures
@@ -59,6 +60,9 @@ from fairseq.data import data_utils
                 lambda s, _: torch.serialization.default_restore_location(s, "cpu")
             ),
         )
+                assert PathManager.copy(
+                    checkpoints[0], cp, overwrite=True
+                ), f"Failed to copy {checkpoints[0]} to {cp}"
 """,
     "fairseq/modules/transformer_layer.py": """
                 encoder_padding_mask if encoder_padding_mask is not None else attn_mask,
@@ -107,6 +111,7 @@ class TestCures:
             ("default_factories", "fairseq/models/transformer/transformer_config.py"),
             ("defaults_from_factories", "fairseq/dataclass/initialize.py"),
             ("safe_checkpoints", "fairseq/checkpoint_utils.py"),
+            ("whole_copies", "fairseq/checkpoint_utils.py"),
             ("mask_type", "fairseq/modules/transformer_layer.py"),
             ("builtin_numbers", "fairseq/data/data_utils.py"),
             ("builtin_numbers", "fairseq/data/token_block_dataset.py"),
@@ -361,3 +366,51 @@ class TestCheckpointLoader:
         before = torch.serialization.get_safe_globals()
         load(str(path))
         assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+class TestCheckpointCopies:
+    """Through the function by which fairseq saves what a training goes on from."""
+
+    @pytest.fixture
+    def save(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        """Saves a checkpoint, which is the best so far, at the end of an epoch."""
+        if build_fairseq.installed_version() != fairseq_cures.VERSION:
+            pytest.skip("another fairseq is installed here")
+        from fairseq import checkpoint_utils
+        from fairseq.dataclass.configs import CheckpointConfig
+
+        monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", 1.0, raising=False)
+        config = CheckpointConfig(save_dir=str(tmp_path), no_epoch_checkpoints=True)
+        epochs = SimpleNamespace(epoch=1, end_of_epoch=lambda: True, state_dict=dict)
+
+        def save(content: str) -> None:
+            trainer = SimpleNamespace(
+                data_parallel_rank=0,
+                checkpoint_suffix="",
+                should_save_checkpoint_on_current_rank=True,
+                consolidate_optimizer=lambda: None,
+                get_num_updates=lambda: 7,
+                save_checkpoint=lambda path, state: Path(path).write_text(content),
+            )
+            checkpoint_utils.save_checkpoint(config, trainer, epochs, 1.0)
+
+        return save
+
+    def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(
+        self, save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from fairseq.file_io import PathManager
+
+        def cut_off(source: str, target: str, **options: bool) -> None:
+            Path(target).write_text(Path(source).read_text()[:1])
+            raise KeyboardInterrupt
+
+        best, last = tmp_path / "checkpoint_best.pt", tmp_path / "checkpoint_last.pt"
+        save("first")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(PathManager, "copy", cut_off)
+            save("second")
+        assert (best.read_text(), last.read_text()) == ("second", "first")
+        save("third")
+        assert (best.read_text(), last.read_text()) == ("third", "third")
+        assert sorted(tmp_path.iterdir()) == [best, last]
