@@ -47,8 +47,9 @@ for subset in ${SUBSETS:-valid test}; do
         continue
     fi
     echo "$out: translating $subset"
-    # One process: fairseq would give each of several GPUs its share of the sentences.
-    fairseq-generate "$data" --path "$out/checkpoint_best.pt" --gen-subset "$subset" \
+    # One process: fairseq would give each of several GPUs its share of the sentences. Unbuffered, so that no message on
+    # stderr lands within a translation.
+    PYTHONUNBUFFERED=1 fairseq-generate "$data" --path "$out/checkpoint_best.pt" --gen-subset "$subset" \
         --user-dir fairseq_fastweights --task translation --distributed-world-size 1 --no-progress-bar \
         "${options[@]}" > "$name.log.unfinished" 2>&1 || {
         tail -n 3 "$name.log.unfinished" >&2

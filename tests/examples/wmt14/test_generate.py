@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,22 @@ def test_translations_come_in_the_order_of_the_test_set_with_a_line_for_an_empty
     assert values["options"] == "--beam 4 --lenpen 0.6 --max-len-a 1 --max-len-b 50 --cpu --beam 8".split()
     assert values["data"]["vocabulary"] == 360
     assert not list(model.glob("*.unfinished"))
+
+
+def test_messages_stay_out_of_translations(stub_data: Path, model: Path, programs: Programs) -> None:
+    """Also where a translation is longer than what Python writes at a time."""
+    program = f"""#!{sys.executable}
+import sys
+for number in range(4):
+    print(f"H-{{number}}\\t-1\\t" + " ".join(["▁die"] * 3000))
+    print("a message", file=sys.stderr)
+print({SUMMARY!r}, file=sys.stderr)
+"""
+    (programs.folder / "fairseq-generate").write_text(program, encoding="utf-8")
+    env = {"SUBSETS": "test", "PYTHONUNBUFFERED": "", "PYTHONIOENCODING": "utf-8"}
+    result, _ = programs.run(GENERATE, stub_data, model, env=env)
+    assert result.returncode == 0, result.stderr
+    assert corpus.read_text(model / "generate-test.hyp") == [" ".join(["die"] * 3000)] * 4
 
 
 def test_both_sets_are_translated_unless_one_is_asked_for(stub_data: Path, model: Path, programs: Programs) -> None:
