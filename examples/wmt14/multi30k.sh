@@ -36,12 +36,11 @@ if [ "${1:-}" != --one ]; then
     check_positive UPDATES "$updates" JOBS "$jobs"
     [ -e "$data/preparation.json" ] || die "DATA is $data, which holds no preparation.json; prepare.sh makes it"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    printf '%s\n' "${chosen[@]:-${models[@]}}" \
-        | xargs -P "$jobs" -I{} bash "$0" "$data" "$out" --one {} "$@"
+    printf '%s\n' "${chosen[@]:-${models[@]}}" | xargs -P "$jobs" -n 1 bash "$0" "$data" "$out" --one "$@"
     exit
 fi
-model=$2 dir=$out/$2
-shift 2
+model=${!#} dir=$out/${!#} # xargs put it last
+set -- "${@:2:$#-2}"
 
 # As many features for a head's dimensions as in the paper's models of 256, 4 for each: 128 for 32.
 case $model in

@@ -39,6 +39,13 @@ def test_the_models_of_the_comparison_have_one_budget(stub_data: Path, tmp_path:
     assert other.returncode != 0 and not calls and "linear was begun with UPDATES=70 --lr 0.1, and" in other.stderr
 
 
+def test_options_reach_a_training_as_they_are(stub_data: Path, tmp_path: Path, programs: Programs) -> None:
+    given = ["--optimizer-overrides", "{}", "--task", "a {} 'b'"]
+    _, calls = programs.run(MULTI30K, stub_data, tmp_path / "o {}", "linear", "--", *given, env={"TRAIN_FAILS": "1"})
+    assert [call[0] for call in calls] == ["fairseq-train"] and calls[0][-4:] == given
+    assert options(calls[0])["--save-dir"] == str(tmp_path / "o {}" / "linear")
+
+
 def test_a_training_of_the_comparison_that_was_cut_off_goes_on(
     stub_data: Path, tmp_path: Path, programs: Programs
 ) -> None:
