@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from harness import ROOT, records, targets
 from harness.measuring import add_options, list_of, set_up
@@ -30,7 +31,7 @@ from harness.training_tables import SOFTMAX, render
 MODELS = (SOFTMAX, "delta", "decay", "gated", "sum")
 SETTINGS = {"types": 267_735, "batch": 96, "length": 256, "updates": 60, "warm-up": 20, "log interval": 5}
 QUICK_SETTINGS = {"types": 50, "batch": 2, "length": 16, "updates": 4, "warm-up": 2, "log interval": 1}
-ARCHITECTURE = "--arch fast_weight_lm_wiki103_small --criterion adaptive_loss".split()
+ARCHITECTURE = "--arch fast_weight_lm_wiki103_small --criterion adaptive_loss --ddp-backend legacy_ddp".split()
 QUICK_ARCHITECTURE = """--arch fast_weight_lm --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16
     --decoder-output-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2
     --share-decoder-input-output-embed""".split()
@@ -62,26 +63,31 @@ def prepare(folder: Path, settings: dict[str, int]) -> Path:
     return folder / "bin"
 
 
-def train(data: Path, model: str, settings: dict[str, int], options: argparse.Namespace) -> list[float]:
-    """Trains for some updates and returns the words per second that fairseq logged, after the warm-up."""
+def training_flags(model: str, settings: dict[str, int], options: argparse.Namespace) -> list[str]:
+    """What `fairseq-train` is told beside the data."""
     attention = ["--softmax-attention-layers", "all"] if model == SOFTMAX else ["--update-rule", model]
     if model != SOFTMAX:
         attention += ["--fast-weight-backend", options.backend]
     device = ["--cpu"] if options.device == "cpu" else []
     precision = [] if options.precision == "fp32" else [f"--{options.precision}"]
-    log = fairseq(
-        "train",
-        str(data),
+    return [
         *"--user-dir fairseq_fastweights --task fast_weight_language_modeling".split(),
         *(QUICK_ARCHITECTURE if options.quick else ARCHITECTURE),
         *attention,
         *device,
+        # Of several GPUs fairseq-train would take all, and the record speaks of one.
+        *"--distributed-world-size 1".split(),
         *precision,
         *f"--tokens-per-sample {settings['length']} --batch-size {settings['batch']}".split(),
         *f"--max-update {settings['updates']} --log-interval {settings['log interval']}".split(),
         *"--required-batch-size-multiple 1 --optimizer adam --lr 0.00025 --clip-norm 0.25".split(),
         *"--disable-validation --no-save --num-workers 0 --log-format json --no-progress-bar".split(),
-    )
+    ]
+
+
+def train(data: Path, model: str, settings: dict[str, int], options: argparse.Namespace) -> list[float]:
+    """Trains for some updates and returns the words per second that fairseq logged, after the warm-up."""
+    log = fairseq("train", str(data), *training_flags(model, settings, options))
     return words_per_second(log, settings["warm-up"])
 
 
@@ -119,6 +125,19 @@ def main() -> None:
     models = list(dict.fromkeys([SOFTMAX, *options.models]))
     budget = Budget(options.budget)
     speeds: dict[str, list[float]] = {model: [] for model in models}
+
+    def make_record() -> dict[str, Any]:
+        rows = [{"model": model, "words per second": summarize(known)} for model, known in speeds.items() if known]
+        return records.describe_run(
+            "training",
+            options.device,
+            settings=settings,
+            precision=options.precision,
+            backend=options.backend,
+            cut=budget.cut,
+            rows=rows,
+        )
+
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), settings)
         for number in range(options.rounds):
@@ -128,16 +147,9 @@ def main() -> None:
                     continue
                 speeds[model] += train(data, model, settings, options)
                 print(f"{model}: {speeds[model][-1]:,.0f} words/s", file=sys.stderr, flush=True)
-    rows = [{"model": model, "words per second": summarize(measured)} for model, measured in speeds.items()]
-    record = records.describe_run(
-        "training",
-        options.device,
-        settings=settings,
-        precision=options.precision,
-        backend=options.backend,
-        cut=budget.cut,
-        rows=rows,
-    )
+                if options.out is not None:  # one that fails, or is stopped, leaves what was measured before it
+                    records.write(make_record(), options.out)
+    record = make_record()
     print(render(record))
     print(targets.render(targets.evaluate_one(record)))
     if options.out is not None:
