@@ -79,8 +79,9 @@ def measure(name: str, rule: str, way: str, dtype: torch.dtype, rounds: int, all
             return call.run()
 
     calls = {str(way): partial(asked, way.environment) for way in ways}
-    warm = {label: first_calls(make, torch.cuda.synchronize)[1] for label, make in calls.items()}
-    measured, _ = time_in_turns(calls, warm, CudaClock(), rounds=rounds, allowed=allowed)
+    first = {label: first_calls(make, torch.cuda.synchronize) for label, make in calls.items()}
+    warm, hosts = ({label: seconds[i] for label, seconds in first.items()} for i in (1, 2))
+    measured, _ = time_in_turns(calls, warm, CudaClock(), hosts=hosts, rounds=rounds, allowed=allowed)
     return [
         {
             "shape": name,

@@ -51,6 +51,7 @@ def compare(
     works: dict[str, Work] = {}
     calls: dict[str, Call] = {}
     warm: dict[str, float] = {}
+    hosts: dict[str, float] = {}
     references: dict[str, Tensor] = {}
     # Chunkwise, which is there on every machine, says what is right; it is asked first, and measured in its turn.
     for contestant in sorted(contestants, key=lambda c: c.name != "chunkwise"):
@@ -69,7 +70,7 @@ def compare(
         try:
             work = contestant.prepare(shape, inputs)
             call = work.run_both if kind == "forward+backward" else work.run_forward
-            first, second = first_calls(call, synchronizer(device), longest_call)
+            first, second, host = first_calls(call, synchronizer(device), longest_call)
             row |= {"first call": first, "second call": second}
             if min(first, second) > longest_call:
                 row |= {"status": "left out", "message": f"a call takes {first:.1f} s, over {longest_call:g} s"}
@@ -91,13 +92,14 @@ def compare(
         except Exception as error:  # a peer's errors are results, whatever they are
             row |= {"status": "failed", "message": describe(error)}
             continue
-        works[contestant.label], calls[contestant.label], warm[contestant.label] = work, call, second
+        works[contestant.label], calls[contestant.label] = work, call
+        warm[contestant.label], hosts[contestant.label] = second, host
     references.clear()
 
     labels = [contestant.label for contestant in contestants]
     left = allowed - (time.perf_counter() - began)
     turns = {label: calls[label] for label in labels if label in calls}
-    measured, made = time_in_turns(turns, warm, clock, rounds=rounds, allowed=max(left, 0.0))
+    measured, made = time_in_turns(turns, warm, clock, hosts=hosts, rounds=rounds, allowed=max(left, 0.0))
     for label, seconds in measured.items():
         row = rows[label]
         limit = limit_of(shape, row["rule"], dtype, kind, inputs, rates)

@@ -35,10 +35,10 @@ class TurnClock:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def seconds(self, call: Callable[[], Call], repeats: int) -> float:
+    def seconds(self, call: Callable[[], Call], repeats: int, host: float = 0.0) -> float:
         step = call()
         step()
-        return self._clock.seconds(step, repeats)
+        return self._clock.seconds(step, repeats, host)
 
     def repeats(self, seconds: float) -> int:
         return TOKENS_OF_A_TURN

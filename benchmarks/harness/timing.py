@@ -17,11 +17,19 @@ ROUNDS = 15
 FEWEST_ROUNDS = 3
 # On a CPU a measurement lasts at least this long; shorter calls are repeated within it.
 SHORTEST_MEASUREMENT = 1e-3
+# On a GPU the lead is the host's time so many times over, and so many flushes at most: a host that takes longer has
+# more launches to make than the queue to the device holds, about a thousand, and waits for the device all the same.
+LEAD_MARGIN = 2.0
+MOST_FLUSHES = 64
 
 
 class Clock(Protocol):
-    def seconds(self, call: Call, repeats: int) -> float:
-        """The time of one call, of `repeats` made."""
+    def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
+        """The time of one call, of `repeats` made.
+
+        Args:
+            host: the seconds in which the host gives the device the work of a call, if they are not to count.
+        """
         ...
 
     def repeats(self, seconds: float) -> int:
@@ -32,7 +40,7 @@ class Clock(Protocol):
 class CpuClock:
     """The time that passes."""
 
-    def seconds(self, call: Call, repeats: int) -> float:
+    def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
         start = time.perf_counter()
         for _ in range(repeats):
             call()
@@ -43,17 +51,24 @@ class CpuClock:
 
 
 class CudaClock:
-    """Events around a call, after writing more than the second-level cache holds.
+    """Events around a call, after flushes: writing more than the second-level cache holds, again and again.
 
-    While the GPU writes, the CPU gets ahead: what is timed is the device's work, unless a call makes the GPU wait.
+    While the GPU writes, the host gives it the whole call: what is timed is the device's work, unless a call makes the
+    host wait for the device. Where no lead is long enough (`flushes_ahead`), or none is asked for, it is the time that
+    passes until the device has done what the host gives it.
     """
 
     def __init__(self) -> None:
-        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self._buffer = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self._flush_seconds = self._between_events(self._buffer.zero_, 10, flushes=1)
 
-    def seconds(self, call: Call, repeats: int) -> float:
+    def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
+        return self._between_events(call, repeats, flushes_ahead(repeats * host, self._flush_seconds))
+
+    def _between_events(self, call: Call, repeats: int, flushes: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._flush.zero_()
+        for _ in range(flushes):
+            self._buffer.zero_()
         start.record()
         for _ in range(repeats):
             call()
@@ -63,6 +78,16 @@ class CudaClock:
 
     def repeats(self, seconds: float) -> int:
         return 1
+
+
+def flushes_ahead(host: float, flush: float) -> int:
+    """How many flushes of so many seconds outlast `host` seconds with a margin; one where `MOST_FLUSHES` would not.
+
+    A lead that ended within a call would leave a part of the host's time, of unknown size, in what is measured.
+    """
+    if host > MOST_FLUSHES * flush:
+        return 1
+    return min(max(1, math.ceil(LEAD_MARGIN * host / flush)), MOST_FLUSHES)
 
 
 def clock_for(device: str) -> Clock:
@@ -86,21 +111,25 @@ class Budget:
         return self.left / max(parts, 1)
 
 
-def first_calls(call: Call, synchronize: Call, longest: float = math.inf) -> tuple[float, float]:
+def first_calls(call: Call, synchronize: Call, longest: float = math.inf) -> tuple[float, float, float]:
     """The first two calls in seconds on the host's clock, each until the device has finished.
 
     Where the first takes longer than `longest` there is no second, and its time stands for both.
+
+    Returns:
+        the seconds of the first, of the second, and of the second until the host had given the device its work.
     """
 
-    def seconds() -> float:
+    def seconds() -> tuple[float, float]:
         synchronize()
         start = time.perf_counter()
         call()
+        given = time.perf_counter()
         synchronize()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, given - start
 
-    first = seconds()
-    return first, first if first > longest else seconds()
+    first, host = seconds()
+    return first, *((first, host) if first > longest else seconds())
 
 
 def time_in_turns(
@@ -108,6 +137,7 @@ def time_in_turns(
     warm: dict[str, float],
     clock: Clock,
     *,
+    hosts: dict[str, float] | None = None,
     rounds: int = ROUNDS,
     allowed: float = math.inf,
 ) -> tuple[dict[str, dict[str, float]], int]:
@@ -115,6 +145,7 @@ def time_in_turns(
 
     Args:
         warm: about how long each call takes, in seconds.
+        hosts: in how many of them the host has given the device its work; None where its time is to count too.
         rounds: how often each is measured, if `allowed` seconds are enough for it; `FEWEST_ROUNDS` in any case.
 
     Returns:
@@ -127,7 +158,7 @@ def time_in_turns(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(clock.seconds(call, repeats[name]))
+            times[name].append(clock.seconds(call, repeats[name], 0.0 if hosts is None else hosts[name]))
     return {name: summarize(measured) for name, measured in times.items()}, rounds
 
 

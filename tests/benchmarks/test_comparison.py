@@ -11,7 +11,7 @@ from harness.comparison import compare
 from harness.contestants import Contestant, Unavailable, Unsuitable, Work, leaf
 from harness.kernel_tables import render
 from harness.peers import ours
-from harness.timing import CpuClock
+from harness.timing import Call, Clock, CpuClock
 
 SHAPE = Shape("tiny", 2, 2, 8, 4, 4, 2, "a test")
 RATES = {"copy": {"4096": 1e9}, "matmul": {"float32": 1e9}}
@@ -40,14 +40,16 @@ def refuse(error: Exception) -> Contestant:
     return Contestant("refuses", "sum", prepare)
 
 
-def rows_of(*others: Contestant, kind: Pass = "forward+backward", **options: float) -> dict[str, dict]:
+def rows_of(
+    *others: Contestant, kind: Pass = "forward+backward", clock: Clock | None = None, **options: float
+) -> dict[str, dict]:
     rows, _ = compare(
         SHAPE,
         "float32",
         kind,
         [*others, contestant("chunkwise")],
         device="cpu",
-        clock=CpuClock(),
+        clock=clock or CpuClock(),
         rates=RATES,
         rounds=2,
         **options,
@@ -61,6 +63,18 @@ def test_who_agrees_is_measured(kind: Pass) -> None:
     row = rows_of(contestant("peer"), kind=kind)["peer"]
     assert row["status"] == "measured" and row["seconds"]["rounds"] == 2 and row["difference"] <= 1e-6
     assert row["sizes"] == {"batch": 2, "heads": 2, "time": 8, "key_dim": 4, "value_dim": 4}
+
+
+def test_the_clock_is_told_what_the_host_takes() -> None:
+    hosts: list[float] = []
+
+    class NotingClock(CpuClock):
+        def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
+            hosts.append(host)
+            return super().seconds(call, repeats)
+
+    rows = rows_of(contestant("peer"), clock=NotingClock())
+    assert len(hosts) == 2 * len(rows) and all(0 < host < 1 for host in hosts)
 
 
 def test_who_is_wrong_is_not_measured() -> None:

@@ -61,7 +61,7 @@ class NotingClock(CpuClock):
 
     turns: ClassVar[list[tuple[Any, list[int]]]] = []
 
-    def seconds(self, call: Any, repeats: int) -> float:
+    def seconds(self, call: Any, repeats: int, host: float = 0.0) -> float:
         rolling = getattr(call, "__self__", None)
         lengths: list[int] = []
         self.turns.append((rolling, lengths))

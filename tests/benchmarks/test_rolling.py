@@ -20,7 +20,7 @@ def test_the_first_token_of_a_turn_is_not_timed() -> None:
         return lambda: turns[-1].append("token")
 
     class CountingClock(CpuClock):
-        def seconds(self, call: Callable[[], Any], repeats: int) -> float:
+        def seconds(self, call: Callable[[], Any], repeats: int, host: float = 0.0) -> float:
             assert turns[-1] == ["token"]
             return super().seconds(call, repeats)
 

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import timing
 from harness.spread import summarize
-from harness.timing import Budget, CpuClock, first_calls, time_in_turns
+from harness.timing import MOST_FLUSHES, Budget, CpuClock, CudaClock, first_calls, flushes_ahead, time_in_turns
 
 
 class FakeClock:
     """Calls take the time that they return."""
 
-    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
+    def seconds(self, call: Callable[[], Any], repeats: int, host: float = 0.0) -> float:
         return sum(call() for _ in range(repeats)) / repeats
 
     def repeats(self, seconds: float) -> int:
@@ -45,10 +48,94 @@ def test_rounds_are_cut_to_the_time_that_is_allowed_but_not_below_three(allowed:
 
 def test_a_call_that_takes_too_long_is_made_once() -> None:
     calls: list[str] = []
-    first, second = first_calls(lambda: calls.append("call"), lambda: calls.append("wait"), longest=-1.0)
-    assert calls == ["wait", "call", "wait"] and first == second
+    first, second, host = first_calls(lambda: calls.append("call"), lambda: calls.append("wait"), longest=-1.0)
+    assert calls == ["wait", "call", "wait"] and first == second and 0 < host < second
     first_calls(lambda: calls.append("call"), lambda: calls.append("wait"))
     assert calls[3:] == ["wait", "call", "wait"] * 2
+
+
+def test_the_hosts_time_is_that_without_the_wait() -> None:
+    first, second, host = first_calls(lambda: None, lambda: time.sleep(0.02))
+    assert min(first, second) >= 0.02 and host < 0.01
+
+
+class SimulatedGpu:
+    """torch.cuda where launches take the host's time, kernels the device's, and these come in the order of launches.
+
+    Attributes:
+        host, device: seconds; when the host is ready for the next launch, and the device done with those before it.
+    """
+
+    LAUNCH, FLUSH, RECORD = 10e-6, 65e-6, 1e-6
+    uint8 = None
+
+    def __init__(self) -> None:
+        self.cuda = self
+        self.host = self.device = 0.0
+        self.flushes = 0
+
+    def launch(self, seconds: float) -> None:
+        self.host += self.LAUNCH
+        self.device = max(self.host, self.device) + seconds
+
+    def empty(self, size: int, dtype: Any, device: str) -> Any:
+        def zero_() -> None:
+            self.flushes += 1
+            self.launch(self.FLUSH)
+
+        return SimpleNamespace(zero_=zero_)
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device)
+
+    def Event(self, enable_timing: bool) -> Any:
+        event = SimpleNamespace(time=None)
+
+        def record() -> None:
+            self.host += self.RECORD
+            event.time = max(self.host, self.device)
+
+        event.record, event.synchronize = record, self.synchronize
+        event.elapsed_time = lambda end: (end.time - event.time) * 1e3
+        return event
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
+    gpu = SimulatedGpu()
+    monkeypatch.setattr(timing, "torch", gpu)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
+    return gpu
+
+
+@pytest.mark.parametrize("launches", [1, 13, 75, 300])
+def test_a_short_call_on_a_gpu_is_timed_without_its_launches(gpu: SimulatedGpu, launches: int) -> None:
+    def call() -> None:
+        for _ in range(launches):
+            gpu.launch(2e-6)
+
+    warm, host = first_calls(call, gpu.synchronize)[1:]
+    assert host == pytest.approx(launches * gpu.LAUNCH)
+    measured, _ = time_in_turns({"call": call}, {"call": warm}, CudaClock(), hosts={"call": host})
+    assert measured["call"]["min"] == pytest.approx(launches * 2e-6) == measured["call"]["upper"]
+
+
+def test_where_no_lead_is_long_enough_the_launches_are_timed_too(gpu: SimulatedGpu) -> None:
+    def call() -> None:
+        for _ in range(1000):
+            gpu.launch(2e-6)
+
+    clock = CudaClock()
+    gpu.flushes = 0
+    assert clock.seconds(call, 1, host=1000 * gpu.LAUNCH) == pytest.approx(1000 * gpu.LAUNCH, rel=0.01)
+    assert gpu.flushes == 1
+
+
+def test_a_lead_outlasts_the_host_with_a_margin_and_is_bounded() -> None:
+    assert flushes_ahead(0.0, 65e-6) == flushes_ahead(30e-6, 65e-6) == 1
+    assert flushes_ahead(130e-6, 65e-6) == 4 and flushes_ahead(750e-6, 65e-6) == 24
+    assert flushes_ahead(0.75 * MOST_FLUSHES * 65e-6, 65e-6) == MOST_FLUSHES
+    assert flushes_ahead(1.25 * MOST_FLUSHES * 65e-6, 65e-6) == 1
 
 
 def test_short_calls_are_repeated_within_a_measurement() -> None:
