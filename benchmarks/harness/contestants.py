@@ -53,7 +53,7 @@ class Contestant:
         rule: one of `cases.RULES`, or "softmax" for attention.
         prepare: makes its work from a shape and its inputs; raises `Unavailable` where it cannot take part.
         same: whether it computes what the reference computes, so that outputs can be compared.
-        compiles: whether its first call at a shape takes long, so that it is not begun where a budget has ended.
+        compiles: whether its first call at a shape takes long, so that under a budget the others are measured before.
     """
 
     name: str

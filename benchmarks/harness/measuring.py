@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from harness import records
 from harness.cases import DTYPES, RULES, Pass, Shape
-from harness.comparison import Row, compare
+from harness.comparison import NOT_COMPILED, Row, compare
 from harness.contestants import Contestant
 from harness.limits import measure_rates
 from harness.peers import causal_product, flash_linear_attention, ours, softmax
@@ -95,6 +96,9 @@ def measure_all(
 ) -> dict[str, Any]:
     """Measures the cases in order, and writes what there is after each of them: who is stopped leaves that much.
 
+    Contestants that compile could use up a budget at the first cases. Under one all cases are measured without them,
+    and then, while time is left, again with them: such a run of all contestants takes the place of the one before.
+
     Args:
         longest_call: of `compare`.
         make_record: makes a record of rates, cut and rows: the machine's rates, what was cut to keep to the budget, and
@@ -106,11 +110,18 @@ def measure_all(
     budget = Budget(options.budget)
     clock = clock_for(options.device)
     rates = measure_rates(options.device, {c.dtype: DTYPES[c.dtype] for c in cases}, clock, options.quick)
-    rows: list[Row] = []
-    for number, case in enumerate(cases):
-        if budget.left <= 0:
-            budget.cut.append(f"{case}: not measured")
-            continue
+    rows: dict[int, list[Row]] = {}
+    cut: dict[int, str] = {}
+
+    def record_so_far() -> dict[str, Any]:
+        return make_record(
+            rates=rates,
+            cut=[cut[number] for number in sorted(cut)],
+            rows=[row for number in sorted(rows) for row in rows[number]],
+        )
+
+    def measure(number: int, parts: int, compiling: float) -> None:
+        case = cases[number]
         compared, made = compare(
             case.shape,
             case.dtype,
@@ -120,12 +131,19 @@ def measure_all(
             clock=clock,
             rates=rates,
             rounds=options.rounds,
-            allowed=budget.share(len(cases) - number),
+            allowed=budget.share(parts),
+            compiling=compiling,
             longest_call=longest_call,
         )
+        # The first call in this process is the one of the run before.
+        before = {(row["implementation"], row["rule"]): row for row in rows.get(number, ())}
+        for row in compared:
+            old = before.get((row["implementation"], row["rule"]), {})
+            row |= {name: old[name] for name in ("first call", "second call") if name in old}
+        rows[number] = compared
+        cut.pop(number, None)
         if made < options.rounds:
-            budget.cut.append(f"{case}: {made} rounds of {options.rounds}")
-        rows += compared
+            cut[number] = f"{case}: {made} rounds of {options.rounds}"
         medians = {
             f"{row['implementation']} {row['rule']}": row["seconds"]["median"]
             for row in compared
@@ -134,8 +152,26 @@ def measure_all(
         shown = ", ".join(f"{name} {median * 1e3:.3g}" for name, median in medians.items())
         print(f"{case}: {shown} ms", file=sys.stderr, flush=True)
         if options.out is not None:
-            records.write(make_record(rates=rates, cut=budget.cut, rows=rows), options.out)
-    record = make_record(rates=rates, cut=budget.cut, rows=rows)
+            records.write(record_so_far(), options.out)
+
+    again: list[int] = []
+    for number, case in enumerate(cases):
+        if budget.left <= 0:
+            cut[number] = f"{case}: not measured"
+            continue
+        # A run that is to come once more is one of the parts that share what is left.
+        parts = len(cases) - number + len(again)
+        measure(number, parts, compiling=math.inf if options.budget is None else 0.0)
+        if any(row.get("message") == NOT_COMPILED for row in rows[number]):
+            again.append(number)
+    longest = 0.0
+    for done, number in enumerate(again):
+        left = budget.left
+        if left <= longest:  # the next would end too late
+            break
+        measure(number, len(again) - done, compiling=left)
+        longest = max(longest, left - budget.left)
+    record = record_so_far()
     if options.out is not None:
         records.write(record, options.out)
     return record

@@ -96,7 +96,7 @@ def test_errors_are_results() -> None:
 def test_who_is_slow_is_left_out() -> None:
     row = rows_of(contestant("peer"), longest_call=0.0)["peer"]
     assert row["status"] == "left out" and "over 0 s" in row["message"]
-    rows = rows_of(contestant("peer"), contestant("compiler", compiles=True), allowed=0.0)
+    rows = rows_of(contestant("peer"), contestant("compiler", compiles=True), allowed=0.0, compiling=0.0)
     assert rows["compiler"]["status"] == "left out" and rows["compiler"]["message"] == "no time was left in the budget"
     assert rows["peer"]["status"] == rows["chunkwise"]["status"] == "measured"
 
