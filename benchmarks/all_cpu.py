@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.measuring import positive
 from harness.peers.causal_product import DEFAULT_FOLDER
 from report import PAGE, RESULTS
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=960, metavar="SECONDS", help="for measuring (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, metavar="FOLDER", help="default: build/peers")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from harness import records
 from harness.cases import DTYPES, RULES, SHAPES, draw_inputs
-from harness.measuring import list_of
+from harness.measuring import list_of, positive
 from harness.plan_sweep import WAYS, asking, call_of, ways_of
 from harness.tables import markdown, milliseconds, ratio
 from harness.timing import Budget, CudaClock, first_calls, time_in_turns
@@ -39,7 +39,9 @@ def main() -> None:
         "--rules", type=list_of("rules", RULES), default=RULES, metavar="LIST", help=f"of {','.join(RULES)}"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that each is measured (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=positive, default=ROUNDS, help="times that each is measured (default: %(default)s)"
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="cut rounds, then calls, to take no longer")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to this JSON file")
     options = parser.parse_args()

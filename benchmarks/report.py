@@ -152,7 +152,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail where the page is out of date")
     options = parser.parse_args()
     page = options.page.resolve()
-    text = render(find_records(options.results.resolve()), page)
+    results = find_records(options.results.resolve())
+    if not results:
+        missing = "holds no results" if options.results.is_dir() else "is no folder"
+        parser.error(f"--results is {options.results}, which {missing}; it must be where benchmarks/*.py wrote theirs")
+    text = render(results, page)
     if not options.check:
         page.write_text(text)
     elif not page.exists() or page.read_text() != text:

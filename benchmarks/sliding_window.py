@@ -21,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from harness.measuring import positive
+
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 64
 TYPES = 10_000
@@ -75,9 +77,9 @@ def measure(data: Path, checkpoint: Path, task: str, batch: int, window: bool) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4000, help="tokens to score (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each is measured (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="windows per batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=4000, help="tokens to score (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="times that each is measured (default: %(default)s)")
+    parser.add_argument("--batch-size", type=positive, default=64, help="windows per batch (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, records, targets
-from harness.measuring import add_options, list_of, set_up
+from harness.measuring import add_options, list_of, positive, set_up
 from harness.spread import summarize
 from harness.tables import count
 from harness.timing import Budget
@@ -113,7 +113,7 @@ def main() -> None:
         "--models", type=list_of("models", MODELS), default=MODELS, metavar="LIST", help=f"of {','.join(MODELS)}"
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, help="rows of a batch (default: the paper's)")
+    parser.add_argument("--batch-size", type=positive, help="rows of a batch (default: the paper's)")
     options = parser.parse_args()
     set_up(options)
     settings = dict(QUICK_SETTINGS if options.quick else SETTINGS)

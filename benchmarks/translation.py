@@ -24,7 +24,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from harness import records, targets
-from harness.measuring import add_options, list_of, set_up
+from harness.measuring import add_options, list_of, positive, set_up
 from harness.memory import held, peak
 from harness.rolling import fill_cache, time_tokens
 from harness.timing import FEWEST_ROUNDS, Budget, clock_for, time_in_turns
@@ -232,7 +232,7 @@ def main() -> None:
         "--maps", type=list_of("maps", tuple(MAPS)), default=tuple(MAPS), metavar="LIST", help=f"of {','.join(MAPS)}"
     )
     parser.add_argument(
-        "--whole", type=int, metavar="TOKENS", help=f"of a whole translation (default: {SETTINGS['whole']})"
+        "--whole", type=positive, metavar="TOKENS", help=f"of a whole translation (default: {SETTINGS['whole']})"
     )
     options = parser.parse_args()
     set_up(options)

@@ -36,10 +36,10 @@ class Case:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that the programs share."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, help="threads on the CPU (default: torch's)")
+    parser.add_argument("--threads", type=positive, help="threads on the CPU (default: torch's)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="cut rounds, then cases, to take no longer")
     parser.add_argument(
-        "--rounds", type=int, default=ROUNDS, help="times that each call is measured (default: %(default)s)"
+        "--rounds", type=positive, default=ROUNDS, help="times that each call is measured (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to this JSON file")
     parser.add_argument("--quick", action="store_true", help="tiny cases, to see that the program runs")
@@ -56,6 +56,13 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where build_causal_product.py put its kernel (default: build/peers)",
     )
+
+
+def positive(text: str) -> int:
+    """A positive whole number of the command line."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
 def list_of(what: str, names: Sequence[str]) -> Any:

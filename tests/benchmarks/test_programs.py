@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import kernels
@@ -119,6 +120,40 @@ def test_what_is_not_there_is_named(
     with pytest.raises(SystemExit) as error:
         run_here(kernels.main, monkeypatch, *arguments)
     assert message in f"{error.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *[(name, "--rounds") for name in ("kernels", "generation", "translation", "training", "training_length")],
+        *[(name, "--threads") for name in ("kernels", "all_cpu")],
+        *[("cuda_plans", "--rounds"), ("translation", "--whole"), ("training", "--batch-size")],
+        *[("sliding_window", option) for option in ("--tokens", "--rounds", "--batch-size")],
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
+def test_counts_are_positive_whole_numbers(
+    name: str, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_here(import_module(name).main, monkeypatch, option, value)
+    assert f"argument {option}: {value} is not a positive whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"), [("missing", "missing, which is no folder"), ("empty", "empty, which holds no results")]
+)
+def test_a_page_is_not_made_of_nothing(
+    folder: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "other.json").write_text('{"tokens": 3}')
+    page = tmp_path / "page.md"
+    page.write_text("old\n")
+    with pytest.raises(SystemExit, match="2"):
+        run_here(report.main, monkeypatch, "--results", tmp_path / folder, "--page", page)
+    assert message in capsys.readouterr().err
+    assert page.read_text() == "old\n"
 
 
 def test_results_are_found_within_those_of_a_device(tmp_path: Path) -> None:
