@@ -7,6 +7,9 @@ DATA ?=
 # A finished .venv of another Python or torch will do, unless one was asked for.
 ANY := $(if $(filter file,$(origin PYTHON)),--any-python) $(if $(filter file,$(origin TORCH)),--any-torch)
 
+# The folder as it was typed, for the shell: make is not to read its dollars, nor the shell its quotes.
+DATA_WORD = '$(subst ','\'',$(value DATA))'
+
 .PHONY: help setup test test-fast lint gpu-check demo demo-translation demo-synthetic clean
 
 help:
@@ -43,7 +46,7 @@ gpu-check:
 	@$(PYTHON) tools/gpu_check.py
 
 demo: setup
-	.venv/bin/python examples/demo/run.py $(if $(DATA),--data '$(DATA)')
+	.venv/bin/python examples/demo/run.py $(if $(value DATA),--data $(DATA_WORD))
 
 demo-translation: setup
 	.venv/bin/python examples/demo_translation/run.py

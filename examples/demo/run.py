@@ -40,7 +40,9 @@ MODEL = """
 """
 TRAINING = f"--tokens-per-sample {SEGMENT} --batch-size {BATCH} --clip-norm 0.25 --lr 0.003"
 CARRY_OVER = "--carry-over-state --batch-size-valid 4"
-SAMPLING = "--sampling --sampling-topk 10 --beam 3 --nbest 3 --unkpen 100 --max-len-b 60"
+SAMPLING = "--beam 3 --nbest 3 --unkpen 100 --max-len-b 60"
+MOST_LIKELY = 10
+"""Each token is drawn from so many that are the most likely, or from all of a dictionary with fewer."""
 MOST_POSITIONS = 600_000
 """About how many positions the sliding window may have to compute for a score."""
 PROMPT = 6
@@ -240,6 +242,7 @@ class Demo:
                 TASK,
                 "--path",
                 trained.folder / "checkpoint_best.pt",
+                f"--sampling --sampling-topk {min(MOST_LIKELY, count_entries(binarized.folder / 'dict.txt'))}",
                 SAMPLING,
                 f"--seed {self.seed} --input",
                 file,
@@ -293,6 +296,11 @@ def read_vocabulary(path: Path) -> list[str]:
     with path.open(encoding="utf-8") as file:
         words = [line.rstrip("\n").rpartition(" ")[0] for line in file]
     return [word for word in words if not word.startswith("madeupword")]
+
+
+def count_entries(path: Path) -> int:
+    """How many tokens a model with this dictionary knows: what is in the file, and the four that fairseq adds to it."""
+    return path.read_text(encoding="utf-8").count("\n") + 4
 
 
 def choose_prompt(corpus: Corpus, vocabulary: list[str]) -> str:

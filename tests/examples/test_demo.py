@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import random
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -246,6 +249,24 @@ def test_a_prompt_is_known_to_the_models(folder: Path) -> None:
     assert run.choose_prompt(corpus, ["other"]) == "other"
 
 
+@pytest.mark.parametrize("words", [0, 2, 4, 5, 9, 500])
+def test_a_token_is_drawn_from_no_more_than_there_are(folder: Path, tmp_path: Path, words: int) -> None:
+    from fairseq.data import Dictionary
+
+    out = tmp_path / "out"
+    work = run.Demo(run._parse(["--out", str(out)]), corpora.corpus_in(folder), 0)
+    binarized = work.binarize()
+    dictionary = Dictionary()
+    for i in range(words):
+        dictionary.add_symbol(f"w{i}", n=2)
+    dictionary.finalize()  # as fairseq-preprocess does, which makes their number a multiple of 8
+    binarized.folder.mkdir(parents=True)
+    dictionary.save(str(binarized.folder / "dict.txt"))
+    sampled = work.sample("delta-network", "w0", binarized, work.train("delta-network", False, binarized))
+    drawn_from = int(sampled.command[sampled.command.index("--sampling-topk") + 1])
+    assert drawn_from == min(10, len(dictionary)) and len(dictionary) % 8 == 0
+
+
 # --- all of it
 
 
@@ -301,3 +322,42 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path) -> None:
     shown_again, _ = third.communicate(timeout=60)
     assert third.returncode == 0
     assert "fairseq-" not in shown_again and table in shown_again
+
+
+@pytest.mark.slow
+def test_the_demo_takes_a_text_of_two_words(tmp_path: Path) -> None:
+    folder, out = tmp_path / "texts", tmp_path / "out"
+    folder.mkdir()
+    draw = random.Random(0)
+    for split in corpora.SPLITS:
+        (folder / f"{split}.txt").write_text("".join(" ".join(draw.choices("01", k=20)) + "\n" for _ in range(20)))
+    process = demo("--data", str(folder), "--out", str(out), "--updates", "1", "--models", "delta-network")
+    _, error = process.communicate(timeout=600)
+    assert process.returncode == 0, error
+    table = (out / "table.md").read_text()
+    assert table.partition("The Delta Network goes on after")[2].count("\n- ") == 3
+
+
+# --- make
+
+
+def words_of_make_demo(*arguments: str, **variables: str) -> list[str]:
+    """The words of the command that `make demo` gives the shell."""
+    others = {name: value for name, value in os.environ.items() if name not in ("DATA", "MAKEFLAGS", "MFLAGS")}
+    command = ["make", "--no-print-directory", "-n", "demo", *arguments]
+    listed = subprocess.run(
+        command, cwd=ROOT, env={**others, **variables}, capture_output=True, text=True, check=True
+    ).stdout
+    return shlex.split(listed.splitlines()[-1])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("name", ["texts", "it's", "two words", "$HOME", "a$b", '"quoted"', "back\\slash", "a,b;c&d"])
+def test_make_hands_on_a_folder_of_any_name(name: str) -> None:
+    expected = [".venv/bin/python", "examples/demo/run.py", "--data", f"/tmp/{name}"]
+    assert words_of_make_demo(f"DATA=/tmp/{name}") == words_of_make_demo(DATA=f"/tmp/{name}") == expected
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_hands_on_no_folder_where_none_was_named() -> None:
+    assert words_of_make_demo() == words_of_make_demo("DATA=") == [".venv/bin/python", "examples/demo/run.py"]
