@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import sys
@@ -16,6 +17,7 @@ from fairseq_fastweights.conversion.weight_files import WeightFiles
 from tests.conftest import QUIET, TASK, binarise, command, evaluate, train
 from tests.conversion import sources
 from tests.conversion.test_tokenizer import byte_level
+from tests.models.test_checkpoints import with_former_name
 
 LINES = ["the cat sat on the mat", "and  the other cats   sat there,", "Grüße: that is the theme 🎉", "x"]
 
@@ -140,6 +142,23 @@ def test_a_model_trained_in_another_type_says_so(converted, tmp_path):
     import transformers
 
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").dtype == torch.float16
+
+
+def test_a_checkpoint_with_the_former_name_of_its_settings_converts_back(converted, tmp_path, capsys):
+    _, theirs, ours = converted
+    state = torch.load(ours / "model.pt", weights_only=True)
+    state["model"] = with_former_name(state["model"])
+    torch.save(state, tmp_path / "former.pt")
+    back = ["to-huggingface", str(ours), str(tmp_path / "back"), "--checkpoint", str(tmp_path / "former.pt")]
+    assert main(back) == 0, capsys.readouterr().err
+    before, after = WeightFiles(theirs), WeightFiles(tmp_path / "back")
+    assert all(torch.equal(before.read(n), after.read(n)) for n in before.shapes)
+    settings = json.loads(bytes(state["model"]["decoder.settings"].tolist())) | {"softmax attention layers": []}
+    state["model"]["decoder.settings"] = torch.tensor(list(json.dumps(settings).encode()))
+    torch.save(state, tmp_path / "former.pt")
+    back[2] = str(tmp_path / "refused")
+    assert main(back) == 2
+    assert "softmax attention layers is [] in the checkpoint and [1, 2] in the model" in capsys.readouterr().err
 
 
 def test_it_says_how_to_use_the_folder(converted, tmp_path, capsys):

@@ -16,6 +16,7 @@ from fairseq_fastweights.conversion.source import read_source
 from fairseq_fastweights.conversion.transfer import transfer
 from tests.conversion.transfers import save_as_in_2019, save_as_today
 from tests.models.conftest import WORDS, Fairseq
+from tests.models.test_checkpoints import with_former_name
 
 ADAPTIVE = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --decoder-layers 2"
 PRE_NORM = "--decoder-normalize-before --share-decoder-input-output-embed"
@@ -340,6 +341,18 @@ def test_options_that_give_weights_another_meaning_are_named(fairseq, source, fl
     assert [row[:3] for row in misfits(fairseq, source[1], flags) if row[0] == "other"] == [["other", "option", named]]
 
 
+@pytest.mark.parametrize("masked", [True, False], ids=["source", "model"])
+def test_a_mask_that_only_one_of_the_two_has_is_named(fairseq, tmp_path, masked):
+    """As in a transfer from a converted GPT-2 to --arch fast_weight_lm: what was masked has no trained output."""
+    mask = "--mask-special-symbols"
+    common = f"{PRE_NORM} --softmax-attention-layers all"
+    make_source(fairseq, tmp_path, f"{common} {mask}" if masked else common, "fast_weight_lm")
+    flags = common if masked else f"{common} {mask}"
+    assert misfits(fairseq, tmp_path, flags) == [f"other option mask_special_symbols {masked} {not masked}".split()]
+    take(fairseq, tmp_path, f"{flags} --transfer attention,feed-forward,output-projection")
+    take(fairseq, tmp_path, f"{common} {mask}" if masked else common)
+
+
 def test_models_of_other_heads_take_what_does_not_depend_on_them(fairseq, source):
     take(fairseq, source[1], f"{PRE_NORM} --decoder-attention-heads 4 --transfer embeddings,output,feed-forward")
 
@@ -472,6 +485,21 @@ def test_models_with_fast_weights_are_no_source(fairseq, tmp_path):
     # The same model with ordinary attention in all layers is one.
     make_source(fairseq, tmp_path / "all", f"{PRE_NORM} --softmax-attention-layers all", "fast_weight_lm")
     take(fairseq, tmp_path / "all", PRE_NORM)
+
+
+def test_sources_whose_settings_have_their_former_name_are_known(fairseq, tmp_path):
+    for layers, refused in (("1", True), ("all", False)):
+        folder = tmp_path / layers
+        model = make_source(fairseq, folder, f"{PRE_NORM} --softmax-attention-layers {layers}", "fast_weight_lm")
+        state = torch.load(folder / "model.pt", weights_only=True)
+        state["model"] = with_former_name(state["model"])
+        torch.save(state, folder / "model.pt")
+        if refused:
+            with pytest.raises(ValueError, match="a model with fast weights.*--finetune-from-model"):
+                take(fairseq, folder, PRE_NORM)
+        else:
+            name = "decoder.layers.0.fc1.weight"
+            assert torch.equal(take(fairseq, folder, PRE_NORM).get_parameter(name), model.get_parameter(name))
 
 
 @pytest.mark.parametrize(

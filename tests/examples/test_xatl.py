@@ -321,6 +321,17 @@ def test_last_words_are_scored_as_one_would_by_hand(pythia: Path, tmp_path: Path
     assert capsys.readouterr().out.count("LAMBADA, 4 passages: accuracy") == 3
 
 
+@pytest.mark.slow
+def test_lambada_runs_as_a_command(pythia: Path, tmp_path: Path) -> None:
+    """In a process where nothing of the plugin was imported before."""
+    shutil.copy(pythia / "model.pt", tmp_path / "checkpoint_best.pt")
+    file = write_passages(tmp_path / "lambada.jsonl", *PASSAGES)
+    command = [sys.executable, XATL / "lambada.py", pythia, tmp_path, file, "--cpu"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert f"{tmp_path}: LAMBADA, 3 passages: accuracy" in result.stdout
+
+
 @pytest.mark.parametrize(
     "lines, message",
     [

@@ -3,6 +3,8 @@ checkpoints leave its settings intact."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from fairseq import checkpoint_utils
@@ -136,6 +138,23 @@ def test_weights_that_a_transformer_lacks_are_missed(fairseq, rule, missing):
     ours = fairseq.build(f"--update-rule {rule}")
     with pytest.raises(RuntimeError, match=rf"Missing key.*{missing}"):
         ours.load_state_dict(theirs.state_dict())
+
+
+def with_former_name(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights as they were saved when its settings had the name of no version."""
+    return {re.sub(r"\.settings_version$", ".settings", name): x for name, x in state.items()}
+
+
+def test_a_checkpoint_with_the_former_name_of_its_settings_loads(fairseq, text):
+    saved, loaded = fairseq.build("--feature-map elu"), fairseq.build("--feature-map elu", seed=1)
+    state = with_former_name(saved.state_dict())
+    assert "decoder.settings" in state and "decoder.settings_version" not in state
+    loaded.load_state_dict(dict(state), strict=True)
+    assert torch.equal(saved(text(2, 6))[0], loaded(text(2, 6))[0])
+    with pytest.raises(ValueError, match="feature map is 'elu' in the checkpoint and 'tanh' in the model"):
+        fairseq.build("--feature-map tanh").load_state_dict(dict(state))
+    with pytest.raises(ValueError, match="dictionary digest is"):
+        fairseq.build("--feature-map elu", words=WORDS[::-1]).load_state_dict(dict(state))
 
 
 def average(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.modules.update_rules import UPDATE_RULES
-from tests.models.test_checkpoints import average
+from tests.models.test_checkpoints import average, with_former_name
 from tests.models.translation import (
     FUSED,
     SUBSETS,
@@ -259,6 +259,23 @@ def test_a_checkpoint_of_another_dictionary_is_refused_by_name(places, side, wor
     model = build(fast_weight_attention=places, **{"source": WORDS, "target": WORDS, side: words})
     with pytest.raises(ValueError, match=f"{side} {named}"):
         model.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("places", [SUBSETS[0], "none"])
+def test_a_checkpoint_with_the_former_name_of_its_settings_loads(places):
+    options = {"fast_weight_attention": places, "source": WORDS, "target": WORDS}
+    saved, loaded = build(**options), build(**options, seed=1)
+    saved.load_state_dict(saved.state_dict())  # both, as fairseq switches its fused kernel on in loading
+    state = with_former_name(saved.state_dict())
+    assert {name for name in state if "settings" in name} == {"encoder.settings", "decoder.settings"}
+    loaded.load_state_dict(dict(state), strict=True)
+    assert torch.equal(output(saved), output(loaded))
+    other = build(**{**options, "fast_weight_attention": "none" if places != "none" else "cross"})
+    with pytest.raises(ValueError, match="update rule is '.*' in the checkpoint and '.*' in the model"):
+        other.load_state_dict(dict(state))
+    for side in ("source", "target"):
+        with pytest.raises(ValueError, match=f"{side} dictionary digest is"):
+            build(**{**options, side: WORDS[::-1]}).load_state_dict(dict(state))
 
 
 # ----------------------------------------------------------------------------------- averages

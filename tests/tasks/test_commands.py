@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import math
 import re
+import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 
 from tests.conftest import QUIET, TASK, command, evaluate, train
 
@@ -81,6 +83,36 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     train(corpus, folder, "--max-update", "60")
     return folder / "checkpoint_last.pt"
+
+
+@pytest.mark.parametrize("flags", [[], ["--ema-fp32"]], ids=["", "fp32"])
+def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path, flags):
+    ema = ["--store-ema", "--ema-decay", "0.5", *flags]
+    before: dict[str, torch.Tensor] = {}
+    for updates in ("1", "2", "3"):
+        # From the second on it goes on from a checkpoint.
+        restored = ["--restore-file", str(tmp_path / "last.pt")] if before else []
+        log = train(corpus, tmp_path / updates, *ema, "--max-update", updates, *restored)
+        assert ("Loading EMA from checkpoint" in log) == bool(before)
+        shutil.copy(tmp_path / updates / "checkpoint_last.pt", tmp_path / "last.pt")
+        state = torch.load(tmp_path / "last.pt", weights_only=True)
+        averaged, weights = state["extra_state"]["ema"], state["model"]
+        assert state["optimizer_history"][-1]["num_updates"] == int(updates)
+        assert averaged.keys() == weights.keys()
+        settings = "decoder.settings_version"
+        assert averaged[settings].dtype == torch.int64 and torch.equal(averaged[settings], weights[settings])
+        for name, x in averaged.items():
+            # fairseq takes the embeddings' step twice, once for each of their names.
+            if before and ".layers." in name:
+                assert torch.allclose(x, (before[name] + weights[name]) / 2, atol=1e-7), name
+        before = averaged
+    assert not torch.equal(before["decoder.layers.0.fc1.weight"], weights["decoder.layers.0.fc1.weight"])
+    # What fairseq makes a checkpoint of is the model's.
+    checkpoint_utils.save_ema_as_checkpoint(str(tmp_path / "last.pt"), str(tmp_path / "averaged.pt"))
+    losses = [
+        evaluate(corpus, tmp_path / f"{name}.pt", "--tokens-per-sample", "16")[0] for name in ("averaged", "last")
+    ]
+    assert math.isfinite(losses[0]) and losses[0] != losses[1]
 
 
 @pytest.mark.parametrize("beam", [1, 4])

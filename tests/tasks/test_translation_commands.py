@@ -172,6 +172,23 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path,
         assert all(torch.equal(x, states[1][number][name]) for name, x in state.items() if torch.is_tensor(x))
 
 
+@pytest.mark.parametrize("flags", [[], slow(["--ema-fp32"])])
+def test_a_moving_average_of_the_weights_is_kept_and_goes_on(pairs, tmp_path, flags):
+    ema = ["--update-rule", "delta", "--store-ema", "--ema-decay", "0.5", *flags]
+    train_translation(pairs.data, tmp_path / "first", *ema, "--max-update", "2")
+    first = tmp_path / "first" / "checkpoint_last.pt"
+    log = train_translation(pairs.data, tmp_path / "then", *ema, "--max-update", "3", "--restore-file", str(first))
+    assert "Loading EMA from checkpoint" in log and len(losses(log)) == 1
+    before, state = load(first)["extra_state"]["ema"], load(tmp_path / "then" / "checkpoint_last.pt")
+    averaged, weights = state["extra_state"]["ema"], state["model"]
+    assert averaged.keys() == weights.keys()
+    for side in ("encoder", "decoder"):
+        assert torch.equal(averaged[f"{side}.settings_version"], weights[f"{side}.settings_version"])
+    for name, x in averaged.items():
+        if ".layers." in name and not FUSED.search(name):
+            assert torch.allclose(x, (before[name] + weights[name]) / 2, atol=1e-7), name
+
+
 RESET = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters".split()
 SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
 
