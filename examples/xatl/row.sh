@@ -68,6 +68,7 @@ cmp -s "$(dirname "$checkpoint")/dict.txt" "$data/dict.txt" ||
 [ -z "$transfers" ] || row+=(--transfer-from "$checkpoint")
 mkdir -p "$out"
 
+# The learning rate is Pythia's of 143,000 updates, "stopped early": the scheduler counts its period after the warm-up.
 # Epochs' ends are no occasion to validate or save: how often they come depends on the size of the text.
 # Without --required-batch-size-multiple fairseq cuts a batch that is no multiple of 8.
 fairseq-train "$data" --save-dir "$out" \
@@ -75,7 +76,8 @@ fairseq-train "$data" --save-dir "$out" \
     --distributed-world-size "$gpus" --update-freq "$update_freq" \
     --tokens-per-sample 2048 --batch-size "$batch_size" --required-batch-size-multiple 1 \
     --optimizer adam --adam-betas '(0.9, 0.95)' --weight-decay 0.1 --clip-norm 1.0 \
-    --lr 0.0003 --lr-scheduler cosine --min-lr 3e-05 --warmup-updates 2000 --warmup-init-lr 0 --max-update "$updates" \
+    --lr 0.0003 --lr-scheduler cosine --min-lr 3e-05 --warmup-updates 2000 --warmup-init-lr 0 \
+    --lr-period-updates 141000 --max-update "$updates" \
     --validate-interval 1000000 --validate-interval-updates 1000 \
     --save-interval 1000000 --save-interval-updates 1000 --keep-interval-updates 1 \
     --no-epoch-checkpoints --log-format json --log-interval 100 "$@" 2>&1 | tee -a "$out/train.log"

@@ -15,11 +15,14 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from fairseq.optim.lr_scheduler.cosine_lr_scheduler import CosineLRSchedule, CosineLRScheduleConfig
+from fairseq.optim.sgd import SGD
 
 from tests.conftest import import_plugin
 
@@ -127,6 +130,8 @@ def test_a_row_has_the_settings_of_the_paper(name: str, places: dict[str, Path],
         name.removeprefix("table2/").split("-") if "table2" in name else ("400m", name[7:].split("-")[0], "retnet")
     )
     assert asked["--max-update"] == {"400m": "75000", "1b": "50000"}[size]
+    # "The same schedule as the pythia paper but stopped early": that has 143,000 updates.
+    assert int(asked["--lr-period-updates"]) + int(asked["--warmup-updates"]) == 143_000
     pythia, retnet = {"400m": ("pythia_410m", "retnet_430m"), "1b": ("pythia_1b", "retnet_1b")}[size]
     assert asked["--arch"] == f"fast_weight_lm_{pythia if model == 'mha' else retnet}"
     hybrid = {"400m": "2,12", "1b": "2,8"}[size]
@@ -141,6 +146,21 @@ def test_a_row_has_the_settings_of_the_paper(name: str, places: dict[str, Path],
     assert asked.get("--unfreeze-threshold") == ("0.01" if name == "table3/wo-lit" else None)
     assert asked.get("--unfreeze-patience") == ("1" if name == "table3/wo-lit" else None)
     assert ("--unfreeze-interval" in asked) == (name == "table3/wo-lit")
+
+
+@pytest.mark.parametrize("name", ["table2/400m-ffn-retnet", "table2/1b-ffn-retnet"])
+def test_a_row_stops_at_the_learning_rate_that_is_told(name: str, places: dict[str, Path], commands) -> None:
+    (train,) = commands(ROWS[name], "train", places["PYTHIA"], places["DATA"], places["OUT"])
+    asked = options(train)
+    names = ("min-lr", "warmup-updates", "warmup-init-lr", "lr-period-updates", "max-update")
+    settings = {option.replace("-", "_"): float(asked[f"--{option}"]) for option in names}
+    cfg = CosineLRScheduleConfig(lr=[float(asked["--lr"])], **settings)
+    sgd = Namespace(lr=cfg.lr, momentum=0, weight_decay=0)
+    scheduler = CosineLRSchedule(cfg, SGD(sgd, [torch.zeros(1, requires_grad=True)]))
+    assert scheduler.step_update(2000) == pytest.approx(0.0003)
+    assert scheduler.step_update(143_000 - 1) == pytest.approx(0.00003, abs=1e-9)
+    (told,) = re.findall(rf"([\d.]+) where {'400M' if '400m' in name else '1B'} rows", (XATL / "README.md").read_text())
+    assert f"{scheduler.step_update(int(asked['--max-update'])):.6f}" == told.ljust(8, "0")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
