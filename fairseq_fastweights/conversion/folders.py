@@ -24,7 +24,11 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Gives a folder to write to, beside `target`, and renames it to that at the end; after an error it is gone."""
+    """Gives a folder to write to, beside `target`, and renames it to that at the end; after an error it is gone.
+
+    Raises:
+        OSError: naming `target`, if something cannot be written.
+    """
     target = target.absolute()
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -34,6 +38,8 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield staging
         check_target(target)  # os.rename would replace an empty folder that was made in the meantime
         staging.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(f"{target}: TARGET cannot be written: {error}") from error
         raise

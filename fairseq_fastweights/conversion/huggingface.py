@@ -36,6 +36,7 @@ def from_huggingface(source: Path, target: Path) -> Family:
 
     Raises:
         ValueError: for anything that is missing, broken, unsafe or unsupported, naming it, before anything is written.
+        OSError: naming the target, if it cannot be written. Nothing is left of it.
     """
     check_target(target)
     if not source.is_dir():
@@ -65,7 +66,11 @@ def from_huggingface(source: Path, target: Path) -> Family:
         model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
 
     with new_folder(target) as folder:
-        torch.save(_checkpoint(family, model), folder / "model.pt")
+        try:
+            with (folder / "model.pt").open("wb") as file:
+                torch.save(_checkpoint(family, model), file)
+        except RuntimeError as error:  # in which torch hides why the file could not be written
+            raise OSError(f"model.pt: {error.__context__ or error}") from error
         words = family.words()
         # fairseq-preprocess and the tasks take the order of the lines; the numbers are counts, of which there are none.
         (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in words), encoding="ascii")
@@ -89,8 +94,10 @@ def to_huggingface(source: Path, target: Path, checkpoint: Path | None = None) -
 
     Raises:
         ValueError: as for `from_huggingface`; and if the checkpoint has fast weights, which have no counterpart there.
+        OSError: as for `from_huggingface`.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise ValueError("writing model.safetensors needs the package safetensors: pip install safetensors") from None
@@ -113,7 +120,10 @@ def to_huggingface(source: Path, target: Path, checkpoint: Path | None = None) -
         weights[family.output_name] = weights[family.input_name].clone()
 
     with new_folder(target) as folder:
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"model.safetensors: {error}") from error
         for original in sorted((source / _ORIGINALS).iterdir()):
             shutil.copyfile(original, folder / original.name)
         _note_type(folder / "config.json", config, {weight.dtype for weight in weights.values()})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.conversion.__main__ import main
+from tests.conftest import ROOT
 from tests.conversion import sources
 
 SAFETENSORS = "model.safetensors"
@@ -248,8 +252,8 @@ def test_nothing_is_overwritten(folders, converted, tmp_path, capsys, command):
 
 @pytest.mark.parametrize("failing", ["torch.save", "safetensors.torch.save_file"])
 def test_a_failure_in_the_middle_leaves_nothing(folders, converted, tmp_path, monkeypatch, failing):
-    def fail(content, path, **_):
-        Path(path).write_bytes(b"half")
+    def fail(content, file, **_):
+        Path(file if isinstance(file, Path) else file.name).write_bytes(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(failing, fail)
@@ -259,6 +263,34 @@ def test_a_failure_in_the_middle_leaves_nothing(folders, converted, tmp_path, mo
             main(["to-huggingface", str(converted), str(tmp_path / "target")])
         else:
             main(["from-huggingface", str(folders["neox"]), str(tmp_path / "target")])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["from-huggingface", "to-huggingface"])
+def test_a_file_that_cannot_be_written_is_one_line(folders, converted, tmp_path, command):
+    source = folders["neox"] if command == "from-huggingface" else converted
+    for size in (100, 16_000):  # of a file, where it begins and amid the weights
+        # Python ignores SIGXFSZ, so that a file that grows too large is an error of the call that writes.
+        limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size})); "
+        limited += "import sys; from fairseq_fastweights.conversion.__main__ import main; sys.exit(main())"
+        arguments = [sys.executable, "-B", "-c", limited, command, str(source), str(tmp_path / "target")]
+        result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 2, result.stderr
+        assert "Traceback" not in result.stderr
+        last = result.stderr.splitlines()[-1]
+        assert f"{command}: error: {tmp_path / 'target'}: TARGET cannot be written: model." in last
+        assert "File too large" in last
+        assert not list(tmp_path.iterdir())
+
+
+def test_any_file_that_cannot_be_written_is_named_with_the_target(folders, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fairseq_fastweights.conversion.tokenizer.Tokenizer.write", fail)
+    assert main(["from-huggingface", str(folders["gpt2"]), str(tmp_path / "target")]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {tmp_path / 'target'}: TARGET cannot be written: [Errno {errno.ENOSPC}] No space left" in error
     assert not list(tmp_path.iterdir())
 
 
