@@ -9,13 +9,14 @@
 #                   context-0: segments of LENGTH tokens, each by itself
 # LENGTH  256 for the small models, 384 for the medium ones, 512 for those of mao-table3/
 # DATA    WikiText-103 as prepare.sh leaves it
-# OUT     the folder of the model: checkpoint_best.pt is read, MODE-valid.log and MODE-test.log are written
+# OUT     the folder of the model: checkpoint_best.pt is read, MODE-valid.log and MODE-test.log are written; of another
+#         checkpoint, as checkpoint_last.pt, they are MODE-valid.checkpoint_last.log and MODE-test.checkpoint_last.log
 # OPTION  of fairseq-eval-lm (--fp16, --max-tokens N for the size of batches, ...)
 #
 # In the environment: CHECKPOINT (default checkpoint_best.pt), the name in OUT of what is scored; SPLITS (default
 # "valid test"), on what.
 #
-# A log that is there already stands for an evaluation that is done, and is kept.
+# A log that is there already stands for an evaluation that is done, and is kept, unless the checkpoint is newer.
 set -euo pipefail
 
 here=$(dirname "$0")
@@ -39,11 +40,15 @@ case $mode in
 esac
 [ -e "$data/dict.txt" ] || die "DATA is $data, which holds no dict.txt; prepare.sh makes it"
 checkpoint=${CHECKPOINT:-checkpoint_best.pt}
+[[ $checkpoint != */* ]] || die "CHECKPOINT is $checkpoint; it must be the name of a file in OUT"
 [ -e "$out/$checkpoint" ] || die "OUT is $out, which holds no $checkpoint"
 
+of=.${checkpoint%.pt}
+[ "$checkpoint" != checkpoint_best.pt ] || of=
+
 for split in ${SPLITS:-valid test}; do
-    log=$out/$mode-$split.log
-    if [ ! -e "$log" ]; then
+    log=$out/$mode-$split$of.log
+    if [ "$out/$checkpoint" -nt "$log" ]; then # or there is no log
         echo "$out: scoring $split, $mode"
         # One process: with several, fairseq reports the perplexity of each one's share.
         fairseq-eval-lm "$data" --path "$out/$checkpoint" --gen-subset "$split" \

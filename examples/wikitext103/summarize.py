@@ -3,8 +3,8 @@
 
     summarize.py OUT [MODEL ...] [--markdown FILE] [--figure FILE]
 
-OUT has one folder for each model, with train.log and the logs of evaluations in it. Without MODEL all of them are
-listed, and those that wikitext2.sh would have made besides.
+OUT has one folder for each model, with train.log and the logs of evaluations in it. What is not of the best checkpoint
+stands in a column of its own. Without MODEL all models are listed, and those that wikitext2.sh would have made besides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from common.summaries import Run, draw_curves
 
 WIKITEXT2 = ("softmax", "sum", "delta", "delta-no-positions", "sum-carried", "delta-carried")
 EVALUATIONS = {
-    # log: column. wikitext2.sh scores the test set only, and does not name it.
+    # log: column. wikitext2.sh scores the test set only, and does not name it. A checkpoint that is not the best one
+    # comes after a dot in the log's name.
     "sliding-valid": "valid, sliding",
     "carried-valid": "valid, carried over",
     "context-0-valid": "valid, context 0",
@@ -95,11 +96,11 @@ def read_run(folder: Path) -> ScoredRun:
         return run
     run.read_training(log)
     for name, column in EVALUATIONS.items():
-        log = folder / f"{name}.log"
-        if log.exists():
+        for log in sorted([*folder.glob(f"{name}.log"), *folder.glob(f"{name}.*.log")]):
+            checkpoint = log.name[len(name) + 1 : -len(".log")]
             found = re.search(r"Perplexity: ([\d.]+|inf|nan)", log.read_text(encoding="utf-8", errors="replace"))
             if found:
-                run.scores[column] = float(found[1])
+                run.scores[f"{column} ({checkpoint})" if checkpoint else column] = float(found[1])
             else:
                 run.problems.append(f"{log} ends before the perplexity: delete it and score again")
     return run
@@ -107,7 +108,13 @@ def read_run(folder: Path) -> ScoredRun:
 
 def format_table(runs: list[ScoredRun]) -> str:
     """A table in markdown, with columns only for what was scored somewhere."""
-    columns = [name for name in dict.fromkeys(EVALUATIONS.values()) if any(name in run.scores for run in runs)]
+    scored = sorted({name for run in runs for name in run.scores})
+    columns = [
+        name
+        for column in dict.fromkeys(EVALUATIONS.values())
+        for name in scored
+        if name == column or name.startswith(f"{column} (")
+    ]
     header = ["model", "parameters", "updates", "valid, in training", *columns, "train words/s"]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]
     for run in runs:

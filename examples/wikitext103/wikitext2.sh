@@ -67,10 +67,10 @@ if [ ! -e "$dir/trained" ]; then
     touch "$dir/trained"
 fi
 
-score() { # score NAME FLAG...: one evaluation of the test set, kept once it is done
+score() { # score NAME FLAG...: one evaluation of the test set, kept once it is done, unless the checkpoint is newer
     local name=$1
     shift
-    [ -e "$dir/$name.log" ] && return
+    [ -e "$dir/$name.log" ] && [ ! "$dir/checkpoint_best.pt" -nt "$dir/$name.log" ] && return
     echo "$model: $name"
     fairseq-eval-lm "$data" "${common[@]}" --path "$dir/checkpoint_best.pt" --gen-subset test --no-progress-bar "$@" \
         > "$dir/$name.unfinished" 2>&1 || { tail -n 3 "$dir/$name.unfinished" >&2; exit 1; }

@@ -5,7 +5,9 @@
 
 SOURCE is the converted Pythia whose subwords the model has, OUT the folder of the model. FILE has a passage on each
 line, an object of which "text" is the passage, as lambada_test.jsonl. The result is printed and written to
-OUT/lambada.json; one that is there already stands for a test that is done.
+OUT/lambada.json; of another checkpoint than checkpoint_best.pt, as checkpoint_last.pt, to
+OUT/lambada.checkpoint_last.json. One that is there already stands for a test that is done, unless the checkpoint is
+newer or FILE is another.
 
 As in the lm-eval harness: the passage up to its last space is the context, with nothing before it. A word counts as
 said if each of its subwords is the most probable one after those before it; the perplexity is that of the last words.
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
+BEST = "checkpoint_best.pt"
 
 
 class LambadaError(ValueError):
@@ -47,34 +50,51 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the converted model's folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder of the model that is tested")
     parser.add_argument("file", type=Path, metavar="FILE", help="has a passage a line, as JSON")
-    parser.add_argument(
-        "--checkpoint", default="checkpoint_best.pt", metavar="NAME", help="in OUT; default: %(default)s"
-    )
+    parser.add_argument("--checkpoint", default=BEST, metavar="NAME", help="in OUT; default: %(default)s")
     parser.add_argument(
         "--batch", type=_positive, default=16, metavar="N", help="passages at a time; default: %(default)s"
     )
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     options = parser.parse_args(arguments)
-    done = options.out / "lambada.json"
     try:
-        if not done.exists():
+        done = options.out / result_name(options.checkpoint)
+        result = read_result(done, options.out / options.checkpoint, options.file)
+        if result is None:
             device = torch.device("cuda" if torch.cuda.is_available() and not options.cpu else "cpu")
             texts = read_texts(options.file)
             model, dictionary, encode = load(options.source, options.out / options.checkpoint)
             passages = [encode_passage(text, encode, dictionary) for text in texts]
             result = score(model.to(device), passages, dictionary.pad(), options.batch)
-            part = done.with_name("lambada.unfinished")
+            part = done.with_suffix(".unfinished")
             part.write_text(json.dumps({"file": str(options.file), "checkpoint": options.checkpoint, **result}) + "\n")
             part.replace(done)
     except (LambadaError, OSError) as error:
         print(f"lambada.py: {error}", file=sys.stderr)
         return 1
-    result = json.loads(done.read_text())
     print(
         f"{options.out}: LAMBADA, {result['passages']:,} passages: accuracy {100 * result['accuracy']:.2f} %, "
         f"perplexity {result['perplexity']:.2f}"
     )
     return 0
+
+
+def result_name(checkpoint: str) -> str:
+    """What the result for a checkpoint is called.
+
+    Raises:
+        LambadaError: if the checkpoint is not named as a file in OUT.
+    """
+    if Path(checkpoint).name != checkpoint:
+        raise LambadaError(f"--checkpoint is {checkpoint}; it must be the name of a file in OUT")
+    return "lambada.json" if checkpoint == BEST else f"lambada.{checkpoint.removesuffix('.pt')}.json"
+
+
+def read_result(done: Path, checkpoint: Path, file: Path) -> dict[str, Any] | None:
+    """The result in `done`, if it is that of this checkpoint as it is now and of this file."""
+    if not done.exists() or (checkpoint.exists() and checkpoint.stat().st_mtime_ns > done.stat().st_mtime_ns):
+        return None
+    result = json.loads(done.read_text())
+    return result if (result["file"], result["checkpoint"]) == (str(file), checkpoint.name) else None
 
 
 def read_texts(file: Path) -> list[str]:

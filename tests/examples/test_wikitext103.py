@@ -136,6 +136,37 @@ def test_a_row_runs_from_the_first_command_to_the_last(data: Path, tmp_path: Pat
     assert "valid, sliding" in summary.stdout and "| 2 |" in summary.stdout
 
 
+def make_newer(checkpoint: Path) -> None:
+    """As more training would."""
+    later = checkpoint.stat().st_mtime + 100
+    os.utime(checkpoint, (later, later))
+
+
+def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(tmp_path: Path, commands) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("dict.txt", "checkpoint_best.pt", "checkpoint_last.pt"):
+        (out / name).touch()
+
+    def scored(**env: str) -> list[tuple[str, str]]:
+        calls = map(options, commands(EVALUATE, "context-0", 512, out, out, env=env))
+        return [(Path(call["--path"]).name, call["--gen-subset"]) for call in calls]
+
+    for name, logs in (
+        ("checkpoint_best.pt", {"context-0-valid.log", "context-0-test.log"}),
+        ("checkpoint_last.pt", {"context-0-valid.checkpoint_last.log", "context-0-test.checkpoint_last.log"}),
+    ):
+        before = set(out.glob("*.log"))
+        env = {} if name == "checkpoint_best.pt" else {"CHECKPOINT": name}
+        assert scored(**env) == [(name, "valid"), (name, "test")]
+        assert {log.name for log in set(out.glob("*.log")) - before} == logs
+        assert scored(**env) == scored(**env, SPLITS="test") == []
+    make_newer(out / "checkpoint_best.pt")
+    assert scored(CHECKPOINT="checkpoint_last.pt") == []
+    assert scored(SPLITS="valid") == [("checkpoint_best.pt", "valid")]
+    assert not list(out.glob("*.unfinished"))
+
+
 @pytest.mark.parametrize(
     "script, arguments, env, message",
     [
@@ -155,6 +186,7 @@ def test_a_row_runs_from_the_first_command_to_the_last(data: Path, tmp_path: Pat
         (EVALUATE, ["context-512", "512", "DATA", "OUT"], {}, "N a number below LENGTH, 512"),
         (EVALUATE, ["context-", "512", "DATA", "OUT"], {}, "MODE is context-; it must be context-N"),
         (EVALUATE, ["context-0", "512", "DATA", "DATA"], {"CHECKPOINT": "x.pt"}, "data, which holds no x.pt"),
+        (EVALUATE, ["context-0", "512", "DATA", "DATA"], {"CHECKPOINT": "a/x.pt"}, "must be the name of a file in OUT"),
         (DECAY, ["train", "DATA", "OUT"], {}, "ROW.sh train SOURCE DATA OUT"),
         (DECAY, ["learn", "DATA", "DATA", "OUT"], {}, "ROW.sh train SOURCE DATA OUT"),
         (DECAY, ["train", "nowhere", "DATA", "OUT"], {}, "SOURCE is nowhere; it must be a folder with model.pt"),
@@ -319,6 +351,17 @@ def test_the_comparison_is_not_trained_on_from_checkpoints_without_optimizer(tmp
     assert not list((tmp_path / "sum").glob("*.pt"))
 
 
+def test_the_comparison_scores_a_model_again_that_was_trained_again(tmp_path: Path, commands) -> None:
+    out = tmp_path / "out"
+    (out / "sum").mkdir(parents=True)
+    for name in ("dict.txt", "sum/trained", "sum/checkpoint_best.pt"):
+        (out / name).touch()
+    assert len(commands(WIKITEXT2, out, out, "sum")) == 2
+    assert commands(WIKITEXT2, out, out, "sum") == []
+    make_newer(out / "sum" / "checkpoint_best.pt")
+    assert len(commands(WIKITEXT2, out, out, "sum")) == 2
+
+
 # --- summarize.py
 
 
@@ -349,6 +392,25 @@ def test_a_summary_tells_the_best_validation_and_the_scores(tmp_path: Path) -> N
     assert result.stdout.splitlines()[2:] == [
         "| a | 1,234,567 | 40 | 24.98 | 32.00 | 1,000 |",
         "| b | 1,234,567 | 20 | 49.95 | – | 1,000 |",
+    ]
+
+
+def test_a_summary_tells_checkpoints_apart(tmp_path: Path) -> None:
+    for model, logs in (
+        ("a", {"context-0-test": 32, "context-0-test.checkpoint_last": 34}),
+        ("b", {"context-0-valid.checkpoint_last": 36}),
+    ):
+        write_training(tmp_path / model, 20)
+        for name, perplexity in logs.items():
+            (tmp_path / model / f"{name}.log").write_text(f"x | Loss (base 2): 5.0, Perplexity: {perplexity}.00\n")
+    result = summarize(tmp_path)
+    assert not result.stderr
+    columns = "valid, context 0 (checkpoint_last) | test, context 0 | test, context 0 (checkpoint_last)"
+    header, _, *rows = result.stdout.splitlines()
+    assert f"| valid, in training | {columns} |" in header
+    assert rows == [
+        "| a | 1,234,567 | 20 | 49.95 | – | 32.00 | 34.00 | 1,000 |",
+        "| b | 1,234,567 | 20 | 49.95 | 36.00 | – | – | 1,000 |",
     ]
 
 

@@ -341,6 +341,38 @@ def test_last_words_are_scored_as_one_would_by_hand(pythia: Path, tmp_path: Path
     assert capsys.readouterr().out.count("LAMBADA, 4 passages: accuracy") == 3
 
 
+def test_a_result_stands_for_its_checkpoint_and_its_file_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+    """With a model's score in the model's place, another one each time."""
+    accuracies = iter((0.25, 0.5, 0.75, 0.125))
+    monkeypatch.setattr(lambada, "load", lambda *_: (torch.nn.Identity(), Namespace(pad=int), str.strip))
+    monkeypatch.setattr(lambada, "encode_passage", lambda *_: None)
+    monkeypatch.setattr(lambada, "score", lambda *_: {"passages": 2, "accuracy": next(accuracies), "perplexity": 9.0})
+    first, second = (write_passages(tmp_path / f"{name}.jsonl", *PASSAGES) for name in ("first", "second"))
+    best, last = (tmp_path / f"checkpoint_{name}.pt" for name in ("best", "last"))
+    best.touch()
+    last.touch()
+
+    def printed(file: Path, *flags: str) -> str:
+        assert lambada.main([str(tmp_path), str(tmp_path), str(file), "--cpu", *flags]) == 0
+        return re.findall(r"accuracy (\S+) %", capsys.readouterr().out)[0]
+
+    other = ("--checkpoint", "checkpoint_last.pt")
+    assert printed(first) == printed(first) == "25.00"
+    assert printed(first, *other) == printed(first, *other) == "50.00"
+    assert printed(first) == "25.00"
+    assert {path.name for path in tmp_path.glob("lambada*")} == {"lambada.json", "lambada.checkpoint_last.json"}
+    later = best.stat().st_mtime + 100
+    os.utime(best, (later, later))
+    assert printed(first) == "75.00" and printed(first, *other) == "50.00"
+    assert printed(second, *other) == "12.50"
+    (tmp_path / "lambada.checkpoint_last.json").rename(tmp_path / "lambada.json")  # by its name of another checkpoint
+    os.utime(tmp_path / "lambada.json", (later, later))
+    with pytest.raises(StopIteration):
+        printed(second)
+    assert lambada.main([str(tmp_path), str(tmp_path), str(first), "--checkpoint", "a/x.pt"]) == 1
+    assert "--checkpoint is a/x.pt; it must be the name of a file in OUT" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_lambada_runs_as_a_command(pythia: Path, tmp_path: Path) -> None:
     """In a process where nothing of the plugin was imported before."""
