@@ -44,7 +44,9 @@ class FastWeightDecoder(TransformerDecoder):
         softmax_layers: numbers, from 1, of the layers that keep ordinary attention.
         build_softmax_attention: makes theirs; None for fairseq's.
 
-    The buffer `settings_version` says what must be equal between a checkpoint and the model that loads it.
+    Attributes:
+        masked_symbols: numbers of the symbols that the model never predicts (mask_special_symbols); most have none.
+        settings_version: a buffer that says what must be equal between a checkpoint and the model that loads it.
     """
 
     settings_version: Tensor
@@ -72,7 +74,8 @@ class FastWeightDecoder(TransformerDecoder):
             if attention.num_heads != args.decoder_attention_heads:
                 settings["fast weight heads"] = attention.num_heads
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
-        masked = [dictionary.bos(), dictionary.pad(), dictionary.unk()] if args.mask_special_symbols else []
+        masked = (dictionary.bos(), dictionary.pad(), dictionary.unk()) if args.mask_special_symbols else ()
+        self.masked_symbols: tuple[int, ...] = masked
         self.register_buffer("_masked_symbols", torch.tensor(masked, dtype=torch.long), persistent=False)
         # Rotary attention masks the future itself.
         self._needs_future_mask = bool(softmax_layers) and build_softmax_attention is None

@@ -72,7 +72,10 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
     )
     mask_special_symbols: bool = field(
         default=False,
-        metadata={"help": "<s>, <pad> and <unk> have probability 0: for vocabularies that came without them"},
+        metadata={
+            "help": "<s>, <pad> and <unk> have probability 0: for vocabularies that came without them. Text with <unk> "
+            "in it has an infinite perplexity"
+        },
     )
 
 

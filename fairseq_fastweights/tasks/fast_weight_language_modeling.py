@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from fairseq import utils
 from fairseq.data import FairseqDataset, data_utils, indexed_dataset, iterators
 from fairseq.tasks import register_task
@@ -20,10 +21,13 @@ from fairseq_fastweights.conversion.transfer_options import TransferOptions, che
 from fairseq_fastweights.data.segment_streams import Carrier, SegmentIterator, SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
-from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
+from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT, FastWeightDecoder
 from fairseq_fastweights.modules.update_rules import known_to_fail_when_carried
 
 logger = logging.getLogger(__name__)
+
+# How many tokens at a split's beginning are searched for symbols that a model masks: two seconds, in lines of 20.
+_SEARCHED = 1_000_000
 
 
 @dataclass
@@ -50,6 +54,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         super().__init__(args, *others, **named)
         # Whether every model built so far can be asked for its last positions only.
         self._all_take_last_positions = True
+        # Symbols that one of them never predicts.
+        self._masked_symbols: set[int] = set()
         self._freezing: Freezing | None = None
         # The model in training, whose states checkpoints keep.
         self._carrier: Carrier | None = None
@@ -79,6 +85,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         model = super().build_model(args, from_checkpoint)
         ours = isinstance(getattr(model, "decoder", None), FastWeightDecoder)
         self._all_take_last_positions &= ours
+        if ours:
+            self._masked_symbols.update(model.decoder.masked_symbols)
         if self.args.carry_over_state and not ours:
             raise ValueError(
                 f"carry_over_state is set, but {type(model).__name__} has no state to carry; it must be fast_weight_lm"
@@ -152,6 +160,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **others: Any) -> None:
         """Loads a split; with --carry-over-state as one long text, otherwise as fairseq does.
 
+        Warns if there are symbols in it that a model built before never predicts.
+
         Raises:
             ValueError: if it holds no token, or the context window leaves none of a sample to score.
             FileNotFoundError: if it is not there.
@@ -160,11 +170,30 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             raise ValueError(
                 f"tokens_per_sample without the context window is {self.args.tokens_per_sample}; it must be at least 1"
             )
+        corpus = self._load_corpus(split, epoch, combine)  # in any case, for its message if there is no token
+        self._search_for_masked_symbols(corpus)
         if self.args.carry_over_state:
-            self.datasets[split] = self._load_corpus(split, epoch, combine)
+            self.datasets[split] = corpus
         else:
-            self._load_corpus(split, epoch, combine)  # for its message if there is no token
             super().load_dataset(split, epoch=epoch, combine=combine, **others)
+
+    def _search_for_masked_symbols(self, corpus: TokenCorpus) -> None:
+        if not self._masked_symbols:
+            return
+        text = corpus.read(0, min(len(corpus), _SEARCHED))
+        found = text[torch.isin(text, torch.tensor(sorted(self._masked_symbols)))]
+        if len(found):
+            logger.warning(
+                "split %r: %s of the first %s tokens are %s, which the model never predicts (mask_special_symbols): "
+                "each costs %s nats, so that the perplexity says nothing or is inf. The architectures of GPT-2, Pythia "
+                "and RetNet are for dictionaries that have all words of the text, as GPT-2's subwords; "
+                "--arch fast_weight_lm has no mask",
+                corpus.name,
+                f"{len(found):,}",
+                f"{len(text):,}",
+                " or ".join(self.dictionary[number] for number in found.unique().tolist()),
+                f"{-MASKED_LOGIT:,.0f}",
+            )
 
     def get_batch_iterator(
         self,

@@ -1,0 +1,55 @@
+"""A model that masks symbols says so where they are in the text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import QUIET, TASK, binarise, command, train
+
+# Words that come once are <unk> to a dictionary with a threshold; "</s>" is the line's end, which is none.
+TEXT = {"train": ["a b c a b c"] * 9 + ["x a y b"], "valid": ["a b c"] * 3, "test": ["a z b"]}
+GPT2 = ["--arch", "fast_weight_lm_gpt2_small"]
+WARNING = re.compile(r"split '(\w+)': (\S+) of the first (\S+) tokens are (.*), which the model never predicts")
+
+
+@pytest.fixture(scope="module", params=["threshold", "whole"])
+def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`TEXT`, with a dictionary of frequent words or of all."""
+    folder = tmp_path_factory.mktemp(request.param)
+    for split, lines in TEXT.items():
+        lines = [line if request.param == "threshold" else line.replace("z", "x") for line in lines]
+        (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in lines))
+    binarise(folder, *(["--thresholdsrc", "2"] if request.param == "threshold" else []))
+    return folder / "bin"
+
+
+def short_train(data: Path, folder: Path, *flags: str) -> str:
+    return train(data, folder, "--max-update", "1", "--tokens-per-sample", "8", "--batch-size", "2", *flags)
+
+
+@pytest.mark.parametrize("carry", [[], ["--carry-over-state", "--no-token-positional-embeddings"]], ids=["", "carried"])
+@pytest.mark.parametrize("model", [GPT2, ["--mask-special-symbols"], []], ids=["gpt2", "masked", "unmasked"])
+def test_masked_symbols_in_the_text_are_told(data, tmp_path, model, carry):
+    unknown = "threshold" in str(data) and bool(model)
+    log = short_train(data, tmp_path, *model, *carry)
+    expected = [("train", "2", str(9 * 7 + 5), "<unk>")] if unknown else []
+    assert WARNING.findall(log) == expected
+    assert ("each costs 10,000 nats" in log and "--arch fast_weight_lm has no mask" in log) == unknown
+    path = ["--path", str(tmp_path / "checkpoint_last.pt"), "--tokens-per-sample", "8"]
+    for split, found in (("test", [("test", "1", "4", "<unk>")]), ("valid", [])):
+        log = command("eval_lm", str(data), *TASK, *QUIET, *path, "--gen-subset", split, *carry[:1])
+        assert WARNING.findall(log) == (found if unknown else [])
+        # What the warning is about.
+        perplexity = re.search(r"Perplexity: (\S+)", log)
+        assert perplexity is not None and (perplexity[1] == "inf") == bool(unknown and found)
+
+
+def test_only_the_beginning_of_a_split_is_searched(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("fairseq_fastweights.tasks.fast_weight_language_modeling._SEARCHED", 9 * 7 + 1)
+    found = [("train", "1", str(9 * 7 + 1), "<unk>")] if "threshold" in str(data) else []
+    assert WARNING.findall(short_train(data, tmp_path / "one", *GPT2, "--no-save")) == found
+    monkeypatch.setattr("fairseq_fastweights.tasks.fast_weight_language_modeling._SEARCHED", 9 * 7)
+    assert WARNING.findall(short_train(data, tmp_path / "none", *GPT2, "--no-save")) == []
