@@ -43,7 +43,7 @@ class BuildNative(Command):
         sees_torch = [sys.executable, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"]
         python = [sys.executable] if subprocess.run(sees_torch).returncode == 0 else [sys.executable, "-E"]
         if subprocess.run([*python, *command]).returncode:
-            raise SystemExit("the kernels that FASTWEIGHTS_BUILD asks for were not built")
+            raise SystemExit("tools/native_build.py failed; what it printed says why")
 
     def get_source_files(self) -> list[str]:
         """What a source distribution must hold for this to run in it."""

@@ -25,9 +25,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -169,8 +170,10 @@ def plan_cuda(torch: Torch) -> Plan:
     nvcc = Nvcc.find(torch.cuda)
     compiler = HostCompiler.find()
     architectures = nvcc.architectures(torch)
-    # nvcc takes gcc of its own accord; the one that CXX names must be named to it.
-    host = [f"-ccbin={compiler.command[0]}"] if os.environ.get("CXX") else []
+    # nvcc takes gcc of its own accord; the one that CXX names must be named to it: a program alone, which is the last
+    # word before the options in "ccache g++ -m64".
+    *_, program = takewhile(lambda word: not word.startswith("-"), compiler.command)
+    host = [f"-ccbin={program}"] if os.environ.get("CXX") else []
     command = (nvcc.command, *NVCC_FLAGS, *host, *generate_code_flags(architectures))
     identity = f"nvcc {nvcc.version}\n{nvcc.more_flags}\n{compiler.version}"
     compilations = [Compilation(source, command, identity, source.stem) for source in kernels]
@@ -218,6 +221,8 @@ class Builder:
             return {part: self.build_part(part, choice) for part in LIBRARIES.PARTS}
 
     def build_part(self, part: str, choice: str) -> str | None:
+        # Whatever comes of this, an older compiler's output says nothing about it.
+        self.log(part).unlink(missing_ok=True)
         try:
             if choice == "none" or (choice == "cpu" and part == "cuda"):
                 raise Unavailable(f"FASTWEIGHTS_BUILD was {choice}; build again without it")
@@ -245,7 +250,6 @@ class Builder:
             (work, target) for work, target in zip(plan.compilations, objects, strict=True) if not target.exists()
         ]
         started = time.monotonic()
-        self.log(part).unlink(missing_ok=True)
         if wanting:
             titles = "; ".join(work.title for work, _ in wanting)
             print(f"{name} kernels: compiling {len(wanting)} of {len(objects)} objects ({titles})", flush=True)
@@ -257,6 +261,8 @@ class Builder:
             for run in runs:
                 try:
                     run.result()
+                except CancelledError:
+                    continue  # one of those that a failure called off
                 except Unavailable as error:
                     failed = failed or error
                     pool.shutdown(wait=False, cancel_futures=True)

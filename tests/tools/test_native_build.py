@@ -74,6 +74,22 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+@pytest.fixture
+def failing_compiler(tmp_path: Path) -> Path:
+    """One that answers questions, and takes a while to compile nothing."""
+    compiler = next(filter(shutil.which, ("c++", "g++", "clang++")))
+    script = tmp_path / "failing-c++"
+    script.write_text(
+        "#!/bin/sh\n"
+        'case " $* " in\n'
+        f'*" --version "*|*" -dumpfullversion "*|*" -fsyntax-only "*) exec {compiler} "$@" ;;\n'
+        "esac\n"
+        'sleep 1; echo "x.cpp:1: error: boom"; exit 1\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
 def recorded(root: Path) -> dict[str, dict[str, object]]:
     return json.loads((root / "fairseq_fastweights/_native_build.json").read_text())
 
@@ -145,6 +161,29 @@ class TestBuild:
         (root / "cpu/dispatch.cpp").write_text(SOURCES["dispatch.cpp"])
         assert native_build.main([]) == 0 and not log.exists()
         assert libraries_of(root).load("cpu") is None
+
+    def test_the_log_is_of_this_build(self, root: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+        """One that compiles nothing does not show what an earlier one said."""
+        (root / "cpu/dispatch.cpp").write_text("int variants() { return no_such_thing; }\n")
+        assert native_build.main([]) == 0
+        log = root / "fairseq_fastweights/_native_cpu.log"
+        assert log.exists()
+        capsys.readouterr()
+        monkeypatch.setenv("FASTWEIGHTS_BUILD", "none")
+        assert native_build.main([]) == 0
+        assert not log.exists()
+        assert log.name not in capsys.readouterr().out and log.name not in libraries_of(root).load("cpu")
+
+    def test_a_compiler_that_fails_while_others_wait_leaves_a_line(
+        self, root: Path, failing_compiler: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    ) -> None:
+        monkeypatch.setenv("CXX", str(failing_compiler))
+        monkeypatch.setenv("MAX_JOBS", "1")
+        assert native_build.main([]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
+        assert "x.cpp:1: error: boom" in line
+        assert recorded(root)["cpu"]["state"] == "missing" and "boom" in libraries_of(root).load("cpu")
+        assert (root / "fairseq_fastweights/_native_cpu.log").read_text().count("boom\n") < len(VARIANTS) + 2
 
     def test_a_library_that_does_not_link_is_not_left_behind(self, root: Path, capsys) -> None:
         if sys.platform != "linux":
@@ -366,6 +405,23 @@ class TestCuda:
             Nvcc.find("13.0").architectures(self.TORCH)
 
     @needs_compiler
+    @pytest.mark.parametrize("words", ["{}", "{} -g0", "ccache {}", "ccache {} -g0"])
+    def test_the_host_compiler_is_named_without_what_starts_it(
+        self, nvcc: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compiler = next(filter(shutil.which, ("c++", "g++", "clang++")))
+        ccache = tmp_path / "bin/ccache"
+        ccache.parent.mkdir()
+        ccache.write_text('#!/bin/sh\nexec "$@"\n')
+        ccache.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{ccache.parent}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.setenv("CXX", words.format(compiler))
+        here = Torch.find()
+        plan = native_build.plan_cuda(Torch(here.folder, here.version, "13.0"))
+        for command in (plan.compilations[0].command, plan.link):
+            assert [word for word in command if word.startswith("-ccbin")] == [f"-ccbin={compiler}"]
+
+    @needs_compiler
     def test_a_failure_leaves_the_cpu_part(self, nvcc: Path, root: Path, monkeypatch, capsys) -> None:
         here = Torch.find()
         monkeypatch.setattr(Torch, "find", lambda: Torch(here.folder, here.version, "13.0"))
@@ -424,6 +480,23 @@ class TestInstallation:
             project, "build", "--build-lib", str(tmp_path / "lib"), CXX="no-such-c++", FASTWEIGHTS_BUILD="cpu"
         )
         assert result.returncode != 0 and "no-such-c++" in result.stdout
+
+    @needs_compiler
+    @pytest.mark.slow
+    def test_a_compiler_that_fails_leaves_an_installation_that_says_so(
+        self, project: Path, failing_compiler: Path, tmp_path: Path
+    ) -> None:
+        environment = {"CXX": str(failing_compiler), "MAX_JOBS": "1"}
+        result = self.setup(project, "build", "--build-lib", str(tmp_path / "lib"), **environment)
+        assert result.returncode == 0, result.stderr
+        assert "CPU kernels: not built: " in result.stdout and "boom" in result.stdout
+        assert (tmp_path / "lib/fairseq_fastweights/_native_build.json").is_file()
+
+    def test_a_build_that_breaks_is_not_laid_to_what_was_asked_for(self, project: Path, tmp_path: Path) -> None:
+        (project / "tools/native_build.py").write_text("raise SystemExit('it broke')\n")
+        result = self.setup(project, "build", "--build-lib", str(tmp_path / "lib"))
+        assert result.returncode != 0 and "it broke" in result.stderr
+        assert "tools/native_build.py failed" in result.stderr and "FASTWEIGHTS_BUILD" not in result.stderr
 
     def test_a_source_distribution_can_be_built_from(self, project: Path, tmp_path: Path) -> None:
         result = self.setup(project, "sdist", "-d", str(tmp_path))
