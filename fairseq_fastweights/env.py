@@ -29,7 +29,8 @@ def report() -> dict[str, Any]:
 
     "versions", "gpus" and "cpu" describe the machine. "kernels" has, by part, "ready", "reason" (why not, and how to
     mend it; None if they are ready) and "build" (what the build's record says). "backends" has a row for each rule,
-    device and dtype: the backend that "auto" takes for a "sequence" and for a "step".
+    device and dtype: the backend that "auto" takes for a "sequence" and for a "step". The CPU's "instruction_set" is
+    that of the kernels that run, or the error that they raise where FASTWEIGHTS_CPU_ISA asks for one that is not there.
     """
     reasons = {part: libraries.load(part) for part in libraries.PARTS}
     record = libraries.record()
@@ -56,7 +57,7 @@ def report() -> dict[str, Any]:
         "cpu": {
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
-            "instruction_set": native.cpu_instruction_set() if reasons["cpu"] is None else None,
+            "instruction_set": instruction_set() if reasons["cpu"] is None else None,
         },
         "kernels": {
             part: {"ready": reason is None, "reason": reason, "build": record.get(part)}
@@ -74,6 +75,14 @@ def report() -> dict[str, Any]:
             for dtype in DTYPES
         ],
     }
+
+
+def instruction_set() -> str:
+    """That of the CPU kernels, or the error that it is asked for."""
+    try:
+        return native.cpu_instruction_set()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
 
 
 def version(package: str) -> str | None:
@@ -98,7 +107,7 @@ def as_text(found: dict[str, Any]) -> str:
         if kernels["ready"]:
             build = kernels["build"] or {}
             text = f"ready: {', '.join(build.get('variants', build.get('architectures', ())))}"
-            text += f"; this processor takes {cpu['instruction_set']}" if part == "cpu" else ""
+            text += f"; instruction set: {cpu['instruction_set']}" if part == "cpu" else ""
             text += f"; {build.get('compiler')}"
         else:
             text = kernels["reason"].removeprefix(f"the {libraries.PARTS[part]} kernels ")

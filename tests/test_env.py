@@ -1,6 +1,7 @@
 """`python -m fairseq_fastweights.env` says what there is, and what is missing and how to mend it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,17 @@ def test_a_reason_is_passed_on(part: str, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(env.native, "cpu_instruction_set", lambda: pytest.fail("there is none"))
     env.main([])
     assert "were built for torch 1; build them again" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(libraries.load("cpu") is not None, reason="the CPU kernels were not built")
+def test_an_instruction_set_that_is_not_there_is_shown_as_such() -> None:
+    command = [sys.executable, "-m", "fairseq_fastweights.env"]
+    environment = os.environ | {"FASTWEIGHTS_CPU_ISA": "avx1024"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    line = next(line for line in result.stdout.splitlines() if line.startswith("CPU kernels"))
+    assert "FASTWEIGHTS_CPU_ISA is avx1024; here it may be one of baseline" in line
+    assert "sum, cpu" in result.stdout
 
 
 def test_imports_no_fairseq() -> None:
