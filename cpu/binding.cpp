@@ -35,8 +35,8 @@ at::ScalarType state_type(const Tensor& v) { return v.scalar_type() == at::kDoub
 
 // A tensor (batch, time, heads) or (batch, time, heads, dim) as kernels read it.
 Sequence sequence(const char* name, const Tensor& x) {
-    TORCH_CHECK(x.dim() == 3 || x.size(3) <= 1 || x.stride(3) == 1 || x.numel() == 0, name, " has strides ", x.strides(),
-                "; its last dimension must be contiguous");
+    TORCH_CHECK(x.dim() == 3 || x.size(3) <= 1 || x.stride(3) == 1 || x.numel() == 0, name, " has strides ",
+                x.strides(), "; its last dimension must be contiguous");
     return {x.data_ptr(), type_of(x), x.stride(0), x.stride(1), x.stride(2)};
 }
 
@@ -45,7 +45,8 @@ Sequence sequence(const char* name, const optional<Tensor>& x) { return x ? sequ
 const fast_weights::Kernels& kernels() {
     const char* available = nullptr;
     const fast_weights::Kernels* found = fast_weights::kernels(&available);
-    TORCH_CHECK(found, "FASTWEIGHTS_CPU_ISA is ", std::getenv("FASTWEIGHTS_CPU_ISA"), "; here it may be one of ", available);
+    TORCH_CHECK(found, "FASTWEIGHTS_CPU_ISA is ", std::getenv("FASTWEIGHTS_CPU_ISA"), "; here it may be one of ",
+                available);
     return *found;
 }
 
@@ -77,8 +78,8 @@ Tensor contiguous_state(const optional<Tensor>& state) { return state ? state->c
 
 const void* data_of(const Tensor& x) { return x.defined() ? x.data_ptr() : nullptr; }
 
-// Blocks of value columns that a call is divided into where its heads are fewer than the threads. What is multiplied with
-// keys alone is done once in each. Calls that take no longer than threads to meet stay whole.
+// Blocks of value columns that a call is divided into where its heads are fewer than the threads. What is multiplied
+// with keys alone is done once in each. Calls that take no longer than threads to meet stay whole.
 struct Blocks {
     int64_t count = 1, width;
 
@@ -283,6 +284,11 @@ void run(void (*kernel)(const Step&, int64_t, int64_t), const Step& p) {
     at::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
+// Tells autograd, as torch's own in-place operations do: a graph that saved the state then refuses what it became.
+void mark_changed(const Tensor& state) {
+    if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
+}
+
 Tensor diagonal_step(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& log_gate,
                      bool complement, const optional<Tensor>& log_key_decay, const optional<Tensor>& log_value_decay,
                      const Tensor& state) {
@@ -292,6 +298,7 @@ Tensor diagonal_step(const Tensor& q, const Tensor& k, const Tensor& v, const op
     p.log_key_decay = sequence("log_key_decay", log_key_decay);
     p.log_value_decay = sequence("log_value_decay", log_value_decay);
     run(kernels().diagonal_step, p);
+    mark_changed(state);
     return out;
 }
 
@@ -300,6 +307,7 @@ Tensor delta_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
     Step p = step(q, k, v, state, out);
     p.beta = sequence("beta", beta);
     run(kernels().delta_step, p);
+    mark_changed(state);
     return out;
 }
 

@@ -325,6 +325,11 @@ StepState step_state(const Tensor& state, const Sizes& sizes, const Tensor& v) {
     return {state.data_ptr(), state.stride(0), state.stride(1), state.stride(2)};
 }
 
+// Tells autograd, as torch's own in-place operations do: a graph that saved the state then refuses what it became.
+void mark_changed(const Tensor& state) {
+    if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
+}
+
 Tensor diagonal_step_(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& log_gate,
                       bool complement, const OptionalTensor& log_key_decay, const OptionalTensor& log_value_decay,
                       Tensor state) {
@@ -345,6 +350,7 @@ Tensor diagonal_step_(const Tensor& q, const Tensor& k, const Tensor& v, const O
     const cudaError_t error =
         fastweights_diagonal_step(&params, c10::cuda::getCurrentCUDAStream(v.get_device()).stream());
     TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::diagonal_step_: ", cudaGetErrorString(error));
+    mark_changed(state);
     return out;
 }
 
@@ -361,6 +367,7 @@ Tensor delta_step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     params.out = sequence(out, "out");
     const cudaError_t error = fastweights_delta_step(&params, c10::cuda::getCurrentCUDAStream(v.get_device()).stream());
     TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::delta_step_: ", cudaGetErrorString(error));
+    mark_changed(state);
     return out;
 }
 

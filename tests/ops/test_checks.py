@@ -215,6 +215,35 @@ def test_a_state_in_place_may_be_a_view(rule, backend, wide):
         assert torch.equal(whole[..., [0, 1, 5, 6]], torch.full_like(whole[..., :4], 5.0))
 
 
+@pytest.mark.parametrize("backend", BUILT)
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_a_graph_that_saved_the_state_does_not_use_what_it_became(rule, T, backend):
+    """Its gradient would be wrong in silence. A view of the state is the state."""
+    for view in (False, True):
+        inputs = rule.inputs(T=T, requires_grad=False)
+        state = inputs["initial_state"]
+        loss = (state * torch.ones_like(state).requires_grad_()).sum()
+        with torch.no_grad():
+            changed = state[:, :] if view else state
+            getattr(ops, rule.operation)(**inputs | {"initial_state": changed}, backend=backend, in_place=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("backend", BUILT)
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_a_state_of_inference_mode_changes_in_place(rule, T, backend):
+    """Such tensors do not count how often they change."""
+    with torch.inference_mode():
+        inputs = rule.inputs(T=T, requires_grad=False)
+        wanted = rule.run(inputs, backend)
+        out, state = getattr(ops, rule.operation)(**inputs, backend=backend, in_place=True)
+        assert state is inputs["initial_state"] and state.is_inference()
+        assert torch.equal(out, wanted[0]) and torch.equal(state, wanted[1])
+
+
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_in_place_needs_a_state_that_can_be_written(rule):
     inputs = rule.inputs(T=3, requires_grad=False)

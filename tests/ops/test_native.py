@@ -257,6 +257,28 @@ def test_torch_compile(name, autocast):
                 torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_torch_compile_of_steps_in_place(rule):
+    def run(inputs: Inputs, state: Tensor) -> Tensor:
+        out, final_state = getattr(ops, rule.operation)(
+            **inputs | {"initial_state": state}, backend="native", in_place=True
+        )
+        assert final_state is state
+        return out
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            state = rule.inputs(T=1, requires_grad=False)["initial_state"].clone()
+            expected_state = state.clone()
+            for seed in range(3):
+                inputs = rule.inputs(T=1, requires_grad=False, seed=seed)
+                torch.testing.assert_close(compiled(inputs, state), run(inputs, expected_state))
+                torch.testing.assert_close(state, expected_state)
+
+
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_no_gradient_is_no_gradient(rule):
     """Steps between kept states are kept for a backward pass only."""
