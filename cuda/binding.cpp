@@ -332,7 +332,7 @@ void mark_changed(const Tensor& state) {
 
 Tensor diagonal_step_(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& log_gate,
                       bool complement, const OptionalTensor& log_key_decay, const OptionalTensor& log_value_decay,
-                      Tensor state) {
+                      const Tensor& state) {
     const c10::cuda::CUDAGuard guard(v.device());
     DiagonalStep params{};
     params.sizes = sizes_of(q, k, v, 0);
@@ -354,7 +354,7 @@ Tensor diagonal_step_(const Tensor& q, const Tensor& k, const Tensor& v, const O
     return out;
 }
 
-Tensor delta_step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, Tensor state) {
+Tensor delta_step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& state) {
     const c10::cuda::CUDAGuard guard(v.device());
     DeltaStep params{};
     params.sizes = sizes_of(q, k, v, 0);

@@ -180,6 +180,29 @@ def test_the_cuda_kernels_tell_how_they_divide_the_work() -> None:
         native.cuda_plan("delta_forward", (8, 1024, 8, 1000, 64, 128), torch.bfloat16, (9, 0))
 
 
+LOAD_BOTH = """
+import torch
+from fairseq_fastweights.ops import libraries, native
+for part in libraries.PARTS:
+    torch.ops.load_library(str(libraries.library(part)))
+for rule in ("diagonal", "delta"):
+    for operation in ("forward", "backward", "step_"):
+        for device in ("CPU", "CUDA"):
+            name = f"fairseq_fastweights::{rule}_{operation}"
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, device), (name, device)
+"""
+
+
+@pytest.mark.skipif(
+    any(libraries.why_not(part, str(torch.__version__)) is not None for part in libraries.PARTS),
+    reason="not both libraries were built",
+)
+def test_both_libraries_are_loaded_side_by_side():
+    """They register the same operators, whose C++ signatures must not differ. No GPU is needed for it."""
+    result = subprocess.run([sys.executable, "-c", LOAD_BOTH], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("layout", ["as it is", "time first", "wide"])
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_shapes_without_data_are_those_with_it(rule, layout):
