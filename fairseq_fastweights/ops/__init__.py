@@ -6,7 +6,8 @@ float64 inputs). Any strides will do as long as the last dimension of q, k and v
 
 `backend` is "reference" (one step at a time: the definition), "chunkwise" (chunk-parallel PyTorch), "native"
 (compiled kernels) or "auto" (`chosen_backend`: native where it was built). A backend that cannot do what is asked
-raises `BackendUnavailable`; none ever stands in for another in silence.
+raises `BackendUnavailable`; none ever stands in for another in silence. Backward passes are everyone's; forward-mode
+derivatives (`torch.func.jvp`) only "reference" has.
 
 With `in_place` the final state is written into `initial_state`, which is returned as the final state: generation, a
 token at a time, then moves no more than the state. Nothing of such a call can be differentiated.
@@ -63,6 +64,7 @@ def sum_rule(
         ValueError: for a shape, dtype or device that does not fit, or `in_place` without a state or where a gradient is
             wanted; the message names the argument.
         BackendUnavailable: if the backend cannot do it.
+        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
     """
     check_inputs(q, k, v, initial_state)
     return _run("sum", backend, in_place, initial_state, q, k, v)
@@ -159,6 +161,8 @@ def _run(
     _, k, v, *_ = inputs
     assert k is not None and v is not None
     implementation = _implementation(backend, v)
+    if implementation is native:
+        native.refuse_tangents(initial_state, *inputs)
     if not in_place:
         if v.shape[1] == 0:
             return _nothing(k, v, initial_state)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fairseq_fastweights.ops import libraries
 from fairseq_fastweights.ops.checks import state_dtype
@@ -46,6 +47,18 @@ def require(v: Tensor) -> None:
     if reason is not None:
         raise BackendUnavailable(
             f"backend='native' was asked for: {reason}; or use backend='chunkwise' (which 'auto' takes then)"
+        )
+
+
+def refuse_tangents(*inputs: Tensor | None) -> None:
+    """Raises `NotImplementedError` if one of them carries a tangent, which the kernels would drop in silence."""
+    # Of the level first: where there is none, as nearly always, no tensor is asked, and a call takes no longer.
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    ):
+        raise NotImplementedError(
+            "initial_state or an input carries a tangent, and backend='native' (which 'auto' takes here) has no "
+            "forward-mode derivatives; use backend='reference', which has them"
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
@@ -300,6 +301,42 @@ def test_torch_compile_of_steps_in_place(rule):
                 inputs = rule.inputs(T=1, requires_grad=False, seed=seed)
                 torch.testing.assert_close(compiled(inputs, state), run(inputs, expected_state))
                 torch.testing.assert_close(state, expected_state)
+
+
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_forward_mode_is_refused(rule, T):
+    """Tangents are not dropped in silence, of whichever input; in generation neither."""
+    inputs = rule.inputs(T=T, requires_grad=False)
+    names = [name for name, x in inputs.items() if x is not None]
+    for name in names:
+        for in_place in (False, True):
+
+            def run(x: Tensor, name: str = name, in_place: bool = in_place) -> Tensor:
+                given = inputs | {"initial_state": inputs["initial_state"].clone()} | {name: x}
+                return getattr(ops, rule.operation)(**given, backend="native", in_place=in_place)[0]
+
+            with pytest.raises(NotImplementedError, match="carries a tangent.*use backend='reference'"):
+                torch.func.jvp(run, (inputs[name],), (inputs[name],))
+            with pytest.raises(NotImplementedError, match="carries a tangent"):
+                torch.func.jacfwd(run)(inputs[name])
+            with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="carries a tangent"):
+                run(forward_ad.make_dual(inputs[name], inputs[name]))
+            with forward_ad.dual_level():
+                run(inputs[name].clone())  # there is no tangent
+
+
+@pytest.mark.slow
+def test_forward_mode_is_refused_in_a_compiled_function():
+    rule = RULE["delta"]
+    inputs = rule.inputs(T=5, requires_grad=False)
+
+    def derivative(q: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: rule.run(inputs | {"q": x}, "native")[0], (q,), (q,))[1]
+
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="carries a tangent"):
+        torch.compile(derivative, backend="aot_eager", fullgraph=True)(inputs["q"])
 
 
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
