@@ -165,7 +165,7 @@ def _run(
         native.refuse_tangents(initial_state, *inputs)
     if not in_place:
         if v.shape[1] == 0:
-            return _nothing(k, v, initial_state)
+            return _nothing(k, v, initial_state, inputs)
         return getattr(implementation, f"{rule}_rule")(*inputs, initial_state=initial_state)
     state = check_in_place(initial_state, *inputs)
     if v.shape[1] == 0:
@@ -176,9 +176,13 @@ def _run(
     return out, state.copy_(final_state)
 
 
-def _nothing(k: Tensor, v: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result of no steps at all."""
+def _nothing(
+    k: Tensor, v: Tensor, initial_state: Tensor | None, inputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor]:
+    """The result of no steps at all. Its empty output has a gradient, of zeros, for all that an output depends on."""
+    # Sums of no rows: nothing is read, nor is anything added to the nothing that there is.
+    depends = sum(x[:0].sum() for x in (initial_state, *inputs) if x is not None)
     if initial_state is None:
         batch, _, heads, key_dim = k.shape
         initial_state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=state_dtype(v.dtype), device=v.device)
-    return torch.zeros_like(v), initial_state.clone()
+    return torch.zeros_like(v) + depends, initial_state.clone()

@@ -305,8 +305,6 @@ def test_empty_batches_and_sequences(backend, rule, dtype, B, T, initial_state):
     assert final_state.shape == (B, 3, 4, 5) and final_state.dtype == state_dtype(dtype)
     start = inputs["initial_state"]
     assert torch.equal(final_state, torch.zeros_like(final_state) if start is None else start)
-    if not final_state.requires_grad:
-        return  # nothing of it depends on anything
     # Backward: nothing but the state, which passes through.
     (out.sum() + 3 * final_state.sum()).backward()
     for name in ("q", "k", "v"):
@@ -315,6 +313,20 @@ def test_empty_batches_and_sequences(backend, rule, dtype, B, T, initial_state):
         assert grad is None or not grad.any()
     if start is not None:
         assert torch.equal(start.grad, torch.full_like(start, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=label)
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_an_empty_output_can_be_differentiated(backend, rule, dtype):
+    """In each input alone, as any other output; gates are float32, to mix dtypes."""
+    drawn = rule.inputs(T=0, dtype=dtype, extras_dtype=torch.float32)
+    for name in (n for n, x in drawn.items() if x is not None):
+        inputs = {n: None if x is None else x.detach().requires_grad_(n == name) for n, x in drawn.items()}
+        out, _ = rule.run(inputs, backend)
+        assert out.dtype == dtype
+        out.sum().backward()
+        grad = inputs[name].grad
+        assert grad.shape == inputs[name].shape and grad.dtype == inputs[name].dtype and not grad.any(), name
 
 
 # Autograd and its company
