@@ -134,8 +134,8 @@ class _Process:
             self.popen = subprocess.Popen(
                 step.command,
                 cwd=cwd,
-                # The log is read as UTF-8, whatever the terminal's encoding is.
-                env=os.environ | {"PYTHONIOENCODING": "utf-8"} | environment,
+                # The log is read as UTF-8, whatever the terminal's encoding is, and no message may land within a line.
+                env=os.environ | {"PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"} | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
