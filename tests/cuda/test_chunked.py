@@ -129,6 +129,17 @@ def test_thousands_of_steps(
     assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_how_many_states_are_kept_changes_no_bit(emulator: Emulator, name: str, dtype: torch.dtype) -> None:
+    """Those that are computed again are those that the forward pass had."""
+    inputs = RULE[name].inputs(B=1, T=150, H=1, K=9, V=10, dtype=dtype)
+    wanted = run(emulator, RULE[name], inputs, 64)
+    for interval in (128, 512):
+        for key, value in run(emulator, RULE[name], inputs, interval).items():
+            assert value is None or torch.equal(value, wanted[key]), (interval, key)
+
+
 # What is allowed of results, and of states and their gradients.
 DRIFTING = {
     ("sum", "ordinary"): (4e-3, 1e-5),
