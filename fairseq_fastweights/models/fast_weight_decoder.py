@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -273,3 +274,29 @@ def describe(args: Any, dictionary: Dictionary, softmax_layers: frozenset[int]) 
     if args.rotary_dim and softmax_layers:
         settings |= {"rotary dim": args.rotary_dim, "rotary base": args.rotary_base}
     return settings
+
+
+def renumber(layers: Iterable[int], kept: list[int]) -> list[int]:
+    """The numbers that layers, as far as they are `kept`, have once all others are gone. All count from 1."""
+    return [place for place, number in enumerate(kept, 1) if number in layers]
+
+
+def prune_settings(state_dict: dict[str, Any], name: str, kept: list[int]) -> None:
+    """Makes a checkpoint's settings of the decoder `name` those of its layers `kept` alone, numbers from 1.
+
+    Checkpoints of other models carry none, and stay as they are.
+    """
+    checkpoint_settings.rename_former(state_dict, name)
+    key = f"{name}.{checkpoint_settings.NAME}"
+    if key not in state_dict:
+        return
+    settings = checkpoint_settings.decode(state_dict[key])
+    softmax = renumber(settings["softmax attention layers"], kept)
+    settings["softmax attention layers"] = softmax
+    # What is said of a kind of layers goes with the last of them.
+    of_softmax = {"rotary dim", "rotary base"}
+    of_all = {"dictionary size", "dictionary digest", "softmax attention layers", "parallel residual"}
+    gone = set() if softmax else of_softmax
+    if len(softmax) == len(kept):
+        gone |= settings.keys() - of_softmax - of_all
+    state_dict[key] = checkpoint_settings.encode({name: x for name, x in settings.items() if name not in gone})

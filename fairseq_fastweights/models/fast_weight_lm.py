@@ -22,7 +22,7 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from fairseq.utils import safe_getattr
 from torch import nn
 
-from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
+from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder, prune_settings, renumber
 from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, causal_options, set_defaults
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.modules.rotary_attention import RotaryAttention
@@ -94,9 +94,13 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         Raises:
             ValueError: for options that contradict each other, before anything is built.
         """
-        if args.decoder_layers_to_keep:
-            args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
+        if args.decoder_layers_to_keep:
+            kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)
+            softmax_layers = frozenset(renumber(softmax_layers, kept))
+            # From here on the options are those of the model that is left.
+            args.decoder_layers = len(kept)
+            args.softmax_attention_layers = ",".join(map(str, sorted(softmax_layers)))
         if args.adaptive_softmax_cutoff is not None:
             _read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, len(task.target_dictionary))
             if args.mask_special_symbols:
@@ -135,6 +139,20 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             _draw_weights(decoder, args.init_std)
         return cls(decoder)
 
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        strict: bool = True,
+        model_cfg: Any = None,
+        args: Any = None,
+    ) -> Any:
+        """fairseq's; where it prunes layers (--decoder-layers-to-keep), the checkpoint's settings are pruned too."""
+        text = getattr(model_cfg, "decoder_layers_to_keep", None)
+        if text:
+            state_dict = dict(state_dict)  # as fairseq, which leaves the layers in it as they are
+            prune_settings(state_dict, "decoder", sorted(int(number) + 1 for number in text.split(",")))
+        return super().load_state_dict(state_dict, strict, model_cfg, args)
+
 
 def parse_layers(text: str, layers: int) -> frozenset[int]:
     """Reads --softmax-attention-layers: "all", or comma-separated layer numbers from 1; empty for none.
@@ -150,6 +168,17 @@ def parse_layers(text: str, layers: int) -> frozenset[int]:
             f"softmax_attention_layers is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}"
         )
     return frozenset(int(n) for n in numbers)
+
+
+def _parse_kept_layers(text: str, layers: int) -> list[int]:
+    """Reads --decoder-layers-to-keep, whose numbers start at 0, as sorted numbers from 1."""
+    words = [word.strip() for word in text.split(",")]
+    numbers = sorted(int(word) + 1 for word in words if word.isdecimal())
+    if len(set(numbers)) < len(words) or numbers[-1] > layers:
+        raise ValueError(
+            f"decoder_layers_to_keep is {text!r}; it must be comma-separated numbers from 0 to {layers - 1}, each once"
+        )
+    return numbers
 
 
 def _rotary_attention(args: Any) -> Callable[[int], nn.Module] | None:

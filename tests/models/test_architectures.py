@@ -224,6 +224,11 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
     "options, message",
     [
         ({"softmax_attention_layers": "3"}, r"softmax_attention_layers is '3'; .* from 1 to 2"),
+        *(
+            ({"decoder_layers_to_keep": text}, rf"decoder_layers_to_keep is {text!r}; .* from 0 to 1, each once")
+            for text in ("2", "0,2", "0,0", "1,", "-1", "one")
+        ),
+        ({"softmax_attention_layers": "3", "decoder_layers_to_keep": "0"}, r"softmax_attention_layers is '3'; .* to 2"),
         ({"update_rule": "hebb"}, r"update_rule is 'hebb'; .*sum, gated, decay, delta"),
         ({"feature_map": "softmax"}, r"feature map 'softmax'.*identity, elu, relu, favor"),
         ({"normalization": "layer"}, r"normalization is 'layer'; it must be auto, none"),

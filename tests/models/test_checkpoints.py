@@ -85,6 +85,59 @@ def test_every_difference_is_named(fairseq):
         assert setting not in str(error.value)
 
 
+def prune(fairseq, saved, flags: str, kept: str):
+    """A model that has loaded the layers `kept` of another, as fairseq prunes for LayerDrop; numbers start at 0."""
+    cfg = fairseq.tiny("fast_weight_lm", f"--decoder-layers 4 {flags} --decoder-layers-to-keep {kept}")
+    model = fairseq.build(f"--decoder-layers 4 {flags} --decoder-layers-to-keep {kept}", seed=1)
+    model.load_state_dict(saved.state_dict(), model_cfg=cfg)
+    return model
+
+
+@pytest.mark.parametrize("kept", ["0,2", "3,0,1", "2", "1,3", "0,1,2,3"])
+@pytest.mark.parametrize("layers", ["1", "2,4", "1,3", "all", ","])
+@pytest.mark.parametrize(
+    "flags",
+    ["--update-rule sum", "--update-rule delta", "--update-rule sum --rotary-dim 4 --fast-weight-heads 4"],
+    ids=["sum", "delta", "rotary"],
+)
+@torch.no_grad()
+def test_pruned_layers_keep_their_kind(fairseq, text, flags, layers, kept):
+    flags = f"{flags} --softmax-attention-layers {layers}"
+    whole = fairseq.build(f"--decoder-layers 4 {flags}")
+    pruned = prune(fairseq, whole, flags, kept)
+    numbers = sorted(int(number) for number in kept.split(","))
+    whole.decoder.layers = torch.nn.ModuleList([whole.decoder.layers[number] for number in numbers])
+    assert torch.equal(pruned(text(2, 6))[0], whole(text(2, 6))[0])
+    # It is one of the smaller model from there on.
+    wanted = {1, 2, 3, 4} if layers == "all" else {int(number) for number in layers.split(",") if number}
+    left = ",".join(str(place) for place, number in enumerate(numbers, 1) if number + 1 in wanted) or ","
+    small = f"--decoder-layers {len(numbers)} {flags} --softmax-attention-layers {left}"
+    again = fairseq.build(small, seed=2)
+    again.load_state_dict(pruned.state_dict())
+    assert torch.equal(again(text(2, 6))[0], pruned(text(2, 6))[0])
+
+
+@pytest.mark.parametrize(
+    "made_with, flags, named",
+    [
+        ("--softmax-attention-layers 1,4", "--softmax-attention-layers 3", r"softmax attention layers is \[1\].*\[2\]"),
+        (
+            "--softmax-attention-layers 1",
+            "--softmax-attention-layers all",
+            r"softmax attention layers is \[1\].*\[1, 2",
+        ),
+        ("--update-rule sum --normalization none", "--update-rule sum --normalization sum", "normalization is 'none'"),
+        ("--parallel-residual --decoder-normalize-before", "--decoder-normalize-before", "parallel residual is True"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused_where_layers_are_pruned(fairseq, made_with, flags, named):
+    saved = fairseq.build(f"--decoder-layers 4 {made_with}")
+    before = {name: x.clone() for name, x in saved.state_dict().items()}
+    with pytest.raises(ValueError, match=named):
+        prune(fairseq, saved, flags, "0,2")
+    assert all(torch.equal(x, before[name]) for name, x in saved.state_dict().items())
+
+
 @pytest.mark.parametrize(
     "made_with, flags",
     [
