@@ -236,6 +236,21 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             buffer_size=data_buffer_size,
         )
 
+    def build_generator(self, models: Any, args: Any, *others: Any, **named: Any) -> Any:
+        """fairseq's.
+
+        Raises:
+            ValueError: if a corpus with --carry-over-state is loaded, as the generator reads no `continues`. Scores of
+                the text itself (--score-reference) are the model's own, with states carried over.
+        """
+        scores = getattr(args, "score_reference", False)
+        if not scores and any(isinstance(loaded, TokenCorpus) for loaded in self.datasets.values()):
+            raise ValueError(
+                "carry_over_state is set, but generation starts from empty states; it must not be set, or "
+                "score_reference must be"
+            )
+        return super().build_generator(models, args, *others, **named)
+
     def eval_lm_dataloader(
         self,
         dataset: FairseqDataset,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import QUIET, SMALL_MODEL, TASK, binarise, evaluate, spawn, train
+from tests.conftest import QUIET, SMALL_MODEL, TASK, binarise, command, evaluate, spawn, train
 
 CARRY = "--carry-over-state"
 
@@ -95,6 +95,13 @@ def test_streams_need_a_batch_size(corpus, tmp_path):
 def test_contexts_that_cannot_be_are_named(corpus, trained, flags, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         evaluate(corpus, trained, *flags.split())
+
+
+def test_generation_from_carried_states_is_refused(corpus, trained, capsys):
+    flags = ["--path", str(trained), CARRY, "--tokens-per-sample", "16", "--batch-size", "2", "--gen-subset", "test"]
+    with pytest.raises(ValueError, match="carry_over_state is set, but generation starts from empty states"):
+        command("generate", str(corpus), *TASK, *QUIET, *flags)
+    assert "H-0" not in capsys.readouterr().out
 
 
 def test_a_model_without_state_is_not_evaluated_with_one(corpus, tmp_path):

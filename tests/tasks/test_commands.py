@@ -128,11 +128,13 @@ def test_interactive_continues_a_text(corpus, trained, monkeypatch, capsys, beam
         assert math.isfinite(float(score)) and text.startswith(start)
 
 
-def test_generate_scores_as_evaluation_does(corpus, trained, capsys):
-    # A reference scored token by token is the line as the language model sees it after a line end.
-    flags = ["--path", str(trained), "--sample-break-mode", "eos", "--batch-size", "8", "--tokens-per-sample", "64"]
-    loss, _ = evaluate(corpus, trained, "--sample-break-mode", "eos", "--batch-size", "8", "--tokens-per-sample", "64")
-    command("generate", str(corpus), *TASK, *QUIET, *flags, "--score-reference", "--gen-subset", "test")
+@pytest.mark.parametrize("contexts", ["--sample-break-mode eos", "--carry-over-state"])
+def test_generate_scores_as_evaluation_does(corpus, trained, capsys, contexts):
+    # A reference scored token by token is the line as the language model sees it after a line end, or the text so far.
+    flags = [*contexts.split(), "--batch-size", "8", "--tokens-per-sample", "16"]
+    loss, _ = evaluate(corpus, trained, *flags)
+    flags += ["--path", str(trained), "--gen-subset", "test"]
+    command("generate", str(corpus), *TASK, *QUIET, *flags, "--score-reference")
     scores = re.findall(r"^P-\d+\t(.*)$", capsys.readouterr().out, flags=re.MULTILINE)
     values = [float(x) for row in scores for x in row.split()]
     assert -sum(values) / len(values) == pytest.approx(loss, abs=1e-3)
