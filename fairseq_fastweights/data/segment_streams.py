@@ -39,6 +39,7 @@ class SegmentStreams(FairseqDataset):
                 f"the batch size times the number of processes is {streams}, but split {corpus.name!r} has "
                 f"{len(corpus)} tokens: there must be from 1 to {len(corpus)} streams"
             )
+        corpus.load()
         self.corpus = corpus
         self.streams = streams
         self.segment_length = segment_length
@@ -57,7 +58,7 @@ class SegmentStreams(FairseqDataset):
         return {
             "id": index,
             "source": self.corpus.read_inputs(start, stop),
-            "target": self.corpus.read(start, stop),
+            "target": self.corpus.read_targets(start, stop),
             "continues": segment > 0,
         }
 

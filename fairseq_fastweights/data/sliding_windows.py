@@ -30,6 +30,7 @@ class SlidingWindows(FairseqDataset):
                 f"tokens_per_sample is {new + context} and context_window {context}; the context must be at least 1 "
                 "and shorter than the sample"
             )
+        corpus.load()
         self.corpus = corpus
         self.new = new
         self.context = context

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq.data import FairseqDataset
+from fairseq.data import Dictionary, FairseqDataset
 from torch import Tensor
 
 
@@ -17,15 +17,17 @@ class TokenCorpus(FairseqDataset):
         lines: an indexed data set of one-dimensional token tensors, with `sizes`.
         eos: what stands before the first token.
         name: of the split, for messages.
+        output_dictionary: of the words that are predicted; None for all.
 
     Raises:
         ValueError: if there are no tokens.
     """
 
-    def __init__(self, lines: Any, eos: int, name: str) -> None:
+    def __init__(self, lines: Any, eos: int, name: str, output_dictionary: Dictionary | None = None) -> None:
         self.lines = lines
         self.eos = eos
         self.name = name
+        self.output_dictionary = output_dictionary
         self.ends = np.cumsum(np.asarray(lines.sizes, dtype=np.int64))
         if len(self) == 0:
             raise ValueError(f"split {name!r} holds no tokens; it must hold at least one")
@@ -36,6 +38,11 @@ class TokenCorpus(FairseqDataset):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.read(index, index + 1)
+
+    def load(self) -> None:
+        """Loads lines that cannot be read before (--dataset-impl cached, fairseq's choice for those of lazy)."""
+        if getattr(self.lines, "supports_prefetch", False):
+            self.lines.prefetch(range(len(self.lines)))
 
     def read(self, start: int, stop: int) -> Tensor:
         """Tokens `start` to `stop` (exclusive), as int64."""
@@ -59,6 +66,13 @@ class TokenCorpus(FairseqDataset):
         if start == 0:
             return torch.cat([torch.tensor([self.eos]), self.read(0, stop - 1)])
         return self.read(start - 1, stop - 1)
+
+    def read_targets(self, start: int, stop: int) -> Tensor:
+        """What a language model predicts: tokens `start` to `stop`, <unk> for those that it has no output for."""
+        tokens = self.read(start, stop)
+        if self.output_dictionary is None:
+            return tokens
+        return tokens.masked_fill(tokens >= len(self.output_dictionary), self.output_dictionary.unk())
 
     def num_tokens(self, index: int) -> int:
         return 1

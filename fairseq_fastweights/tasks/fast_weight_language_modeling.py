@@ -294,7 +294,10 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 data_buffer_size=data_buffer_size,
                 **shared,
             ).next_epoch_itr(shuffle=False)
-        if not (context_window and one_text and self._all_take_last_positions):
+        # SlidingWindows have no <s> at their start, and all words; with a smaller output dictionary fairseq's data sets
+        # replace most other words by <unk> not only in targets, but in inputs too, depending on where samples start.
+        plain = not self.args.add_bos_token and len(self.output_dictionary) == len(self.dictionary)
+        if not (context_window and one_text and plain and self._all_take_last_positions):
             return super().eval_lm_dataloader(
                 dataset,
                 max_tokens=max_tokens,
@@ -325,4 +328,4 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
         if lines is None:
             raise FileNotFoundError(f"data: there is no split {split!r} at {path}")
-        return TokenCorpus(lines, self.dictionary.eos(), split)
+        return TokenCorpus(lines, self.dictionary.eos(), split, self.output_dictionary)

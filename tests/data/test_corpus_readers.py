@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fairseq.data import Dictionary, TruncatedDictionary
 
 from fairseq_fastweights.data.segment_streams import SegmentIterator, SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
@@ -39,6 +40,41 @@ def test_inputs_are_the_tokens_before_and_the_first_is_the_line_end():
     assert corpus.read_inputs(0, 3).tolist() == [EOS, 10, 11]
     assert corpus.read_inputs(2, 5).tolist() == [11, 12, 13]
     assert corpus.read_inputs(2, 2).tolist() == []
+
+
+def test_targets_without_an_output_are_unknown_words_and_inputs_keep_them():
+    words = Dictionary()
+    for number in range(10):
+        words.add_symbol(f"w{number}")
+    corpus = TokenCorpus(Lines([3, 3]), EOS, "train", output_dictionary=TruncatedDictionary(words, 12))
+    assert corpus.read_targets(0, 6).tolist() == [10, 11, *[words.unk()] * 4]
+    assert corpus.read_inputs(0, 6).tolist() == [EOS, 10, 11, 12, 13, 14]
+    sample = SegmentStreams(corpus, 1, 4, PAD)[0]
+    assert sample["target"].tolist() == corpus.read_targets(0, 4).tolist()
+    assert sample["source"].tolist() == corpus.read_inputs(0, 4).tolist()
+
+
+class CachedLines(Lines):
+    """Lines that can be read once they were prefetched, as those of fairseq's --dataset-impl cached."""
+
+    supports_prefetch = True
+    prefetched: frozenset[int] = frozenset()
+
+    def prefetch(self, indices: range) -> None:
+        self.prefetched = frozenset(indices)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert index in self.prefetched
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("reader", ["streams", "windows"])
+def test_lines_that_must_be_prefetched_are_by_what_reads_them(reader):
+    lines = CachedLines([5, 0, 20, 7])
+    corpus = TokenCorpus(lines, EOS, "train")
+    assert not lines.prefetched
+    data = SegmentStreams(corpus, 2, 4, PAD) if reader == "streams" else SlidingWindows(corpus, 4, 4)
+    assert torch.cat([data[i]["target"] for i in range(len(data))]).sort()[0].tolist() == list(range(10, 42))
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import QUIET, ROOT, SMALL_MODEL, TASK, command, count_tokens, evaluate, train
+from tests.conftest import QUIET, ROOT, SMALL_MODEL, TASK, binarise, command, count_tokens, evaluate, train
 
 CARRY = ["--carry-over-state"]
 NO_POSITIONS = ["--no-token-positional-embeddings"]
@@ -47,6 +48,7 @@ def one_pass(data: Path, checkpoint: Path, split: str = "test") -> float:
     lines = data_utils.load_indexed_dataset(str(data / split), task.dictionary)
     text = torch.cat([lines[i] for i in range(len(lines))])[None]
     inputs = torch.cat([torch.full((1, 1), task.dictionary.eos()), text[:, :-1]], dim=1)
+    text[text >= len(task.target_dictionary)] = task.target_dictionary.unk()
     with torch.no_grad():
         scores = model.get_normalized_probs(model(inputs), log_probs=True, sample={"target": text})
     return -scores.gather(-1, text[..., None]).mean().item() / torch.tensor(2.0).log().item()
@@ -90,6 +92,44 @@ def test_sliding_takes_fairseqs_models_too(corpus, tmp_path):
     theirs, _ = evaluate(corpus, checkpoint, *flags, task=["--task", "language_modeling"])
     assert tokens == count_tokens(corpus, "test")
     assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--add-bos-token", "--max-target-positions", "32"], ["--output-dictionary-size", "30"]],
+    ids=lambda flags: flags[0],
+)
+@pytest.mark.parametrize("context", ["15", "8"])
+def test_sliding_windows_of_texts_that_fairseq_changes_are_fairseqs(corpus, tmp_path, flags, context):
+    """<s> before each sample, and words that the output dictionary lacks."""
+    train(corpus, tmp_path, *flags, "--max-update", "5")
+    reading = ["--tokens-per-sample", "16", "--context-window", context, "--batch-size", "8", *flags]
+    ours = evaluate(corpus, tmp_path / "checkpoint_last.pt", *reading)
+    stock_task = ["--user-dir", TASK[1], "--task", "language_modeling"]
+    assert ours == evaluate(corpus, tmp_path / "checkpoint_last.pt", *reading, task=stock_task)
+
+
+def test_a_smaller_output_dictionary_leaves_carried_inputs_alone(corpus, tmp_path):
+    flags = [*CARRY, "--output-dictionary-size", "30"]
+    train(corpus, tmp_path, *NO_POSITIONS, *flags)
+    checkpoint = tmp_path / "checkpoint_last.pt"
+    loss, tokens = evaluate(corpus, checkpoint, *flags, "--tokens-per-sample", "64")
+    assert tokens == count_tokens(corpus, "test")
+    assert 2**loss == pytest.approx(2 ** one_pass(corpus, checkpoint), rel=2e-5)
+
+
+@pytest.mark.parametrize("flags", [CARRY, ["--context-window", "48"]], ids=" ".join)
+def test_data_of_every_kind_is_read_alike(corpus, models, tmp_path, flags):
+    for path in corpus.parent.glob("*.txt"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "dict.txt").write_bytes((corpus / "dict.txt").read_bytes())
+    lazy = binarise(tmp_path, "--dataset-impl", "lazy", "--srcdict", str(tmp_path / "dict.txt"))
+    wanted = evaluate(corpus, models["delta"], *flags, "--tokens-per-sample", "64")
+    for kind in ([], ["--dataset-impl", "cached"], ["--dataset-impl", "lazy"]):
+        assert evaluate(lazy, models["delta"], *flags, "--tokens-per-sample", "64", *kind) == wanted
+    if flags == CARRY:
+        logs = [train(data, tmp_path / "new", *flags, "--no-save", "--max-epoch", "1") for data in (corpus, lazy)]
+        assert epoch_losses(logs[0], "train_loss") == epoch_losses(logs[1], "train_loss")
 
 
 def epoch_losses(log: str, key: str) -> list[float]:
