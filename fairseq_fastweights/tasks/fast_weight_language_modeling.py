@@ -180,6 +180,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
     def _search_for_masked_symbols(self, corpus: TokenCorpus) -> None:
         if not self._masked_symbols:
             return
+        corpus.load()
         text = corpus.read(0, min(len(corpus), _SEARCHED))
         found = text[torch.isin(text, torch.tensor(sorted(self._masked_symbols)))]
         if len(found):

@@ -53,3 +53,14 @@ def test_only_the_beginning_of_a_split_is_searched(data, tmp_path, monkeypatch):
     assert WARNING.findall(short_train(data, tmp_path / "one", *GPT2, "--no-save")) == found
     monkeypatch.setattr("fairseq_fastweights.tasks.fast_weight_language_modeling._SEARCHED", 9 * 7)
     assert WARNING.findall(short_train(data, tmp_path / "none", *GPT2, "--no-save")) == []
+
+
+def test_data_that_must_be_loaded_first_is_searched_too(tmp_path):
+    for split, lines in TEXT.items():
+        (tmp_path / f"{split}.txt").write_text("".join(f"{line}\n" for line in lines))
+    binarise(tmp_path, "--thresholdsrc", "2", "--dataset-impl", "lazy")
+    short_train(tmp_path / "bin", tmp_path, *GPT2, "--carry-over-state", "--no-token-positional-embeddings")
+    flags = ["--tokens-per-sample", "8", "--context-window", "7", "--gen-subset", "test"]
+    path = str(tmp_path / "checkpoint_last.pt")
+    log = command("eval_lm", str(tmp_path / "bin"), *TASK, *QUIET, *flags, "--path", path)
+    assert WARNING.findall(log) == [("test", "1", "4", "<unk>")]
