@@ -62,8 +62,8 @@ template <class real> constexpr index_t state_row(index_t values) {
     return padded(values) * sizeof(real) % 2048 == 0 ? padded(values) + ROW : padded(values);
 }
 
-// The gates of a chunk's steps: one decay for the whole state, and what keys are multiplied by. Steps beyond the last keep
-// all and write nothing.
+// The gates of a chunk's steps: one decay for the whole state, and what keys are multiplied by. Steps beyond the last
+// keep all and write nothing.
 template <class real> struct Gates {
     real keep[CHUNK] __attribute__((aligned(64))), write[CHUNK] __attribute__((aligned(64)));
 

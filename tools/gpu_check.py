@@ -55,7 +55,7 @@ def stages() -> list[Stage]:
     """What is done, in this order. The limits leave the last a minute at the very least, and four or five as a rule."""
     python = sys.executable
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Each process holds half a gigabyte of the GPU's memory; the reference that results are held against needs cores.
+    # The reference that results are held against takes cores; but each process takes memory of the GPU for itself.
     parallel = ["-n", str(min(10, cores))] if importlib.util.find_spec("xdist") else []
     tests = [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel]
     on_gpu = {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}

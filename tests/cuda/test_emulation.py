@@ -96,9 +96,8 @@ def test_tensor_core_products(probes: ctypes.CDLL, kind: int, depth: int, digits
 def test_tensor_cores_cut_sums_off(probes: ctypes.CDLL, kind: int) -> None:
     """Towards zero, of either sign: 1 + 3/4 of its last digit stays 1; but the products are added up first."""
     depth, digit = 8 if kind == 2 else 16, 2.0**-23
-    a, b = np.zeros((16, depth), dtype=np.float32), np.ones((depth, 8), dtype=np.float32)
+    a, b = np.zeros((16, depth), dtype=np.float32), np.full((depth, 8), 2.0**-12, dtype=np.float32)
     c = np.ones((16, 8), dtype=np.float32)
-    b[:] = 2.0**-12
     a[:, 0] = 0.75 * 2.0**-11
     a[1:, 1] = 0.5 * 2.0**-11
     a[8:] *= -1

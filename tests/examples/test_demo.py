@@ -351,13 +351,13 @@ def words_of_make_demo(*arguments: str, **variables: str) -> list[str]:
     return shlex.split(listed.splitlines()[-1])
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make on the PATH")
 @pytest.mark.parametrize("name", ["texts", "it's", "two words", "$HOME", "a$b", '"quoted"', "back\\slash", "a,b;c&d"])
 def test_make_hands_on_a_folder_of_any_name(name: str) -> None:
     expected = [".venv/bin/python", "examples/demo/run.py", "--data", f"/tmp/{name}"]
     assert words_of_make_demo(f"DATA=/tmp/{name}") == words_of_make_demo(DATA=f"/tmp/{name}") == expected
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make on the PATH")
 def test_make_hands_on_no_folder_where_none_was_named() -> None:
     assert words_of_make_demo() == words_of_make_demo("DATA=") == [".venv/bin/python", "examples/demo/run.py"]

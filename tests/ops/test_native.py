@@ -196,7 +196,7 @@ for rule in ("diagonal", "delta"):
 
 @pytest.mark.skipif(
     any(libraries.why_not(part, str(torch.__version__)) is not None for part in libraries.PARTS),
-    reason="not both libraries were built",
+    reason="needs both libraries, which tools/native_build.py makes where torch has CUDA and nvcc is there",
 )
 def test_both_libraries_are_loaded_side_by_side():
     """They register the same operators, whose C++ signatures must not differ. No GPU is needed for it."""

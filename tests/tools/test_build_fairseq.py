@@ -79,6 +79,9 @@ from fairseq.data import data_utils
     "fairseq_cli/score.py": "sacrebleu.corpus_bleu(fdsys, [fdref])\n",
 }
 
+# Why a test is skipped beside another fairseq.
+NEEDS_OURS = "needs the fairseq that tools/build_fairseq.py --force installs"
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
@@ -226,7 +229,7 @@ class TestBuild:
 
     def test_a_second_run_finds_the_work_done(self) -> None:
         if build_fairseq.installed_version() != fairseq_cures.VERSION:
-            pytest.skip("another fairseq is installed here")
+            pytest.skip(NEEDS_OURS)
         command = [sys.executable, build_fairseq.__file__]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
@@ -248,7 +251,7 @@ class TestCheckpointLoader:
 
     @pytest.fixture
     def load(self):
-        pytest.importorskip("fairseq.checkpoint_loader", reason="another fairseq is installed here")
+        pytest.importorskip("fairseq.checkpoint_loader", reason=NEEDS_OURS)
         from fairseq import checkpoint_utils
 
         return checkpoint_utils.load_checkpoint_to_cpu
@@ -375,7 +378,7 @@ class TestCheckpointCopies:
     def save(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         """Saves a checkpoint, which is the best so far, at the end of an epoch."""
         if build_fairseq.installed_version() != fairseq_cures.VERSION:
-            pytest.skip("another fairseq is installed here")
+            pytest.skip(NEEDS_OURS)
         from fairseq import checkpoint_utils
         from fairseq.dataclass.configs import CheckpointConfig
 

@@ -449,9 +449,9 @@ void copies_wait(int pending) {
 
 // ---- Tensor cores ------------------------------------------------------------------------------------------------
 
-// c and products as a tensor core adds them up: all aligned to the largest, what lies below its last digit and two more is
-// cut off towards zero, and then what a float has no room for. That is what was seen on GPUs from 7.0 to 9.0, which
-// differ in the number of digits more (Fasi et al. 2021, Khattak and Mikaitis 2025); NVIDIA's manual leaves it open.
+// c and products as a tensor core adds them up: all aligned to the largest, what lies below its last digit and two more
+// is cut off towards zero, and then what a float has no room for. So others found it on GPUs, which differ in how many
+// digits more there are (Fasi et al. 2021, Khattak and Mikaitis 2025); NVIDIA's manual leaves it open.
 template <int Count>
 float cut_off_sum(float c, const double (&products)[Count]) {
     double plain = c, largest = std::fabs(c);
