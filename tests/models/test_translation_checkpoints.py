@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.modules.update_rules import UPDATE_RULES
-from tests.models.test_checkpoints import average, with_former_name
+from tests.models.test_checkpoints import assert_unchanged, average, values, with_former_name
 from tests.models.translation import (
     FUSED,
     SUBSETS,
@@ -28,10 +28,6 @@ SAME = 1e-6
 def output(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(**batch(sentences((5, 3))), prev_output_tokens=shifted(sentences((4, 6), seed=1)))[0]
-
-
-def values(model: Any) -> dict[str, torch.Tensor]:
-    return {name: x.clone() for name, x in model.state_dict().items()}
 
 
 # -------------------------------------------------------------------------------------- names
@@ -217,7 +213,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(made_with, options, n
     for pattern in named:
         assert re.search(pattern, str(error.value)), error.value
     # Nothing was loaded before the difference was seen.
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize(
