@@ -295,9 +295,14 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 data_buffer_size=data_buffer_size,
                 **shared,
             ).next_epoch_itr(shuffle=False)
-        # SlidingWindows have no <s> at their start, and all words; with a smaller output dictionary fairseq's data sets
-        # replace most other words by <unk> not only in targets, but in inputs too, depending on where samples start.
-        plain = not self.args.add_bos_token and len(self.output_dictionary) == len(self.dictionary)
+        # SlidingWindows have no <s> at their start, whole lines, and all words; with a smaller output dictionary
+        # fairseq's data sets replace most other words by <unk> not only in targets, but in inputs too, depending on
+        # where samples start.
+        plain = (
+            not self.args.add_bos_token
+            and self.args.shorten_method == "none"
+            and len(self.output_dictionary) == len(self.dictionary)
+        )
         if not (context_window and one_text and plain and self._all_take_last_positions):
             return super().eval_lm_dataloader(
                 dataset,

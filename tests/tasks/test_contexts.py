@@ -96,12 +96,16 @@ def test_sliding_takes_fairseqs_models_too(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--add-bos-token", "--max-target-positions", "32"], ["--output-dictionary-size", "30"]],
+    [
+        ["--add-bos-token", "--max-target-positions", "32"],
+        ["--output-dictionary-size", "30"],
+        ["--shorten-method", "truncate"],
+    ],
     ids=lambda flags: flags[0],
 )
 @pytest.mark.parametrize("context", ["15", "8"])
 def test_sliding_windows_of_texts_that_fairseq_changes_are_fairseqs(corpus, tmp_path, flags, context):
-    """<s> before each sample, and words that the output dictionary lacks."""
+    """<s> before each sample, words that the output dictionary lacks, and lines cut to the length of a sample."""
     train(corpus, tmp_path, *flags, "--max-update", "5")
     reading = ["--tokens-per-sample", "16", "--context-window", context, "--batch-size", "8", *flags]
     ours = evaluate(corpus, tmp_path / "checkpoint_last.pt", *reading)
