@@ -68,8 +68,9 @@ void check_device(const Tensor& x, const Tensor& v, const char* name) {
 }
 
 Sequence sequence(const Tensor& x, const char* name) {
-    TORCH_CHECK(x.dim() < 4 || x.size(3) == 1 || x.stride(3) == 1, name, " has strides ", x.strides(),
-                "; its last dimension must be contiguous");
+    // What has no elements has any strides, and contiguous() changes none of them.
+    TORCH_CHECK(x.dim() < 4 || x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1, name, " has strides ",
+                x.strides(), "; its last dimension must be contiguous");
     return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), dtype_of(x.scalar_type(), name)};
 }
 
@@ -231,6 +232,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_back
     Tensor d_value = gradient_like(log_value_decay, v);
     Tensor d_initial = initial.defined() ? at::empty(initial.sizes(), initial.options())
                                          : at::empty({0}, v.options().dtype(state_type(v)));
+    TORCH_CHECK(interval > 0, "the forward pass kept no states (interval 0)");
     params.states = kept_states_input(states, sizes, v);
     if (sizes.batch == 0) return {dq, dk, dv, d_gate, d_key, d_value, d_initial};
     params.initial_state = pointer(initial);
@@ -293,6 +295,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_backward(const Tensor& 
     Tensor dq = output_like(q), dk = output_like(k), dv = output_like(v), d_beta = output_like(beta);
     Tensor d_initial = initial.defined() ? at::empty(initial.sizes(), initial.options())
                                          : at::empty({0}, v.options().dtype(state_type(v)));
+    TORCH_CHECK(interval > 0, "the forward pass kept no states (interval 0)");
     params.states = kept_states_input(states, sizes, v);
     if (sizes.batch == 0) return {dq, dk, dv, d_beta, d_initial};
     params.initial_state = pointer(initial);

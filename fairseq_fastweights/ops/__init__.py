@@ -135,21 +135,22 @@ def delta_rule(
     return _run("delta", backend, in_place, initial_state, q, k, v, beta)
 
 
-def chosen_backend(device: torch.device | str, dtype: torch.dtype, time: int) -> str:
-    """What "auto" takes for tensors on `device`, of `dtype` and with `time` steps."""
-    if native.why_not(torch.device(device).type, dtype) is None:
+def chosen_backend(device: torch.device | str, dtype: torch.dtype, time: int, dim: int = 1) -> str:
+    """What "auto" takes for tensors on `device`, of `dtype`, with `time` steps, and no dimension beyond `dim`."""
+    kind = torch.device(device).type
+    if native.why_not(kind, dtype) is None and native.takes(kind, dim):
         return "native"
     # A single step has nothing to chunk: the reference's loop over time is that step.
     return "reference" if time == 1 else "chunkwise"
 
 
-def _implementation(backend: str, v: Tensor) -> ModuleType:
+def _implementation(backend: str, k: Tensor, v: Tensor) -> ModuleType:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = chosen_backend(v.device, v.dtype, v.shape[1])
+        backend = chosen_backend(v.device, v.dtype, v.shape[1], max(k.shape[-1], v.shape[-1]))
     if backend == "native":
-        native.require(v)
+        native.require(k, v)
         return native
     return reference if backend == "reference" else chunkwise
 
@@ -160,7 +161,7 @@ def _run(
     """Runs a rule, by its name, on inputs that were checked: q, k, v and the gates."""
     _, k, v, *_ = inputs
     assert k is not None and v is not None
-    implementation = _implementation(backend, v)
+    implementation = _implementation(backend, k, v)
     if implementation is native:
         native.refuse_tangents(initial_state, *inputs)
     if not in_place:

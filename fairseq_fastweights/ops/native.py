@@ -23,6 +23,10 @@ DTYPES = {
     "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
 }
 """By type of device, the dtypes that its kernels take."""
+LARGEST_DIM = {"cuda": 512}
+"""By type of device, the largest key and value dimension that its kernels take, where there is a largest."""
+INTERVALS = {"cpu": (64,), "cuda": (64, 128, 256)}
+"""By type of device, the steps that may lie between the states that are kept for the backward pass."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -41,9 +45,20 @@ def why_not(device_type: str, dtype: torch.dtype) -> str | None:
     return libraries.load(device_type)
 
 
-def require(v: Tensor) -> None:
-    """Raises `BackendUnavailable` if there are no kernels for `v`'s device and dtype."""
-    reason = why_not(v.device.type, v.dtype)
+def takes(device_type: str, dim: int) -> bool:
+    """Whether the kernels for such a device take key and value dimensions of up to `dim`."""
+    return dim <= LARGEST_DIM.get(device_type, dim)
+
+
+def require(k: Tensor, v: Tensor) -> None:
+    """Raises `BackendUnavailable` if there are no kernels for `v`'s device and dtype, or these dimensions."""
+    kind = v.device.type
+    reason = why_not(kind, v.dtype)
+    if reason is None and not takes(kind, max(k.shape[-1], v.shape[-1])):
+        reason = (
+            f"the {kind} kernels take key and value dimensions of up to {LARGEST_DIM[kind]}, and these are "
+            f"{k.shape[-1]} and {v.shape[-1]}"
+        )
     if reason is not None:
         raise BackendUnavailable(
             f"backend='native' was asked for: {reason}; or use backend='chunkwise' (which 'auto' takes then)"
@@ -264,17 +279,16 @@ def _state_of_its_own(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Ten
 
 
 def _interval(k: Tensor, v: Tensor) -> int:
-    """Steps between the states that are kept for the backward pass: 64, 128 or 256.
+    """Steps between the states that are kept for the backward pass, one of `INTERVALS`.
 
     The fewest for which a state every so many steps takes less than a quarter of the bytes of inputs, outputs and their
     gradients, or else the most. Those between are computed again; on a CPU they stay in a core's cache meanwhile, where
     64 do better: an eighth, at K = V = 64 in float32.
     """
-    if v.device.type == "cpu":
-        return 64
+    *fewer, most = INTERVALS[v.device.type]
     state = k.shape[-1] * v.shape[-1] * (8 if v.dtype == torch.float64 else 4)
     step = 4 * (k.shape[-1] + v.shape[-1]) * v.element_size()
-    return next((steps for steps in (64, 128) if 4 * state < steps * step), 256)
+    return next((steps for steps in fewer if 4 * state < steps * step), most)
 
 
 # The operators: schemas, shapes, derivatives

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 import torch
+from native_toolchain import Torch
 from torch import Tensor
 
 from tests.ops.rules import Inputs, Rule, cotangents, definition, state_dtype
@@ -29,6 +31,7 @@ SHIM = Path(__file__).resolve().parent / "emulation"
 FLAGS = "-std=c++17 -O1 -g1 -fPIC -DFASTWEIGHTS_EMULATION -Wall -Wno-unknown-pragmas -fno-strict-aliasing".split()
 # A GPU faults on a float4 at an odd address; the host would read it. The emulator makes an error of the trap.
 TRAPS = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+OF_THE_GPU, OF_THE_CPU = (f"TORCH_LIBRARY_IMPL(fairseq_fastweights, {key}, m)" for key in ("CUDA", "CPU"))
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 OPERATIONS = ("diagonal_forward", "diagonal_backward", "delta_forward", "delta_backward")
 
@@ -95,10 +98,12 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def build(sources: tuple[Path, ...] | None = None, extra_flags: tuple[str, ...] = ()) -> Path:
+def build(sources: tuple[Path, ...] | None = None, extra_flags: tuple[str, ...] = (), binding: bool = False) -> Path:
     """Compiles `sources` (None: cuda/*.cu) and the emulator, each file once for its content, to a shared library.
 
-    `extra_flags` such as ``-fsanitize=address,undefined`` take the place of the trap for misaligned accesses.
+    `extra_flags` such as ``-fsanitize=address,undefined`` take the place of the trap for misaligned accesses. With
+    `binding` the library has cuda/binding.cpp as well: torch loads it, and runs the operators that this registers, but
+    for CPU tensors.
 
     Raises:
         RuntimeError: with the compiler's output, if a file does not compile.
@@ -106,7 +111,7 @@ def build(sources: tuple[Path, ...] | None = None, extra_flags: tuple[str, ...] 
     cxx = compiler()
     if cxx is None:
         raise RuntimeError("no C++ compiler: set CXX, or put g++ or clang++ on PATH")
-    headers = sorted([*ROOT.glob("cuda/*.h"), *ROOT.glob("cuda/*.cuh"), *SHIM.glob("*.h")])
+    headers = sorted([*ROOT.glob("cuda/*.h"), *ROOT.glob("cuda/*.cuh"), *SHIM.rglob("*.h")])
     flags = [*FLAGS, *extra_flags]
     if not extra_flags and "clang" not in cxx:
         flags += TRAPS
@@ -115,24 +120,43 @@ def build(sources: tuple[Path, ...] | None = None, extra_flags: tuple[str, ...] 
         common.update(header.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"fastweights-emulation-{os.getuid()}"
     folder.mkdir(exist_ok=True)
+    includes = ["-I", str(SHIM), "-I", str(ROOT / "cuda")]
+    # Without it a torch that has CUDA brings functions of the same names, which would be called in place of these.
+    link = [cxx, *flags, "-shared", *(["-Wl,-Bsymbolic"] if sys.platform == "linux" else [])]
     with (folder / "lock").open("w") as lock:  # test processes run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
-        objects = []
+        objects, libraries = [], []
         for source in sorted([*(ROOT.glob("cuda/*.cu") if sources is None else sources), SHIM / "emulation.cpp"]):
             digest = common.copy()
             digest.update(source.read_bytes())
             made = folder / f"{source.stem}-{digest.hexdigest()[:20]}.o"
             objects.append(made)
-            if not made.exists():
-                includes = ["-I", str(SHIM), "-I", str(ROOT / "cuda")]
-                _run([cxx, *flags, *includes, "-x", "c++", "-c", str(source), "-o", f"{made}.part"])
-                os.replace(f"{made}.part", made)
-        name = hashlib.sha256(" ".join(str(made) for made in objects).encode()).hexdigest()[:20]
+            _compile([cxx, *flags, *includes], source, made)
+        if binding:
+            torch_build = Torch.find()
+            text = (ROOT / "cuda" / "binding.cpp").read_text()
+            assert text.count(OF_THE_GPU) == 1
+            text = text.replace(OF_THE_GPU, OF_THE_CPU)
+            options = [*flags, *torch_build.compile_flags]
+            digest = common.copy()
+            digest.update(f"{text}{torch_build.version}{options}".encode())
+            source = folder / f"binding-{digest.hexdigest()[:20]}.cpp"
+            source.write_text(text)
+            objects.append(source.with_suffix(".o"))
+            _compile([cxx, *options, *includes, *torch_build.include_flags], source, objects[-1])
+            libraries = [f"-L{torch_build.library_folder}", "-lc10", "-ltorch_cpu", "-ltorch"]
+        name = hashlib.sha256(" ".join([*map(str, objects), *link]).encode()).hexdigest()[:20]
         library = folder / f"kernels-{name}.so"
         if not library.exists():
-            _run([cxx, *flags, "-shared", *map(str, objects), "-o", f"{library}.part"])
+            _run([*link, *map(str, objects), *libraries, "-o", f"{library}.part"])
             os.replace(f"{library}.part", library)
         return library
+
+
+def _compile(command: list[str], source: Path, made: Path) -> None:
+    if not made.exists():
+        _run([*command, "-x", "c++", "-c", str(source), "-o", f"{made}.part"])
+        os.replace(f"{made}.part", made)
 
 
 def _run(command: list[str]) -> None:

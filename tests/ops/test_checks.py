@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.ops import native
 from tests.ops.rules import BACKENDS, DEVICE, RULE, RULES, RULES_AND_REGIMES, Inputs, Rule, label, relative_error
 
 # Each size another number, so that no wrong shape passes for the right one.
@@ -175,6 +176,23 @@ def test_auto_takes_the_kernels_where_they_are(rule, there, T, monkeypatch):
     assert ops.chosen_backend(DEVICE, inputs["v"].dtype, T) == wanted
     for actual, expected in zip(rule.run(inputs, "auto"), rule.run(inputs, wanted), strict=True):
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("sizes", [{"K": 9, "V": 8}, {"K": 8, "V": 9}, {"K": 8, "V": 8}], ids=str)
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_auto_takes_the_kernels_up_to_their_largest_dimension(rule, sizes, T, monkeypatch):
+    """On a GPU 512."""
+    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, 8)
+    inputs, fits = rule.inputs(T=T, **sizes), max(sizes.values()) <= 8
+    wanted = "native" if fits else "chunkwise" if T > 1 else "reference"
+    assert ops.chosen_backend(DEVICE, inputs["v"].dtype, T, max(sizes.values())) == wanted
+    for actual, expected in zip(rule.run(inputs, "auto"), rule.run(inputs, wanted), strict=True):
+        assert torch.equal(actual, expected)
+    if not fits:
+        allowed = f"dimensions of up to 8, and these are {sizes['K']} and {sizes['V']}; or use backend='chunkwise'"
+        with pytest.raises(ops.BackendUnavailable, match=allowed):
+            rule.run(inputs, "native")
 
 
 def test_there_are_no_kernels_for_other_devices():

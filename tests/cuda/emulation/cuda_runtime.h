@@ -42,33 +42,7 @@ EMULATED_VECTORS(uint, unsigned)
 EMULATED_VECTORS(ushort, unsigned short)
 #undef EMULATED_VECTORS
 
-enum cudaError_t {
-    cudaSuccess = 0,
-    cudaErrorInvalidValue = 1,
-    cudaErrorMemoryAllocation = 2,
-    cudaErrorInvalidConfiguration = 9,
-    cudaErrorLaunchFailure = 719,
-    cudaErrorNotSupported = 801,
-};
-enum cudaDeviceAttr {
-    cudaDevAttrMultiProcessorCount = 16,
-    cudaDevAttrComputeCapabilityMajor = 75,
-    cudaDevAttrComputeCapabilityMinor = 76,
-    cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
-};
-enum cudaFuncAttribute {
-    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-    cudaFuncAttributePreferredSharedMemoryCarveout = 9,
-};
-using cudaStream_t = void*;
-
-cudaError_t cudaGetDevice(int* device);
-cudaError_t cudaGetLastError();
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
-cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
-cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream);
-
+#include "cuda_runtime_api.h"
 #include "emulation.h"
 
 #define threadIdx (emulation::current->index)

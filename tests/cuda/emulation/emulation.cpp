@@ -554,6 +554,8 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
+const char* cudaGetErrorString(cudaError_t) { return emulation::error.c_str(); }
+
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     switch (attribute) {
         case cudaDevAttrMultiProcessorCount:

@@ -1,0 +1,12 @@
+// Stands in for torch's header where the binding is compiled without CUDA: there is one device, the host.
+#pragma once
+
+#include <c10/core/Device.h>
+
+namespace c10::cuda {
+
+struct CUDAGuard {
+    explicit CUDAGuard(c10::Device) {}
+};
+
+}  // namespace c10::cuda

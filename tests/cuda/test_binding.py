@@ -1,0 +1,33 @@
+"""cuda/binding.cpp, which torch calls, with the kernels under the emulator: the operations' own tests, through it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cuda.emulated import ROOT
+
+# What a GPU's kernels do not have, or take no intervals of, and what takes the emulator longest.
+OTHERS = "threads or divided or instruction_set or (how_many_states and (-16] or -32] or -48]))"
+SLOW = "papers_sizes or heads_are_taken or every_way_to_fill or large_states or rows_of_whole or even_for_a_moment"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["", "chunked"], ids=["as-chosen", "chunked"])
+@pytest.mark.parametrize("file", ["test_backends", "test_checks", "test_native"])
+def test_operations_pass_their_tests_through_the_binding(cxx: str, file: str, algorithm: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.cuda.binding"]
+    selected = ["-m", "not slow", "-k", f"(native or test_checks) and not ({OTHERS} or {SLOW})"]
+    result = subprocess.run(
+        [*command, f"tests/ops/{file}.py", *selected],
+        cwd=ROOT,
+        env=os.environ | {"FASTWEIGHTS_CUDA_ALGORITHM": algorithm, "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert result.returncode == 0, result.stdout[-10_000:] + result.stderr[-2_000:]
+    assert " passed" in result.stdout
