@@ -27,7 +27,7 @@ help:
 	@echo 'demo, demo-translation, demo-synthetic, test, test-fast and lint make it first where it is missing or unfinished.'
 
 setup:
-	@$(PYTHON) tools/setup_environment.py --torch $(TORCH) $(ANY)
+	@$(PYTHON) tools/setup_environment.py --torch=$(TORCH) $(ANY)
 
 test: lint
 	.venv/bin/python -m pytest -n auto

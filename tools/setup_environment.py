@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                     environment.remove_what_is_there()
                     environment.make()
         environment.build_kernels()
-    except SetupError as error:
+    except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -129,6 +129,8 @@ class Environment:
                     f"{sys.executable} lacks the module {module} (on Debian and Ubuntu it is in "
                     f"the package python{version[0]}.{version[1]}-venv): install it, or {hint}"
                 )
+        if not os.access(base_python(), os.X_OK):
+            raise SetupError(f"{sys.executable} is of an environment whose Python, {base_python()}, is gone: {hint}")
         if not re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", self.torch):
             raise SetupError(f"TORCH={self.torch} is no version; it should be like 2.13.0")
 
@@ -179,7 +181,7 @@ class Environment:
         print(f"making .venv: Python {stamp['python']}, torch {self.torch}", flush=True)
         with (self.folder / LOG).open("w") as log:
             for title, command in (
-                ("an empty environment", [sys.executable, "-m", "venv", str(self.folder)]),
+                ("an empty environment", [base_python(), "-m", "venv", str(self.folder)]),
                 (f"torch {self.torch}", [*constrained, f"torch=={self.torch}"]),
                 ("the packages of constraints.txt", [*pip, "--requirement", "constraints.txt"]),
                 ("fairseq 0.12.2, cured", fairseq),
@@ -220,6 +222,16 @@ class Environment:
         output = Path(log.name).read_text(errors="replace")
         print("\n".join(output.splitlines()[-30:]), file=sys.stderr)
         raise SetupError(f"could not install {title}{explanation(output)}; all output: {log.name}")
+
+
+def base_python() -> str:
+    """The interpreter that this one's environment was made from, or this one if it is of none.
+
+    Started from `.venv` itself, as by `make setup` where it is activated, this one goes with the outdated `.venv`.
+    """
+    if sys.prefix == sys.base_prefix:
+        return sys.executable
+    return os.path.join(sys.base_exec_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
 
 
 def explanation(output: str) -> str:

@@ -1,6 +1,9 @@
 """`make setup` is done, or it begins again: never half of it."""
 
+import os
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +13,8 @@ import pytest
 import setup_environment
 
 Step = Callable[..., None]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -197,6 +202,67 @@ def test_a_torch_that_is_no_version_is_named(root: Path, steps: list[str], capsy
     assert setup_environment.main(["--torch", "latest"]) == 1
     assert "TORCH=latest" in capsys.readouterr().err
     assert not steps
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout of its own, for `make setup` as a person types it."""
+    for name in ("Makefile", *setup_environment.SOURCES):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def make_setup(checkout: Path, *variables: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    """Without what a make that runs the tests hands down."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "PYTHON", "TORCH")}
+    environment |= {"PATH": path + os.environ["PATH"], "PIP_NO_INDEX": "1"}
+    return subprocess.run(
+        ["make", "setup", *variables], cwd=checkout, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["--symlinks", "--copies"])
+def test_an_environment_that_is_activated_can_be_made_anew(checkout: Path, how: str) -> None:
+    """Its own Python starts the set-up, and is removed with it; the set-up ends at a torch that is nowhere."""
+    folder = checkout / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", how, folder], check=True)
+    (folder / "witness").touch()
+    result = make_setup(checkout, "TORCH=0.0.0", path=f"{folder / 'bin'}:")
+    assert "was not finished" in result.stdout and not (folder / "witness").exists()
+    assert "could not install torch" in result.stderr and "Traceback" not in result.stderr
+    assert (folder / "bin" / "pip").exists()
+
+
+def test_a_python_whose_base_is_gone_is_named_and_removes_nothing(
+    root: Path, steps: list[str], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    (root / ".venv").mkdir()
+    (root / ".venv" / "pyvenv.cfg").touch()
+    monkeypatch.setattr(setup_environment.sys, "prefix", str(root / ".venv"))
+    monkeypatch.setattr(setup_environment.sys, "base_exec_prefix", str(root / "gone"))
+    assert setup_environment.main([]) == 1
+    assert str(root / "gone" / "bin" / "python3") in capsys.readouterr().err
+    assert not steps and (root / ".venv" / "pyvenv.cfg").exists()
+
+
+def test_an_empty_torch_is_named(checkout: Path) -> None:
+    result = make_setup(checkout, "TORCH=", f"PYTHON={sys.executable}")
+    assert "error: TORCH= is no version; it should be like 2.13.0" in result.stderr.splitlines()
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_checkout_that_cannot_be_written_ends_it_with_one_line(
+    root: Path, steps: list[str], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def refuse(self: setup_environment.Environment) -> None:
+        raise PermissionError(13, "Permission denied", str(self.folder))
+
+    monkeypatch.setattr(setup_environment.Environment, "make", refuse)
+    assert setup_environment.main([]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and str(root / ".venv") in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
