@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.measuring import positive
+from harness.measuring import duration, positive
 from harness.peers.causal_product import DEFAULT_FOLDER
 from report import PAGE, RESULTS
 
@@ -26,7 +26,7 @@ SHARES = {"kernels": 0.38, "generation": 0.1, "translation": 0.31, "training_len
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--budget", type=float, default=960, metavar="SECONDS", help="for measuring (default: %(default)s)"
+        "--budget", type=duration, default=960, metavar="SECONDS", help="for measuring (default: %(default)s)"
     )
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, metavar="FOLDER", help="default: build/peers")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from harness import records
 from harness.cases import DTYPES, RULES, SHAPES, draw_inputs
-from harness.measuring import list_of, positive
+from harness.measuring import duration, list_of, positive
 from harness.plan_sweep import WAYS, asking, call_of, ways_of
 from harness.tables import markdown, milliseconds, ratio
 from harness.timing import Budget, CudaClock, first_calls, time_in_turns
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=positive, default=ROUNDS, help="times that each is measured (default: %(default)s)"
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="cut rounds, then calls, to take no longer")
+    parser.add_argument("--budget", type=duration, metavar="SECONDS", help="cut rounds, then calls, to take no longer")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to this JSON file")
     options = parser.parse_args()
     if not torch.cuda.is_available():

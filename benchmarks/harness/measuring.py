@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that the programs share."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=positive, help="threads on the CPU (default: torch's)")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="cut rounds, then cases, to take no longer")
+    parser.add_argument("--budget", type=duration, metavar="SECONDS", help="cut rounds, then cases, to take no longer")
     parser.add_argument(
         "--rounds", type=positive, default=ROUNDS, help="times that each call is measured (default: %(default)s)"
     )
@@ -63,6 +63,17 @@ def positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
+
+
+def duration(text: str) -> float:
+    """A positive number of seconds of the command line."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return seconds
 
 
 def list_of(what: str, names: Sequence[str]) -> Any:

@@ -141,6 +141,18 @@ def test_counts_are_positive_whole_numbers(
 
 
 @pytest.mark.parametrize(
+    "name", ["kernels", "generation", "translation", "training", "training_length", "all_cpu", "cuda_plans"]
+)
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "long"])
+def test_a_budget_is_a_positive_number_of_seconds(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_here(import_module(name).main, monkeypatch, "--budget", value)
+    assert f"argument --budget: {value} is not a positive number of seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("folder", "message"), [("missing", "missing, which is no folder"), ("empty", "empty, which holds no results")]
 )
 def test_a_page_is_not_made_of_nothing(
