@@ -11,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from harness.measuring import duration, positive
@@ -30,12 +31,25 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, metavar="FOLDER", help="default: build/peers")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
-    parser.add_argument("--quick", action="store_true", help="tiny cases, to see that the programs run")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="default: benchmarks/results")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="default: docs/performance.md")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny cases, to see that the programs run; nothing is kept but in --results and --page",
+    )
     options = parser.parse_args()
+    if not options.quick:
+        measure(options, options.results or RESULTS, options.page or PAGE)
+        return
+    # What tiny cases take is not to replace what was measured.
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(options, options.results or Path(scratch), options.page or Path(scratch) / PAGE.name)
 
-    results = options.results.resolve()
+
+def measure(options: argparse.Namespace, results: Path, page: Path) -> None:
+    """Runs all programs; their results and figures go to the folder `results`."""
+    results = results.resolve()
     outputs = {
         "kernels": ["--out", str(results / "kernels_cpu.json"), "--peers", str(options.peers)],
         "generation": ["--out", str(results / "next_token.json"), "--figure", str(results / "next_token.png")],
@@ -53,7 +67,7 @@ def main() -> None:
             *outputs[program],
             *quick,
         )
-    run("report.py", "--results", str(results), "--page", str(options.page))
+    run("report.py", "--results", str(results), "--page", str(page))
 
 
 def run(program: str, *arguments: str) -> None:

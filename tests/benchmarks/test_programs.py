@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import all_cpu
 import kernels
 import pytest
 import report
@@ -67,6 +68,35 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path) -> None:
     for name in ("next_token.png", "training_length.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert f"]({name})" in page.read_text()
+
+
+@pytest.mark.parametrize("given", [[], ["--results"], ["--page"], ["--results", "--page"]])
+@pytest.mark.parametrize("quick", [True, False])
+def test_tiny_cases_never_replace_what_was_measured(
+    quick: bool, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, dict[str, Path]] = {}
+
+    def note(name: str, *arguments: str) -> None:
+        values = dict(zip(arguments[::2], map(Path, arguments[1::2]), strict=False))  # --quick, the last, has none
+        calls[name] = {key: values[key] for key in ("--out", "--figure", "--results", "--page") if key in values}
+
+    monkeypatch.setattr(all_cpu, "run", note)
+    chosen = {"--results": tmp_path / "results", "--page": tmp_path / "page.md"}
+    arguments = [word for option in given for word in (option, chosen[option])]
+    run_here(all_cpu.main, monkeypatch, *arguments, *(["--quick"] if quick else []))
+
+    report_call = calls.pop("report.py")
+    written = {path.parent for call in calls.values() for path in call.values()}
+    assert written == {report_call["--results"]} and len(calls) == 4
+    usual = {"--results": all_cpu.RESULTS, "--page": all_cpu.PAGE}
+    for option, place in report_call.items():
+        if option in given:
+            assert place == chosen[option]
+        elif quick:
+            assert ROOT not in place.parents and not place.exists()
+        else:
+            assert place == usual[option]
 
 
 @pytest.mark.slow
