@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,16 @@ def read_results(path: Path) -> dict[str, Result]:
         if key == result.point.key:
             results[key] = result
     return results
+
+
+def one_of_each_seed(results: Iterable[Result]) -> list[Result]:
+    """The results that are compared: of a model, size and seed that of the highest limit of steps, rather on a CPU.
+
+    Both devices begin with the same weights, so that a second one is no other seed.
+    """
+    worst_first = sorted(results, key=lambda result: (result.point.max_steps, result.point.device == "cpu"))
+    chosen = {(r.point.setting, r.point.model, r.point.size, r.point.seed): r for r in worst_first}
+    return list(chosen.values())
 
 
 def append_result(path: Path, value: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from synthetic.figures import draw_figures
 from synthetic.grid import Grid
 from synthetic.models import MODELS
 from synthetic.report import loss_table
-from synthetic.results import ResultsError, file_of, read_results
+from synthetic.results import ResultsError, file_of, one_of_each_seed, read_results
 from synthetic.retrieval import SETTINGS
 from synthetic.training import MAX_STEPS, Point
 
@@ -129,16 +129,19 @@ def draw(folder: Path, figures: Path) -> list[Path]:
     """
     require_packages("matplotlib")
     try:
-        results = {setting: list(read_results(file_of(folder, setting)).values()) for setting in SETTINGS}
+        found = {setting: read_results(file_of(folder, setting)).values() for setting in SETTINGS}
     except ResultsError as error:
         raise StepError(str(error)) from None
-    if not any(results.values()):
+    if not any(found.values()):
         raise StepError(f"{folder} has no finished points to draw")
+    results = {setting: one_of_each_seed(points) for setting, points in found.items()}
     figures.mkdir(parents=True, exist_ok=True)
     drawn = draw_figures(results, figures)
     for setting, finished in results.items():
         if finished:
             print(f"Setting {setting}, lowest evaluation losses:\n\n{loss_table(finished)}\n")
+        if left_out := len(found[setting]) - len(finished):
+            print(f"Left out, as their seeds have a point of more steps or on the CPU: {left_out} of the points\n")
     for path in drawn:
         print(f"figure: {shown(path.resolve())}")
     return drawn

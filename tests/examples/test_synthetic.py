@@ -445,6 +445,31 @@ def test_figures_are_drawn_from_any_part_of_the_grid(tmp_path: Path, capsys: pyt
     ]
 
 
+def test_of_a_seed_the_point_that_may_go_on_longest_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A quick look with --max-steps, or the same seed on a GPU, is not to move the median."""
+    monkeypatch.setattr(run, "draw_figures", lambda chosen, folder: seen.update(chosen) or [])
+    seen: dict[int, list[Any]] = {}
+    lines = [line(loss=0.1), line(loss=0.5, max_steps=100), line(loss=0.4, device="cuda"), line(loss=0.2, seed=2)]
+    lines += [line("dpfp-1", 60, 0.6), line("dpfp-1", 60, 0.3, max_steps=30_000, device="cuda")]
+    for values in (lines, lines[::-1]):
+        file = results.file_of(tmp_path, 1)
+        file.unlink(missing_ok=True)
+        for value in values:
+            results.append_result(file, value)
+        run.draw(tmp_path, tmp_path / "figures")
+        assert sorted(result.best_loss for result in seen[1]) == [0.1, 0.2, 0.3]
+        shown = capsys.readouterr().out
+        assert "0.1500" in shown and "0.3000" in shown and ": 3 of the points" in shown
+
+
+@pytest.mark.parametrize("setting", [1, 2])
+def test_none_of_the_committed_points_is_left_out(setting: int) -> None:
+    read = list(results.read_results(results.file_of(EXAMPLES / "synthetic" / "results", setting)).values())
+    assert read and results.one_of_each_seed(read) == read
+
+
 def test_learning_curves_are_those_of_figures_3_and_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest S of Setting 1, the smallest of Setting 2."""
     seen: dict[int, list[tuple[str, int]]] = {}
