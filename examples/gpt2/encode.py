@@ -142,12 +142,16 @@ def _in_json_lines(path: Path, lines: Iterable[str]) -> Iterator[str]:
 def _between_separators(lines: Iterable[str]) -> Iterator[str]:
     document: list[str] = []
     for line in lines:
-        if line.rstrip("\n") == SEPARATOR:
-            yield "".join(document).removesuffix("\n")
+        if _without_end(line) == SEPARATOR:
+            yield _without_end("".join(document))
             document = []
         else:
             document.append(line)
-    yield "".join(document).removesuffix("\n")
+    yield _without_end("".join(document))
+
+
+def _without_end(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 @contextmanager

@@ -310,6 +310,15 @@ def test_documents_are_what_stands_between_separators_or_on_lines_of_json(packed
         assert list(encode.documents(path.with_name(path.name + packed))) == texts
 
 
+def test_a_separator_may_end_as_lines_of_windows_do(tmp_path: Path) -> None:
+    """Line ends within a document stay what they are."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"a\r\nb\r\n<|endoftext|>\r\n\r\n<|endoftext|>\r\nc\r\n")
+    assert list(encode.documents(path)) == ["a\r\nb", "c"]
+    path.write_bytes(b"a\r\n\r\n<|endoftext|>\r\nc\r\n<|endoftext|>")
+    assert list(encode.documents(path)) == ["a\r\n", "c"]
+
+
 def write_json_lines(path: Path, *lines: object) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
