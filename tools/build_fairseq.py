@@ -36,12 +36,15 @@ class BuildError(Exception):
 def main(arguments: list[str] | None = None) -> int:
     """Builds and installs fairseq unless a working one is there; returns the exit status."""
     options = parse(arguments)
+    before = installed_version()
     try:
         check_python(sys.version_info[:2])
-        if options.force or must_install():
-            build_and_install(options)
+        check_files(options)
+        installs = options.force or must_install()
+        if installs or options.wheel_dir is not None:
+            build(options, installs)
     except (BuildError, UnexpectedSourceError) as error:
-        print(f"error: {error}; nothing was installed", file=sys.stderr)
+        print(f"error: {error}; {what_changed(before)}", file=sys.stderr)
         return 1
     return 0
 
@@ -58,7 +61,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="pip's constraints for what fairseq requires",
     )
-    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="keep the wheel there as well")
+    parser.add_argument(
+        "--wheel-dir", type=Path, metavar="DIR", help="keep the wheel there; build it even where a fairseq works"
+    )
     parser.add_argument("--force", action="store_true", help="build and install even where a fairseq works")
     return parser.parse_args(arguments)
 
@@ -72,6 +77,13 @@ def check_python(version: tuple[int, ...]) -> None:
         )
 
 
+def check_files(options: argparse.Namespace) -> None:
+    """Raises `BuildError` for a file that was named and is not there."""
+    for option, file in (("--constraint", options.constraint), ("--sdist", options.sdist)):
+        if file is not None and not file.is_file():
+            raise BuildError(f"{option} {file}: there is no such file")
+
+
 def must_install() -> bool:
     """Whether this environment lacks a fairseq that works; says what it has."""
     version = installed_version()
@@ -82,7 +94,7 @@ def must_install() -> bool:
         print(f"fairseq {version} is installed and cannot be imported ({failure}); replacing it")
         return True
     if version == VERSION:
-        print(f"fairseq {version} is installed and can be imported: nothing to do")
+        print(f"fairseq {version} is installed and can be imported: nothing to install")
     elif release(version) >= (0, 12):
         print(f"fairseq {version} is installed and works: left as it is (--force replaces it)")
     else:
@@ -96,6 +108,14 @@ def installed_version() -> str | None:
         return metadata.version("fairseq")
     except metadata.PackageNotFoundError:
         return None
+
+
+def what_changed(before: str | None) -> str:
+    """What an error left in this environment, in which there was fairseq `before`, if any."""
+    now = installed_version()
+    if now == before:
+        return "nothing was installed"
+    return f"fairseq {before}, which was there, is removed" if now is None else f"fairseq {now} is installed now"
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -113,11 +133,8 @@ def import_failure() -> str | None:
     return None if result.returncode == 0 else lines[-1]
 
 
-def build_and_install(options: argparse.Namespace) -> None:
-    """Everything from the sdist to the check of what was installed."""
-    for option, file in (("--constraint", options.constraint), ("--sdist", options.sdist)):
-        if file is not None and not file.is_file():
-            raise BuildError(f"{option} {file}: there is no such file")
+def build(options: argparse.Namespace, installs: bool) -> None:
+    """Everything from the sdist to the wheel, and where it `installs` to the check of what was installed."""
     with tempfile.TemporaryDirectory(prefix="fairseq-") as folder:
         work = Path(folder)
         sdist = options.sdist
@@ -129,13 +146,14 @@ def build_and_install(options: argparse.Namespace) -> None:
         apply_cures(source)
         print("building the wheel (about a minute)")
         wheel = build_wheel(source, work / "wheel")
-        print(f"installing fairseq {VERSION}")
-        install(wheel, options.constraint)
+        if installs:
+            print(f"installing fairseq {VERSION}")
+            install(wheel, options.constraint)
+            print(f"fairseq {VERSION} is installed")
         if options.wheel_dir is not None:
             options.wheel_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy(wheel, options.wheel_dir)
             print(f"kept {options.wheel_dir / wheel.name}")
-    print(f"fairseq {VERSION} is installed")
 
 
 def download(folder: Path) -> Path:

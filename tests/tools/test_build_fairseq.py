@@ -189,11 +189,64 @@ class TestBuild:
         assert "--constraint no/such/file.txt" in capsys.readouterr().err
         assert not calls
 
+    @pytest.fixture
+    def build(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        """An environment with a `version` of fairseq, which has a `failure` or works; what pip is asked for there."""
+        environment = SimpleNamespace(version=None, failure=None, calls=[])
+
+        def pip(what: str, *arguments: str, doing: str) -> None:
+            environment.calls.append(what)
+            if what == "wheel":
+                folder = Path(arguments[arguments.index("--wheel-dir") + 1])
+                folder.mkdir()
+                (folder / "fairseq-0.12.2.whl").touch()
+            else:
+                environment.version = {"install": fairseq_cures.VERSION, "uninstall": None}[what]
+
+        monkeypatch.setattr(build_fairseq, "pip", pip)
+        monkeypatch.setattr(build_fairseq, "installed_version", lambda: environment.version)
+        monkeypatch.setattr(build_fairseq, "import_failure", lambda: environment.failure)
+        monkeypatch.setattr(build_fairseq, "check_hash", lambda sdist: None)
+        monkeypatch.setattr(build_fairseq, "unpack", lambda sdist, folder: source)
+        return environment
+
+    @pytest.mark.parametrize(
+        ("version", "calls"),
+        [(None, ["wheel", "install"]), (fairseq_cures.VERSION, ["wheel"]), ("1.0.0a0", ["wheel"])],
+    )
+    def test_makes_the_wheel_that_was_asked_for_beside_a_fairseq_that_works(
+        self, build: SimpleNamespace, version: str | None, calls: list[str], tmp_path: Path
+    ) -> None:
+        build.version = version
+        assert build_fairseq.main(["--sdist", __file__, "--wheel-dir", str(tmp_path / "wheels")]) == 0
+        assert build.calls == calls and build.version == (version or fairseq_cures.VERSION)
+        assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["fairseq-0.12.2.whl"]
+
+    @pytest.mark.parametrize("option", ["--sdist", "--constraint"])
+    def test_names_a_file_that_is_not_there_beside_a_fairseq_that_works(
+        self, build: SimpleNamespace, option: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        build.version = fairseq_cures.VERSION
+        assert build_fairseq.main([option, "no/such/file"]) == 1
+        assert f"{option} no/such/file" in capsys.readouterr().err and not build.calls
+
+    @pytest.mark.parametrize(
+        ("version", "says"),
+        [(None, "nothing was installed"), ("0.12.2", "fairseq 0.12.2, which was there, is removed")],
+    )
+    def test_says_what_is_left_where_the_new_one_cannot_be_imported(
+        self, build: SimpleNamespace, version: str | None, says: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        build.version, build.failure = version, "ImportError: libtorch"
+        assert build_fairseq.main(["--sdist", __file__]) == 1
+        assert capsys.readouterr().err.endswith(f"cannot be imported: ImportError: libtorch; {says}\n")
+        assert build.version is None
+
     @pytest.mark.parametrize(
         ("version", "failure", "must_install", "says"),
         [
             (None, None, True, ""),
-            (fairseq_cures.VERSION, None, False, "nothing to do"),
+            (fairseq_cures.VERSION, None, False, "nothing to install"),
             (fairseq_cures.VERSION, "ImportError: libtorch", True, "ImportError: libtorch"),
             ("0.12.2", "ValueError: mutable default", True, "mutable default"),
             ("1.0.0a0", None, False, "left as it is"),
@@ -233,7 +286,7 @@ class TestBuild:
         command = [sys.executable, build_fairseq.__file__]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-        assert "nothing to do" in result.stdout
+        assert "nothing to install" in result.stdout
 
 
 class Hostile:
