@@ -89,18 +89,16 @@ template <class real> struct Gates {
     }
 };
 
-// States: (keys, columns) contiguous outside, rows of `state_row` in scratch memory.
+// States: (keys, columns) contiguous outside, rows of `state_row` in scratch memory, and zeros up to padded(keys) rows.
+// These are written for every head: 0 times what was infinite in the one before may have left NaN there.
 template <class real> inline void load_state(real* dst, const Problem& p, const void* src, index_t index) {
-    const index_t ld = state_row<real>(p.values);
-    if (src == nullptr) {
-        fill(dst, real(0), p.keys * ld);
-        return;
-    }
-    const real* from = static_cast<const real*>(src) + index * p.keys * p.columns;
-    for (index_t e = 0; e < p.keys; ++e) {
-        for (index_t m = 0; m < p.values; ++m) dst[e * ld + m] = from[e * p.columns + m];
+    const index_t ld = state_row<real>(p.values), keys = src == nullptr ? 0 : p.keys;
+    for (index_t e = 0; e < keys; ++e) {
+        const real* from = static_cast<const real*>(src) + (index * p.keys + e) * p.columns;
+        for (index_t m = 0; m < p.values; ++m) dst[e * ld + m] = from[m];
         for (index_t m = p.values; m < ld; ++m) dst[e * ld + m] = 0;
     }
+    fill(dst + keys * ld, real(0), (padded(p.keys) - keys) * ld);
 }
 
 template <class real> inline void store_state(void* dst, const Problem& p, index_t index, const real* src) {

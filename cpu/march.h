@@ -10,7 +10,7 @@ namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
 template <class real, class Chunk> void march_forward(const Problem& p, index_t begin, index_t end) {
-    const index_t size = padded(p.keys) * state_row<real>(p.values);  // rows beyond the keys stay zero
+    const index_t size = padded(p.keys) * state_row<real>(p.values);
     Scratch<real> scratch;
     scratch.take(p.group * size);
     { Chunk counted(p, scratch, false, 1); }
@@ -44,7 +44,7 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
 }
 
 template <class real, class Chunk> void march_backward(const Problem& p, index_t begin, index_t end) {
-    const index_t size = padded(p.keys) * state_row<real>(p.values);  // rows beyond the keys stay zero
+    const index_t size = padded(p.keys) * state_row<real>(p.values);
     const Intervals intervals(p);
     const index_t chunks = minimum(intervals.length, padded(p.time)) / CHUNK;
     Scratch<real> scratch;

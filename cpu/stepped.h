@@ -227,6 +227,8 @@ template <class real> class SteppedChunk {
     void backward(const real* state, bool, real* d_state, bool) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
         load_steps(y, p_.d_out, b_, t_, h_, rows_, V, direction_);
+        // dk and df lie behind it. Few keys set no more than FEW columns: in others NaN of the head before might stay.
+        fill(dq, real(0), 3 * CHUNK * Kp);
         K <= FEW ? differentiate_few(state, d_state) : differentiate(state, d_state);
         if (gated_) store_gate_gradient();
         store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
@@ -240,7 +242,6 @@ template <class real> class SteppedChunk {
     static constexpr index_t LANES = CHUNK * FEW * Vector<real>::lanes;
 
     void differentiate(const real* state, real* d_state) {
-        fill(dq, real(0), 3 * CHUNK * Kp);  // dk and df lie behind it
         fill(dv, real(0), 2 * CHUNK * Vp);  // and dz behind this
         const Side<real> keys{Kp, k, q, f}, values{Vp, v, y, z};
         transpose(turned, Kp, state, Vs, Kp, Vp);

@@ -135,6 +135,38 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy(complement):
     assert native._shared_or_separate(decays, None)[0] is None
 
 
+def assert_rows_stay_apart(rule: Rule, K: int, V: int) -> None:
+    """One number of a row of the batch that is infinite or NaN, in whichever input, changes no bit of the others."""
+    drawn = rule.inputs(B=3, T=37, H=1, K=K, V=V)
+    weights = dict(zip(("d_out", "d_final_state"), cotangents(rule.run(drawn, "native")), strict=True))
+    given = {name: x.detach() for name, x in (drawn | weights).items() if x is not None}
+
+    def other_rows(changed: dict[str, Tensor]) -> dict[str, Tensor]:
+        values = given | changed
+        inputs = {name: values[name].requires_grad_() if name in values else None for name in drawn}
+        outputs = rule.run(inputs, "native")
+        results = dict(zip(("out", "final_state"), outputs, strict=True))
+        results |= differentiate(outputs, inputs, (values["d_out"], values["d_final_state"]))
+        return {name: x[1:] for name, x in results.items()}
+
+    expected = other_rows({})
+    for name, x in given.items():
+        for value in (torch.inf, torch.nan):
+            changed = x.detach().clone()
+            changed[0].view(-1)[changed[0].numel() // 2] = value
+            for result, rows in other_rows({name: changed}).items():
+                assert torch.equal(rows, expected[result]), f"{result}, where {name} has {value}"
+
+
+# States that go step by step, in few rows or more, and products of matrices backwards, then in both directions. None
+# of these numbers of keys fills a tile.
+@pytest.mark.parametrize(("K", "V"), [(1, 5), (3, 5), (7, 5), (33, 35), (65, 66)])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_what_is_not_finite_stays_in_its_row(rule, K, V):
+    with threads(1):  # on a CPU all rows then take the same scratch memory
+        assert_rows_stay_apart(rule, K, V)
+
+
 # torch.library
 
 
@@ -524,6 +556,8 @@ def main() -> None:
         step = dict(zip(("out", "final_state"), rule.run(inputs, "native"), strict=True))
         whole = dict(zip(("out", "final_state"), rule.reference(inputs), strict=True))
         assert_close(step, whole, 1e-6)
+        for K, V in ((3, 5), (7, 5), (33, 35)):
+            assert_rows_stay_apart(rule, K, V)
     print(f"{native.cpu_instruction_set()}: all agree")
 
 
