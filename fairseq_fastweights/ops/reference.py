@@ -3,7 +3,7 @@
 The papers write the state as W or S of shape (value_dim, key_dim), y = S q. Here, as in the rest of the package, the
 state is its transpose, (batch, heads, key_dim, value_dim), so that S_t += v_t k_t^T reads ``state += outer(k_t, v_t)``.
 Gradients are those that autograd finds through the loop. Everything is computed in float64 for float64 inputs and in
-float32 for all others.
+float32 for all others, under autocast too.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def delta_rule(
     state = _start(k, v, initial_state)
     outputs = []
     for q_t, k_t, v_t, beta_t in zip(*_steps(dtype, q, k, v, beta), strict=True):
-        retrieved = torch.einsum("bhk,bhkv->bhv", k_t, state)
+        retrieved = _read(k_t, state)
         error = beta_t[..., None] * (v_t - retrieved)
         state = state + k_t[..., :, None] * error[..., None, :]
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
+        outputs.append(_read(q_t, state))
     return _stack(outputs, v), state
 
 
@@ -84,8 +84,13 @@ def _decaying(
         if w_t is not None:
             k_t = k_t * w_t
         state = state + k_t[..., :, None] * v_t[..., None, :]
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
+        outputs.append(_read(q_t, state))
     return _stack(outputs, v), state
+
+
+def _read(q_t: Tensor, state: Tensor) -> Tensor:
+    """S_t q_t. Autocast runs matrix products in half precision: backwards too, where nothing here could stop it."""
+    return (q_t[..., :, None] * state).sum(-2)
 
 
 def _start(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:

@@ -305,3 +305,19 @@ def assert_agrees(rule: Rule, backend: str, inputs: Inputs, tolerance: float, *,
     actual = {"out": out, "final_state": final_state}
     actual |= {f"gradient of {name}": grad for name, grad in grads.items()}
     assert_close(actual, definition(rule, inputs, weights), tolerance)
+
+
+def assert_autocast_does_not_reach_inside(rule: Rule, backend: str, dtype: torch.dtype) -> None:
+    """Autocast decides what the projections hand over; from there on, types are as outside it, backwards too."""
+    inputs = rule.inputs(T=70, dtype=dtype, extras_dtype=torch.float32)
+
+    def results(outputs: tuple[Tensor, Tensor]) -> list[Tensor | None]:
+        return [*outputs, *differentiate(outputs, inputs, cotangents(outputs)).values()]
+
+    expected = results(rule.run(inputs, backend))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        inside = results(rule.run(inputs, backend))
+        outputs = rule.run(inputs, backend)
+    for actual in (inside, results(outputs)):
+        for x, wanted in zip(actual, expected, strict=True):
+            assert x.dtype == wanted.dtype and torch.equal(x, wanted)

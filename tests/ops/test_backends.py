@@ -19,6 +19,7 @@ from tests.ops.rules import (
     Inputs,
     Rule,
     assert_agrees,
+    assert_autocast_does_not_reach_inside,
     assert_close,
     cotangents,
     definition,
@@ -427,16 +428,7 @@ def test_activation_checkpointing(backend, rule, use_reentrant):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
 @pytest.mark.parametrize("rule", RULES, ids=label)
 def test_autocast_does_not_reach_inside(backend, rule, dtype):
-    """Autocast decides what the projections hand over; from there on, types are as outside it."""
-    inputs = rule.inputs(T=70, dtype=dtype, extras_dtype=torch.float32)
-    expected = outcome(rule, backend, inputs)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        inside = outcome(rule, backend, inputs)
-        outputs = rule.run(inputs, backend)
-    grads = differentiate(outputs, inputs, cotangents(outputs))
-    for actual in (inside, named(outputs, grads)):
-        for name, x in actual.items():
-            assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
+    assert_autocast_does_not_reach_inside(rule, backend, dtype)
 
 
 # Memory

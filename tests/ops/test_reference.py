@@ -16,6 +16,7 @@ from tests.ops.rules import (
     RULE,
     RULES,
     RULES_AND_REGIMES,
+    assert_autocast_does_not_reach_inside,
     assert_close,
     definition,
     differentiate,
@@ -156,6 +157,12 @@ def test_takes_any_float_type(rule, dtype, tolerance):
     assert final_state.dtype == state_dtype(dtype)
     actual = {"out": out, "final_state": final_state}
     assert_close(actual, definition(rule, inputs, None), tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_autocast_does_not_reach_inside(rule, dtype):
+    assert_autocast_does_not_reach_inside(rule, "reference", dtype)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=label)
