@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fastweights.ops.autocast import without_autocast
+
 Scales = Literal["fixed", "queries", "queries and source", "all"]
 """See `FeatureMap.forward`."""
 
@@ -64,7 +66,7 @@ class FeatureMap(nn.Module):
         """
         self._check_inputs(q, k)
         # Autocast would run the matrix products of float32 inputs in half precision again.
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             return self._map_both(_at_least_float32(q), _at_least_float32(k), scales)
 
     def _check_inputs(self, q: Tensor, k: Tensor) -> None:

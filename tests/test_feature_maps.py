@@ -305,6 +305,14 @@ def test_maps_whose_parameters_are_half_precision_still_answer_in_float32(name, 
     assert all(phi.dtype == expected_dtype for phi in feature_map(*inputs))
 
 
+@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize("training", [True, False])
+def test_maps_on_meta_tell_the_shapes(name, options, _, training):
+    feature_map = build(name, **options).to("meta").train(training)
+    for phi in feature_map(*(x.to("meta") for x in queries_and_keys(DIM))):
+        assert phi.is_meta and phi.shape == (BATCH, TIME, HEADS, feature_map.output_dim)
+
+
 # ----------------------------------------------------------------------- sum normalisation
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fairseq_fastweights.modules.memory_attention import MemoryAttention
 from fairseq_fastweights.modules.update_rules import UPDATE_RULES, lookup
+from fairseq_fastweights.ops.autocast import without_autocast
 
 
 class FastWeightSourceAttention(MemoryAttention):
@@ -96,7 +97,7 @@ class FastWeightSourceAttention(MemoryAttention):
             q, k, v = self._features(q, k, v)
             if padding is not None:
                 k = k.masked_fill(padding, 0)
-            with torch.autocast(k.device.type, enabled=False):
+            with without_autocast(k):
                 buffer = {"state": torch.einsum("bshm,bshv->bhmv", k, v), "z": k.sum(dim=1)}
             if incremental_state is not None:
                 self._set_input_buffer(incremental_state, buffer)
@@ -107,7 +108,7 @@ class FastWeightSourceAttention(MemoryAttention):
         """Reads with queries whose rows come in groups, one group for each row of the state."""
         batch, time, heads, features = q.shape
         rows = state.shape[0]
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             q = q.to(state.dtype).reshape(rows, batch * time // max(rows, 1), heads, features)
             out = self._divide(
                 torch.einsum("bthm,bhmv->bthv", q, state), torch.einsum("bthm,bhm->bth", q, z)[..., None]

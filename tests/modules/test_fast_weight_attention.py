@@ -142,7 +142,7 @@ def gradients(module: torch.nn.Module, out: torch.Tensor) -> dict[str, torch.Ten
     """By parameter, of a sum of all outputs with random signs and weights."""
     module.zero_grad()
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
-    (out * weights.to(out.dtype)).sum().backward()
+    (out * weights.to(out)).sum().backward()
     return {name: p.grad.clone() for name, p in module.named_parameters()}
 
 
@@ -489,6 +489,14 @@ def test_autocast_is_near_float32(case):
     assert relative_error(out, expected) <= 2 * BFLOAT16
     assert relative_error(low_state, state) <= 2 * BFLOAT16
     assert all(grad.isfinite().all() for grad in gradients(module, out.float()).values())
+
+
+@cases(STATES)
+def test_on_meta_it_tells_the_shapes(case):
+    module, x = case.build().to("meta"), sequence().to("meta")
+    out, state = in_pieces(module, x, [6, 7])
+    assert out.is_meta and out.shape == x.shape and state.is_meta
+    assert all(grad.is_meta for grad in gradients(module, out).values())
 
 
 # ----------------------------------------------------------------------------- chance in training

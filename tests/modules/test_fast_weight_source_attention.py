@@ -83,7 +83,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def gradients(module: torch.nn.Module, out: torch.Tensor, **leaves: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of a sum of all outputs with random weights, by parameter, and by name for other leaves."""
     leaves |= dict(module.named_parameters())
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
     return dict(zip(leaves, torch.autograd.grad((out * weights).sum(), list(leaves.values())), strict=True))
 
 
@@ -510,6 +510,14 @@ def test_autocast_is_near_float32(feature_map, dtype):
     assert relative_error(out, expected) <= 2 * BFLOAT16
     assert relative_error(single, expected) <= 2 * BFLOAT16
     assert all(grad.isfinite().all() for grad in gradients(module, out.float()).values())
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_on_meta_it_tells_the_shapes(feature_map):
+    module, (query, source) = build(feature_map).to("meta"), inputs()
+    out = attend(module, query.to("meta"), source.to("meta"))
+    assert out.is_meta and out.shape == query.shape
+    assert all(grad.is_meta for grad in gradients(module, out).values())
 
 
 # ---------------------------------------------------------------------------- chance in training

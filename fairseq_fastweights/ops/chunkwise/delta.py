@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.chunkwise.layout import (
     chunk_length,
@@ -34,7 +35,7 @@ class DeltaFunction(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(v.device.type, enabled=False):
+        with without_autocast(v):
             qc, kc, vc, bc = _chunks(q, k, v, beta)
             system = _system(kc, bc)
             state = first_state(initial_state, kc, vc)
@@ -60,7 +61,7 @@ class DeltaFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, beta, states = ctx.saved_tensors
-        with torch.autocast(v.device.type, enabled=False):
+        with without_autocast(v):
             qc, kc, vc, bc = _chunks(q, k, v, beta)
             dy = to_chunks(d_out.to(v.dtype), qc.shape[-2])
             starts = states[:, :, :-1]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.chunkwise.layout import (
     chunk_length,
@@ -52,7 +53,7 @@ class DiagonalFunction(torch.autograd.Function):
         initial_state: Tensor | None,
         gated: bool,
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(v.device.type, enabled=False):
+        with without_autocast(v):
             time = v.shape[1]
             qc, kc, vc, fc, zc = _chunks(q, k, v, log_key_decay, log_value_decay)
             if gated:
@@ -80,7 +81,7 @@ class DiagonalFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, log_key_decay, log_value_decay, states = ctx.saved_tensors
-        with torch.autocast(v.device.type, enabled=False):
+        with without_autocast(v):
             time = v.shape[1]
             qc, kc, vc, fc, zc = _chunks(q, k, v, log_key_decay, log_value_decay)
             dyc = to_chunks(d_out.to(v.dtype), qc.shape[-2])
