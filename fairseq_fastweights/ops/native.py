@@ -267,8 +267,17 @@ def _differentiated(*tensors: Tensor | None) -> bool:
 
 
 def _last_contiguous(x: Any) -> Any:
-    """`x`, or a copy whose last dimension is contiguous, as the kernels need it."""
-    return x if x is None or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+    """`x`, or a copy whose last dimension is contiguous, as the kernels need it.
+
+    What `torch.empty_like` makes of it has to be so too. Of overlapping windows, where another dimension has a stride
+    of 1, it may be the other one: these are copied.
+    """
+    if x is None or x.shape[-1] <= 1:
+        return x
+    strides = x.stride()
+    # Counting first spares a step, which takes microseconds, the closer look.
+    overlaps = strides.count(1) > 1 and any(n > 1 and s == 1 for n, s in zip(x.shape[:-1], strides, strict=False))
+    return x.contiguous() if overlaps or strides[-1] != 1 else x
 
 
 def _state_of_its_own(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:

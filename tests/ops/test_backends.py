@@ -227,7 +227,13 @@ def constant(x: Tensor) -> Tensor:
     return x.detach()[(0,) * (x.dim() - 1)].expand(x.shape)
 
 
-LAYOUTS = [as_fairseq, as_slice, heads_first, same_for_all_rows, same_for_all_heads, constant]
+def windows(x: Tensor) -> Tensor:
+    """Each row of the batch is the one before, moved on by one number: two dimensions have a stride of 1."""
+    signal = torch.cat([x.detach()[0], x.detach()[1:, ..., -1].movedim(0, -1)], -1)
+    return signal.unfold(-1, x.shape[-1], 1).movedim(-2, 0)
+
+
+LAYOUTS = [as_fairseq, as_slice, heads_first, same_for_all_rows, same_for_all_heads, constant, windows]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.replace("_", "-"))

@@ -263,6 +263,44 @@ def test_shapes_without_data_are_those_with_it(rule, layout):
         assert out.transpose(0, 1).is_contiguous()
 
 
+@pytest.mark.parametrize("dim", range(3))
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_overlapping_windows(rule, dim):
+    """Where two dimensions have a stride of 1, `torch.empty_like` puts the longer one first, which may be the last."""
+
+    def lay(x: Tensor) -> Tensor:
+        rows = x.detach().movedim(dim, 0)
+        signal = torch.cat([rows[0], rows[1:, ..., -1].movedim(0, -1)], -1)
+        return signal.unfold(-1, x.shape[-1], 1).movedim(-2, 0).movedim(0, dim).requires_grad_()
+
+    for B, T, H in ((2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1)):
+        inputs = rule.inputs(B=B, T=T, H=H, K=6, V=7)
+        inputs |= {name: lay(x) for name, x in inputs.items() if x is not None and x.shape[-1] in (6, 7)}
+        assert inputs["v"].stride(dim) == inputs["v"].stride(-1) == 1
+        assert_agrees(rule, "native", inputs, 1e-5)
+        with torch.no_grad():
+            rule.run(inputs, "native")
+        # What they hand to the operators has the strides without data that it has with it.
+        kind, arguments = arguments_of(rule, {name: native._last_contiguous(x) for name, x in inputs.items()})
+        plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+        forward, backward = (getattr(OPERATORS, f"{kind}_{name}").default for name in ("forward", "backward"))
+        out, final_state, states = forward(*plain, 64)
+        torch.library.opcheck(forward, (*plain, 64), test_utils="test_faketensor")
+        torch.library.opcheck(backward, (out, final_state, *plain, states, 64), test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("shape", [(20, 2, 3, 4), (1, 2, 3, 4), (20, 1, 3, 4), (20, 2, 1, 4), (1, 1, 1, 4)])
+def test_views_of_fairseqs_tensors_are_not_copied(shape):
+    """(time, batch, 3 x channel), cut into q, k and v; strides of dimensions of 1 may be anything."""
+    joint = torch.randn(*shape[:2], 3 * shape[2] * shape[3], device=DEVICE)
+    for x in joint.chunk(3, -1):
+        view = x.view(shape).transpose(0, 1)
+        assert native._last_contiguous(view) is view
+        strides = [1 if n == 1 else step for n, step in zip(view.shape, view.stride(), strict=True)]
+        odd = view.as_strided(view.shape, strides)
+        assert native._last_contiguous(odd) is odd
+
+
 class Layer(torch.nn.Module):
     """A rule between projections, with state in and out."""
 
