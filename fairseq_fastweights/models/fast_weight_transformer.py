@@ -108,6 +108,10 @@ class FastWeightTransformerModel(TransformerModel):
                 f"cross_self_attention is set and fast_weight_attention is {args.fast_weight_attention!r}; it must be "
                 "without 'decoder': a decoder's memory holds what the decoder has read, not the source"
             )
+        # As the task has it, and not the model: a checkpoint is read with the command's task.
+        aligns = safe_getattr(args, "criterion", None) == "label_smoothed_cross_entropy_with_alignment"
+        if "cross" in places and aligns and getattr(getattr(task, "cfg", None), "load_alignments", False):
+            raise _no_alignments("load_alignments", True)
         return super().build_model(args, task)
 
     @classmethod
@@ -152,12 +156,17 @@ class FastWeightTransformerModel(TransformerModel):
             for option in ("print_alignment", "replace_unk"):
                 value = getattr(cfg.generation, option, None)
                 if value not in (None, False):
-                    raise ValueError(
-                        f"{option} is {value!r}; it must be left out, as the attention from decoder to encoder is a "
-                        "fast weight memory, which has no weights to align words by (--fast-weight-attention "
-                        "encoder,decoder trains a model that can)"
-                    )
+                    raise _no_alignments(option, value)
         super().prepare_for_inference_(cfg)
+
+
+def _no_alignments(option: str, value: object) -> ValueError:
+    """What to raise where an option asks for an alignment, and the attention to the source is a memory."""
+    return ValueError(
+        f"{option} is {value!r}; it must be left out, as the attention from decoder to encoder is a fast weight "
+        "memory, which has no weights to align words by (--fast-weight-attention encoder,decoder trains a model that "
+        "can)"
+    )
 
 
 def parse_places(text: str) -> frozenset[str]:

@@ -23,6 +23,10 @@ from tests.tasks.conftest import SMALL, TRANSLATION, generate, train_translation
         ("--feature-map favor --feature-dim 7", "feature_dim is 7.*even"),
         ("--encoder-attention-heads 3", "num_heads is 3.*divisor of embed_dim, 16"),
         ("--share-all-embeddings", "--share-all-embeddings requires a joined dictionary"),
+        (
+            "--load-alignments --criterion label_smoothed_cross_entropy_with_alignment",
+            "load_alignments is True; it must be left out",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_named(pairs, tmp_path, flags, message):

@@ -15,7 +15,7 @@ import torch
 from fairseq.file_io import PathManager
 
 from tests.conftest import QUIET, command
-from tests.tasks.conftest import TRANSLATION, generate, hypotheses_in, train_translation
+from tests.tasks.conftest import TRANSLATION, binarise_pairs, generate, hypotheses_in, train_translation
 
 
 def slow(*values: Any) -> Any:
@@ -427,3 +427,23 @@ def test_softmax_attention_to_the_source_aligns_words(pairs, tmp_path, capsys, p
     flags = ["--path", str(path), "--replace-unk", "", "--input", str(tmp_path / "input")]
     command("interactive", str(pairs.data), *TRANSLATION, *QUIET, *flags)
     assert sorted(hypotheses_in(capsys.readouterr().out)) == [0]
+
+
+def test_alignments_are_trained_with_softmax_attention_to_the_source(pairs, pair_text, tmp_path):
+    points = {
+        f"{split}.align": [" ".join(f"{i}-{i}" for i in range(len(line.split()))) for line in pair_text[f"{split}.en"]]
+        for split in ("train", "valid", "test")
+    }
+    data = binarise_pairs(tmp_path / "aligned", {**pair_text, **points}, "--align-suffix", "align")
+    aligned = ["--load-alignments", "--criterion", "label_smoothed_cross_entropy_with_alignment"]
+    softmax = ["--fast-weight-attention", "encoder,decoder"]
+    log = train_translation(data, tmp_path / "softmax", *aligned, *softmax)
+    assert float(re.findall(r'"alignment_loss": "([^"]+)"', log)[-1]) > 0
+    # Each of the two alone asks a memory for nothing; nor does a checkpoint that names both, once it is trained.
+    for number, flags in enumerate((aligned[:1], aligned[1:])):
+        assert len(losses(train_translation(data, tmp_path / f"{number}", *flags))) == 4
+    path = tmp_path / "1" / "checkpoint_last.pt"
+    state = load(path)
+    state["cfg"]["model"].load_alignments = state["cfg"]["task"]["load_alignments"] = True
+    torch.save(state, path)
+    assert_all_translated(pairs, generate(pairs.data, path, tmp_path / "out"))
