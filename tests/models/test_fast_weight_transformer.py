@@ -611,5 +611,13 @@ def test_without_alignments_every_model_can_generate():
         assert not model.decoder.layers[0].need_attn
 
 
+@pytest.mark.parametrize("places", ["encoder,decoder,cross", "none"])
+def test_torch_compile_computes_the_same(places):
+    model, inputs = build(fast_weight_attention=places), example()
+    expected = model(**inputs)[0]
+    compiled = torch.compile(model, backend="aot_eager")  # what is left out is the compiler, a quarter of a minute
+    assert relative_error(compiled(**inputs)[0], expected) <= SCORES
+
+
 def test_there_are_no_models_to_download():
     assert type(build()).hub_models() == {}
