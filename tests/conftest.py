@@ -10,9 +10,10 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 
+import fairseq_cures
 import pytest
 import torch
 
@@ -28,6 +29,13 @@ QUIET = "--cpu --num-workers 0 --no-progress-bar --log-format json --log-interva
 def one_thread() -> None:
     """The tensors here are tiny: on busy cores two threads wait for each other 40 times as long."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def our_fairseq() -> None:
+    """Skips a test that another fairseq, or an older build of ours, cannot pass."""
+    if metadata.version("fairseq") != fairseq_cures.VERSION:
+        pytest.skip("needs the fairseq that tools/build_fairseq.py --force installs")
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +119,12 @@ def spawn(name: str, *arguments: str, env: dict[str, str] | None = None) -> subp
         env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         cwd=ROOT,
     )
+
+
+def repeated(words: list[str], size: int, start: int = 0) -> list[tuple[str, ...]]:
+    """Sequences of `size` words that were there before, of those that end at the word `start` (from 0) or later."""
+    ngrams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+    return [ngram for i, ngram in enumerate(ngrams) if i + size > start and ngram in ngrams[:i]]
 
 
 def train(data: Path, save_dir: Path, *flags: str) -> str:

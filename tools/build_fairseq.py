@@ -4,7 +4,7 @@
 
 fairseq's last release cannot be installed on today's Python, and its repository is archived. This
 takes the release's own source from the package index, checks it by its hash, cures it, builds a
-wheel of version `0.12.2+fastweights.2` and installs that with its requirements into the
+wheel of version `0.12.2+fastweights.3` and installs that with its requirements into the
 environment of the Python that runs this file. It needs pip, a C++ compiler and Python's header
 files.
 """
@@ -119,7 +119,7 @@ def what_changed(before: str | None) -> str:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Major and minor number: (0, 12) of "0.12.2+fastweights.2"."""
+    """Major and minor number: (0, 12) of "0.12.2+fastweights.3"."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-VERSION = "0.12.2+fastweights.2"
+VERSION = "0.12.2+fastweights.3"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was
@@ -105,6 +105,58 @@ def defaults_from_factories(source: FairseqSource) -> None:
         "        has_factory = field.default_factory is not MISSING\n"
         "        v = field.default_factory() if has_factory else field.default\n",
     )
+
+
+def hydra_architectures(source: FairseqSource) -> None:
+    """fairseq-hydra-train fills a model in with its dataclass's defaults before the function of a named
+    architecture runs, which keeps all that it finds: every architecture was trained as the model
+    that it is one of. It runs first, on what was set; this includes other parts' settings that the
+    model's defaults stand for (task.max_target_positions)."""
+    file = "fairseq/dataclass/initialize.py"
+    source.replace(
+        file,
+        "                name = ARCH_MODEL_NAME_REGISTRY.get(name, name)\n"
+        "                dc = MODEL_DATACLASS_REGISTRY.get(name)\n",
+        "                arch = name\n"
+        "                name = ARCH_MODEL_NAME_REGISTRY.get(arch, arch)\n"
+        "                dc = MODEL_DATACLASS_REGISTRY.get(name)\n"
+        "                if dc is not None and arch != name:\n"
+        "                    add_architecture(field_cfg, dc, ARCH_CONFIG_REGISTRY[arch])\n",
+    )
+    source.replace(
+        file,
+        "    from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY\n",
+        "    from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY\n"
+        "    from fairseq.models import MODEL_DATACLASS_REGISTRY\n",
+    )
+    source.replace(file, "\nimport logging\n", "\nimport logging\nfrom argparse import Namespace\n")
+    source.replace(
+        file,
+        "\n\ndef add_defaults(",
+        '''
+
+def add_architecture(cfg: DictConfig, dc, architecture) -> None:
+    """Adds what a named architecture sets, where `cfg`, of the model, sets nothing itself"""
+
+    from fairseq.dataclass.utils import merge_with_parent
+
+    full = merge_with_parent(dc, cfg)
+    given = Namespace()
+    for k in dc.__dataclass_fields__:
+        if k in cfg or OmegaConf.is_interpolation(full, k):
+            v = OmegaConf.select(full, k, throw_on_resolution_failure=False)
+            if v is not None:
+                setattr(given, k, v)
+    architecture(given)
+    for k, v in vars(given).items():
+        if k in dc.__dataclass_fields__ and k not in cfg:
+            cfg[k] = v
+
+
+def add_defaults(''',
+    )
+    # False, which is no int to omegaconf.
+    source.replace("fairseq/models/transformer_lm.py", '"base_shuffle", False)', '"base_shuffle", 0)')
 
 
 def safe_checkpoints(source: FairseqSource) -> None:
@@ -201,6 +253,29 @@ def named_models(source: FairseqSource) -> None:
         source.replace(file, header, f"{header}_name: {path.parent.name}\n")
 
 
+def repeated_ngrams(source: FairseqSource) -> None:
+    """--no-repeat-ngram-size looks for what comes after the last n - 1 tokens, and took them from the
+    end of a buffer that is not full yet: nothing was forbidden. Now that something is, two things
+    stay allowed: a token that is all there is to choose (of a prefix, the end at the maximal length),
+    and for n = 1 the end of the sentence, which also stands at the beginning."""
+    file = "fairseq/ngram_repeat_block.py"
+    source.replace(file, "-(self.no_repeat_ngram_size - 1) :\n", "check_start_pos : step + 1\n")
+    source.replace(
+        file,
+        "for i in range(check_start_pos):\n",
+        "for i in range(1 if self.no_repeat_ngram_size == 1 else 0, check_start_pos):\n",
+    )
+    source.replace(
+        file,
+        "        for bbsz_idx in range(bsz * beam_size):\n            lprobs[bbsz_idx][\n",
+        "        choices: List[int] = (lprobs > -math.inf).sum(dim=1).tolist()\n"
+        "        for bbsz_idx in range(bsz * beam_size):\n"
+        "            if choices[bbsz_idx] == 1:\n"
+        "                continue\n"
+        "            lprobs[bbsz_idx][\n",
+    )
+
+
 def scores_from_lists(source: FairseqSource) -> None:
     """sacrebleu >= 2 takes lists of sentences and no open files."""
     source.replace(
@@ -247,12 +322,14 @@ CURES: tuple[Callable[[FairseqSource], None], ...] = (
     no_torchaudio,
     default_factories,
     defaults_from_factories,
+    hydra_architectures,
     safe_checkpoints,
     whole_copies,
     mask_type,
     builtin_numbers,
     broadcast_objects,
     named_models,
+    repeated_ngrams,
     scores_from_lists,
     bfloat16_without_tpu,
     half_precision_without_cuda,

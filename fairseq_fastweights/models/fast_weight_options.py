@@ -4,11 +4,15 @@
 # they stand, and knows `Optional` alone.
 # ruff: noqa: UP045
 
+from argparse import Namespace
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.initialize import add_defaults
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
 from fairseq.utils import safe_getattr
+from omegaconf import OmegaConf
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
@@ -101,3 +105,31 @@ def set_defaults(args: Any, options: type[FairseqDataclass], inherited: type[Fai
     for own in fields(options):
         if own.name not in known:
             setattr(args, own.name, safe_getattr(args, own.name, own.default))
+
+
+def check_architecture(args: Any) -> None:
+    """Checks that the settings of a named architecture are in a model's configuration for training.
+
+    fairseq's own fairseq-hydra-train lets the defaults of the model come before them, and would train another model.
+    What was lost shows in the switches: no command line can turn off one that an architecture turns on. Where
+    fairseq-hydra-train knows architectures, a switch that is off was turned off in its file.
+
+    Raises:
+        ValueError: if they were lost.
+    """
+    name = getattr(args, "_name", None)
+    model = ARCH_MODEL_NAME_REGISTRY.get(name)
+    if model == name or model not in MODEL_DATACLASS_REGISTRY:
+        return
+    architecture = Namespace()
+    ARCH_CONFIG_REGISTRY[name](architecture)
+    made = OmegaConf.create({"model": {"_name": name}})
+    add_defaults(made)
+    switches = [option for option, value in vars(architecture).items() if value is True]
+    lost = [option for option in switches if not getattr(args, option, True) and not made.model[option]]
+    if lost:
+        raise ValueError(
+            f"model._name is {name!r}, whose settings this fairseq's fairseq-hydra-train leaves out ({lost[0]} is "
+            f"False); it must be {model!r}, with all settings written out, or --arch of fairseq-train, unless fairseq "
+            "is the one that tools/build_fairseq.py --force installs"
+        )

@@ -22,6 +22,7 @@ from fairseq_fastweights.data.segment_streams import Carrier, SegmentIterator, S
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT, FastWeightDecoder
+from fairseq_fastweights.models.fast_weight_options import check_architecture
 from fairseq_fastweights.modules.update_rules import known_to_fail_when_carried
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 )
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
+        if not from_checkpoint:
+            check_architecture(args)
         source = None if from_checkpoint else self._read_source()
         model = super().build_model(args, from_checkpoint)
         ours = isinstance(getattr(model, "decoder", None), FastWeightDecoder)

@@ -9,10 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.data import Dictionary
+from fairseq.dataclass import initialize
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from omegaconf import OmegaConf
 from torch import nn
 
+import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
 from fairseq_fastweights.models.fast_weight_lm import (
     FastWeightLanguageModel,
     FastWeightLanguageModelConfig,
@@ -147,6 +152,32 @@ def test_flags_overrule_what_an_architecture_sets(fairseq, arch):
     cfg = configuration(fairseq, arch, flags)
     assert (cfg.dropout, cfg.decoder_layers, cfg.update_rule) == (0.25, 3, "sum")
     assert (cfg.adaptive_input_cutoff, cfg.decoder_attention_heads) == ("5,6", 4)
+
+
+OURS = sorted(name for name, model in ARCH_MODEL_NAME_REGISTRY.items() if model == "fast_weight_lm" != name)
+THEIRS = [
+    "transformer_lm_gpt2_small",
+    "transformer_lm_gpt3_small",
+    "transformer_lm_baevski_gbw",
+    "transformer_ulm_tiny",
+]
+
+
+@pytest.mark.parametrize("arch", [*OURS, *THEIRS])
+@pytest.mark.parametrize(
+    "given", [{}, {"decoder_layers": 6, "decoder_embed_dim": 24, "dropout": 0.25}], ids=["", "more"]
+)
+def test_hydra_sets_what_the_command_line_does(our_fairseq, fairseq, arch, given):
+    """Where settings are those of the architecture's model (six layers), too."""
+    cfg = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(FairseqConfig)))
+    cfg.task = {"_name": "fast_weight_language_modeling", "data": "", "tokens_per_sample": 16}
+    cfg.model = {"_name": arch, **given}
+    for _ in range(2):  # fairseq does it once before it imports the plugin, and once after
+        initialize.add_defaults(cfg)
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    expected = configuration(fairseq, arch, f"--tokens-per-sample 16 {flags}")
+    assert OmegaConf.to_container(cfg.model, resolve=True, enum_to_str=True) == expected
+    assert given.items() <= expected.items()
 
 
 def test_schlag_et_al_can_be_asked_to_normalise_before(fairseq):

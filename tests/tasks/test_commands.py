@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fairseq import checkpoint_utils
+from fairseq.dataclass import initialize
 
-from tests.conftest import QUIET, TASK, command, evaluate, train
+from tests.conftest import QUIET, TASK, command, evaluate, repeated, train
 
 ADAPTIVE = """--adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20 --criterion adaptive_loss
     --ddp-backend legacy_ddp""".split()
@@ -48,34 +51,105 @@ def test_every_rule_learns(corpus, tmp_path, rule):
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.parametrize("arch", ["fast_weight_lm", "fast_weight_lm_wiki103_small"])
-def test_hydra_trains_what_a_yaml_file_describes(corpus, tmp_path, monkeypatch, arch):
-    cutoffs = 'adaptive_input_cutoff: "10,20", adaptive_softmax_cutoff: "10,20"'
-    model = {
-        "fast_weight_lm": "update_rule: decay, share_decoder_input_output_embed: true, decoder_input_dim: 32, "
-        "decoder_embed_dim: 32, decoder_output_dim: 32, decoder_ffn_embed_dim: 32, decoder_attention_heads: 2",
-        "fast_weight_lm_wiki103_small": f"update_rule: delta, {cutoffs}",
-    }[arch]
-    adaptive = "adaptive_loss" if cutoffs in model else "cross_entropy"
-    (tmp_path / "run.yaml").write_text(
-        f"""
+# Of a model in a yaml file; what its architecture sets is left to it.
+DESCRIBED = {
+    "fast_weight_lm": {
+        "update_rule": "decay",
+        "share_decoder_input_output_embed": True,
+        **dict.fromkeys(("decoder_input_dim", "decoder_embed_dim", "decoder_output_dim", "decoder_ffn_embed_dim"), 32),
+        "decoder_attention_heads": 2,
+    },
+    "fast_weight_lm_wiki103_small": {"adaptive_input_cutoff": "10,20", "adaptive_softmax_cutoff": "10,20"},
+    "fast_weight_lm_gpt2_small": {"decoder_embed_dim": 16, "decoder_ffn_embed_dim": 32, "decoder_attention_heads": 2},
+    "transformer_lm_gpt2_tiny": {},
+}
+
+
+@pytest.fixture
+def train_as_described(corpus, tmp_path, monkeypatch):
+    """Five updates of a one-layer model by a yaml file; the checkpoint."""
+
+    def train_as_described(arch: str, task: str, criterion: str, **settings: object) -> dict[str, Any]:
+        (tmp_path / "run.yaml").write_text(
+            f"""
 common: {{cpu: true, log_format: json, log_interval: 1, user_dir: {TASK[1]}}}
-task: {{_name: fast_weight_language_modeling, data: {corpus}, tokens_per_sample: 16, carry_over_state: true}}
-model: {{_name: {arch}, decoder_layers: 1, {model}}}
-criterion: {{_name: {adaptive}}}
+task: {{_name: fast_weight_language_modeling, data: {corpus}, tokens_per_sample: 16, {task}}}
+model: {json.dumps({"_name": arch, "decoder_layers": 1, **settings})}
+criterion: {{_name: {criterion}}}
 distributed_training: {{ddp_backend: legacy_ddp}}
 optimizer: {{_name: adam, lr: [0.01]}}
 lr_scheduler: {{_name: fixed}}
 dataset: {{batch_size: 4, num_workers: 0, disable_validation: true}}
 optimization: {{max_update: 5, lr: [0.01]}}
-checkpoint: {{save_dir: {tmp_path}/saved}}
+checkpoint: {{save_dir: {tmp_path}/described}}
 """
-    )
-    monkeypatch.chdir(tmp_path)  # hydra leaves its outputs where it is run
-    command("hydra_train", "--config-dir", str(tmp_path), "--config-name", "run")
-    state = torch.load(tmp_path / "saved" / "checkpoint_last.pt", weights_only=True)
+        )
+        monkeypatch.chdir(tmp_path)  # hydra leaves its outputs where it is run
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as exceptions
+        command("hydra_train", "--config-dir", str(tmp_path), "--config-name", "run")
+        return torch.load(tmp_path / "described" / "checkpoint_last.pt", weights_only=True)
+
+    return train_as_described
+
+
+@pytest.mark.parametrize("arch", DESCRIBED)
+def test_hydra_trains_what_a_yaml_file_describes(request, corpus, tmp_path, train_as_described, arch):
+    if arch != "fast_weight_lm":
+        request.getfixturevalue("our_fairseq")
+    settings = DESCRIBED[arch]
+    criterion = "adaptive_loss" if "adaptive_softmax_cutoff" in settings else "cross_entropy"
+    carried = arch.startswith("fast_weight_lm")
+    # What a task says of a model is said before the architecture, too.
+    task = f"carry_over_state: {str(carried).lower()}, max_target_positions: 24"
+    state = train_as_described(arch, task, criterion, **settings)
     assert state["cfg"]["model"]["_name"] == arch
     assert state["last_optimizer_state"] is not None and state["optimizer_history"][-1]["num_updates"] == 5
+
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in settings.items()]
+    flags += ["--carry-over-state"] if carried else []
+    flags += "--max-target-positions 24 --tokens-per-sample 16 --batch-size 4 --optimizer adam --lr 0.01".split()
+    flags += f"--criterion {criterion} --ddp-backend legacy_ddp --max-update 5 --disable-validation".split()
+    architecture = ["--arch", arch, "--decoder-layers", "1"]
+    command("train", str(corpus), *TASK, *architecture, *QUIET, *flags, "--save-dir", str(tmp_path / "commanded"))
+    commanded = torch.load(tmp_path / "commanded" / "checkpoint_last.pt", weights_only=True)
+    assert state["cfg"]["model"] == commanded["cfg"]["model"]
+    assert state["model"].keys() == commanded["model"].keys()
+    for name, x in state["model"].items():
+        # fairseq looks at the type of these, and sets no value.
+        assert name.endswith("._float_tensor") or torch.equal(x, commanded["model"][name]), name
+
+
+def test_a_fairseq_that_would_train_another_model_is_refused(train_as_described, tmp_path, monkeypatch):
+    # As fairseq itself is, and older builds of it are.
+    monkeypatch.setattr(initialize, "add_architecture", lambda *settings: None, raising=False)
+    arch = "fast_weight_lm_gpt2_small"
+    message = f"model._name is '{arch}', .*is False.*; it must be 'fast_weight_lm', .* tools/build_fairseq.py"
+    with pytest.raises(ValueError, match=message):
+        train_as_described(arch, "carry_over_state: true", "cross_entropy", share_decoder_input_output_embed=True)
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_the_command_line_and_checkpoints_need_no_such_fairseq(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(initialize, "add_architecture", lambda *settings: None, raising=False)
+    sizes = "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2".split()
+    flags = ["--arch", "fast_weight_lm_gpt2_small", *sizes, "--decoder-input-dim", "16", "--decoder-output-dim", "16"]
+    train(corpus, tmp_path, *flags)
+    path = tmp_path / "checkpoint_last.pt"
+    loss, _ = evaluate(corpus, path, "--tokens-per-sample", "16")
+    # As a model that lost a switch was saved.
+    state = torch.load(path, weights_only=True)
+    assert state["cfg"]["model"]["mask_special_symbols"]
+    state["cfg"]["model"]["mask_special_symbols"] = False
+    torch.save(state, path)
+    assert evaluate(corpus, path, "--tokens-per-sample", "16")[0] != loss
+
+
+@pytest.mark.parametrize("off", ["mask_special_symbols", "share_decoder_input_output_embed"])
+def test_a_yaml_file_may_turn_off_what_an_architecture_turns_on(our_fairseq, train_as_described, off):
+    arch = "fast_weight_lm_gpt2_small"
+    settings = {**DESCRIBED[arch], off: False}
+    model = train_as_described(arch, "carry_over_state: true", "cross_entropy", **settings)["cfg"]["model"]
+    assert not model[off] and model["decoder_learned_pos"] and model["decoder_output_dim"] == 16
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +200,34 @@ def test_interactive_continues_a_text(corpus, trained, monkeypatch, capsys, beam
     assert [int(number) for number, _, _ in hypotheses] == [0, 1]
     for (_, score, text), start in zip(hypotheses, ("w1 w2 w3", "w5"), strict=True):
         assert math.isfinite(float(score)) and text.startswith(start)
+
+
+@pytest.fixture(scope="module")
+def long_winded(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can write more words than it was trained on at once."""
+    folder = tmp_path_factory.mktemp("long")
+    train(corpus, folder, "--max-target-positions", "32")
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("search", ["--beam 1", "--beam 4", "--sampling --sampling-topk 5 --beam 2 --nbest 2 --seed 3"])
+def test_no_sequence_of_words_comes_twice_in_a_text(
+    our_fairseq, corpus, long_winded, monkeypatch, capsys, search, size
+):
+    given = ["w1 w2 w1 w2 w1 w2", "w5"]  # which stay as they are
+    for option in ([], ["--no-repeat-ngram-size", str(size)]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(given) + "\n"))
+        flags = [*QUIET, "--path", str(long_winded), *search.split(), "--min-len", "20", "--max-len-b", "25", *option]
+        command("interactive", str(corpus), *TASK, *flags)
+        hypotheses = re.findall(r"^H-(\d)\t(\S+)\t(.*)$", capsys.readouterr().out, flags=re.MULTILINE)
+        assert [int(number) for number, _, _ in hypotheses] == ([0, 0, 1, 1] if "--nbest" in search else [0, 1])
+        found = []
+        for number, score, text in hypotheses:
+            start = given[int(number)]
+            assert math.isfinite(float(score)) and text.startswith(start)
+            found += repeated(text.split(), size, len(start.split()))
+        assert bool(found) != bool(option)
 
 
 @pytest.mark.parametrize("contexts", ["--sample-break-mode eos", "--carry-over-state"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fairseq.file_io import PathManager
 
-from tests.conftest import QUIET, command
+from tests.conftest import QUIET, command, repeated
 from tests.tasks.conftest import TRANSLATION, binarise_pairs, generate, hypotheses_in, train_translation
 
 
@@ -366,6 +366,16 @@ def test_every_way_of_searching_translates_every_line(pairs, translator, tmp_pat
     if "--prefix-size" in flags:
         for number, target in enumerate(pairs.lines("test", "de")):
             assert found[number][0].words[:1] == target.split()[:1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_sequence_of_words_comes_twice(our_fairseq, pairs, translator, tmp_path, size):
+    for option in ([], ["--no-repeat-ngram-size", str(size)]):
+        flags = ["--nbest", "4", "--min-len", "10", *option]
+        found = generate(pairs.data, translator / "checkpoint_last.pt", tmp_path / "out", *flags)
+        assert_all_translated(pairs, found, 4)
+        words = [hypothesis.words for hypotheses in found.values() for hypothesis in hypotheses]
+        assert any(repeated(x, size) for x in words) != bool(option)
 
 
 def test_ensembles_translate(pairs, translator, tmp_path):

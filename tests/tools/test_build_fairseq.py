@@ -50,6 +50,20 @@ SOURCE = {
     "fairseq/dataclass/initialize.py": """
 import logging
         v = FairseqConfig.__dataclass_fields__[k].default
+
+
+def add_defaults(cfg: DictConfig) -> None:
+    from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
+                name = ARCH_MODEL_NAME_REGISTRY.get(name, name)
+                dc = MODEL_DATACLASS_REGISTRY.get(name)
+""",
+    "fairseq/models/transformer_lm.py": 'args.base_shuffle = safe_getattr(args, "base_shuffle", False)\n',
+    "fairseq/ngram_repeat_block.py": """
+                    -(self.no_repeat_ngram_size - 1) :
+                ]
+                for i in range(check_start_pos):
+        for bbsz_idx in range(bsz * beam_size):
+            lprobs[bbsz_idx][
 """,
     "fairseq/checkpoint_utils.py": """
 from fairseq.data import data_utils
@@ -78,9 +92,6 @@ from fairseq.data import data_utils
     "fairseq/optim/fp16_optimizer.py": "devices = [torch.cuda.current_device()]\n",
     "fairseq_cli/score.py": "sacrebleu.corpus_bleu(fdsys, [fdref])\n",
 }
-
-# Why a test is skipped beside another fairseq.
-NEEDS_OURS = "needs the fairseq that tools/build_fairseq.py --force installs"
 
 
 @pytest.fixture
@@ -113,6 +124,8 @@ class TestCures:
             ("default_factories", "fairseq/dataclass/configs.py"),
             ("default_factories", "fairseq/models/transformer/transformer_config.py"),
             ("defaults_from_factories", "fairseq/dataclass/initialize.py"),
+            ("hydra_architectures", "fairseq/dataclass/initialize.py"),
+            ("hydra_architectures", "fairseq/models/transformer_lm.py"),
             ("safe_checkpoints", "fairseq/checkpoint_utils.py"),
             ("whole_copies", "fairseq/checkpoint_utils.py"),
             ("mask_type", "fairseq/modules/transformer_layer.py"),
@@ -122,6 +135,7 @@ class TestCures:
             ("builtin_numbers", "fairseq/modules/dynamic_crf_layer.py"),
             ("broadcast_objects", "fairseq/distributed/utils.py"),
             ("named_models", "fairseq/config/model/transformer_lm/gpt.yaml"),
+            ("repeated_ngrams", "fairseq/ngram_repeat_block.py"),
             ("scores_from_lists", "fairseq_cli/score.py"),
             ("bfloat16_without_tpu", "fairseq/options.py"),
             ("half_precision_without_cuda", "fairseq/optim/fp16_optimizer.py"),
@@ -280,9 +294,7 @@ class TestBuild:
         with pytest.raises(build_fairseq.BuildError, match=rf"Python 3\.{version[1]}"):
             build_fairseq.check_python(version)
 
-    def test_a_second_run_finds_the_work_done(self) -> None:
-        if build_fairseq.installed_version() != fairseq_cures.VERSION:
-            pytest.skip(NEEDS_OURS)
+    def test_a_second_run_finds_the_work_done(self, our_fairseq: None) -> None:
         command = [sys.executable, build_fairseq.__file__]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
@@ -303,8 +315,7 @@ class TestCheckpointLoader:
     """Through the function by which fairseq trains on, evaluates and generates."""
 
     @pytest.fixture
-    def load(self):
-        pytest.importorskip("fairseq.checkpoint_loader", reason=NEEDS_OURS)
+    def load(self, our_fairseq: None):
         from fairseq import checkpoint_utils
 
         return checkpoint_utils.load_checkpoint_to_cpu
@@ -428,10 +439,8 @@ class TestCheckpointCopies:
     """Through the function by which fairseq saves what a training goes on from."""
 
     @pytest.fixture
-    def save(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def save(self, our_fairseq: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         """Saves a checkpoint, which is the best so far, at the end of an epoch."""
-        if build_fairseq.installed_version() != fairseq_cures.VERSION:
-            pytest.skip(NEEDS_OURS)
         from fairseq import checkpoint_utils
         from fairseq.dataclass.configs import CheckpointConfig
 
@@ -470,3 +479,58 @@ class TestCheckpointCopies:
         save("third")
         assert (best.read_text(), last.read_text()) == ("third", "third")
         assert sorted(tmp_path.iterdir()) == [best, last]
+
+
+class TestRepeatedNgrams:
+    """What fairseq's search takes away from a token's choices."""
+
+    @pytest.fixture
+    def choices(self, our_fairseq: None):
+        """The tokens of 4 to 9, and the end, 2, that may follow the words of a buffer that is longer than they are."""
+        from fairseq.ngram_repeat_block import NGramRepeatBlock
+
+        def choices(size: int, *rows: list[int], only: int | None = None) -> list[set[int]]:
+            step = len(rows[0])
+            tokens = torch.full((len(rows), step + 5), 1)
+            tokens[:, : step + 1] = torch.tensor([[2, *row] for row in rows])
+            allowed = [2, *range(4, 10)] if only is None else [only]
+            scores = torch.full((len(rows), 10), float("-inf"))
+            scores[:, allowed] = -1.0
+            found = NGramRepeatBlock(size, use_extension=False)(tokens, scores, len(rows), 1, step)
+            return [set(row.isfinite().nonzero().flatten().tolist()) for row in found]
+
+        return choices
+
+    EVERY = frozenset({2, *range(4, 10)})
+
+    @pytest.mark.parametrize(
+        ("size", "words", "forbidden"),
+        [
+            (1, [], set()),
+            (1, [4, 5], {4, 5}),  # and not the end, which is at the beginning, too
+            (2, [4], set()),
+            (2, [4, 4], {4}),
+            (2, [4, 5, 6, 4], {5}),
+            (2, [4, 5, 4, 6, 4], {5, 6}),
+            (3, [4, 5, 6, 4], set()),
+            (3, [4, 5, 6, 4, 5], {6}),
+            (3, [4, 4, 4], {4}),
+        ],
+    )
+    def test_forbid_what_came_after_the_same_words(
+        self, choices, size: int, words: list[int], forbidden: set[int]
+    ) -> None:
+        assert choices(size, words) == [self.EVERY - forbidden]
+
+    def test_are_those_of_each_hypothesis(self, choices) -> None:
+        assert choices(2, [4, 5, 4], [4, 6, 4], [4, 5, 6]) == [self.EVERY - {5}, self.EVERY - {6}, self.EVERY]
+
+    @pytest.mark.parametrize("only", [2, 5])
+    def test_leave_what_there_is_no_choice_of(self, choices, only: int) -> None:
+        for size in (1, 2, 3):
+            assert choices(size, [5, 5, 5], only=only) == [{only}]
+
+    def test_can_be_scripted_as_before(self) -> None:
+        from fairseq.ngram_repeat_block import NGramRepeatBlock
+
+        torch.jit.script(NGramRepeatBlock(2, use_extension=False))
