@@ -8,7 +8,9 @@ gets those that it left. From one length to the next the Transformer reads every
 are many, its key-value cache is filled with random keys and values. A fast weight model's state has the size that it
 has after any token.
 
-What to expect is timed too: fairseq copies the whole cache for a token, and reads the copy.
+What to expect is timed too: fairseq copies the whole cache for a token, and reads the copy. Whether a fast weight
+model's token takes the same time at every length is timed once more, without the Transformer: its large caches leave
+the others a memory that is colder the longer the text is. The lengths of one model take turns there.
 
     python benchmarks/generation.py [--out results.json] [--figure figure.png]
 """
@@ -159,6 +161,17 @@ def measure_length(
     return rows, made
 
 
+def measure_growth(
+    model: Any, name: str, tokens: Tensor, lengths: tuple[int, ...], options: argparse.Namespace, allowed: float
+) -> tuple[dict[int, dict[str, float]], int]:
+    """Times of a token of a fast weight model by length, one beside the other, and the rounds that were made."""
+    ahead = tokens_ahead(options.rounds)
+    generations = {f"{n}": generation_after(model, name, tokens, n - ahead) for n in lengths}
+    take_ups: dict[str, Callable[[], Call]] = {n: lambda g=g: g.advance for n, g in generations.items()}
+    seconds, made = time_tokens(take_ups, options.device, options.rounds, Budget(allowed))
+    return {n: seconds[f"{n}"] for n in lengths}, made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -193,11 +206,21 @@ def main() -> None:
     }
     generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
     rows: list[dict[str, Any]] = []
+    parts = len(lengths) + len(options.rules)
     for number, length in enumerate(lengths):
-        measured, made = measure_length(generations, length, options, budget.share(len(lengths) - number))
+        measured, made = measure_length(generations, length, options, budget.share(parts - number))
         rows += [row | sizes[row["model"], length] for row in measured]
         if made < options.rounds:
             budget.cut.append(f"after {length:,}: {made} rounds of {options.rounds}")
+    generations.clear()  # and their caches
+    for number, name in enumerate(options.rules):
+        allowed = budget.share(len(options.rules) - number)
+        growth, made = measure_growth(models[name], name, tokens, lengths, options, allowed)
+        for row in rows:
+            if row["model"] == name:
+                row["seconds beside other lengths"] = growth[row["length"]]
+        if made < options.rounds:
+            budget.cut.append(f"{name}, its lengths in turns: {made} rounds of {options.rounds}")
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     record = records.describe_run(
         "generation",

@@ -51,8 +51,9 @@ _SECTIONS: dict[str, tuple[str, str, Callable[[Record], str]]] = {
         "each length: the models take turns of a few tokens, each going on where it stopped; the first token of a "
         "turn is not timed. Expected is the ratio if the Transformer's tokens took longer than after the fewest tokens "
         "by no more than the time in which its cache is copied and the copy read, timed beside them, and the others' "
-        "no longer. The peak is the most memory that the state and the call's tensors take, beside the "
-        "weights.",
+        "no longer. The Transformer's cache, which grows, leaves the others less of the processor's; so whether their "
+        "tokens take as long at every length is measured without it, a model's lengths taking turns. The peak is the "
+        "most memory that the state and the call's tensors take, beside the weights.",
         next_token_tables.render,
     ),
     "translation": (

@@ -11,12 +11,13 @@ def render(record: dict[str, Any]) -> str:
     """Time and memory of the next token by model and length, and the Transformer's time over each.
 
     Expected is what that would be if the Transformer's tokens took longer only by the time that its cache takes to be
-    copied and read, and the others' did not take longer.
+    copied and read, and the others' did not take longer. A median beside other lengths is of a stretch without the
+    Transformer, in which a model's lengths take turns.
     """
     base = {row["length"]: row for row in record["rows"] if row["model"] == "transformer"}
     fewest = {row["model"]: row["seconds"]["median"] for row in record["rows"] if row["length"] == min(base)}
     header = ["model", "tokens before (first – last timed)", "median (quartiles), ms"]
-    header += ["Transformer over it", "expected", "state", "peak"]
+    header += ["Transformer over it", "expected", "median beside other lengths, ms", "state", "peak"]
     lines = []
     for row in sorted(record["rows"], key=lambda row: list(record["parameters"]).index(row["model"])):
         seconds = row["seconds"]
@@ -30,6 +31,7 @@ def render(record: dict[str, Any]) -> str:
                 f"{significant(seconds['median'] * 1e3)} {quartiles}",
                 ratio(transformer["seconds"]["median"] / seconds["median"]),
                 "–" if row is transformer else ratio((fewest["transformer"] + moved) / fewest[row["model"]]),
+                "–" if row is transformer else significant(row["seconds beside other lengths"]["median"] * 1e3),
                 mebibytes(row["state bytes"]),
                 mebibytes(row["peak bytes"]),
             ]

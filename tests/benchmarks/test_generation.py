@@ -95,6 +95,22 @@ def test_models_take_turns_and_go_on_where_they_stopped(monkeypatch: pytest.Monk
         assert ("cache seconds" in row) == (row["model"] == generation.TRANSFORMER)
 
 
+def test_lengths_of_a_model_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.rolling.clock_for", lambda device: NotingClock())
+    monkeypatch.setattr(NotingClock, "turns", [])
+    options = argparse.Namespace(rounds=4, device="cpu")
+    lengths = (14, 30)
+    seconds, made = generation.measure_growth(build("sum"), "sum", draw_tokens(45), lengths, options, allowed=60.0)
+    assert made == 4 and tuple(seconds) == lengths
+    turns = [timed for _, timed in NotingClock.turns]
+    assert len(turns) == 2 * 5
+    for number, length in enumerate(lengths):
+        own = turns[number::2]
+        assert own == [list(range(first, first + 3)) for first in range(own[0][0], own[0][0] + 20, 4)]
+        assert abs((own[1][0] + own[-1][-1]) / 2 - length) <= 1
+        assert seconds[length]["rounds"] == 4
+
+
 @pytest.mark.parametrize("most_read", [3, 20])
 @pytest.mark.parametrize("name", ["transformer", "sum"])
 def test_a_generation_comes_to_a_length_with_its_state(
@@ -143,15 +159,15 @@ def test_the_ratio_is_expected_to_grow_with_the_time_of_the_cache() -> None:
     rows = [
         row("transformer", 64, 0.010, **{"cache seconds": {"median": 0.001}}),
         row("transformer", 1000, 0.040, **{"cache seconds": {"median": 0.021}}),
-        row("sum", 64, 0.020),
-        row("sum", 1000, 0.010),
+        row("sum", 64, 0.020, **{"seconds beside other lengths": {"median": 0.015}}),
+        row("sum", 1000, 0.010, **{"seconds beside other lengths": {"median": 0.016}}),
     ]
     table = render({"parameters": {"transformer": 1, "sum": 1}, "rows": rows, "cut": ["some rounds"]})
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     sizes = ["1.00 MiB", "2.00 MiB"]
-    assert ["transformer", "1,000 (997 – 1,003)", "40.0 (40.0 – 80.0)", "1.00 x", "–", *sizes] in cells
-    assert ["sum", "64 (61 – 67)", "20.0 (20.0 – 40.0)", "0.5 x", "0.5 x", *sizes] in cells
-    assert ["sum", "1,000 (997 – 1,003)", "10.0 (10.0 – 20.0)", "4.00 x", "1.50 x", *sizes] in cells
+    assert ["transformer", "1,000 (997 – 1,003)", "40.0 (40.0 – 80.0)", "1.00 x", "–", "–", *sizes] in cells
+    assert ["sum", "64 (61 – 67)", "20.0 (20.0 – 40.0)", "0.5 x", "0.5 x", "15.0", *sizes] in cells
+    assert ["sum", "1,000 (997 – 1,003)", "10.0 (10.0 – 20.0)", "4.00 x", "1.50 x", "16.0", *sizes] in cells
     assert ["- cut to keep to the budget: some rounds"] in cells
 
 

@@ -102,17 +102,29 @@ def test_without_native_kernels_the_reason_is_given() -> None:
 
 
 def generation_record(growth: float) -> dict[str, Any]:
-    rows = [
-        {"model": model, "length": length, "seconds": {"median": base * (1 + slope * length)}}
-        for model, base, slope in (("transformer", 1.0, 1e-3), ("delta", 1.0, growth), ("sum", 0.9, 0.0))
-        for length in (64, 1000, 4000)
-    ]
+    rows: list[dict[str, Any]] = []
+    for model, base, slope in (("transformer", 1.0, 1e-3), ("delta", 1.0, growth), ("sum", 0.9, 0.0)):
+        for length in (64, 1000, 4000):
+            seconds = {"median": base * (1 + slope * length)}
+            rows.append({"model": model, "length": length, "seconds": seconds})
+            if model != "transformer":
+                rows[-1]["seconds beside other lengths"] = seconds
     return {"program": "generation", "device": "cpu", "threads": 2, "settings": {"batch": 8}, "rows": rows}
 
 
 @pytest.mark.parametrize(("growth", "expected"), [(0.0, ["met", "met", "met"]), (5e-4, ["missed", "missed", "missed"])])
 def test_targets_of_generation(growth: float, expected: list[str]) -> None:
-    assert [verdict.state for verdict in evaluate_one(generation_record(growth))] == expected
+    verdicts = evaluate_one(generation_record(growth))
+    assert [verdict.state for verdict in verdicts] == expected
+    assert verdicts[2].target.what.endswith("longest time over shortest, after 64 to 4,000 tokens")
+
+
+@pytest.mark.parametrize("length", [64, 1000, 4000])
+def test_a_token_is_flat_if_no_length_stands_out(length: int) -> None:
+    record = generation_record(0.0)
+    (row,) = (row for row in record["rows"] if (row["model"], row["length"]) == ("sum", length))
+    row["seconds beside other lengths"] = {"median": 1.2 * row["seconds"]["median"]}
+    assert [verdict.state for verdict in evaluate_one(record)] == ["met", "met", "missed"]
 
 
 def translation_record(growth: float) -> dict[str, Any]:
