@@ -10,8 +10,8 @@ import pytest
 
 from tests.cuda.emulated import ROOT
 
-# What a GPU's kernels do not have, or take no intervals of, and what takes the emulator longest.
-OTHERS = "threads or divided or instruction_set or (how_many_states and (-16] or -32] or -48]))"
+# Intervals that no GPU's kernels take, and what takes the emulator longest.
+OTHERS = "how_many_states and (-16] or -32] or -48])"
 SLOW = "papers_sizes or heads_are_taken or every_way_to_fill or large_states or rows_of_whole or even_for_a_moment"
 
 

@@ -20,6 +20,7 @@ BACKENDS = ("chunkwise", "native")
 
 # Where they run; the reference that they are held against runs on the CPU.
 DEVICE = torch.device(os.environ.get("FASTWEIGHTS_TEST_DEVICE", "cpu"))
+CPU_KERNELS = "about the CPU kernels"  # the reason to skip a test elsewhere
 
 Inputs = dict[str, Tensor | None]
 

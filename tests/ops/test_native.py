@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
 from tests.ops.rules import (
+    CPU_KERNELS,
     DEVICE,
     RULE,
     RULES,
@@ -35,7 +36,7 @@ from tests.ops.rules import (
 ROOT = Path(__file__).resolve().parents[2]
 PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 OPERATORS = torch.ops.fairseq_fastweights
-on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="about the CPU kernels")
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
