@@ -2,6 +2,8 @@
 #include "delta.h"
 #include "diagonal.h"
 #include "march.h"
+#include "small_sum.h"
+#include "small_sum.h"
 #include "step.h"
 #include "stepped.h"
 
@@ -12,29 +14,44 @@ namespace {
 #define FAST_WEIGHTS_STRING_(name) #name
 #define FAST_WEIGHTS_STRING(name) FAST_WEIGHTS_STRING_(name)
 
-// Up to these sizes of state decays go step by step through registers (stepped.h); beyond them, the products of matrices
-// that halving chunks leads to (levels.h) are faster, backwards sooner: measured between 16 x 16 and 64 x 128. Narrower
-// vectors have fewer registers besides. The size is that of the whole call, whose way its blocks of columns then take too.
-constexpr bool WIDE = FAST_WEIGHTS_VECTOR_BYTES == 64;
-constexpr int64_t LARGEST_STEPPED_FORWARD = WIDE ? 64 * 64 : 32 * 32;
-constexpr int64_t LARGEST_STEPPED_BACKWARD = WIDE ? 32 * 32 : 32 * 16;
+// The larger of the table's choices is for vectors of 64 bytes, the next for those of 32: narrower ones have fewer and
+// shorter registers for a state.
+constexpr int64_t by_width(int64_t widest, int64_t wide, int64_t narrow) {
+    return FAST_WEIGHTS_VECTOR_BYTES == 64 ? widest : FAST_WEIGHTS_VECTOR_BYTES == 32 ? wide : narrow;
+}
+
+// Small states go step by step through registers (stepped.h, small_sum.h), larger ones by products of a chunk's matrices.
+// With decays the limit is a size. Without, what a chunk copies, scores and masks is as keys + values, and what it spares as
+// keys * values: their quotient decides. All measured between 16 x 16 and 64 x 128, at 1,024 steps and fewer. Sizes are
+// those of the whole call, whose way its blocks of columns then take too; few keys go step by step in any case.
+constexpr int64_t LARGEST_DECAYED_FORWARD = by_width(64 * 64, 32 * 32, 32 * 32);
+constexpr int64_t LARGEST_DECAYED_BACKWARD = by_width(32 * 32, 32 * 16, 32 * 16);
+constexpr int64_t SUM = by_width(30, 14, 10);
+constexpr int64_t GATED_FORWARD = by_width(22, 14, 10), GATED_BACKWARD = 8;
 
 bool has_decays(const Problem& p) { return p.log_key_decay.data || p.log_value_decay.data; }
 
-// Few keys go step by step in any case.
-bool is_stepped(const Problem& p, int64_t largest) {
-    return p.keys <= FEW || (has_decays(p) && p.keys * p.columns <= largest);
+bool is_small(const Problem& p, int64_t quotient) {
+    return p.keys <= FEW || (p.keys + p.columns) * quotient >= p.keys * p.columns;
+}
+
+bool is_stepped(const Problem& p, int64_t largest_decayed, int64_t gated) {
+    if (has_decays(p)) return p.keys <= FEW || p.keys * p.columns <= largest_decayed;
+    return is_small(p, p.log_gate.data ? gated : SUM);
 }
 
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
-    if (is_stepped(p, LARGEST_STEPPED_FORWARD)) return march_forward<real, SteppedChunk<real>>(p, begin, end);
+    if (is_stepped(p, LARGEST_DECAYED_FORWARD, GATED_FORWARD)) return march_forward<real, SteppedChunk<real>>(p, begin, end);
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
-    if (is_stepped(p, LARGEST_STEPPED_BACKWARD)) return march_backward<real, SteppedChunk<real>>(p, begin, end);
+    if (is_stepped(p, LARGEST_DECAYED_BACKWARD, GATED_BACKWARD)) {
+        return p.log_gate.data || has_decays(p) ? march_backward<real, SteppedChunk<real>>(p, begin, end)
+                                                : march_small_sum_backward<real>(p, begin, end);
+    }
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);

@@ -26,6 +26,7 @@ using index_t = int64_t;
 template <class real> struct Vector {
     static constexpr int lanes = FAST_WEIGHTS_VECTOR_BYTES / sizeof(real);
     typedef real type __attribute__((vector_size(FAST_WEIGHTS_VECTOR_BYTES), may_alias));
+    typedef real unaligned __attribute__((vector_size(FAST_WEIGHTS_VECTOR_BYTES), may_alias, aligned(sizeof(real))));
 };
 template <class real> using vec = typename Vector<real>::type;
 typedef int32_t ivec __attribute__((vector_size(FAST_WEIGHTS_VECTOR_BYTES), may_alias));
@@ -38,6 +39,15 @@ template <> struct Index<double> {
     typedef lvec type;
 };
 
+// What a tensor of the kernels' own numbers is of.
+template <class real> struct Number;
+template <> struct Number<float> {
+    static constexpr Type type = Type::float32;
+};
+template <> struct Number<double> {
+    static constexpr Type type = Type::float64;
+};
+
 // Rows in scratch memory begin at multiples of this many numbers: 64 bytes, whatever the instruction set.
 constexpr index_t ROW = 16;
 constexpr index_t padded(index_t n) { return (n + ROW - 1) / ROW * ROW; }
@@ -46,6 +56,14 @@ template <class real> FAST_WEIGHTS_INLINE vec<real> load(const real* p) {
     return *reinterpret_cast<const vec<real>*>(p);
 }
 template <class real> FAST_WEIGHTS_INLINE void store(real* p, vec<real> x) { *reinterpret_cast<vec<real>*>(p) = x; }
+
+// The same at any address.
+template <class real> FAST_WEIGHTS_INLINE vec<real> load_unaligned(const real* p) {
+    return *reinterpret_cast<const typename Vector<real>::unaligned*>(p);
+}
+template <class real> FAST_WEIGHTS_INLINE void store_unaligned(real* p, vec<real> x) {
+    *reinterpret_cast<typename Vector<real>::unaligned*>(p) = x;
+}
 
 // Two vectors interleaved: the lower halves (a0 b0 a1 b1 ...) or the upper ones.
 template <class real, bool upper> FAST_WEIGHTS_INLINE vec<real> interleave(vec<real> a, vec<real> b) {

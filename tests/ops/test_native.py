@@ -63,11 +63,28 @@ def test_the_papers_sizes(rule, K, V):
     assert_agrees(rule, "native", inputs, 1e-5)
 
 
+@pytest.mark.parametrize(("K", "V"), [(17, 18), (66, 65)])
 @pytest.mark.parametrize("T", [*range(1, 35), 63, 64, 65, 79, 80, 81, 128, 129, 193])
 @pytest.mark.parametrize("rule", RULES, ids=label)
-def test_every_way_to_fill_chunks_and_intervals(rule, T):
-    inputs = rule.inputs(B=1, T=T, H=3, K=17, V=18, dtype=torch.float64)
+def test_every_way_to_fill_chunks_and_intervals(rule, T, K, V):
+    """On a CPU the smaller state goes step by step, the larger by chunks."""
+    inputs = rule.inputs(B=1, T=T, H=3, K=K, V=V, dtype=torch.float64)
     assert_agrees(rule, "native", inputs, 1e-11)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(("K", "V"), [(4, 16), (8, 32), (12, 16), (16, 16), (20, 48), (32, 24), (48, 16)])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_steps_that_are_read_where_they_lie(rule, K, V, aligned):
+    """On a CPU steps of small states are not copied where they are whole vectors and tiles cover keys exactly."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
+        inputs = rule.inputs(B=2, T=70, H=3, K=K, V=V, dtype=dtype, requires_grad=False)
+        for name, x in inputs.items():
+            if not aligned and x is not None and x.dim() == 4:
+                wider = x.new_full((*x.shape[:3], x.shape[3] + 3), torch.nan)
+                inputs[name] = wider[..., 1:-2].copy_(x)
+        inputs = {name: None if x is None else x.requires_grad_() for name, x in inputs.items()}
+        assert_agrees(rule, "native", inputs, tolerance)
 
 
 @pytest.mark.slow
@@ -159,9 +176,9 @@ def assert_rows_stay_apart(rule: Rule, K: int, V: int) -> None:
                 assert torch.equal(rows, expected[result]), f"{result}, where {name} has {value}"
 
 
-# States that go step by step, in few rows or more, and products of matrices backwards, then in both directions. None
-# of these numbers of keys fills a tile.
-@pytest.mark.parametrize(("K", "V"), [(1, 5), (3, 5), (7, 5), (33, 35), (65, 66)])
+# States that go step by step, in few rows or more, and products of matrices backwards, then in both directions. One of
+# these numbers of keys fills a tile.
+@pytest.mark.parametrize(("K", "V"), [(1, 5), (3, 5), (7, 5), (16, 16), (33, 35), (65, 66)])
 @pytest.mark.parametrize("rule", RULES, ids=label)
 def test_what_is_not_finite_stays_in_its_row(rule, K, V):
     with threads(1):  # on a CPU all rows then take the same scratch memory

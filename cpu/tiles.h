@@ -1,0 +1,255 @@
+// Tiles of a state that pass through steps of time in registers: S_t = (f_t z_t^T) * S_{t-1} + k_t v_t^T, y_t = S_t^T q_t,
+// with or without decays of rows and columns, and their gradients. With G the gradient of S:
+//
+//     G_t = q_t dy_t^T + (f_{t+1} z_{t+1}^T) * G_{t+1}      dv_t = G_t^T k_t     dq_t = S_t dy_t     dk_t = G_t v_t
+//     d log z_t = column sums of S_{t-1} * (f_t z_t^T) * G_t,    d log f_t = its row sums
+//
+// The elements of a state do not depend on one another. Products with everything in the other dimension are sums over a
+// tile's rows; so the backward pass goes over the state twice, once with columns in the lanes of a vector (for v and z)
+// and once, on transposed states, with rows (for q, k and f). Few keys would leave most of these lanes empty: their
+// products are added up in the lanes of the columns instead, which are summed at the end.
+#pragma once
+
+#include "steps.h"
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+// Rows of a tile that fit into registers, and so few that the lanes of a vector are not for them.
+constexpr int TILE = FAST_WEIGHTS_VECTOR_BYTES == 64 ? 16 : 8;
+constexpr int FEW = 4;
+
+// One side of a chunk: the rows of the state (keys), or its columns (values).
+template <class real> struct Side {
+    Steps<const real> write, read, decay;  // k, q, f; or v, dy, z; no decay: null
+};
+
+template <bool row_decay, bool lane_decay, class real>
+FAST_WEIGHTS_INLINE vec<real> decayed(vec<real> x, real f, vec<real> z) {
+    return row_decay && lane_decay ? x * (z * f) : row_decay ? x * f : lane_decay ? x * z : x;
+}
+
+// What a tile does to its output: nothing, set it (the first tile of its lanes), or add to it.
+enum class Out { none, set, add };
+
+// Takes a tile of R rows and one vector of lanes through the chunk. `out` = or += what is read; `history`: what decays
+// left of S_{t-1}.
+template <int R, bool row_decay, bool lane_decay, Out into, bool keeps, class real>
+FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, const Side<real>& rows,
+                                      const Side<real>& lanes, index_t row, index_t lane, Steps<real> out,
+                                      real* history) {
+    constexpr int W = Vector<real>::lanes;
+    constexpr bool reads = into != Out::none;
+    vec<real> s[R];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) s[i] = load(state + i * ld);
+    for (index_t t = 0; t < steps; ++t) {
+        const real *k = rows.write.at(t) + row, *q = reads ? rows.read.at(t) + row : nullptr;
+        const real* f = row_decay ? rows.decay.at(t) + row : nullptr;
+        const vec<real> v = load_unaligned(lanes.write.at(t) + lane);
+        const vec<real> z = lane_decay ? load(lanes.decay.at(t) + lane) : vec<real>{};
+        vec<real> y[2] = {into == Out::add ? load_unaligned(out.at(t) + lane) : vec<real>{}, vec<real>{}};
+#pragma GCC unroll 16
+        for (int i = 0; i < R; ++i) {
+            s[i] = decayed<row_decay, lane_decay>(s[i], row_decay ? f[i] : real(1), z);
+            if (keeps) store(history + (t * R + i) * W, s[i]);
+            s[i] += v * k[i];
+            if (reads) y[i % 2] += s[i] * q[i];
+        }
+        if (reads) store_unaligned(out.at(t) + lane, y[0] + y[1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) store(state + i * ld, s[i]);
+}
+
+// Takes the gradient of a tile back through the chunk. `d_write` = or += dv (or dk), and, if `logs`, `d_log` likewise
+// d log z (or f).
+template <int R, bool row_decay, bool lane_decay, bool logs, Out into, class real>
+FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld, const Side<real>& rows,
+                                       const Side<real>& lanes, index_t row, index_t lane, Steps<real> d_write,
+                                       Steps<real> d_log, const real* history) {
+    constexpr int W = Vector<real>::lanes;
+    constexpr bool adds = into == Out::add;
+    vec<real> g[R];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) g[i] = load(d_state + i * ld);
+    for (index_t t = steps - 1; t >= 0; --t) {
+        const real *k = rows.write.at(t) + row, *q = rows.read.at(t) + row;
+        const real* f = row_decay ? rows.decay.at(t) + row : nullptr;
+        const vec<real> dy = load_unaligned(lanes.read.at(t) + lane);
+        const vec<real> z = lane_decay ? load(lanes.decay.at(t) + lane) : vec<real>{};
+        vec<real> dv[2] = {adds ? load_unaligned(d_write.at(t) + lane) : vec<real>{}, vec<real>{}};
+        vec<real> dz[2] = {adds && logs ? load(d_log.at(t) + lane) : vec<real>{}, vec<real>{}};
+#pragma GCC unroll 16
+        for (int i = 0; i < R; ++i) {
+            g[i] += dy * q[i];
+            dv[i % 2] += g[i] * k[i];
+            if (logs) dz[i % 2] += g[i] * load(history + (t * R + i) * W);
+            g[i] = decayed<row_decay, lane_decay>(g[i], row_decay ? f[i] : real(1), z);
+        }
+        store_unaligned(d_write.at(t) + lane, dv[0] + dv[1]);
+        if (logs) store(d_log.at(t) + lane, dz[0] + dz[1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) store(d_state + i * ld, g[i]);
+}
+
+// Vectors of lanes that a tile of FEW rows holds.
+constexpr int WIDTH = TILE / FEW;
+
+// `sums` of FEW rows by step, in the lanes of a vector each.
+template <Out into, class real> FAST_WEIGHTS_INLINE void put_in_lanes(real* sums, index_t t, int row, vec<real> x) {
+    real* place = sums + (t * FEW + row) * Vector<real>::lanes;
+    store(place, into == Out::add ? load(place) + x : x);
+}
+
+// A tile of FEW rows and N vectors of lanes forwards: `dq` = or += what dy reads, in lanes. `history` as above.
+template <int N, bool row_decay, bool lane_decay, Out into, class real>
+FAST_WEIGHTS_INLINE void forward_few(index_t steps, real* state, index_t ld, const Side<real>& rows,
+                                     const Side<real>& lanes, index_t lane, real* dq, real* history) {
+    constexpr int W = Vector<real>::lanes;
+    vec<real> s[FEW][N];
+#pragma GCC unroll 4
+    for (int i = 0; i < FEW; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) s[i][j] = load(state + i * ld + j * W + lane);
+    }
+    for (index_t t = 0; t < steps; ++t) {
+        const real* k = rows.write.at(t);
+        const real* f = row_decay ? rows.decay.at(t) : nullptr;
+        vec<real> sum[FEW];
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+            const index_t m = lane + j * W;
+            const vec<real> v = load_unaligned(lanes.write.at(t) + m), dy = load_unaligned(lanes.read.at(t) + m);
+            const vec<real> z = lane_decay ? load(lanes.decay.at(t) + m) : vec<real>{};
+#pragma GCC unroll 4
+            for (int i = 0; i < FEW; ++i) {
+                s[i][j] = decayed<row_decay, lane_decay>(s[i][j], row_decay ? f[i] : real(1), z);
+                if (row_decay || lane_decay) store(history + ((t * N + j) * FEW + i) * W, s[i][j]);
+                s[i][j] += v * k[i];
+                sum[i] = j == 0 ? s[i][j] * dy : sum[i] + s[i][j] * dy;
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < FEW; ++i) put_in_lanes<into>(dq, t, i, sum[i]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < FEW; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) store(state + i * ld + j * W + lane, s[i][j]);
+    }
+}
+
+// And its gradient backwards: dv, d log z of these lanes; `dk` and `df` = or += those of the rows, in lanes.
+template <int N, bool row_decay, bool lane_decay, Out into, class real>
+FAST_WEIGHTS_INLINE void backward_few(index_t steps, real* d_state, index_t ld, const Side<real>& rows,
+                                      const Side<real>& lanes, index_t lane, Steps<real> dv, Steps<real> dz, real* dk,
+                                      real* df, const real* history) {
+    constexpr int W = Vector<real>::lanes;
+    vec<real> g[FEW][N];
+#pragma GCC unroll 4
+    for (int i = 0; i < FEW; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) g[i][j] = load(d_state + i * ld + j * W + lane);
+    }
+    for (index_t t = steps - 1; t >= 0; --t) {
+        const real *k = rows.write.at(t), *q = rows.read.at(t);
+        const real* f = row_decay ? rows.decay.at(t) : nullptr;
+        vec<real> written[FEW], passed[FEW];
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+            const index_t m = lane + j * W;
+            const vec<real> v = load_unaligned(lanes.write.at(t) + m), dy = load_unaligned(lanes.read.at(t) + m);
+            const vec<real> z = lane_decay ? load(lanes.decay.at(t) + m) : vec<real>{};
+            vec<real> dv_t{}, dz_t{};
+#pragma GCC unroll 4
+            for (int i = 0; i < FEW; ++i) {
+                g[i][j] += dy * q[i];
+                dv_t += g[i][j] * k[i];
+                written[i] = j == 0 ? g[i][j] * v : written[i] + g[i][j] * v;
+                if (row_decay || lane_decay) {
+                    const vec<real> here = g[i][j] * load(history + ((t * N + j) * FEW + i) * W);
+                    if (lane_decay) dz_t += here;
+                    if (row_decay) passed[i] = j == 0 ? here : passed[i] + here;
+                }
+                g[i][j] = decayed<row_decay, lane_decay>(g[i][j], row_decay ? f[i] : real(1), z);
+            }
+            store_unaligned(dv.at(t) + m, dv_t);
+            if (lane_decay) store(dz.at(t) + m, dz_t);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < FEW; ++i) {
+            put_in_lanes<into>(dk, t, i, written[i]);
+            if (row_decay) put_in_lanes<into>(df, t, i, passed[i]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < FEW; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) store(d_state + i * ld + j * W + lane, g[i][j]);
+    }
+}
+
+// Numbers of `sums` of FEW rows in lanes, for so many steps.
+template <class real> constexpr index_t lanes_of_few(index_t steps) { return steps * FEW * Vector<real>::lanes; }
+
+// The first `keys` numbers of `rows` rows from their lanes; `lanes` holds whole blocks of 4 steps.
+template <class real> inline void sum_few(Steps<real> rows, const real* lanes, index_t steps, index_t keys) {
+    constexpr int W = Vector<real>::lanes, at_once = W > FEW ? W / FEW : 1;
+    for (index_t t = 0; t < steps; t += at_once) {
+        real sums[at_once * FEW] __attribute__((aligned(64)));
+        for (int i = 0; i < at_once * FEW; i += W) sum_vectors(sums + i, lanes + (t * FEW + i) * W);
+        for (index_t i = 0; i < at_once && t + i < steps; ++i) {
+            for (index_t e = 0; e < keys; ++e) rows.at(t + i)[e] = sums[i * FEW + e];
+        }
+    }
+}
+
+template <int n> struct Constant {
+    static constexpr int value = n;
+};
+template <Out into> struct Mode {
+    static constexpr Out value = into;
+};
+
+// Calls work(number of rows, set or add, first row, first lane) for tiles that cover `rows` rows, up to the next multiple of
+// TILE / 4, of `lanes` lanes: the tiles of the same lanes one after the other.
+template <class real, class Work> FAST_WEIGHTS_INLINE void for_tiles(index_t rows, index_t lanes, const Work& work) {
+    for (index_t m = 0; m < lanes; m += Vector<real>::lanes) {
+        index_t i = 0;
+        if (rows > TILE * 3 / 4) {
+            work(Constant<TILE>(), Mode<Out::set>(), i, m);
+            for (i = TILE; rows - i > TILE * 3 / 4; i += TILE) work(Constant<TILE>(), Mode<Out::add>(), i, m);
+            if (rows - i > TILE / 4) {
+                work(Constant<TILE / 2>(), Mode<Out::add>(), i, m);
+                i += TILE / 2;
+            }
+        } else if (rows > TILE / 4) {
+            work(Constant<TILE / 2>(), Mode<Out::set>(), i, m);
+            i = TILE / 2;
+        } else {
+            work(Constant<TILE / 4>(), Mode<Out::set>(), i, m);
+            i = TILE / 4;
+        }
+        for (; i < rows; i += TILE / 4) work(Constant<TILE / 4>(), Mode<Out::add>(), i, m);
+    }
+}
+
+// Calls work(vectors, set or add, first lane) for tiles of FEW rows that cover `lanes` lanes.
+template <class real, class Work> FAST_WEIGHTS_INLINE void for_few(index_t lanes, const Work& work) {
+    constexpr int W = Vector<real>::lanes;
+    index_t m = 0;
+    if (lanes >= WIDTH * W) {
+        work(Constant<WIDTH>(), Mode<Out::set>(), m);
+        m = WIDTH * W;
+    } else {
+        work(Constant<1>(), Mode<Out::set>(), m);
+        m = W;
+    }
+    for (; lanes - m >= WIDTH * W; m += WIDTH * W) work(Constant<WIDTH>(), Mode<Out::add>(), m);
+    for (; m < lanes; m += W) work(Constant<1>(), Mode<Out::add>(), m);
+}
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights
