@@ -77,8 +77,8 @@ template <class real> class SmallSum {
     void back(index_t rows, index_t lanes, const Side<real>& row_side, const Side<real>& lane_side, real* d_state,
               index_t ld, index_t steps, Steps<real> d_write) {
         for_tiles<real>(rows, lanes, [&](auto tile, auto into, index_t e, index_t m) {
-            backward_tile<decltype(tile)::value, false, false, false, decltype(into)::value>(
-                steps, d_state + e * ld + m, ld, row_side, lane_side, e, m, d_write, Steps<real>(), none);
+            backward_tile<decltype(tile)::value, false, false, false, false, decltype(into)::value, Out::none>(
+                steps, d_state + e * ld + m, ld, row_side, lane_side, e, m, d_write, {}, {}, none);
         });
     }
 

@@ -40,7 +40,7 @@ template <class real> class SteppedChunk {
         df = {scratch.take(gated_ || f_ ? CHUNK * Fp : 0), Fp};
         dz = {scratch.take(z_ ? CHUNK * Vp : 0), Vp};
         history = scratch.take(CHUNK * TILE * Vector<real>::lanes);
-        again = scratch.take(Kp * Vs);
+        again = scratch.take(K <= FEW ? Kp * Vs : 0);
         in_lanes = scratch.take(K <= FEW ? 3 * LANES : 0);
         turned = scratch.take(K <= FEW ? 0 : Vp * Kp);
         d_turned = scratch.take(K <= FEW ? 0 : Vp * Kp);
@@ -89,10 +89,7 @@ template <class real> class SteppedChunk {
         dq = d_queries_.at(dq_copies, b_, t_, h_);
         dk = d_keys_.at(dk_copies, b_, t_, h_);
         dv = d_values_.at(dv_copies, b_, t_, h_);
-        copy(again, state, Kp * Vs);
-        // Few keys set no more columns than that: in others NaN of the head before might stay.
-        if (p_.complement && K <= FEW) fill(dk_copies, real(0), CHUNK * Kp);
-        K <= FEW ? differentiate_few(d_state) : differentiate(d_state);
+        K <= FEW ? differentiate_few(state, d_state) : differentiate(state, d_state);
         if (gated_) store_gate_gradient();
         d_queries_.write(dq_copies, b_, t_, h_, rows_);
         d_keys_.write(dk_copies, b_, t_, h_, rows_);
@@ -106,49 +103,49 @@ template <class real> class SteppedChunk {
     index_t unit(bool backward) const { return backward && K > FEW ? ROW : FEW; }
     static constexpr index_t LANES = lanes_of_few<real>(CHUNK);
 
-    void differentiate(real* d_state) {
-        transpose(turned, Kp, again, Vs, Kp, Vp);
+    void differentiate(const real* state, real* d_state) {
+        transpose(turned, Kp, state, Vs, Kp, Vp);
         transpose(d_turned, Kp, d_state, Vs, Kp, Vp);
-        // Rows in the lanes, for dq, dk and df (or, in all of its lanes, the gate's gradient), then columns.
         if (gated_) {
-            turned_passes<false, true, true>();
-            straight_passes<false, true, false>(d_state);
+            turned_passes<false, true, false, true>();
+            straight_pass<false, true>(d_state);
         } else if (f_) {
-            z_ ? turned_passes<true, true, true>() : turned_passes<false, true, true>();
-            z_ ? straight_passes<true, true, true>(d_state) : straight_passes<true, false, false>(d_state);
+            z_ ? turned_passes<true, true, true, true>() : turned_passes<false, true, false, true>();
+            z_ ? straight_pass<true, true>(d_state) : straight_pass<true, false>(d_state);
         } else {
-            turned_passes<true, false, false>();
-            straight_passes<false, true, true>(d_state);
+            turned_passes<true, false, true, false>();
+            straight_pass<false, true>(d_state);
         }
     }
 
-    // Rows in the lanes: what is read forwards is dq, of which dy is the query.
-    template <bool row_decay, bool lane_decay, bool logs> void turned_passes() {
+    // Values in the rows, keys in the lanes: dq, which is what dy reads, dk, and the gradients of all decays (a gate's is in
+    // all lanes of df).
+    template <bool row_decay, bool lane_decay, bool row_logs, bool lane_logs> void turned_passes() {
         for_tiles<real>(V, Kp, [&](auto tile, auto into, index_t e, index_t m) {
             constexpr int R = decltype(tile)::value;
             constexpr Out O = decltype(into)::value;
-            forward_tile<R, row_decay, lane_decay, O, logs>(rows_, turned + e * Kp + m, Kp, value_side, key_side, e, m,
+            forward_tile<R, row_decay, lane_decay, O, true>(rows_, turned + e * Kp + m, Kp, value_side, key_side, e, m,
                                                             dq, history);
-            backward_tile<R, row_decay, lane_decay, logs, O>(rows_, d_turned + e * Kp + m, Kp, value_side, key_side, e,
-                                                             m, dk, df, history);
+            // dz is by rows here: the first tile of *its* rows sets it.
+            m == 0 ? backward_tile<R, row_decay, lane_decay, row_logs, lane_logs, O, Out::set>(
+                         rows_, d_turned + e * Kp + m, Kp, value_side, key_side, e, m, dk, dz, df, history)
+                   : backward_tile<R, row_decay, lane_decay, row_logs, lane_logs, O, Out::add>(
+                         rows_, d_turned + e * Kp + m, Kp, value_side, key_side, e, m, dk, dz, df, history);
         });
     }
 
-    // Columns in the lanes: what is read forwards would be the output.
-    template <bool row_decay, bool lane_decay, bool logs> void straight_passes(real* d_state) {
+    // Keys in the rows, values in the lanes: dv.
+    template <bool row_decay, bool lane_decay> void straight_pass(real* d_state) {
         for_tiles<real>(K, Vp, [&](auto tile, auto into, index_t e, index_t m) {
-            constexpr int R = decltype(tile)::value;
-            constexpr Out O = decltype(into)::value;
-            if (logs) {
-                forward_tile<R, row_decay, lane_decay, Out::none, true>(rows_, again + e * Vs + m, Vs, key_side,
-                                                                        value_side, e, m, {}, history);
-            }
-            backward_tile<R, row_decay, lane_decay, logs, O>(rows_, d_state + e * Vs + m, Vs, key_side, value_side, e,
-                                                             m, dv, dz, history);
+            backward_tile<decltype(tile)::value, row_decay, lane_decay, false, false, decltype(into)::value, Out::none>(
+                rows_, d_state + e * Vs + m, Vs, key_side, value_side, e, m, dv, {}, {}, history);
         });
     }
 
-    void differentiate_few(real* d_state) {
+    void differentiate_few(const real* state, real* d_state) {
+        copy(again, state, Kp * Vs);
+        // These set no more columns than there are keys: in others NaN of the head before might stay.
+        if (p_.complement) fill(dk_copies, real(0), CHUNK * Kp);
         if (gated_) return differentiate_few_as<false, true>(d_state, df);
         if (f_ && z_) return differentiate_few_as<true, true>(d_state, dz);
         f_ ? differentiate_few_as<true, false>(d_state, {}) : differentiate_few_as<false, true>(d_state, dz);

@@ -62,12 +62,39 @@ FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, co
     for (int i = 0; i < R; ++i) store(state + i * ld, s[i]);
 }
 
-// Takes the gradient of a tile back through the chunk. `d_write` = or += dv (or dk), and, if `logs`, `d_log` likewise
-// d log z (or f).
-template <int R, bool row_decay, bool lane_decay, bool logs, Out into, class real>
+// The sums of the lanes of R vectors, take(i) being the i-th, set at or added to `sums`. As in sum_vectors, but a vector is
+// asked for when it is needed, so that few are alive beside what it is made of.
+template <int R, int first, int step, class real, class Take> FAST_WEIGHTS_INLINE vec<real> merged(const Take& take) {
+    if constexpr (step >= R) {
+        return take(first);
+    } else {
+        const vec<real> x = merged<R, first, 2 * step, real>(take), y = merged<R, first + step, 2 * step, real>(take);
+        return interleave<real, false>(x, y) + interleave<real, true>(x, y);
+    }
+}
+template <int R, bool adds, class real, class Take> FAST_WEIGHTS_INLINE void put_sums(real* sums, const Take& take) {
+    constexpr int W = Vector<real>::lanes, G = R < W ? R : W;
+    if constexpr (R > W) {
+        put_sums<R / 2, adds>(sums, take);
+        put_sums<R / 2, adds>(sums + R / 2, [&](int i) __attribute__((always_inline)) { return take(R / 2 + i); });
+    } else {
+        // Of fewer vectors than lanes, each sum is in W / G lanes.
+        real parts[W] __attribute__((aligned(64)));
+        store(parts, merged<R, 0, 1, real>(take));
+        for (int i = 0; i < G; ++i) {
+            real sum = adds ? sums[i] : real(0);
+            for (int j = i; j < W; j += G) sum += parts[j];
+            sums[i] = sum;
+        }
+    }
+}
+
+// Takes the gradient of a tile back through the chunk. `d_write` = or += dv (or dk); if `lane_logs`, `d_lane_log` likewise
+// d log z (or f), and if `row_logs`, `d_row_log` that of the rows' decays, by `row_into`.
+template <int R, bool row_decay, bool lane_decay, bool row_logs, bool lane_logs, Out into, Out row_into, class real>
 FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld, const Side<real>& rows,
                                        const Side<real>& lanes, index_t row, index_t lane, Steps<real> d_write,
-                                       Steps<real> d_log, const real* history) {
+                                       Steps<real> d_row_log, Steps<real> d_lane_log, const real* history) {
     constexpr int W = Vector<real>::lanes;
     constexpr bool adds = into == Out::add;
     vec<real> g[R];
@@ -79,16 +106,24 @@ FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld,
         const vec<real> dy = load_unaligned(lanes.read.at(t) + lane);
         const vec<real> z = lane_decay ? load(lanes.decay.at(t) + lane) : vec<real>{};
         vec<real> dv[2] = {adds ? load_unaligned(d_write.at(t) + lane) : vec<real>{}, vec<real>{}};
-        vec<real> dz[2] = {adds && logs ? load(d_log.at(t) + lane) : vec<real>{}, vec<real>{}};
-#pragma GCC unroll 16
-        for (int i = 0; i < R; ++i) {
+        vec<real> dz[2] = {adds && lane_logs ? load(d_lane_log.at(t) + lane) : vec<real>{}, vec<real>{}};
+        const auto take_row = [&](int i) __attribute__((always_inline)) {
             g[i] += dy * q[i];
             dv[i % 2] += g[i] * k[i];
-            if (logs) dz[i % 2] += g[i] * load(history + (t * R + i) * W);
+            vec<real> passed{};
+            if (row_logs || lane_logs) passed = g[i] * load(history + (t * R + i) * W);
+            if (lane_logs) dz[i % 2] += passed;
             g[i] = decayed<row_decay, lane_decay>(g[i], row_decay ? f[i] : real(1), z);
+            return passed;
+        };
+        if constexpr (row_logs) {
+            put_sums<R, row_into == Out::add>(d_row_log.at(t) + row, take_row);
+        } else {
+#pragma GCC unroll 16
+            for (int i = 0; i < R; ++i) take_row(i);
         }
         store_unaligned(d_write.at(t) + lane, dv[0] + dv[1]);
-        if (logs) store(d_log.at(t) + lane, dz[0] + dz[1]);
+        if (lane_logs) store(d_lane_log.at(t) + lane, dz[0] + dz[1]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) store(d_state + i * ld, g[i]);
