@@ -2,7 +2,9 @@
 #include "delta.h"
 #include "diagonal.h"
 #include "march.h"
+#include "small_delta.h"
 #include "small_sum.h"
+#include "small_delta.h"
 #include "small_sum.h"
 #include "step.h"
 #include "stepped.h"
@@ -51,7 +53,7 @@ template <class real> void diagonal_forward_as(const Problem& p, index_t begin, 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
     if (is_stepped(p, LARGEST_DECAYED_BACKWARD, GATED_BACKWARD)) {
         return p.log_gate.data || has_decays(p) ? march_backward<real, SteppedChunk<real>>(p, begin, end)
-                                                : march_small_sum_backward<real>(p, begin, end);
+                                                : march_intervals_backward<real, SumInterval<real>>(p, begin, end);
     }
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
@@ -67,14 +69,22 @@ void diagonal_backward(const Problem& p, index_t begin, index_t end) {
                               : diagonal_backward_as<float>(p, begin, end);
 }
 
+template <class real> void delta_forward_as(const Problem& p, index_t begin, index_t end) {
+    p.keys <= LARGEST_COLUMN ? march_forward<real, ColumnChunk<real>>(p, begin, end)
+                             : march_forward<real, DeltaChunk<real>>(p, begin, end);
+}
+
+template <class real> void delta_backward_as(const Problem& p, index_t begin, index_t end) {
+    p.keys <= LARGEST_COLUMN ? march_intervals_backward<real, ColumnInterval<real>>(p, begin, end)
+                             : march_backward<real, DeltaChunk<real>>(p, begin, end);
+}
+
 void delta_forward(const Problem& p, index_t begin, index_t end) {
-    p.v.type == Type::float64 ? march_forward<double, DeltaChunk<double>>(p, begin, end)
-                              : march_forward<float, DeltaChunk<float>>(p, begin, end);
+    p.v.type == Type::float64 ? delta_forward_as<double>(p, begin, end) : delta_forward_as<float>(p, begin, end);
 }
 
 void delta_backward(const Problem& p, index_t begin, index_t end) {
-    p.v.type == Type::float64 ? march_backward<double, DeltaChunk<double>>(p, begin, end)
-                              : march_backward<float, DeltaChunk<float>>(p, begin, end);
+    p.v.type == Type::float64 ? delta_backward_as<double>(p, begin, end) : delta_backward_as<float>(p, begin, end);
 }
 
 void diagonal_step_any(const Step& p, index_t begin, index_t end) {

@@ -1,7 +1,8 @@
 // A sequence, chunk by chunk: forwards in time, and backwards over intervals whose states are computed again.
 //
 // `Chunk` is the arithmetic of one chunk of one head (`DiagonalChunk`, `SteppedChunk`, `DeltaChunk`): open it, then
-// forward; or open it, carry (or prepare), and later reopen and backward.
+// forward; or open it, carry (or prepare), and later reopen and backward. `Interval` (`SumInterval`, `ColumnInterval`) is
+// that of a whole interval backwards, for small states, which needs none in between.
 #pragma once
 
 #include "chunk.h"
@@ -88,6 +89,41 @@ template <class real, class Chunk> void march_backward(const Problem& p, index_t
         for (index_t h = task.first; h < task.last && p.d_initial_state != nullptr; ++h) {
             const real* d_state = d_states + (h - task.first) * size;
             store_state(p.d_initial_state, p, b * p.heads + h, d_state);
+        }
+    }
+}
+
+template <class real, class Interval> void march_intervals_backward(const Problem& p, index_t begin, index_t end) {
+    const index_t Kp = padded(p.keys), Vp = padded(p.values), Vs = state_row<real>(p.values), size = Kp * Vs;
+    const Intervals intervals(p);
+    const index_t length = minimum(intervals.length, padded(p.time));
+    Scratch<real> scratch;
+    scratch.take(2 * (1 + p.group) * size);
+    { Interval counted(p, scratch, length); }
+    scratch.allocate();
+    // A state and, behind it, the same transposed: those at hand, and the gradients of each head.
+    real* state = scratch.take(2 * (1 + p.group) * size);
+    real* d_states = state + 2 * size;
+    Interval interval(p, scratch, length);
+    for (index_t number = begin; number < end; ++number) {
+        const Task task(p, number);
+        const index_t b = task.batch;
+        for (index_t h = task.first; h < task.last; ++h) {
+            real* d_state = d_states + 2 * (h - task.first) * size;
+            load_state(d_state, p, p.d_final_state, b * p.heads + h);
+            transpose(d_state + size, Kp, d_state, Vs, Kp, Vp);
+        }
+        for (index_t n = intervals.count - 1; n >= 0; --n) {
+            const index_t first = intervals.begin(n), last = intervals.end(p, n);
+            for (index_t h = task.first; h < task.last; ++h) {
+                load_start(state, p, intervals, b, h, n);
+                transpose(state + size, Kp, state, Vs, Kp, Vp);
+                real* d_state = d_states + 2 * (h - task.first) * size;
+                interval.backward(b, first, h, last - first, state, state + size, d_state, d_state + size);
+            }
+        }
+        for (index_t h = task.first; h < task.last && p.d_initial_state != nullptr; ++h) {
+            store_state(p.d_initial_state, p, b * p.heads + h, d_states + 2 * (h - task.first) * size);
         }
     }
 }
