@@ -16,21 +16,24 @@ namespace {
 #define FAST_WEIGHTS_STRING_(name) #name
 #define FAST_WEIGHTS_STRING(name) FAST_WEIGHTS_STRING_(name)
 
-// The larger of the table's choices is for vectors of 64 bytes, the next for those of 32: narrower ones have fewer and
-// shorter registers for a state.
+// A number for vectors of 64 bytes, of 32 or of 16: there are fewer and shorter registers for a state each time.
 constexpr int64_t by_width(int64_t widest, int64_t wide, int64_t narrow) {
     return FAST_WEIGHTS_VECTOR_BYTES == 64 ? widest : FAST_WEIGHTS_VECTOR_BYTES == 32 ? wide : narrow;
 }
 
-// Small states go step by step through registers (stepped.h, small_sum.h), larger ones by products of a chunk's matrices.
-// With decays the limit is a size. Without, what a chunk copies, scores and masks is as keys + values, and what it spares as
-// keys * values: their quotient decides. All measured between 16 x 16 and 64 x 128, at 1,024 steps and fewer. Sizes are
-// those of the whole call, whose way its blocks of columns then take too; few keys go step by step in any case.
+// Small states go step by step through registers (stepped.h, small_sum.h, small_delta.h), larger ones by products of a
+// chunk's matrices. With decays the limit is a size. Without, what a chunk copies, scores and masks is as keys + values, and
+// what it spares as keys * values: their quotient decides. All measured between 16 x 16 and 64 x 128, at 1,024 steps and
+// fewer. Sizes are those of the whole call, whose way its blocks of columns then take too; few keys go step by step in any
+// case.
 constexpr int64_t LARGEST_DECAYED_FORWARD = by_width(64 * 64, 32 * 32, 32 * 32);
 constexpr int64_t LARGEST_DECAYED_BACKWARD = by_width(32 * 32, 32 * 16, 32 * 16);
 constexpr int64_t SUM = by_width(30, 14, 10);
 // Without an instruction that multiplies and adds at once, a gate near 1 that is applied 4,096 times costs too many digits.
 constexpr int64_t GATED_FORWARD = by_width(22, 14, 0), GATED_BACKWARD = by_width(8, 8, 0);
+
+// The delta rule's with so few keys, or, backwards, with twice as many and so small a state.
+constexpr int64_t COLUMN = 16, LARGEST_WIDE_COLUMN = by_width(32 * 64, 0, 0);
 
 bool has_decays(const Problem& p) { return p.log_key_decay.data || p.log_value_decay.data; }
 
@@ -44,7 +47,9 @@ bool is_stepped(const Problem& p, int64_t largest_decayed, int64_t gated) {
 }
 
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
-    if (is_stepped(p, LARGEST_DECAYED_FORWARD, GATED_FORWARD)) return march_forward<real, SteppedChunk<real>>(p, begin, end);
+    if (is_stepped(p, LARGEST_DECAYED_FORWARD, GATED_FORWARD)) {
+        return march_forward<real, SteppedChunk<real>>(p, begin, end);
+    }
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
@@ -70,12 +75,13 @@ void diagonal_backward(const Problem& p, index_t begin, index_t end) {
 }
 
 template <class real> void delta_forward_as(const Problem& p, index_t begin, index_t end) {
-    p.keys <= LARGEST_COLUMN ? march_forward<real, ColumnChunk<real>>(p, begin, end)
-                             : march_forward<real, DeltaChunk<real>>(p, begin, end);
+    p.keys <= COLUMN ? march_forward<real, ColumnChunk<real>>(p, begin, end)
+                     : march_forward<real, DeltaChunk<real>>(p, begin, end);
 }
 
 template <class real> void delta_backward_as(const Problem& p, index_t begin, index_t end) {
-    p.keys <= LARGEST_COLUMN ? march_intervals_backward<real, ColumnInterval<real>>(p, begin, end)
+    const bool wide = p.keys <= LARGEST_COLUMN && p.keys * p.columns <= LARGEST_WIDE_COLUMN;
+    p.keys <= COLUMN || wide ? march_intervals_backward<real, ColumnInterval<real>>(p, begin, end)
                              : march_backward<real, DeltaChunk<real>>(p, begin, end);
 }
 

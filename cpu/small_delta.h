@@ -12,32 +12,32 @@
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
-// Keys that this takes: as many as there are registers for, beside a few others.
-constexpr int LARGEST_COLUMN = FAST_WEIGHTS_VECTOR_BYTES == 64 ? 16 : 8;
+// Keys that this takes at most; beyond half of them a column is partly in the first cache.
+constexpr int LARGEST_COLUMN = FAST_WEIGHTS_VECTOR_BYTES == 64 ? 32 : 16;
 
 // One vector of columns through `steps` steps: out (`reads`), or else e.
 template <int R, bool reads, class real>
 FAST_WEIGHTS_INLINE void forward_column(index_t steps, real* state, index_t ld, const Side<real>& keys,
                                         Steps<const real> values, const real* beta, index_t lane, Steps<real> result) {
     vec<real> s[R];
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int i = 0; i < R; ++i) s[i] = load(state + i * ld + lane);
     for (index_t t = 0; t < steps; ++t) {
         const real *k = keys.write.at(t), *q = reads ? keys.read.at(t) : nullptr;
         vec<real> e[4] = {load_unaligned(values.at(t) + lane)}, y[2] = {};
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int i = 0; i < R; ++i) e[i % 4] -= s[i] * k[i];
         e[0] = (e[0] + e[1]) + (e[2] + e[3]);
         if (!reads) store(result.at(t) + lane, e[0]);
         const vec<real> u = e[0] * beta[t];
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int i = 0; i < R; ++i) {
             s[i] += u * k[i];
             if (reads) y[i % 2] += s[i] * q[i];
         }
         if (reads) store_unaligned(result.at(t) + lane, y[0] + y[1]);
     }
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int i = 0; i < R; ++i) store(state + i * ld + lane, s[i]);
 }
 
@@ -46,13 +46,13 @@ template <int R, class real>
 FAST_WEIGHTS_INLINE void backward_column(index_t steps, real* d_state, index_t ld, const Side<real>& keys,
                                          Steps<const real> d_out, const real* beta, index_t lane, Steps<real> du) {
     vec<real> g[R];
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int i = 0; i < R; ++i) g[i] = load(d_state + i * ld + lane);
     for (index_t t = steps - 1; t >= 0; --t) {
         const real *k = keys.write.at(t), *q = keys.read.at(t);
         const vec<real> dy = load_unaligned(d_out.at(t) + lane);
         vec<real> sum[4] = {};
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int i = 0; i < R; ++i) {
             g[i] += dy * q[i];
             sum[i % 4] += g[i] * k[i];
@@ -60,10 +60,10 @@ FAST_WEIGHTS_INLINE void backward_column(index_t steps, real* d_state, index_t l
         sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
         store(du.at(t) + lane, sum[0]);
         const vec<real> w = sum[0] * beta[t];
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int i = 0; i < R; ++i) g[i] -= w * k[i];
     }
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int i = 0; i < R; ++i) store(d_state + i * ld + lane, g[i]);
 }
 
@@ -122,14 +122,19 @@ FAST_WEIGHTS_INLINE void backward_turned(index_t steps, real* d_state, index_t l
     for (int i = 0; i < R; ++i) store(d_state + i * ld, g[i]);
 }
 
-// Calls work(rows), the rows being those of columns of `keys` numbers and zeros.
+// Calls work(rows), the rows being those of a column of `keys` numbers and zeros.
+constexpr index_t column(index_t keys) { return keys > 16 ? 32 : keys > 8 ? 16 : keys > 4 ? 8 : 4; }
 template <class Work> FAST_WEIGHTS_INLINE void for_column(index_t keys, const Work& work) {
-    if (keys > 8) return work(Constant<LARGEST_COLUMN>());
-    keys > 4 ? work(Constant<8>()) : work(Constant<4>());
+    switch (column(keys)) {
+        case 32: return work(Constant<LARGEST_COLUMN>());
+        case 16: return work(Constant<16>());
+        case 8: return work(Constant<8>());
+        default: return work(Constant<4>());
+    }
 }
-constexpr index_t column(index_t keys) { return keys > 8 ? LARGEST_COLUMN : keys > 4 ? 8 : 4; }
 
-template <class real> inline void load_strengths(real* beta, const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
+template <class real>
+inline void load_strengths(real* beta, const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
     for (index_t i = 0; i < rows; ++i) beta[i] = load_one<real>(p.beta, place(p.beta, b, t + i, h));
 }
 
@@ -151,12 +156,13 @@ template <class real> class ColumnChunk {
     }
 
     void forward(real* state, bool) {
-        const Side<real> keys{keys_.read(k_copies, b_, t_, h_, rows_, 1), queries_.read(q_copies, b_, t_, h_, rows_, 1), {}};
+        const Side<real> keys{keys_.read(k_copies, b_, t_, h_, rows_, 1),
+                              queries_.read(q_copies, b_, t_, h_, rows_, 1), {}};
         const Steps<const real> values = values_.read(v_copies, b_, t_, h_, rows_, 1);
         const Steps<real> out = out_.at(y_copies, b_, t_, h_);
-        for_column(p_.keys, [&](auto rows) {
+        for_column(p_.keys, [&](auto column) {
             for (index_t m = 0; m < Vp; m += Vector<real>::lanes) {
-                forward_column<decltype(rows)::value, true>(rows_, state, Vs, keys, values, beta, m, out);
+                forward_column<decltype(column)::value, true>(rows_, state, Vs, keys, values, beta, m, out);
             }
         });
         out_.write(y_copies, b_, t_, h_, rows_);
@@ -209,7 +215,7 @@ template <class real> class ColumnInterval {
             scale(w.at(i), w.at(i), beta[i], Vp);
         }
         const Columns<real> columns{u, w, d_out};
-        for_tiles<real>(V, Kp, [&](auto tile, auto into, index_t e, index_t m) {
+        for_tiles<real>(V, vectors<real>(K), [&](auto tile, auto into, index_t e, index_t m) {
             constexpr int R = decltype(tile)::value;
             forward_turned<R, decltype(into)::value>(rows, turned + e * Kp + m, Kp, columns, keys.write, e, m, dq, dk);
             backward_turned<R>(rows, d_turned + e * Kp + m, Kp, columns, keys, e, m, dk);

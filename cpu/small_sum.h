@@ -45,12 +45,12 @@ template <class real> class SumInterval {
             });
             sum_few(dk, in_lanes, rows, K);
         } else {
-            for_tiles<real>(V, Kp, [&](auto tile, auto into, index_t e, index_t m) {
+            for_tiles<real>(V, vectors<real>(K), [&](auto tile, auto into, index_t e, index_t m) {
                 forward_tile<decltype(tile)::value, false, false, decltype(into)::value, false>(
                     rows, turned + e * Kp + m, Kp, values, keys, e, m, dq, none);
             });
-            back(V, Kp, values, keys, d_turned, Kp, rows, dk);
-            back(K, Vp, keys, values, d_state, Vs, rows, dv);
+            back(V, vectors<real>(K), values, keys, d_turned, Kp, rows, dk);
+            back(K, vectors<real>(V), keys, values, d_state, Vs, rows, dv);
         }
         d_queries_.write(dq_copies, b, t, h, rows);
         d_keys_.write(dk_copies, b, t, h, rows);

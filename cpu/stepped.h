@@ -89,6 +89,8 @@ template <class real> class SteppedChunk {
         dq = d_queries_.at(dq_copies, b_, t_, h_);
         dk = d_keys_.at(dk_copies, b_, t_, h_);
         dv = d_values_.at(dv_copies, b_, t_, h_);
+        // No more columns are set than hold keys: in others, which gates scale, NaN of the head before might stay.
+        if (p_.complement) fill(dk_copies, real(0), CHUNK * Kp);
         K <= FEW ? differentiate_few(state, d_state) : differentiate(state, d_state);
         if (gated_) store_gate_gradient();
         d_queries_.write(dq_copies, b_, t_, h_, rows_);
@@ -121,7 +123,7 @@ template <class real> class SteppedChunk {
     // Values in the rows, keys in the lanes: dq, which is what dy reads, dk, and the gradients of all decays (a gate's is in
     // all lanes of df).
     template <bool row_decay, bool lane_decay, bool row_logs, bool lane_logs> void turned_passes() {
-        for_tiles<real>(V, Kp, [&](auto tile, auto into, index_t e, index_t m) {
+        for_tiles<real>(V, vectors<real>(K), [&](auto tile, auto into, index_t e, index_t m) {
             constexpr int R = decltype(tile)::value;
             constexpr Out O = decltype(into)::value;
             forward_tile<R, row_decay, lane_decay, O, true>(rows_, turned + e * Kp + m, Kp, value_side, key_side, e, m,
@@ -136,7 +138,7 @@ template <class real> class SteppedChunk {
 
     // Keys in the rows, values in the lanes: dv.
     template <bool row_decay, bool lane_decay> void straight_pass(real* d_state) {
-        for_tiles<real>(K, Vp, [&](auto tile, auto into, index_t e, index_t m) {
+        for_tiles<real>(K, vectors<real>(V), [&](auto tile, auto into, index_t e, index_t m) {
             backward_tile<decltype(tile)::value, row_decay, lane_decay, false, false, decltype(into)::value, Out::none>(
                 rows_, d_state + e * Vs + m, Vs, key_side, value_side, e, m, dv, {}, {}, history);
         });
@@ -144,8 +146,6 @@ template <class real> class SteppedChunk {
 
     void differentiate_few(const real* state, real* d_state) {
         copy(again, state, Kp * Vs);
-        // These set no more columns than there are keys: in others NaN of the head before might stay.
-        if (p_.complement) fill(dk_copies, real(0), CHUNK * Kp);
         if (gated_) return differentiate_few_as<false, true>(d_state, df);
         if (f_ && z_) return differentiate_few_as<true, true>(d_state, dz);
         f_ ? differentiate_few_as<true, false>(d_state, {}) : differentiate_few_as<false, true>(d_state, dz);
@@ -191,7 +191,7 @@ template <class real> class SteppedChunk {
     }
 
     template <bool reads, bool row_decay, bool lane_decay> void pass_as(real* state, Steps<real> out) {
-        for_tiles<real>(K, Vp, [&](auto tile, auto into, index_t e, index_t m) {
+        for_tiles<real>(K, vectors<real>(V), [&](auto tile, auto into, index_t e, index_t m) {
             constexpr Out O = reads ? decltype(into)::value : Out::none;
             forward_tile<decltype(tile)::value, row_decay, lane_decay, O, false>(
                 rows_, state + e * Vs + m, Vs, key_side, value_side, e, m, out, history);

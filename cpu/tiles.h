@@ -241,6 +241,11 @@ template <class real> inline void sum_few(Steps<real> rows, const real* lanes, i
     }
 }
 
+// n numbers in whole vectors.
+template <class real> constexpr index_t vectors(index_t n) {
+    return (n + Vector<real>::lanes - 1) / Vector<real>::lanes * Vector<real>::lanes;
+}
+
 template <int n> struct Constant {
     static constexpr int value = n;
 };
