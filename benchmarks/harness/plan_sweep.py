@@ -72,7 +72,7 @@ def asking(environment: dict[str, str]) -> Iterator[None]:
 
 def call_of(shape: Shape, rule: str, way: str, inputs: Inputs) -> Call:
     """The operator that a rule comes down to, with the states that training keeps."""
-    native.require(inputs.k, inputs.v)
+    native.require(rule, inputs.v.device.type, inputs.v.dtype, shape.key_dim)
     q, k, v = inputs.q, inputs.k, inputs.v
     interval = native._interval(k, v)
     if rule == "delta":

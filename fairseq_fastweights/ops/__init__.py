@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops import chunkwise, native, reference
+from fairseq_fastweights.ops import chunkwise, divided, native, reference
 from fairseq_fastweights.ops.checks import check_in_place, check_inputs, check_values, state_dtype
 from fairseq_fastweights.ops.native import BackendUnavailable
 
@@ -135,23 +135,30 @@ def delta_rule(
     return _run("delta", backend, in_place, initial_state, q, k, v, beta)
 
 
-def chosen_backend(device: torch.device | str, dtype: torch.dtype, time: int, dim: int = 1) -> str:
-    """What "auto" takes for tensors on `device`, of `dtype`, with `time` steps, and no dimension beyond `dim`."""
+def chosen_backend(
+    device: torch.device | str, dtype: torch.dtype, time: int, rule: str = "sum", key_dim: int = 1
+) -> str:
+    """What "auto" takes for tensors on `device`, of `dtype`, with `time` steps.
+
+    That depends on `rule` ("sum", "gated", "decay", "delta") and `key_dim` only for keys of the delta rule that are
+    larger than a GPU's kernels take.
+    """
     kind = torch.device(device).type
-    if native.why_not(kind, dtype) is None and native.takes(kind, dim):
+    if native.why_not(kind, dtype) is None and native.takes(rule, kind, key_dim):
         return "native"
     # A single step has nothing to chunk: the reference's loop over time is that step.
     return "reference" if time == 1 else "chunkwise"
 
 
-def _implementation(backend: str, k: Tensor, v: Tensor) -> ModuleType:
+def _implementation(rule: str, backend: str, k: Tensor, v: Tensor) -> ModuleType:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = chosen_backend(v.device, v.dtype, v.shape[1], max(k.shape[-1], v.shape[-1]))
+        backend = chosen_backend(v.device, v.dtype, v.shape[1], rule, k.shape[-1])
     if backend == "native":
-        native.require(k, v)
-        return native
+        kind, key_dim = v.device.type, k.shape[-1]
+        native.require(rule, kind, v.dtype, key_dim)
+        return native if native.fits(kind, max(key_dim, v.shape[-1])) else divided
     return reference if backend == "reference" else chunkwise
 
 
@@ -161,8 +168,9 @@ def _run(
     """Runs a rule, by its name, on inputs that were checked: q, k, v and the gates."""
     _, k, v, *_ = inputs
     assert k is not None and v is not None
-    implementation = _implementation(backend, k, v)
-    if implementation is native:
+    implementation = _implementation(rule, backend, k, v)
+    compiled = implementation is native or implementation is divided
+    if compiled:
         native.refuse_tangents(initial_state, *inputs)
     if not in_place:
         if v.shape[1] == 0:
@@ -171,8 +179,8 @@ def _run(
     state = check_in_place(initial_state, *inputs)
     if v.shape[1] == 0:
         return torch.zeros_like(v), state
-    if implementation is native and v.shape[1] == 1 and native.can_change(state):
-        return getattr(native, f"{rule}_step_")(*inputs, state=state), state
+    if compiled and v.shape[1] == 1 and native.can_change(state):
+        return getattr(implementation, f"{rule}_step_")(*inputs, state=state), state
     out, final_state = getattr(implementation, f"{rule}_rule")(*inputs, initial_state=state)
     return out, state.copy_(final_state)
 

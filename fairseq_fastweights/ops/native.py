@@ -24,7 +24,10 @@ DTYPES = {
 }
 """By type of device, the dtypes that its kernels take."""
 LARGEST_DIM = {"cuda": 512}
-"""By type of device, the largest key and value dimension that its kernels take, where there is a largest."""
+"""By type of device, the largest key and value dimension that one call of its kernels takes, where there is a largest.
+
+Larger ones are divided (`divided`), but for the delta rule's keys.
+"""
 INTERVALS = {"cpu": (64,), "cuda": (64, 128, 256)}
 """By type of device, the steps that may lie between the states that are kept for the backward pass."""
 
@@ -45,20 +48,22 @@ def why_not(device_type: str, dtype: torch.dtype) -> str | None:
     return libraries.load(device_type)
 
 
-def takes(device_type: str, dim: int) -> bool:
-    """Whether the kernels for such a device take key and value dimensions of up to `dim`."""
+def fits(device_type: str, dim: int) -> bool:
+    """Whether one call of the kernels for such a device takes key and value dimensions of up to `dim`."""
     return dim <= LARGEST_DIM.get(device_type, dim)
 
 
-def require(k: Tensor, v: Tensor) -> None:
-    """Raises `BackendUnavailable` if there are no kernels for `v`'s device and dtype, or these dimensions."""
-    kind = v.device.type
-    reason = why_not(kind, v.dtype)
-    if reason is None and not takes(kind, max(k.shape[-1], v.shape[-1])):
-        reason = (
-            f"the {kind} kernels take key and value dimensions of up to {LARGEST_DIM[kind]}, and these are "
-            f"{k.shape[-1]} and {v.shape[-1]}"
-        )
+def takes(rule: str, device_type: str, key_dim: int) -> bool:
+    """Whether the kernels for such a device take `rule`, by its name, with keys of `key_dim`: at once or divided."""
+    return rule != "delta" or fits(device_type, key_dim)
+
+
+def require(rule: str, device_type: str, dtype: torch.dtype, key_dim: int) -> None:
+    """Raises `BackendUnavailable` if the kernels for such a device do not take `rule` in this dtype, with such keys."""
+    reason = why_not(device_type, dtype)
+    if reason is None and not takes(rule, device_type, key_dim):
+        largest = LARGEST_DIM[device_type]
+        reason = f"the {device_type} kernels take the {rule} rule with key dimensions of up to {largest}, not {key_dim}"
     if reason is not None:
         raise BackendUnavailable(
             f"backend='native' was asked for: {reason}; or use backend='chunkwise' (which 'auto' takes then)"

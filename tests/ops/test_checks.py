@@ -179,18 +179,18 @@ def test_auto_takes_the_kernels_where_they_are(rule, there, T, monkeypatch):
 
 
 @pytest.mark.parametrize("T", [1, 70])
-@pytest.mark.parametrize("sizes", [{"K": 9, "V": 8}, {"K": 8, "V": 9}, {"K": 8, "V": 8}], ids=str)
+@pytest.mark.parametrize("sizes", [{"K": 17, "V": 16}, {"K": 16, "V": 17}, {"K": 16, "V": 16}], ids=str)
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_auto_takes_the_kernels_up_to_their_largest_dimension(rule, sizes, T, monkeypatch):
-    """On a GPU 512."""
-    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, 8)
-    inputs, fits = rule.inputs(T=T, **sizes), max(sizes.values()) <= 8
-    wanted = "native" if fits else "chunkwise" if T > 1 else "reference"
-    assert ops.chosen_backend(DEVICE, inputs["v"].dtype, T, max(sizes.values())) == wanted
+def test_auto_takes_the_kernels_but_for_larger_keys_of_the_delta_rule(rule, sizes, T, monkeypatch):
+    """On a GPU those of more than 512 numbers, over which no call can be divided."""
+    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, 16)
+    inputs, taken = rule.inputs(T=T, **sizes), rule.name != "delta" or sizes["K"] <= 16
+    wanted = "native" if taken else "chunkwise" if T > 1 else "reference"
+    assert ops.chosen_backend(DEVICE, inputs["v"].dtype, T, rule.name, sizes["K"]) == wanted
     for actual, expected in zip(rule.run(inputs, "auto"), rule.run(inputs, wanted), strict=True):
         assert torch.equal(actual, expected)
-    if not fits:
-        allowed = f"dimensions of up to 8, and these are {sizes['K']} and {sizes['V']}; or use backend='chunkwise'"
+    if not taken:
+        allowed = "take the delta rule with key dimensions of up to 16, not 17; or use backend='chunkwise'"
         with pytest.raises(ops.BackendUnavailable, match=allowed):
             rule.run(inputs, "native")
 
