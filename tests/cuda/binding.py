@@ -1,6 +1,6 @@
 """A plugin for pytest: operations of CPU tensors run the CUDA kernels, through their binding, under the emulator.
 
-python -m pytest -p tests.cuda.binding tests/ops -k native
+python -m pytest -p tests.cuda.binding tests/ops -k "native or divided"
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ SLOW = "papers_sizes or heads_are_taken or every_way_to_fill or large_states or 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["", "chunked"], ids=["as-chosen", "chunked"])
-@pytest.mark.parametrize("file", ["test_backends", "test_checks", "test_native"])
+@pytest.mark.parametrize("file", ["test_backends", "test_checks", "test_divided", "test_native"])
 def test_operations_pass_their_tests_through_the_binding(cxx: str, file: str, algorithm: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.cuda.binding"]
-    selected = ["-m", "not slow", "-k", f"(native or test_checks) and not ({OTHERS} or {SLOW})"]
+    selected = ["-m", "not slow", "-k", f"(native or test_checks or test_divided) and not ({OTHERS} or {SLOW})"]
     result = subprocess.run(
         [*command, f"tests/ops/{file}.py", *selected],
         cwd=ROOT,
