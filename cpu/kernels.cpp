@@ -22,14 +22,15 @@ constexpr int64_t by_width(int64_t widest, int64_t wide, int64_t narrow) {
 }
 
 // Small states go step by step through registers (stepped.h, small_sum.h, small_delta.h), larger ones by products of a
-// chunk's matrices. With decays the limit is a size. Without, what a chunk copies, scores and masks is as keys + values, and
-// what it spares as keys * values: their quotient decides. All measured between 16 x 16 and 64 x 128, at 1,024 steps and
-// fewer. Sizes are those of the whole call, whose way its blocks of columns then take too; few keys go step by step in any
-// case.
+// chunk's matrices. With decays the limit is a size. Without, what a chunk copies, scores and masks is as keys + values,
+// and what it spares as keys * values: their quotient decides. All measured between 16 x 16 and 64 x 128, at 1,024 steps
+// and fewer. Sizes are those of the whole call, whose way its blocks of columns then take too; few keys go step by step in
+// any case.
 constexpr int64_t LARGEST_DECAYED_FORWARD = by_width(64 * 64, 32 * 32, 32 * 32);
 constexpr int64_t LARGEST_DECAYED_BACKWARD = by_width(32 * 32, 32 * 16, 32 * 16);
 constexpr int64_t SUM = by_width(30, 14, 10);
-// Without an instruction that multiplies and adds at once, a gate near 1 that is applied 4,096 times costs too many digits.
+// Without an instruction that multiplies and adds at once, a gate near 1 that is applied 4,096 times costs too many
+// digits.
 constexpr int64_t GATED_FORWARD = by_width(22, 14, 0), GATED_BACKWARD = by_width(8, 8, 0);
 
 // The delta rule's with so few keys, or, backwards, with twice as many and so small a state.

@@ -2,9 +2,9 @@
 //
 //     e_t = v_t - S_{t-1}^T k_t,  u_t = beta_t e_t,  S_t = S_{t-1} + k_t u_t^T,  y_t = S_t^T q_t
 //
-// Backwards over an interval, with G the gradient of S: e forwards; then G_t = G_{t+1} - k_{t+1} w_{t+1}^T + q_t dy_t^T with
-// du_t = G_t^T k_t and w_t = beta_t du_t, which is dv_t; then, as u and w are known, on transposed states and in tiles of
-// any rows, dq_t = S_t dy_t and dk_t = G_t u_t - S_{t-1} w_t.
+// Backwards over an interval, with G the gradient of S: e forwards; G_t = G_{t+1} - k_{t+1} w_{t+1}^T + q_t dy_t^T with
+// du_t = G_t^T k_t and w_t = beta_t du_t, which is dv_t; and, as u and w are known now, on transposed states and in tiles
+// of any rows, dq_t = S_t dy_t and dk_t = G_t u_t - S_{t-1} w_t.
 #pragma once
 
 #include "tiles.h"

@@ -1,5 +1,5 @@
-// The gradients of the sum rule where states are small. Nothing decays, so tiles (tiles.h) go through a whole interval: the
-// state forwards, which makes dq, and its gradient backwards.
+// The gradients of the sum rule where states are small. Nothing decays, so tiles (tiles.h) go through a whole interval:
+// the state forwards, which makes dq, and its gradient backwards.
 #pragma once
 
 #include "tiles.h"
@@ -24,8 +24,8 @@ template <class real> class SumInterval {
         in_lanes = scratch.take(few_ ? lanes_of_few<real>(length) : 0);
     }
 
-    // All gradients of `rows` steps from t on. `state`, the one before them, becomes the one after them; `d_state`, that of
-    // the state after them, becomes that of the one before. `turned` and `d_turned` are the same transposed.
+    // All gradients of `rows` steps from t on. `d_state`, that of the state after them, becomes that of the one before.
+    // `turned` and `d_turned` are the same transposed; all but `d_state` and `d_turned` are used up.
     void backward(index_t b, index_t t, index_t h, index_t rows, real* state, real* turned, real* d_state,
                   real* d_turned) {
         const Side<real> keys{keys_.read(k_copies, b, t, h, rows, -1), queries_.read(q_copies, b, t, h, rows, -1), {}};

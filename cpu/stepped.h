@@ -1,9 +1,9 @@
-// Small states step by step, with decays of rows and columns or, for few keys, without: tiles of them (tiles.h) go through
-// a whole chunk each. A gate, one decay for the whole state, is in every lane of a row of decays.
+// Small states of the diagonal rules step by step: tiles of them (tiles.h) go through a whole chunk each. A gate, one decay
+// for the whole state, is in every lane of a row of decays.
 //
 // For decays, where states are small, this beats halving chunks (levels.h): three multiplications an element and step
-// against the many short rows of the levels. For few keys, and for small states that nothing decays, it beats the products
-// of matrices (diagonal.h), which would be mostly padding, copies and masks; the latter's gradients are in small_sum.h.
+// against the many short rows of the levels. Without, and for few keys, it beats the products of matrices (diagonal.h),
+// which would be mostly padding, copies and masks. The gradients of what nothing decays are in small_sum.h.
 #pragma once
 
 #include "tiles.h"
@@ -120,15 +120,15 @@ template <class real> class SteppedChunk {
         }
     }
 
-    // Values in the rows, keys in the lanes: dq, which is what dy reads, dk, and the gradients of all decays (a gate's is in
-    // all lanes of df).
+    // Values in the rows, keys in the lanes: dq, which is what dy reads, dk, and the gradients of all decays (a gate's is
+    // in all lanes of df).
     template <bool row_decay, bool lane_decay, bool row_logs, bool lane_logs> void turned_passes() {
         for_tiles<real>(V, vectors<real>(K), [&](auto tile, auto into, index_t e, index_t m) {
             constexpr int R = decltype(tile)::value;
             constexpr Out O = decltype(into)::value;
             forward_tile<R, row_decay, lane_decay, O, true>(rows_, turned + e * Kp + m, Kp, value_side, key_side, e, m,
                                                             dq, history);
-            // dz is by rows here: the first tile of *its* rows sets it.
+            // dz is that of rows here: the tiles of the first lanes set it.
             m == 0 ? backward_tile<R, row_decay, lane_decay, row_logs, lane_logs, O, Out::set>(
                          rows_, d_turned + e * Kp + m, Kp, value_side, key_side, e, m, dk, dz, df, history)
                    : backward_tile<R, row_decay, lane_decay, row_logs, lane_logs, O, Out::add>(

@@ -1,13 +1,13 @@
-// Tiles of a state that pass through steps of time in registers: S_t = (f_t z_t^T) * S_{t-1} + k_t v_t^T, y_t = S_t^T q_t,
-// with or without decays of rows and columns, and their gradients. With G the gradient of S:
+// Tiles of a state that pass through steps in registers: S_t = (f_t z_t^T) * S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, with or
+// without decays of rows and columns, and their gradients. With G the gradient of S:
 //
 //     G_t = q_t dy_t^T + (f_{t+1} z_{t+1}^T) * G_{t+1}      dv_t = G_t^T k_t     dq_t = S_t dy_t     dk_t = G_t v_t
 //     d log z_t = column sums of S_{t-1} * (f_t z_t^T) * G_t,    d log f_t = its row sums
 //
 // The elements of a state do not depend on one another. Products with everything in the other dimension are sums over a
-// tile's rows; so the backward pass goes over the state twice, once with columns in the lanes of a vector (for v and z)
-// and once, on transposed states, with rows (for q, k and f). Few keys would leave most of these lanes empty: their
-// products are added up in the lanes of the columns instead, which are summed at the end.
+// tile's rows; so the backward pass goes over the state twice, once with columns in the lanes of a vector (for v) and
+// once, on transposed states, with rows (for q and k, and for all decays). Few keys would leave most of these lanes empty:
+// their products are added up in the lanes of the columns instead, which are summed at the end.
 #pragma once
 
 #include "steps.h"
@@ -62,8 +62,8 @@ FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, co
     for (int i = 0; i < R; ++i) store(state + i * ld, s[i]);
 }
 
-// The sums of the lanes of R vectors, take(i) being the i-th, set at or added to `sums`. As in sum_vectors, but a vector is
-// asked for when it is needed, so that few are alive beside what it is made of.
+// The sums of the lanes of R vectors, take(i) being the i-th, set at or added to `sums`. As in sum_vectors, but a vector
+// is asked for when it is needed, so that few are alive beside what it is made of.
 template <int R, int first, int step, class real, class Take> FAST_WEIGHTS_INLINE vec<real> merged(const Take& take) {
     if constexpr (step >= R) {
         return take(first);
@@ -229,7 +229,7 @@ FAST_WEIGHTS_INLINE void backward_few(index_t steps, real* d_state, index_t ld, 
 // Numbers of `sums` of FEW rows in lanes, for so many steps.
 template <class real> constexpr index_t lanes_of_few(index_t steps) { return steps * FEW * Vector<real>::lanes; }
 
-// The first `keys` numbers of `rows` rows from their lanes; `lanes` holds whole blocks of 4 steps.
+// The first `keys` numbers of `rows` from their lanes, of which there are those of a multiple of 16 steps.
 template <class real> inline void sum_few(Steps<real> rows, const real* lanes, index_t steps, index_t keys) {
     constexpr int W = Vector<real>::lanes, at_once = W > FEW ? W / FEW : 1;
     for (index_t t = 0; t < steps; t += at_once) {
@@ -253,8 +253,8 @@ template <Out into> struct Mode {
     static constexpr Out value = into;
 };
 
-// Calls work(number of rows, set or add, first row, first lane) for tiles that cover `rows` rows, up to the next multiple of
-// TILE / 4, of `lanes` lanes: the tiles of the same lanes one after the other.
+// Calls work(number of rows, set or add, first row, first lane) for tiles that cover `rows` rows, up to the next multiple
+// of TILE / 4, of `lanes` lanes: the tiles of the same lanes one after the other.
 template <class real, class Work> FAST_WEIGHTS_INLINE void for_tiles(index_t rows, index_t lanes, const Work& work) {
     for (index_t m = 0; m < lanes; m += Vector<real>::lanes) {
         index_t i = 0;
