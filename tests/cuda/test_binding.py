@@ -12,7 +12,10 @@ from tests.cuda.emulated import ROOT
 
 # Intervals that no GPU's kernels take, and what takes the emulator longest.
 OTHERS = "how_many_states and (-16] or -32] or -48])"
-SLOW = "papers_sizes or heads_are_taken or every_way_to_fill or large_states or rows_of_whole or even_for_a_moment"
+SLOW = (
+    "papers_sizes or heads_are_taken or where_they_lie or every_way_to_fill or large_states or rows_of_whole"
+    " or even_for_a_moment"
+)
 
 
 @pytest.mark.slow
