@@ -29,26 +29,22 @@ constexpr int64_t by_width(int64_t widest, int64_t wide, int64_t narrow) {
 constexpr int64_t LARGEST_DECAYED_FORWARD = by_width(64 * 64, 32 * 32, 32 * 32);
 constexpr int64_t LARGEST_DECAYED_BACKWARD = by_width(32 * 32, 32 * 16, 32 * 16);
 constexpr int64_t SUM = by_width(30, 14, 10);
-// A gate near 1 is rounded away if a state is multiplied by it 4,096 times, unless the compiler makes one operation of that
-// and of what is added; chunks multiply by 16 gates at once. Gradients lose less.
-constexpr int64_t GATED_FORWARD = 0, GATED_BACKWARD = by_width(8, 8, 0);
+// Gates stay with the products: near 1 they are rounded away if a state is multiplied by one 4,096 times, unless the
+// compiler makes one operation of that and of what is added; a chunk multiplies by 16 at once.
 
 // The delta rule's with so few keys, or, backwards, with twice as many and so small a state.
 constexpr int64_t COLUMN = 16, LARGEST_WIDE_COLUMN = by_width(32 * 64, 0, 0);
 
 bool has_decays(const Problem& p) { return p.log_key_decay.data || p.log_value_decay.data; }
 
-bool is_small(const Problem& p, int64_t quotient) {
-    return p.keys <= FEW || (p.keys + p.columns) * quotient >= p.keys * p.columns;
-}
-
-bool is_stepped(const Problem& p, int64_t largest_decayed, int64_t gated) {
-    if (has_decays(p)) return p.keys <= FEW || p.keys * p.columns <= largest_decayed;
-    return is_small(p, p.log_gate.data ? gated : SUM);
+bool is_stepped(const Problem& p, int64_t largest_decayed) {
+    if (p.keys <= FEW) return true;
+    if (has_decays(p)) return p.keys * p.columns <= largest_decayed;
+    return !p.log_gate.data && (p.keys + p.columns) * SUM >= p.keys * p.columns;
 }
 
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
-    if (is_stepped(p, LARGEST_DECAYED_FORWARD, GATED_FORWARD)) {
+    if (is_stepped(p, LARGEST_DECAYED_FORWARD)) {
         return march_forward<real, SteppedChunk<real>>(p, begin, end);
     }
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
@@ -57,7 +53,7 @@ template <class real> void diagonal_forward_as(const Problem& p, index_t begin, 
 }
 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
-    if (is_stepped(p, LARGEST_DECAYED_BACKWARD, GATED_BACKWARD)) {
+    if (is_stepped(p, LARGEST_DECAYED_BACKWARD)) {
         return p.log_gate.data || has_decays(p) ? march_backward<real, SteppedChunk<real>>(p, begin, end)
                                                 : march_intervals_backward<real, SumInterval<real>>(p, begin, end);
     }

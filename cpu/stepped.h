@@ -1,5 +1,5 @@
 // Small states of the diagonal rules step by step: tiles of them (tiles.h) go through a whole chunk each. A gate, one decay
-// for the whole state, is in every lane of a row of decays.
+// for the whole state, which comes here with few keys, is in every lane of a row of decays.
 //
 // For decays, where states are small, this beats halving chunks (levels.h): three multiplications an element and step
 // against the many short rows of the levels. Without, and for few keys, it beats the products of matrices (diagonal.h),
@@ -108,10 +108,7 @@ template <class real> class SteppedChunk {
     void differentiate(const real* state, real* d_state) {
         transpose(turned, Kp, state, Vs, Kp, Vp);
         transpose(d_turned, Kp, d_state, Vs, Kp, Vp);
-        if (gated_) {
-            turned_passes<false, true, false, true>();
-            straight_pass<false, true>(d_state);
-        } else if (f_) {
+        if (f_) {
             z_ ? turned_passes<true, true, true, true>() : turned_passes<false, true, false, true>();
             z_ ? straight_pass<true, true>(d_state) : straight_pass<true, false>(d_state);
         } else {
@@ -120,8 +117,7 @@ template <class real> class SteppedChunk {
         }
     }
 
-    // Values in the rows, keys in the lanes: dq, which is what dy reads, dk, and the gradients of all decays (a gate's is
-    // in all lanes of df).
+    // Values in the rows, keys in the lanes: dq, which is what dy reads, dk, and the gradients of all decays.
     template <bool row_decay, bool lane_decay, bool row_logs, bool lane_logs> void turned_passes() {
         for_tiles<real>(V, vectors<real>(K), [&](auto tile, auto into, index_t e, index_t m) {
             constexpr int R = decltype(tile)::value;
@@ -170,7 +166,7 @@ template <class real> class SteppedChunk {
         real d_log[CHUNK];
         for (index_t i = 0; i < rows_; ++i) {
             d_log[i] = 0;
-            for (index_t e = 0; e < (K <= FEW ? V : K); ++e) d_log[i] += df.at(i)[e];
+            for (index_t e = 0; e < V; ++e) d_log[i] += df.at(i)[e];
         }
         if (p_.complement) load_steps(q_copies, p_.k, b_, t_, h_, rows_, K, 0);  // the keys as they were given
         gates.load(p_, b_, t_, h_, rows_);
