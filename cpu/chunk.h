@@ -52,7 +52,7 @@ inline void load_steps(real* dst, const Sequence& x, index_t b, index_t t, index
 }
 
 template <class real>
-inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, const real* src, index_t rows, index_t n) {
+inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, real* src, index_t rows, index_t n) {
     store_rows(x, place(x, b, t, h), x.time, src, rows, n);
 }
 
@@ -73,6 +73,11 @@ template <class real> struct Gates {
         }
         exponentiate(keep, CHUNK);
         p.complement ? exponentiate_to_one(write, CHUNK) : fill(write, real(1), CHUNK);
+    }
+
+    // k = what is written of it.
+    void apply(real* k, index_t rows, index_t ld) const {
+        for (index_t i = 0; i < rows; ++i) scale(k + i * ld, k + i * ld, write[i], ld);
     }
 
     // `dk` comes as the gradient of the multiplied keys and becomes that of `k`; d_log lacks what passes through these.
@@ -144,6 +149,11 @@ struct Intervals {
     index_t state(const Problem& p, index_t b, index_t h, index_t n) const {
         return (b * p.heads + h) * (count - 1) + n - 1;
     }
+};
+
+// The steps that a task takes after those at hand, `rows` of them from t on; none if these are the last.
+struct Next {
+    index_t t, h, rows;
 };
 
 // The state before interval n: a kept one, or the initial one.

@@ -2,8 +2,7 @@
 #include "delta.h"
 #include "diagonal.h"
 #include "march.h"
-#include "small_delta.h"
-#include "small_sum.h"
+#include "small_decay.h"
 #include "small_delta.h"
 #include "small_sum.h"
 #include "step.h"
@@ -54,7 +53,7 @@ template <class real> void diagonal_forward_as(const Problem& p, index_t begin, 
 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
     if (is_stepped(p, LARGEST_DECAYED_BACKWARD)) {
-        return p.log_gate.data || has_decays(p) ? march_backward<real, SteppedChunk<real>>(p, begin, end)
+        return p.log_gate.data || has_decays(p) ? march_intervals_backward<real, DecayedInterval<real>>(p, begin, end)
                                                 : march_intervals_backward<real, SumInterval<real>>(p, begin, end);
     }
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);

@@ -119,7 +119,10 @@ template <class real, class Interval> void march_intervals_backward(const Proble
                 load_start(state, p, intervals, b, h, n);
                 transpose(state + size, Kp, state, Vs, Kp, Vp);
                 real* d_state = d_states + 2 * (h - task.first) * size;
-                interval.backward(b, first, h, last - first, state, state + size, d_state, d_state + size);
+                const index_t after = h + 1 < task.last ? n : n - 1;
+                const Next next{intervals.begin(after), h + 1 < task.last ? h + 1 : task.first,
+                                after < 0 ? 0 : intervals.end(p, after) - intervals.begin(after)};
+                interval.backward(b, first, h, last - first, state, state + size, d_state, d_state + size, next);
             }
         }
         for (index_t h = task.first; h < task.last && p.d_initial_state != nullptr; ++h) {

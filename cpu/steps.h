@@ -21,7 +21,7 @@ template <class real> class Access {
     Access(const Sequence& x, index_t n, index_t unit = ROW)
         : x_(x), n_(n), in_place_(x.data != nullptr && x.type == Number<real>::type && n % unit == 0) {}
 
-    // One that copies in any case.
+    // One that copies in any case, as it has to for factors.
     static Access copying(const Sequence& x, index_t n) {
         Access access(x, n);
         access.in_place_ = false;
@@ -36,29 +36,71 @@ template <class real> class Access {
                          : Steps<real>{copies, padded(n_)};
     }
 
-    // The same, filled with `rows` steps; those as many steps further in `direction` are fetched into the cache.
-    Steps<real> read(real* copies, index_t b, index_t t, index_t h, index_t rows, index_t direction) const {
+    // The same, filled with `rows` steps, times `factors` (rows of padded(n) numbers) if there are any. Those as many steps
+    // further in `direction` are fetched.
+    Steps<real> read(real* copies, index_t b, index_t t, index_t h, index_t rows, index_t direction,
+                     const real* factors = nullptr) const {
         const Steps<real> steps = at(copies, b, t, h);
-        const index_t ahead = direction * rows * x_.time;
+        const index_t offset = place(x_, b, t, h), ahead = direction * rows * x_.time;
         if (in_place_) {
-            for (index_t i = 0; i < rows; ++i) {
-                for (index_t j = 0; j < n_; j += 64 / sizeof(real)) __builtin_prefetch(steps.at(i) + ahead + j);
-            }
+            for (index_t i = 0; ahead != 0 && i < rows; ++i) fetch(steps.at(i) + ahead, n_ * sizeof(real));
+        } else if (factors) {
+            load_rows<true>(copies, x_, offset, x_.time, rows, n_, ahead, factors);
         } else {
-            load_rows(copies, x_, place(x_, b, t, h), x_.time, rows, n_, ahead);
+            load_rows(copies, x_, offset, x_.time, rows, n_, ahead);
         }
         return steps;
     }
 
-    // To where they belong, if they are in `copies`.
-    void write(const real* copies, index_t b, index_t t, index_t h, index_t rows) const {
-        if (!in_place_) store_rows(x_, place(x_, b, t, h), x_.time, copies, rows, n_);
+    // To where they belong, times `factors` if there are any, if they are in `copies`.
+    void write(real* copies, index_t b, index_t t, index_t h, index_t rows, const real* factors = nullptr) const {
+        if (in_place_) return;
+        const index_t offset = place(x_, b, t, h);
+        factors ? store_rows<true>(x_, offset, x_.time, copies, rows, n_, factors)
+                : store_rows(x_, offset, x_.time, copies, rows, n_);
     }
 
    private:
     const Sequence& x_;
     index_t n_;
     bool in_place_;
+};
+
+// Steps of tensors that are wanted next, fetched a few at a time in between other work: all at once they would hold it up.
+class Ahead {
+   public:
+    void clear() { tensors_ = tensor_ = row_ = 0; }
+
+    void add(const Sequence& x, index_t n, index_t b, index_t t, index_t h, index_t rows) {
+        if (x.data == nullptr || rows <= 0) return;
+        with_type(x, place(x, b, t, h), [&](const auto* p) {
+            const index_t size = sizeof(*p);
+            wanted_[tensors_++] = {reinterpret_cast<const char*>(p), x.time * size, n * size, rows};
+        });
+    }
+
+    // To be all there after `parts` calls of `some`.
+    void divide(index_t parts) {
+        index_t rows = 0;
+        for (index_t i = 0; i < tensors_; ++i) rows += wanted_[i].rows;
+        share_ = (rows + parts - 1) / parts;
+    }
+
+    void some() {
+        for (index_t left = share_; left > 0 && tensor_ < tensors_; --left) {
+            const Wanted& x = wanted_[tensor_];
+            fetch(x.first + row_ * x.step, x.bytes);
+            if (++row_ == x.rows) row_ = 0, ++tensor_;
+        }
+    }
+
+   private:
+    struct Wanted {
+        const char* first;
+        index_t step, bytes, rows;
+    };
+    Wanted wanted_[11];
+    index_t tensors_ = 0, tensor_ = 0, row_ = 0, share_ = 0;
 };
 
 }  // namespace FAST_WEIGHTS_ISA

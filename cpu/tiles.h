@@ -1,8 +1,10 @@
-// Tiles of a state that pass through steps in registers: S_t = (f_t z_t^T) * S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, with or
-// without decays of rows and columns, and their gradients. With G the gradient of S:
+// Tiles of a state that pass through steps in registers: S_t = S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, and their gradients.
+// With G the gradient of S:
 //
-//     G_t = q_t dy_t^T + (f_{t+1} z_{t+1}^T) * G_{t+1}      dv_t = G_t^T k_t     dq_t = S_t dy_t     dk_t = G_t v_t
-//     d log z_t = column sums of S_{t-1} * (f_t z_t^T) * G_t,    d log f_t = its row sums
+//     G_t = G_{t+1} + q_t dy_t^T      dv_t = G_t^T k_t     dq_t = S_t dy_t     dk_t = G_t v_t
+//
+// Decays are in what comes in and goes out (segments.h), and at both ends of a segment a state is multiplied by them. The
+// gradients of their logs are sums of S_{t-1} * G_t: over columns those of rows, and the other way around.
 //
 // The elements of a state do not depend on one another. Products with everything in the other dimension are sums over a
 // tile's rows; so the backward pass goes over the state twice, once with columns in the lanes of a vector (for v) and
@@ -10,7 +12,7 @@
 // their products are added up in the lanes of the columns instead, which are summed at the end.
 #pragma once
 
-#include "steps.h"
+#include "segments.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
@@ -21,45 +23,58 @@ constexpr int FEW = 4;
 
 // One side of a chunk: the rows of the state (keys), or its columns (values).
 template <class real> struct Side {
-    Steps<const real> write, read, decay;  // k, q, f; or v, dy, z; no decay: null
+    Steps<const real> write, read;  // k, q; or v, dy
+    // What a state is multiplied by before the first step of a segment, and after its last one.
+    Steps<const real> enter, leave;
 };
 
-template <bool row_decay, bool lane_decay, class real>
-FAST_WEIGHTS_INLINE vec<real> decayed(vec<real> x, real f, vec<real> z) {
-    return row_decay && lane_decay ? x * (z * f) : row_decay ? x * f : lane_decay ? x * z : x;
+// Those factors from row (or lane) `first` on, where there are any.
+template <bool decays, class real>
+FAST_WEIGHTS_INLINE const real* factors(const Steps<const real>& steps, index_t t, index_t first) {
+    return decays ? steps.at(t) + first : nullptr;
+}
+
+// Row i of a tile of `state`, times factors of its rows and lanes if `decays`.
+template <bool decays, class real>
+FAST_WEIGHTS_INLINE vec<real> load_row(const real* state, index_t ld, int i, const real* rows, const real* lanes) {
+    const vec<real> x = load(state + i * ld);
+    return decays ? x * (load(lanes) * rows[i]) : x;
+}
+template <bool decays, class real>
+FAST_WEIGHTS_INLINE void store_row(real* state, index_t ld, int i, const real* rows, const real* lanes, vec<real> x) {
+    store(state + i * ld, decays ? x * (load(lanes) * rows[i]) : x);
 }
 
 // What a tile does to its output: nothing, set it (the first tile of its lanes), or add to it.
 enum class Out { none, set, add };
 
-// Takes a tile of R rows and one vector of lanes through the chunk. `out` = or += what is read; `history`: what decays
-// left of S_{t-1}.
-template <int R, bool row_decay, bool lane_decay, Out into, bool keeps, class real>
-FAST_WEIGHTS_INLINE void forward_tile(index_t steps, real* state, index_t ld, const Side<real>& rows,
-                                      const Side<real>& lanes, index_t row, index_t lane, Steps<real> out,
+// Takes a tile of R rows and one vector of lanes of `from` through the steps and leaves it in `to`. `out` = or += what is
+// read; `history`: S_{t-1}.
+template <int R, bool decays, Out into, bool keeps, class real>
+FAST_WEIGHTS_INLINE void forward_tile(Span span, const real* from, real* to, index_t ld, Side<real> rows,
+                                      Side<real> lanes, index_t row, index_t lane, Steps<real> out,
                                       real* history) {
     constexpr int W = Vector<real>::lanes;
     constexpr bool reads = into != Out::none;
     vec<real> s[R];
+    const real *row_in = factors<decays>(rows.enter, span.begin, row), *lane_in = factors<decays>(lanes.enter, span.begin, lane);
 #pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) s[i] = load(state + i * ld);
-    for (index_t t = 0; t < steps; ++t) {
+    for (int i = 0; i < R; ++i) s[i] = load_row<decays>(from, ld, i, row_in, lane_in);
+    for (index_t t = span.begin; t < span.end; ++t) {
         const real *k = rows.write.at(t) + row, *q = reads ? rows.read.at(t) + row : nullptr;
-        const real* f = row_decay ? rows.decay.at(t) + row : nullptr;
         const vec<real> v = load_unaligned(lanes.write.at(t) + lane);
-        const vec<real> z = lane_decay ? load(lanes.decay.at(t) + lane) : vec<real>{};
         vec<real> y[2] = {into == Out::add ? load_unaligned(out.at(t) + lane) : vec<real>{}, vec<real>{}};
 #pragma GCC unroll 16
         for (int i = 0; i < R; ++i) {
-            s[i] = decayed<row_decay, lane_decay>(s[i], row_decay ? f[i] : real(1), z);
             if (keeps) store(history + (t * R + i) * W, s[i]);
             s[i] += v * k[i];
             if (reads) y[i % 2] += s[i] * q[i];
         }
         if (reads) store_unaligned(out.at(t) + lane, y[0] + y[1]);
     }
+    const real *row_out = factors<decays>(rows.leave, span.end - 1, row), *lane_out = factors<decays>(lanes.leave, span.end - 1, lane);
 #pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) store(state + i * ld, s[i]);
+    for (int i = 0; i < R; ++i) store_row<decays>(to, ld, i, row_out, lane_out, s[i]);
 }
 
 // The sums of the lanes of R vectors, take(i) being the i-th, set at or added to `sums`. As in sum_vectors, but a vector
@@ -69,42 +84,44 @@ template <int R, int first, int step, class real, class Take> FAST_WEIGHTS_INLIN
         return take(first);
     } else {
         const vec<real> x = merged<R, first, 2 * step, real>(take), y = merged<R, first + step, 2 * step, real>(take);
-        return interleave<real, false>(x, y) + interleave<real, true>(x, y);
+        return folded<real, step>(x, y);
     }
 }
 template <int R, bool adds, class real, class Take> FAST_WEIGHTS_INLINE void put_sums(real* sums, const Take& take) {
-    constexpr int W = Vector<real>::lanes, G = R < W ? R : W;
+    constexpr int W = Vector<real>::lanes;
     if constexpr (R > W) {
         put_sums<R / 2, adds>(sums, take);
         put_sums<R / 2, adds>(sums + R / 2, [&](int i) __attribute__((always_inline)) { return take(R / 2 + i); });
+    } else if constexpr (R == W) {
+        const vec<real> total = merged<R, 0, 1, real>(take);
+        store_unaligned(sums, adds ? load_unaligned(sums) + total : total);
     } else {
-        // Of fewer vectors than lanes, each sum is in W / G lanes.
+        // Of fewer vectors than lanes, each sum is in W / R lanes.
         real parts[W] __attribute__((aligned(64)));
         store(parts, merged<R, 0, 1, real>(take));
-        for (int i = 0; i < G; ++i) {
+        for (int i = 0; i < R; ++i) {
             real sum = adds ? sums[i] : real(0);
-            for (int j = i; j < W; j += G) sum += parts[j];
+            for (int j = i; j < W; j += R) sum += parts[j];
             sums[i] = sum;
         }
     }
 }
 
-// Takes the gradient of a tile back through the chunk. `d_write` = or += dv (or dk); if `lane_logs`, `d_lane_log` likewise
+// Takes the gradient of a tile back through the steps. `d_write` = or += dv (or dk); if `lane_logs`, `d_lane_log` likewise
 // d log z (or f), and if `row_logs`, `d_row_log` that of the rows' decays, by `row_into`.
-template <int R, bool row_decay, bool lane_decay, bool row_logs, bool lane_logs, Out into, Out row_into, class real>
-FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld, const Side<real>& rows,
-                                       const Side<real>& lanes, index_t row, index_t lane, Steps<real> d_write,
+template <int R, bool decays, bool row_logs, bool lane_logs, Out into, Out row_into, class real>
+FAST_WEIGHTS_INLINE void backward_tile(Span span, real* d_state, index_t ld, Side<real> rows,
+                                       Side<real> lanes, index_t row, index_t lane, Steps<real> d_write,
                                        Steps<real> d_row_log, Steps<real> d_lane_log, const real* history) {
     constexpr int W = Vector<real>::lanes;
     constexpr bool adds = into == Out::add;
     vec<real> g[R];
+    const real *row_in = factors<decays>(rows.leave, span.end - 1, row), *lane_in = factors<decays>(lanes.leave, span.end - 1, lane);
 #pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) g[i] = load(d_state + i * ld);
-    for (index_t t = steps - 1; t >= 0; --t) {
+    for (int i = 0; i < R; ++i) g[i] = load_row<decays>(d_state, ld, i, row_in, lane_in);
+    for (index_t t = span.end - 1; t >= span.begin; --t) {
         const real *k = rows.write.at(t) + row, *q = rows.read.at(t) + row;
-        const real* f = row_decay ? rows.decay.at(t) + row : nullptr;
         const vec<real> dy = load_unaligned(lanes.read.at(t) + lane);
-        const vec<real> z = lane_decay ? load(lanes.decay.at(t) + lane) : vec<real>{};
         vec<real> dv[2] = {adds ? load_unaligned(d_write.at(t) + lane) : vec<real>{}, vec<real>{}};
         vec<real> dz[2] = {adds && lane_logs ? load(d_lane_log.at(t) + lane) : vec<real>{}, vec<real>{}};
         const auto take_row = [&](int i) __attribute__((always_inline)) {
@@ -113,7 +130,6 @@ FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld,
             vec<real> passed{};
             if (row_logs || lane_logs) passed = g[i] * load(history + (t * R + i) * W);
             if (lane_logs) dz[i % 2] += passed;
-            g[i] = decayed<row_decay, lane_decay>(g[i], row_decay ? f[i] : real(1), z);
             return passed;
         };
         if constexpr (row_logs) {
@@ -125,8 +141,9 @@ FAST_WEIGHTS_INLINE void backward_tile(index_t steps, real* d_state, index_t ld,
         store_unaligned(d_write.at(t) + lane, dv[0] + dv[1]);
         if (lane_logs) store(d_lane_log.at(t) + lane, dz[0] + dz[1]);
     }
+    const real *row_out = factors<decays>(rows.enter, span.begin, row), *lane_out = factors<decays>(lanes.enter, span.begin, lane);
 #pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) store(d_state + i * ld, g[i]);
+    for (int i = 0; i < R; ++i) store_row<decays>(d_state, ld, i, row_out, lane_out, g[i]);
 }
 
 // Vectors of lanes that a tile of FEW rows holds.
@@ -139,29 +156,27 @@ template <Out into, class real> FAST_WEIGHTS_INLINE void put_in_lanes(real* sums
 }
 
 // A tile of FEW rows and N vectors of lanes forwards: `dq` = or += what dy reads, in lanes. `history` as above.
-template <int N, bool row_decay, bool lane_decay, Out into, class real>
-FAST_WEIGHTS_INLINE void forward_few(index_t steps, real* state, index_t ld, const Side<real>& rows,
-                                     const Side<real>& lanes, index_t lane, real* dq, real* history) {
+template <int N, bool decays, Out into, class real>
+FAST_WEIGHTS_INLINE void forward_few(Span span, real* state, index_t ld, Side<real> rows,
+                                     Side<real> lanes, index_t lane, real* dq, real* history) {
     constexpr int W = Vector<real>::lanes;
     vec<real> s[FEW][N];
+    const real *row_in = factors<decays>(rows.enter, span.begin, 0), *lane_in = factors<decays>(lanes.enter, span.begin, lane);
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) s[i][j] = load(state + i * ld + j * W + lane);
+        for (int j = 0; j < N; ++j) s[i][j] = load_row<decays>(state + lane + j * W, ld, i, row_in, lane_in + j * W);
     }
-    for (index_t t = 0; t < steps; ++t) {
+    for (index_t t = span.begin; t < span.end; ++t) {
         const real* k = rows.write.at(t);
-        const real* f = row_decay ? rows.decay.at(t) : nullptr;
         vec<real> sum[FEW];
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) {
             const index_t m = lane + j * W;
             const vec<real> v = load_unaligned(lanes.write.at(t) + m), dy = load_unaligned(lanes.read.at(t) + m);
-            const vec<real> z = lane_decay ? load(lanes.decay.at(t) + m) : vec<real>{};
 #pragma GCC unroll 4
             for (int i = 0; i < FEW; ++i) {
-                s[i][j] = decayed<row_decay, lane_decay>(s[i][j], row_decay ? f[i] : real(1), z);
-                if (row_decay || lane_decay) store(history + ((t * N + j) * FEW + i) * W, s[i][j]);
+                if (decays) store(history + ((t * N + j) * FEW + i) * W, s[i][j]);
                 s[i][j] += v * k[i];
                 sum[i] = j == 0 ? s[i][j] * dy : sum[i] + s[i][j] * dy;
             }
@@ -169,60 +184,62 @@ FAST_WEIGHTS_INLINE void forward_few(index_t steps, real* state, index_t ld, con
 #pragma GCC unroll 4
         for (int i = 0; i < FEW; ++i) put_in_lanes<into>(dq, t, i, sum[i]);
     }
+    const real *row_out = factors<decays>(rows.leave, span.end - 1, 0), *lane_out = factors<decays>(lanes.leave, span.end - 1, lane);
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) store(state + i * ld + j * W + lane, s[i][j]);
+        for (int j = 0; j < N; ++j) store_row<decays>(state + lane + j * W, ld, i, row_out, lane_out + j * W, s[i][j]);
     }
 }
 
-// And its gradient backwards: dv, d log z of these lanes; `dk` and `df` = or += those of the rows, in lanes.
-template <int N, bool row_decay, bool lane_decay, Out into, class real>
-FAST_WEIGHTS_INLINE void backward_few(index_t steps, real* d_state, index_t ld, const Side<real>& rows,
-                                      const Side<real>& lanes, index_t lane, Steps<real> dv, Steps<real> dz, real* dk,
+// And its gradient backwards: dv and, if `lane_logs`, d log z of these lanes; `dk` and, if `row_logs`, `df` = or += those
+// of the rows, in lanes.
+template <int N, bool row_logs, bool lane_logs, Out into, class real>
+FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side<real> rows,
+                                      Side<real> lanes, index_t lane, Steps<real> dv, Steps<real> dz, real* dk,
                                       real* df, const real* history) {
     constexpr int W = Vector<real>::lanes;
+    constexpr bool decays = row_logs || lane_logs;
     vec<real> g[FEW][N];
+    const real *row_in = factors<decays>(rows.leave, span.end - 1, 0), *lane_in = factors<decays>(lanes.leave, span.end - 1, lane);
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) g[i][j] = load(d_state + i * ld + j * W + lane);
+        for (int j = 0; j < N; ++j) g[i][j] = load_row<decays>(d_state + lane + j * W, ld, i, row_in, lane_in + j * W);
     }
-    for (index_t t = steps - 1; t >= 0; --t) {
+    for (index_t t = span.end - 1; t >= span.begin; --t) {
         const real *k = rows.write.at(t), *q = rows.read.at(t);
-        const real* f = row_decay ? rows.decay.at(t) : nullptr;
         vec<real> written[FEW], passed[FEW];
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) {
             const index_t m = lane + j * W;
             const vec<real> v = load_unaligned(lanes.write.at(t) + m), dy = load_unaligned(lanes.read.at(t) + m);
-            const vec<real> z = lane_decay ? load(lanes.decay.at(t) + m) : vec<real>{};
             vec<real> dv_t{}, dz_t{};
 #pragma GCC unroll 4
             for (int i = 0; i < FEW; ++i) {
                 g[i][j] += dy * q[i];
                 dv_t += g[i][j] * k[i];
                 written[i] = j == 0 ? g[i][j] * v : written[i] + g[i][j] * v;
-                if (row_decay || lane_decay) {
+                if (decays) {
                     const vec<real> here = g[i][j] * load(history + ((t * N + j) * FEW + i) * W);
-                    if (lane_decay) dz_t += here;
-                    if (row_decay) passed[i] = j == 0 ? here : passed[i] + here;
+                    if (lane_logs) dz_t += here;
+                    if (row_logs) passed[i] = j == 0 ? here : passed[i] + here;
                 }
-                g[i][j] = decayed<row_decay, lane_decay>(g[i][j], row_decay ? f[i] : real(1), z);
             }
             store_unaligned(dv.at(t) + m, dv_t);
-            if (lane_decay) store(dz.at(t) + m, dz_t);
+            if (lane_logs) store(dz.at(t) + m, dz_t);
         }
 #pragma GCC unroll 4
         for (int i = 0; i < FEW; ++i) {
             put_in_lanes<into>(dk, t, i, written[i]);
-            if (row_decay) put_in_lanes<into>(df, t, i, passed[i]);
+            if (row_logs) put_in_lanes<into>(df, t, i, passed[i]);
         }
     }
+    const real *row_out = factors<decays>(rows.enter, span.begin, 0), *lane_out = factors<decays>(lanes.enter, span.begin, lane);
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) store(d_state + i * ld + j * W + lane, g[i][j]);
+        for (int j = 0; j < N; ++j) store_row<decays>(d_state + lane + j * W, ld, i, row_out, lane_out + j * W, g[i][j]);
     }
 }
 

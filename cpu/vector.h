@@ -178,21 +178,36 @@ template <class real> FAST_WEIGHTS_INLINE real sum(vec<real> x) {
 #endif
 }
 
-// sums[i] = the sum of the lanes of vector i of x, for as many vectors as a vector has lanes.
-template <class real> inline void sum_vectors(real* sums, const real* x) {
+// Two vectors folded into one, lanes `apart` (a power of two) onto one another: lane i is the sum of lanes i and i ^ apart,
+// of a where i & apart is 0 and of b where it is not.
+template <class real, int apart> FAST_WEIGHTS_INLINE vec<real> folded(vec<real> a, vec<real> b) {
     constexpr int W = Vector<real>::lanes;
-    vec<real> a[W];
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) a[i] = load(x + i * W);
-    // Halves of two vectors side by side, added: as in transpose_tile, with as many vectors less.
-#pragma GCC unroll 4
-    for (int half = W / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-        for (int i = 0; i < half; ++i) {
-            a[i] = interleave<real, false>(a[i], a[i + half]) + interleave<real, true>(a[i], a[i + half]);
-        }
+#if defined(__clang__)
+    vec<real> sums;
+    for (int i = 0; i < W; ++i) sums[i] = i & apart ? b[i] + b[i ^ apart] : a[i] + a[i ^ apart];
+    return sums;
+#else
+    // What stays in its lane is a blend, which more units of a processor can do than the permutation of the rest.
+    typename Index<real>::type stays{}, moves{};
+    for (int i = 0; i < W; ++i) {
+        stays[i] = i & apart ? W + i : i;
+        moves[i] = stays[i] ^ apart;
     }
-    store(sums, a[0]);
+    return __builtin_shuffle(a, b, stays) + __builtin_shuffle(a, b, moves);
+#endif
+}
+
+// sums[i] = the sum of the lanes of vector i of x, for as many vectors as a vector has lanes.
+template <int vectors, int apart, class real> FAST_WEIGHTS_INLINE vec<real> sum_from(const real* x) {
+    constexpr int W = Vector<real>::lanes;
+    if constexpr (apart >= vectors) {
+        return load(x);
+    } else {
+        return folded<real, apart>(sum_from<vectors, 2 * apart>(x), sum_from<vectors, 2 * apart>(x + apart * W));
+    }
+}
+template <class real> inline void sum_vectors(real* sums, const real* x) {
+    store(sums, sum_from<Vector<real>::lanes, 1>(x));
 }
 
 template <class real> inline real dot(const real* a, const real* b, index_t n) {
@@ -308,6 +323,9 @@ template <class real> FAST_WEIGHTS_INLINE void to_stored(Float16& y, real x) {
     y.bits = to_float16(static_cast<float>(x));
 }
 
+template <class a, class b> constexpr bool same = false;
+template <class a> constexpr bool same<a, a> = true;
+
 // Calls work(p), p being x's elements from `offset` on, as their type.
 template <class Work> FAST_WEIGHTS_INLINE void with_type(const Sequence& x, index_t offset, const Work& work) {
     switch (x.type) {
@@ -318,17 +336,38 @@ template <class Work> FAST_WEIGHTS_INLINE void with_type(const Sequence& x, inde
     }
 }
 
-// `rows` rows of n numbers that are `step` elements apart, to rows of padded(n) numbers whose rest becomes 0. Those
-// `ahead` elements further are fetched into the cache: rows of short heads lie too far apart for the processor to guess.
-template <class real>
+// Fetches n bytes that are wanted soon into the second cache: the first holds no more than what is at hand.
+FAST_WEIGHTS_INLINE void fetch(const void* from, index_t bytes) {
+    for (index_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
+// Rows of n numbers, n a multiple of ROW, from and to any address: y = x, or x times `factors` if `scaled`.
+template <bool scaled, class real>
+FAST_WEIGHTS_INLINE void move_rows(real* y, index_t step_y, const real* x, index_t step_x, index_t rows, index_t n,
+                                   const real* factors) {
+    constexpr int W = Vector<real>::lanes;
+    for (; rows > 0; --rows, y += step_y, x += step_x, factors += scaled ? n : 0) {
+        for (index_t i = 0; i < n; i += W) {
+            const vec<real> z = load_unaligned(x + i);
+            store_unaligned(y + i, scaled ? z * load(factors + i) : z);
+        }
+    }
+}
+
+// `rows` rows of n numbers that are `step` elements apart, to rows of padded(n) numbers whose rest becomes 0, times
+// `factors` (rows as these) if `scaled`. Those `ahead` elements further are fetched: rows of short heads lie too far apart
+// for the processor to guess.
+template <bool scaled = false, class real>
 inline void load_rows(real* dst, const Sequence& x, index_t offset, index_t step, index_t rows, index_t n,
-                      index_t ahead) {
+                      index_t ahead, const real* factors = nullptr) {
     const index_t ld = padded(n);
     with_type(x, offset, [=](const auto* p) {
-        constexpr index_t line = 64 / sizeof(*p);
+        for (index_t r = 0; ahead != 0 && r < rows; ++r) fetch(p + r * step + ahead, n * sizeof(*p));
+        if constexpr (same<decltype(p), const real*>) {
+            if (n == ld) return move_rows<scaled>(dst, ld, p, step, rows, n, factors);
+        }
         for (index_t r = 0; r < rows; ++r) {
             const auto* from = p + r * step;
-            for (index_t i = 0; ahead != 0 && i < n; i += line) __builtin_prefetch(from + ahead + i);
             real* row = dst + r * ld;
             index_t i = 0;
             for (; i + ROW <= n; i += ROW) {
@@ -337,13 +376,20 @@ inline void load_rows(real* dst, const Sequence& x, index_t offset, index_t step
             for (; i < n; ++i) row[i] = static_cast<real>(from_stored(from[i]));
             for (; i < ld; ++i) row[i] = 0;
         }
+        if (scaled) multiply(dst, dst, factors, rows * ld);
     });
 }
 
-template <class real>
-inline void store_rows(const Sequence& x, index_t offset, index_t step, const real* src, index_t rows, index_t n) {
+// The other way around; `src` may be used up.
+template <bool scaled = false, class real>
+inline void store_rows(const Sequence& x, index_t offset, index_t step, real* src, index_t rows, index_t n,
+                       const real* factors = nullptr) {
     const index_t ld = padded(n);
     with_type(x, offset, [=](auto* p) {
+        if constexpr (same<decltype(p), real*>) {
+            if (n == ld) return move_rows<scaled>(p, step, src, ld, rows, n, factors);
+        }
+        if (scaled) multiply(src, src, factors, rows * ld);
         for (index_t r = 0; r < rows; ++r) {
             auto* to = p + r * step;
             const real* row = src + r * ld;

@@ -1,0 +1,142 @@
+// Decays by way of what they are products of, so that a state itself is multiplied by them twice a segment and not at every
+// step. With F_t the product of f over the steps (a, t] of a segment that begins with a, and Z_t that of z,
+//
+//     S_t = (F_t Z_t^T) * S~_t,    S~_t = S~_{t-1} + (k_t / F_t) (v_t / Z_t)^T,    S~_{a-1} = (f_a z_a^T) * S_{a-1}
+//     y_t = Z_t * (S~_t^T (F_t * q_t)).
+//
+// G, the gradient of S, is G~_t / (F_t Z_t^T), which goes backwards alike: dq_t = F_t * (S~_t (Z_t * dy_t)), the others
+// likewise; d log f_t is the row sums of S~_{t-1} * G~_t, and d log z_t its column sums.
+//
+// A segment ends before any F or Z leaves [e^-16, e^16]. A strong decay is that of a segment's first step, which F leaves
+// out: so none is too strong. F is the exponential of a sum, not a product of exponentials: of decays near 1 these would
+// lose what they differ from 1 by at every step.
+#pragma once
+
+#include "steps.h"
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+// Of the logs in F and in Z. Numbers of 1e-24 to 1e24 have room beside both.
+constexpr int LARGEST_SUM = 16;
+
+// Steps [begin, end), a segment if anything decays.
+struct Span {
+    index_t begin, end;
+};
+
+// The decays of one side of a state, f or z, in a chunk: rows of `ld` numbers by step. If nothing decays, one row of ones.
+template <class real> struct Scales {
+    index_t ld = 0;
+    real* scale = nullptr;    // F; before that the sums of logs that it is the exponential of
+    real* enter = nullptr;    // f, at the first steps of segments
+    real* inverse = nullptr;  // 1 / F; first of all the logs
+
+    static Scales at(real* memory, index_t ld) {
+        return {ld, memory, memory + CHUNK * ld, memory + 2 * CHUNK * ld};
+    }
+    static constexpr index_t room(index_t ld) { return 3 * CHUNK * ld; }
+
+    Steps<const real> entering() const { return {enter, ld}; }
+    Steps<const real> leaving() const { return {scale, ld}; }
+
+    // What to multiply by for F, and for 1 / F; null for 1.
+    const real* times() const { return ld > 0 ? scale : nullptr; }
+    const real* over() const { return ld > 0 ? inverse : nullptr; }
+
+    // Sums the logs of the steps after `first`, which begins a segment, and says where it has to end, at most at `rows`. As
+    // no log is above 0, all sums are small if the last ones are; NaN is not.
+    index_t sum_from(index_t first, index_t rows) {
+        constexpr real largest = LARGEST_SUM;
+        bool small = true;
+        for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
+            vec<real> sum{};
+            store(scale + first * ld + m, sum);
+            for (index_t t = first + 1; t < rows; ++t) {
+                sum += load(inverse + t * ld + m);
+                store(scale + t * ld + m, sum);
+            }
+            const auto inside = (sum >= -largest) & (sum <= largest);
+            for (int i = 0; i < Vector<real>::lanes; ++i) small = small && inside[i] != 0;
+        }
+        for (index_t i = (first + 1) * ld; !small && i < rows * ld; ++i) {
+            if (!(scale[i] >= -largest && scale[i] <= largest)) return i / ld;
+        }
+        return rows;
+    }
+
+    void begin(index_t first) {
+        copy(enter + first * ld, inverse + first * ld, ld);
+        exponentiate(enter + first * ld, ld);
+    }
+
+    void finish(index_t rows) {
+        exponentiate(scale, rows * ld);
+        for (index_t i = 0; i < rows * ld; i += Vector<real>::lanes) store(inverse + i, real(1) / load(scale + i));
+    }
+};
+
+// All decays of chunks of one head; a gate is that of every key.
+template <class real> class Decays {
+   public:
+    // With `slots` for as many chunks: what `open` makes of one stays there until it is opened again.
+    Decays(const Problem& p, Scratch<real>& scratch, index_t slots)
+        : gated(p.log_gate.data != nullptr), of_keys(gated || p.log_key_decay.data != nullptr),
+          of_values(p.log_value_decay.data != nullptr), p_(p), Kp(padded(p.keys)), Vp(padded(p.values)) {
+        f_slots = scratch.take(of_keys ? slots * Scales<real>::room(Kp) : 0);
+        z_slots = scratch.take(of_values ? slots * Scales<real>::room(Vp) : 0);
+        ends = scratch.take(slots * CHUNK);
+        ones = scratch.take(Kp > Vp ? Kp : Vp);
+        if (ones) fill(ones, real(1), Kp > Vp ? Kp : Vp);
+    }
+
+    // `direction` is that in which chunks are opened, 0 if their steps have been fetched.
+    void open(index_t b, index_t t, index_t h, index_t rows, index_t slot, index_t direction) {
+        find(b, t, h, rows, slot);
+        for (index_t i = 0; gated && i < rows; ++i) {
+            fill(f.inverse + i * Kp, load_one<real>(p_.log_gate, place(p_.log_gate, b, t + i, h)), Kp);
+        }
+        if (of_keys && !gated) load_steps(f.inverse, p_.log_key_decay, b, t, h, rows, p_.keys, direction);
+        if (of_values) load_steps(z.inverse, p_.log_value_decay, b, t, h, rows, p_.values, direction);
+        for (index_t first = 0; first < rows;) {
+            const index_t end = minimum(f.sum_from(first, rows), z.sum_from(first, rows));
+            f.begin(first);
+            z.begin(first);
+            ends[slot * CHUNK + count] = static_cast<real>(end);
+            segments[count++] = {first, end};
+            first = end;
+        }
+        f.finish(rows);
+        z.finish(rows);
+    }
+
+    void reopen(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
+        find(b, t, h, rows, slot);
+        for (index_t first = 0; first < rows;) {
+            const index_t end = static_cast<index_t>(ends[slot * CHUNK + count]);
+            segments[count++] = {first, end};
+            first = end;
+        }
+    }
+
+    const bool gated, of_keys, of_values;
+    Scales<real> f, z;
+    Gates<real> gates;
+    Span segments[CHUNK];
+    index_t count = 0;
+
+   private:
+    void find(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
+        f = of_keys ? Scales<real>::at(f_slots + slot * Scales<real>::room(Kp), Kp) : Scales<real>{0, ones, ones};
+        z = of_values ? Scales<real>::at(z_slots + slot * Scales<real>::room(Vp), Vp) : Scales<real>{0, ones, ones};
+        if (gated) gates.load(p_, b, t, h, rows);
+        count = 0;
+    }
+
+    const Problem& p_;
+    const index_t Kp, Vp;
+    real *f_slots, *z_slots, *ends, *ones;
+};
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights
