@@ -20,42 +20,43 @@ constexpr int64_t by_width(int64_t widest, int64_t wide, int64_t narrow) {
     return FAST_WEIGHTS_VECTOR_BYTES == 64 ? widest : FAST_WEIGHTS_VECTOR_BYTES == 32 ? wide : narrow;
 }
 
-// Small states go step by step through registers (stepped.h, small_sum.h, small_delta.h), larger ones by products of a
-// chunk's matrices. With decays the limit is a size. Without, what a chunk copies, scores and masks is as keys + values,
-// and what it spares as keys * values: their quotient decides. All measured between 16 x 16 and 64 x 128, at 1,024 steps
-// and fewer. Sizes are those of the whole call, whose way its blocks of columns then take too; few keys go step by step in
-// any case.
-constexpr int64_t LARGEST_DECAYED_FORWARD = by_width(64 * 64, 32 * 32, 32 * 32);
-constexpr int64_t LARGEST_DECAYED_BACKWARD = by_width(32 * 32, 32 * 16, 32 * 16);
-constexpr int64_t SUM = by_width(30, 14, 10);
-// Gates stay with the products: near 1 they are rounded away if a state is multiplied by one 4,096 times, unless the
-// compiler makes one operation of that and of what is added; a chunk multiplies by 16 at once.
+// Small states go step by step through registers (stepped.h, small_sum.h, small_decay.h, small_delta.h), larger ones by
+// products of a chunk's matrices. Without decays, what a chunk copies, scores and masks is as keys + values, and what it
+// spares as keys * values: their quotient decides. With them, it is the size that does, and how much their chunks' products
+// cost: least with one gate for all, most with decays of keys and values. All measured between 16 x 16 and 128 x 128. Sizes
+// are those of the whole call, whose way its blocks of columns then take too; few keys go step by step in any case.
+constexpr int64_t SUM = by_width(32, 14, 11);
+constexpr int64_t LARGEST_GATED = by_width(32 * 64, 16 * 16, 0);
+constexpr int64_t LARGEST_OF_ONE_SIDE = by_width(64 * 64, 32 * 32, 32 * 16);
+constexpr int64_t LARGEST_OF_BOTH_SIDES = by_width(64 * 128, 32 * 64, 32 * 32);
 
 // The delta rule's with so few keys, or, backwards, with twice as many and so small a state.
 constexpr int64_t COLUMN = 16, LARGEST_WIDE_COLUMN = by_width(32 * 64, 0, 0);
 
-bool has_decays(const Problem& p) { return p.log_key_decay.data || p.log_value_decay.data; }
-
-bool is_stepped(const Problem& p, int64_t largest_decayed) {
+bool is_stepped(const Problem& p) {
+    const index_t size = p.keys * p.columns;
     if (p.keys <= FEW) return true;
-    if (has_decays(p)) return p.keys * p.columns <= largest_decayed;
-    return !p.log_gate.data && (p.keys + p.columns) * SUM >= p.keys * p.columns;
+    if (p.log_gate.data) return size <= LARGEST_GATED;
+    if (p.log_key_decay.data && p.log_value_decay.data) return size <= LARGEST_OF_BOTH_SIDES;
+    if (p.log_key_decay.data || p.log_value_decay.data) return size <= LARGEST_OF_ONE_SIDE;
+    return (p.keys + p.columns) * SUM >= size;
 }
 
+bool has_decays(const Problem& p) { return p.log_key_decay.data || p.log_value_decay.data; }
+
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
-    if (is_stepped(p, LARGEST_DECAYED_FORWARD)) {
-        return march_forward<real, SteppedChunk<real>>(p, begin, end);
-    }
+    if (is_stepped(p)) return march_forward<real, SteppedChunk<real>>(p, begin, end);
     if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
-    if (is_stepped(p, LARGEST_DECAYED_BACKWARD)) {
-        return p.log_gate.data || has_decays(p) ? march_intervals_backward<real, DecayedInterval<real>>(p, begin, end)
-                                                : march_intervals_backward<real, SumInterval<real>>(p, begin, end);
+    const bool stepped = is_stepped(p);
+    if (stepped && (p.log_gate.data || has_decays(p))) {
+        return march_intervals_backward<real, DecayedInterval<real>>(p, begin, end);
     }
+    if (stepped) return march_intervals_backward<real, SumInterval<real>>(p, begin, end);
     if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);

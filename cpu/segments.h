@@ -30,7 +30,7 @@ template <class real> struct Scales {
     index_t ld = 0;
     real* scale = nullptr;    // F; before that the sums of logs that it is the exponential of
     real* enter = nullptr;    // f, at the first steps of segments
-    real* inverse = nullptr;  // 1 / F; first of all the logs
+    real* inverse = nullptr;  // 1 / F; before that logs that are not read where they lie
 
     static Scales at(real* memory, index_t ld) {
         return {ld, memory, memory + CHUNK * ld, memory + 2 * CHUNK * ld};
@@ -44,19 +44,21 @@ template <class real> struct Scales {
     const real* times() const { return ld > 0 ? scale : nullptr; }
     const real* over() const { return ld > 0 ? inverse : nullptr; }
 
-    // Sums the logs of the steps after `first`, which begins a segment, and says where it has to end, at most at `rows`. As
-    // no log is above 0, all sums are small if the last ones are; NaN is not.
-    index_t sum_from(index_t first, index_t rows) {
+    // Sums the logs of the steps after `first`, which begins a segment, and says where it has to end, at most at `rows`.
+    index_t sum_from(Steps<const real> logs, index_t first, index_t rows) {
         constexpr real largest = LARGEST_SUM;
         bool small = true;
         for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
-            vec<real> sum{};
+            vec<real> sum{}, high{};
             store(scale + first * ld + m, sum);
             for (index_t t = first + 1; t < rows; ++t) {
-                sum += load(inverse + t * ld + m);
+                const vec<real> x = load_unaligned(logs.at(t) + m);
+                high = x > high ? x : high;
+                sum += x;
                 store(scale + t * ld + m, sum);
             }
-            const auto inside = (sum >= -largest) & (sum <= largest);
+            // Of logs that are not above 0 the last sum is the lowest; NaN stays.
+            const auto inside = (sum >= -largest) & (high <= real(0));
             for (int i = 0; i < Vector<real>::lanes; ++i) small = small && inside[i] != 0;
         }
         for (index_t i = (first + 1) * ld; !small && i < rows * ld; ++i) {
@@ -65,15 +67,14 @@ template <class real> struct Scales {
         return rows;
     }
 
-    void begin(index_t first) {
-        copy(enter + first * ld, inverse + first * ld, ld);
+    void begin(Steps<const real> logs, index_t first) {
+        for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
+            store(enter + first * ld + m, load_unaligned(logs.at(first) + m));
+        }
         exponentiate(enter + first * ld, ld);
     }
 
-    void finish(index_t rows) {
-        exponentiate(scale, rows * ld);
-        for (index_t i = 0; i < rows * ld; i += Vector<real>::lanes) store(inverse + i, real(1) / load(scale + i));
-    }
+    void finish(index_t rows) { exponentiate_small(scale, inverse, rows * ld); }
 };
 
 // All decays of chunks of one head; a gate is that of every key.
@@ -82,7 +83,8 @@ template <class real> class Decays {
     // With `slots` for as many chunks: what `open` makes of one stays there until it is opened again.
     Decays(const Problem& p, Scratch<real>& scratch, index_t slots)
         : gated(p.log_gate.data != nullptr), of_keys(gated || p.log_key_decay.data != nullptr),
-          of_values(p.log_value_decay.data != nullptr), p_(p), Kp(padded(p.keys)), Vp(padded(p.values)) {
+          of_values(p.log_value_decay.data != nullptr), p_(p), Kp(padded(p.keys)), Vp(padded(p.values)),
+          key_logs_(p.log_key_decay, p.keys), value_logs_(p.log_value_decay, p.values) {
         f_slots = scratch.take(of_keys ? slots * Scales<real>::room(Kp) : 0);
         z_slots = scratch.take(of_values ? slots * Scales<real>::room(Vp) : 0);
         ends = scratch.take(slots * CHUNK);
@@ -93,15 +95,16 @@ template <class real> class Decays {
     // `direction` is that in which chunks are opened, 0 if their steps have been fetched.
     void open(index_t b, index_t t, index_t h, index_t rows, index_t slot, index_t direction) {
         find(b, t, h, rows, slot);
+        Steps<const real> f_logs{f.inverse, Kp}, z_logs;
         for (index_t i = 0; gated && i < rows; ++i) {
             fill(f.inverse + i * Kp, load_one<real>(p_.log_gate, place(p_.log_gate, b, t + i, h)), Kp);
         }
-        if (of_keys && !gated) load_steps(f.inverse, p_.log_key_decay, b, t, h, rows, p_.keys, direction);
-        if (of_values) load_steps(z.inverse, p_.log_value_decay, b, t, h, rows, p_.values, direction);
+        if (of_keys && !gated) f_logs = key_logs_.read(f.inverse, b, t, h, rows, direction);
+        if (of_values) z_logs = value_logs_.read(z.inverse, b, t, h, rows, direction);
         for (index_t first = 0; first < rows;) {
-            const index_t end = minimum(f.sum_from(first, rows), z.sum_from(first, rows));
-            f.begin(first);
-            z.begin(first);
+            const index_t end = minimum(f.sum_from(f_logs, first, rows), z.sum_from(z_logs, first, rows));
+            f.begin(f_logs, first);
+            z.begin(z_logs, first);
             ends[slot * CHUNK + count] = static_cast<real>(end);
             segments[count++] = {first, end};
             first = end;
@@ -135,6 +138,7 @@ template <class real> class Decays {
 
     const Problem& p_;
     const index_t Kp, Vp;
+    const Access<real> key_logs_, value_logs_;
     real *f_slots, *z_slots, *ends, *ones;
 };
 

@@ -33,6 +33,7 @@ template <class real> class SteppedChunk {
                                 k = keys_.read(k_copies, b_, t_, h_, rows_, 1, decays.f.over()),
                                 v = values_.read(v_copies, b_, t_, h_, rows_, 1, decays.z.over());
         const Steps<real> y = out_.at(y_copies, b_, t_, h_);
+        out_.expect(b_, t_, h_, rows_, 1);
         if (p_.complement) decays.gates.apply(k_copies, rows_, padded(K));
         key_side = {k, q, decays.f.entering(), decays.f.leaving()};
         value_side = {v, {}, decays.z.entering(), decays.z.leaving()};

@@ -52,6 +52,11 @@ template <class real> class Access {
         return steps;
     }
 
+    // Fetches where steps further in `direction` are written to, if they come from `copies`, and so all at once.
+    FAST_WEIGHTS_INLINE void expect(index_t b, index_t t, index_t h, index_t rows, index_t direction) const {
+        if (!in_place_) fetch_steps(x_, b, t + direction * rows, h, rows, n_);
+    }
+
     // To where they belong, times `factors` if there are any, if they are in `copies`.
     void write(real* copies, index_t b, index_t t, index_t h, index_t rows, const real* factors = nullptr) const {
         if (in_place_) return;

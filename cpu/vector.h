@@ -244,6 +244,33 @@ inline void exponentiate(float* x, index_t n) {
     }
 }
 
+// y = exp(-x) and x = exp(x), to about an ulp, for x between -64 and 64.
+inline void exponentiate_small(float* x, float* y, index_t n) {
+    for (index_t i = 0; i < n; i += Vector<float>::lanes) {
+        constexpr float round_off = 12582912.f;
+        const vec<float> given = load(x + i);
+        const vec<float> whole = (given * 1.44269504088896341f + round_off) - round_off;
+        vec<float> r = given - whole * 0.693359375f;
+        r = r - whole * -2.12194440054690583e-4f;
+        // exp(r) and exp(-r) are the sum and the difference of cosh(r) and sinh(r), whose series end here for |r| < 0.35.
+        const vec<float> u = r * r;
+        vec<float> cosh = u * 1.3888889e-3f + 4.1666668e-2f, sinh = u * 1.9841270e-4f + 8.3333333e-3f;
+        cosh = (cosh * u + 0.5f) * u + 1.f;
+        sinh = ((sinh * u + 1.6666667e-1f) * u) * r + r;
+        const ivec power = __builtin_convertvector(whole, ivec);
+        const ivec scale = (127 + power) << 23, inverse = (127 - power) << 23;
+        store(x + i, (cosh + sinh) * reinterpret_cast<const vec<float>&>(scale));
+        store(y + i, (cosh - sinh) * reinterpret_cast<const vec<float>&>(inverse));
+    }
+}
+
+inline void exponentiate_small(double* x, double* y, index_t n) {
+    for (index_t i = 0; i < n; ++i) {
+        x[i] = __builtin_exp(x[i]);
+        y[i] = 1 / x[i];
+    }
+}
+
 inline void exponentiate(double* x, index_t n) {
     for (index_t i = 0; i < n; ++i) x[i] = __builtin_exp(x[i]);
 }
