@@ -50,7 +50,8 @@ FAST_WEIGHTS_INLINE void fetch_steps(const Sequence& x, index_t b, index_t t, in
     });
 }
 
-// The rows t .. t + rows of a head, and zeros up to CHUNK rows. `direction` is that in which time goes on, 1 or -1.
+// The rows t .. t + rows of a head, and zeros up to CHUNK rows. `direction` is that in which time goes on, 1 or -1, or 0 if
+// the next steps are not to be fetched.
 template <class real>
 inline void load_steps(real* dst, const Sequence& x, index_t b, index_t t, index_t h, index_t rows, index_t n,
                        index_t direction) {
@@ -58,8 +59,11 @@ inline void load_steps(real* dst, const Sequence& x, index_t b, index_t t, index
     if (rows < CHUNK) fill(dst + rows * padded(n), real(0), (CHUNK - rows) * padded(n));
 }
 
+// `direction` as above: where the next steps' rows belong is fetched too, 0 if it has been.
 template <class real>
-inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, real* src, index_t rows, index_t n) {
+inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, real* src, index_t rows, index_t n,
+                        index_t direction) {
+    if (direction != 0) fetch_steps(x, b, t + direction * CHUNK, h, rows, n);
     store_rows(x, place(x, b, t, h), x.time, src, rows, n);
 }
 

@@ -108,7 +108,7 @@ template <class real> class DeltaChunk {
         product<false, Into::set, Shape::lower>(rows_, Vp, rows_, y, Vp, scores, CHUNK, u, Vp);
         if (!empty) product<false, Into::add>(rows_, Vp, K, y, Vp, q, Kp, state, Vs);
         product<true, Into::add>(K, Vp, rows_, state, Vs, k, Kp, u, Vp);
-        store_steps(p_.out, b_, t_, h_, y, rows_, V);
+        store_steps(p_.out, b_, t_, h_, y, rows_, V, direction_);
     }
 
     void carry(real* state) {
@@ -173,9 +173,9 @@ template <class real> class DeltaChunk {
         }
         product<true, Into::add>(K, Vp, CHUNK + rows_, d_state, Vs, q, Kp, y, Vp);
         for (index_t i = 0; i < rows_; ++i) scale(right + i * Vp, right + i * Vp, beta[i], Vp);
-        store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
-        store_steps(p_.dk, b_, t_, h_, dk, rows_, K);
-        store_steps(p_.dv, b_, t_, h_, right, rows_, V);
+        store_steps(p_.dq, b_, t_, h_, dq, rows_, K, direction_);
+        store_steps(p_.dk, b_, t_, h_, dk, rows_, K, direction_);
+        store_steps(p_.dv, b_, t_, h_, right, rows_, V, direction_);
         for (index_t i = 0; i < rows_; ++i) store_one(p_.d_beta, place(p_.d_beta, b_, t_ + i, h_), d_beta[i]);
     }
 

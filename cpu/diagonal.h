@@ -133,7 +133,7 @@ template <class real, Decay decay> class DiagonalChunk {
             }
         }
         write(state);
-        store_steps(p_.out, b_, t_, h_, y, rows_, V);
+        store_steps(p_.out, b_, t_, h_, y, rows_, V, direction_);
     }
 
     // The state alone.
@@ -425,11 +425,11 @@ template <class real, Decay decay> class DiagonalChunk {
 
     void store_gradients() {
         if (decay == Decay::shared) shared.gates.store_gradient(p_, b_, t_, h_, rows_, d_log, dk, plain_k, Kp);
-        store_steps(p_.dq, b_, t_, h_, dq, rows_, K);
-        store_steps(p_.dk, b_, t_, h_, dk, rows_, K);
-        store_steps(p_.dv, b_, t_, h_, dv, rows_, V);
-        if (f.gate) store_steps(p_.d_log_key_decay, b_, t_, h_, df, rows_, K);
-        if (z.gate) store_steps(p_.d_log_value_decay, b_, t_, h_, dz, rows_, V);
+        store_steps(p_.dq, b_, t_, h_, dq, rows_, K, direction_);
+        store_steps(p_.dk, b_, t_, h_, dk, rows_, K, direction_);
+        store_steps(p_.dv, b_, t_, h_, dv, rows_, V, direction_);
+        if (f.gate) store_steps(p_.d_log_key_decay, b_, t_, h_, df, rows_, K, direction_);
+        if (z.gate) store_steps(p_.d_log_value_decay, b_, t_, h_, dz, rows_, V, direction_);
     }
 
     const Problem& p_;

@@ -1,8 +1,8 @@
 // A sequence, chunk by chunk: forwards in time, and backwards over intervals whose states are computed again.
 //
-// `Chunk` is the arithmetic of one chunk of one head (`DiagonalChunk`, `SteppedChunk`, `DeltaChunk`): open it, then
-// forward; or open it, carry (or prepare), and later reopen and backward. `Interval` (`SumInterval`, `ColumnInterval`) is
-// that of a whole interval backwards, for small states, which needs none in between.
+// `Chunk` is the arithmetic of one chunk of one head (`DiagonalChunk`, `DeltaChunk`; `SteppedChunk` and `ColumnChunk`
+// forwards): open it, then forward; or open it, carry (or prepare), and later reopen and backward. `Interval`
+// (`SumInterval`, `DecayedInterval`, `ColumnInterval`) is that of a whole interval backwards, for small states.
 #pragma once
 
 #include "chunk.h"

@@ -7,7 +7,7 @@
 // G, the gradient of S, is G~_t / (F_t Z_t^T), which goes backwards alike: dq_t = F_t * (S~_t (Z_t * dy_t)), the others
 // likewise; d log f_t is the row sums of S~_{t-1} * G~_t, and d log z_t its column sums.
 //
-// A segment ends before any F or Z leaves [e^-16, e^16]. A strong decay is that of a segment's first step, which F leaves
+// A segment ends before any F or Z leaves [e^-20, e^20]. A strong decay is that of a segment's first step, which F leaves
 // out: so none is too strong. F is the exponential of a sum, not a product of exponentials: of decays near 1 these would
 // lose what they differ from 1 by at every step.
 #pragma once
@@ -17,8 +17,9 @@
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
-// Of the logs in F and in Z. Numbers of 1e-24 to 1e24 have room beside both.
-constexpr int LARGEST_SUM = 16;
+// Of the logs in F and in Z. Numbers of 1e-20 to 1e20 have room beside both; and halving all decays for a whole chunk stays
+// below it.
+constexpr int LARGEST_SUM = 20;
 
 // Steps [begin, end), a segment if anything decays.
 struct Span {

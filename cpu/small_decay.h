@@ -13,7 +13,8 @@ template <class real> class DecayedInterval {
    public:
     DecayedInterval(const Problem& p, Scratch<real>& scratch, index_t length)
         : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)), few_(K <= FEW),
-          fetches_(few_ ? 2 * ((Vp / W + WIDTH - 1) / WIDTH) : 2 * tile_count(V, K) + tile_count(K, V)), decays(p, scratch, length / CHUNK), queries_(of_keys(p.q)), keys_(of_keys(p.k)), values_(of_values(p.v)),
+          fetches_(few_ ? 2 * parts(V, WIDTH * W) : (2 * parts(V, TILE) * parts(K, W) + parts(K, TILE) * parts(V, W))),
+          decays(p, scratch, length / CHUNK), queries_(of_keys(p.q)), keys_(of_keys(p.k)), values_(of_values(p.v)),
           d_out_(of_values(p.d_out)), d_queries_(of_keys(p.dq)), d_keys_(of_keys(p.dk)), d_values_(of_values(p.dv)) {
         k_slots = scratch.take(keys_.room(length));
         v_slots = scratch.take(values_.room(length));
@@ -39,14 +40,18 @@ template <class real> class DecayedInterval {
         }
         for (index_t slot = last; slot >= 0; --slot) {
             reopen(b, t + slot * CHUNK, h, minimum(CHUNK, rows - slot * CHUNK), slot);
-            expect(b, next, slot, last);
+            look_ahead(b, next, slot, last);
             differentiate(start(few_ ? state : turned, slot), d_state, d_turned);
         }
     }
 
    private:
+    static constexpr int W = Vector<real>::lanes;
+    static constexpr index_t LANES = lanes_of_few<real>(CHUNK);
+    static index_t parts(index_t n, index_t size) { return (n + size - 1) / size; }
+
     // To be fetched beside chunk `slot`: as much of what comes next, its last steps first, and all of that in the end.
-    void expect(index_t b, const Next& next, index_t slot, index_t last) {
+    void look_ahead(index_t b, const Next& next, index_t slot, index_t last) {
         const index_t begin = slot * CHUNK, end = slot == last ? next.rows : minimum(begin + CHUNK, next.rows);
         const index_t t = next.t + begin, h = next.h, rows = end - begin;
         ahead.clear();
@@ -57,13 +62,6 @@ template <class real> class DecayedInterval {
         ahead.divide(fetches_);
     }
 
-    static constexpr int W = Vector<real>::lanes;
-    // Calls of for_tiles' work, or more.
-    static index_t tile_count(index_t rows, index_t lanes) {
-        return (rows + TILE - 1) / TILE * ((lanes + W - 1) / W);
-    }
-
-    static constexpr index_t LANES = lanes_of_few<real>(CHUNK);
 
     index_t size() const { return few_ ? Kp * Vs : Vp * Kp; }
 
@@ -110,7 +108,8 @@ template <class real> class DecayedInterval {
     }
 
     void carry(const real* from, real* to) {
-        const Side<real>&rows = few_ ? key_side : value_side, &lanes = few_ ? value_side : key_side;
+        const Side<real>& rows = few_ ? key_side : value_side;
+        const Side<real>& lanes = few_ ? value_side : key_side;
         const index_t ld = few_ ? Vs : Kp;
         for_tiles<real>(few_ ? FEW : V, vectors<real>(few_ ? V : K), [&](auto tile, auto, index_t e, index_t m) {
             real* place = to + e * ld + m;
@@ -140,9 +139,9 @@ template <class real> class DecayedInterval {
             store_gate_gradient();
             over = nullptr;
         } else if (decays.of_keys) {
-            store_steps(p_.d_log_key_decay, b_, t_, h_, df.first, rows_, K);
+            store_steps(p_.d_log_key_decay, b_, t_, h_, df.first, rows_, K, 0);
         }
-        if (decays.of_values) store_steps(p_.d_log_value_decay, b_, t_, h_, dz.first, rows_, V);
+        if (decays.of_values) store_steps(p_.d_log_value_decay, b_, t_, h_, dz.first, rows_, V, 0);
         d_queries_.write(dq_copies, b_, t_, h_, rows_, decays.f.times());
         d_keys_.write(dk_copies, b_, t_, h_, rows_, over);
         d_values_.write(dv_copies, b_, t_, h_, rows_, decays.z.over());
@@ -215,7 +214,7 @@ template <class real> class DecayedInterval {
     const Problem& p_;
     const index_t K, V, Kp, Vp, Vs;
     const bool few_;
-    const index_t fetches_;  // calls of Ahead::some for a chunk
+    const index_t fetches_;  // calls of Ahead::some for a chunk, or fewer
     Decays<real> decays;
     Ahead ahead;
     const Access<real> queries_, keys_, values_, d_out_, d_queries_, d_keys_, d_values_;

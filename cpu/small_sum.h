@@ -28,7 +28,8 @@ template <class real> class SumInterval {
     // `turned` and `d_turned` are the same transposed; all but `d_state` and `d_turned` are used up.
     void backward(index_t b, index_t t, index_t h, index_t rows, real* state, real* turned, real* d_state,
                   real* d_turned, const Next&) {
-        const Side<real> keys{keys_.read(k_copies, b, t, h, rows, -1), queries_.read(q_copies, b, t, h, rows, -1), {}, {}};
+        const Side<real> keys{keys_.read(k_copies, b, t, h, rows, -1), queries_.read(q_copies, b, t, h, rows, -1),
+                              {}, {}};
         const Side<real> values{values_.read(v_copies, b, t, h, rows, -1),
                                 d_out_.read(y_copies, b, t, h, rows, -1), {}, {}};
         const Steps<real> dq = d_queries_.at(dq_copies, b, t, h), dk = d_keys_.at(dk_copies, b, t, h),

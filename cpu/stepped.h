@@ -45,8 +45,9 @@ template <class real> class SteppedChunk {
     template <bool decay> void pass(real* state, Steps<real> y) {
         for_tiles<real>(K, vectors<real>(V), [&](auto tile, auto into, index_t e, index_t m) {
             for (index_t i = 0; i < decays.count; ++i) {
+                real* place = state + e * Vs + m;
                 forward_tile<decltype(tile)::value, decay, decltype(into)::value, false>(
-                    decays.segments[i], state + e * Vs + m, state + e * Vs + m, Vs, key_side, value_side, e, m, y, none);
+                    decays.segments[i], place, place, Vs, key_side, value_side, e, m, y, none);
             }
         });
     }

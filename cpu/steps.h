@@ -1,4 +1,5 @@
-// A tensor's steps where they lie, for kernels that take each number so few times that copying it would cost as much.
+// A tensor's steps: where they lie, for kernels that take each number so few times that copying it would cost as much, or
+// scaled on their way; and on their way into the cache before they are wanted.
 #pragma once
 
 #include "chunk.h"

@@ -57,7 +57,8 @@ FAST_WEIGHTS_INLINE void forward_tile(Span span, const real* from, real* to, ind
     constexpr int W = Vector<real>::lanes;
     constexpr bool reads = into != Out::none;
     vec<real> s[R];
-    const real *row_in = factors<decays>(rows.enter, span.begin, row), *lane_in = factors<decays>(lanes.enter, span.begin, lane);
+    const real* row_in = factors<decays>(rows.enter, span.begin, row);
+    const real* lane_in = factors<decays>(lanes.enter, span.begin, lane);
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) s[i] = load_row<decays>(from, ld, i, row_in, lane_in);
     for (index_t t = span.begin; t < span.end; ++t) {
@@ -72,7 +73,8 @@ FAST_WEIGHTS_INLINE void forward_tile(Span span, const real* from, real* to, ind
         }
         if (reads) store_unaligned(out.at(t) + lane, y[0] + y[1]);
     }
-    const real *row_out = factors<decays>(rows.leave, span.end - 1, row), *lane_out = factors<decays>(lanes.leave, span.end - 1, lane);
+    const real* row_out = factors<decays>(rows.leave, span.end - 1, row);
+    const real* lane_out = factors<decays>(lanes.leave, span.end - 1, lane);
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) store_row<decays>(to, ld, i, row_out, lane_out, s[i]);
 }
@@ -116,7 +118,8 @@ FAST_WEIGHTS_INLINE void backward_tile(Span span, real* d_state, index_t ld, Sid
     constexpr int W = Vector<real>::lanes;
     constexpr bool adds = into == Out::add;
     vec<real> g[R];
-    const real *row_in = factors<decays>(rows.leave, span.end - 1, row), *lane_in = factors<decays>(lanes.leave, span.end - 1, lane);
+    const real* row_in = factors<decays>(rows.leave, span.end - 1, row);
+    const real* lane_in = factors<decays>(lanes.leave, span.end - 1, lane);
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) g[i] = load_row<decays>(d_state, ld, i, row_in, lane_in);
     for (index_t t = span.end - 1; t >= span.begin; --t) {
@@ -141,7 +144,8 @@ FAST_WEIGHTS_INLINE void backward_tile(Span span, real* d_state, index_t ld, Sid
         store_unaligned(d_write.at(t) + lane, dv[0] + dv[1]);
         if (lane_logs) store(d_lane_log.at(t) + lane, dz[0] + dz[1]);
     }
-    const real *row_out = factors<decays>(rows.enter, span.begin, row), *lane_out = factors<decays>(lanes.enter, span.begin, lane);
+    const real* row_out = factors<decays>(rows.enter, span.begin, row);
+    const real* lane_out = factors<decays>(lanes.enter, span.begin, lane);
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) store_row<decays>(d_state, ld, i, row_out, lane_out, g[i]);
 }
@@ -161,7 +165,8 @@ FAST_WEIGHTS_INLINE void forward_few(Span span, real* state, index_t ld, Side<re
                                      Side<real> lanes, index_t lane, real* dq, real* history) {
     constexpr int W = Vector<real>::lanes;
     vec<real> s[FEW][N];
-    const real *row_in = factors<decays>(rows.enter, span.begin, 0), *lane_in = factors<decays>(lanes.enter, span.begin, lane);
+    const real* row_in = factors<decays>(rows.enter, span.begin, 0);
+    const real* lane_in = factors<decays>(lanes.enter, span.begin, lane);
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
@@ -184,7 +189,8 @@ FAST_WEIGHTS_INLINE void forward_few(Span span, real* state, index_t ld, Side<re
 #pragma GCC unroll 4
         for (int i = 0; i < FEW; ++i) put_in_lanes<into>(dq, t, i, sum[i]);
     }
-    const real *row_out = factors<decays>(rows.leave, span.end - 1, 0), *lane_out = factors<decays>(lanes.leave, span.end - 1, lane);
+    const real* row_out = factors<decays>(rows.leave, span.end - 1, 0);
+    const real* lane_out = factors<decays>(lanes.leave, span.end - 1, lane);
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
@@ -201,7 +207,8 @@ FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side
     constexpr int W = Vector<real>::lanes;
     constexpr bool decays = row_logs || lane_logs;
     vec<real> g[FEW][N];
-    const real *row_in = factors<decays>(rows.leave, span.end - 1, 0), *lane_in = factors<decays>(lanes.leave, span.end - 1, lane);
+    const real* row_in = factors<decays>(rows.leave, span.end - 1, 0);
+    const real* lane_in = factors<decays>(lanes.leave, span.end - 1, lane);
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
@@ -235,7 +242,8 @@ FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side
             if (row_logs) put_in_lanes<into>(df, t, i, passed[i]);
         }
     }
-    const real *row_out = factors<decays>(rows.enter, span.begin, 0), *lane_out = factors<decays>(lanes.enter, span.begin, lane);
+    const real* row_out = factors<decays>(rows.enter, span.begin, 0);
+    const real* lane_out = factors<decays>(lanes.enter, span.begin, lane);
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
