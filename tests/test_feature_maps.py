@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, options, equation", CASES)
+@pytest.mark.parametrize(("name", "options", "equation"), CASES)
 def test_map_is_its_equation_for_every_vector(name, options, equation):
     feature_map = build(name, **options).double().eval()
     if name == "relu":
@@ -86,14 +86,14 @@ def test_map_is_its_equation_for_every_vector(name, options, equation):
         assert not feature_map.positive or (phi >= 0).all()
 
 
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 def test_gradients_are_those_of_finite_differences(name, options, _):
     feature_map = build(name, **options).double().eval()
     inputs = [x[:1, :2].contiguous().requires_grad_() for x in queries_and_keys(DIM)]
     assert torch.autograd.gradcheck(feature_map, inputs)
 
 
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 def test_queries_and_keys_may_differ_in_time_and_be_empty(name, options, _):
     feature_map = build(name, **options)
     q, k = queries_and_keys(DIM, torch.float32)
@@ -165,7 +165,7 @@ def test_favor_estimates_better_with_more_features():
     assert error(4096) < error(16) / 4
 
 
-@pytest.mark.parametrize("num_features, dim", [(3, 5), (5, 5), (13, 5), (2, 1), (1, 64)])
+@pytest.mark.parametrize(("num_features", "dim"), [(3, 5), (5, 5), (13, 5), (2, 1), (1, 64)])
 def test_rows_within_a_block_are_orthogonal(num_features, dim):
     torch.manual_seed(3)
     features = orthogonal_features(num_features, dim, dtype=torch.float64)
@@ -281,7 +281,7 @@ def test_favor_keeps_the_exponents_together():
 # ---------------------------------------------------------------------------------- dtypes
 
 
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_half_precision_inputs_are_mapped_in_float32(name, options, _, dtype):
     feature_map = build(name, **options).eval()
@@ -296,7 +296,7 @@ def test_half_precision_inputs_are_mapped_in_float32(name, options, _, dtype):
             assert torch.equal(phi.to(compute), reference)
 
 
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 @pytest.mark.parametrize("training", [True, False])
 def test_maps_whose_parameters_are_half_precision_still_answer_in_float32(name, options, _, training):
     feature_map = build(name, **options).bfloat16().train(training)
@@ -305,7 +305,7 @@ def test_maps_whose_parameters_are_half_precision_still_answer_in_float32(name, 
     assert all(phi.dtype == expected_dtype for phi in feature_map(*inputs))
 
 
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 @pytest.mark.parametrize("training", [True, False])
 def test_maps_on_meta_tell_the_shapes(name, options, _, training):
     feature_map = build(name, **options).to("meta").train(training)
@@ -316,7 +316,7 @@ def test_maps_on_meta_tell_the_shapes(name, options, _, training):
 # ----------------------------------------------------------------------- sum normalisation
 
 
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 def test_sum_normalisation_makes_components_sum_to_one(name, options, _):
     feature_map = build(name, **options).double().eval()
     for phi in feature_map(*queries_and_keys(DIM)):
@@ -328,7 +328,7 @@ def test_sum_normalisation_makes_components_sum_to_one(name, options, _):
         torch.testing.assert_close(normalized.sum(-1), expected, rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 def test_only_maps_that_may_vanish_do(name, options, _):
     feature_map = build(name, **options).eval()
     phi, _ = feature_map(*[torch.zeros(1, 1, HEADS, DIM)] * 2)
@@ -336,7 +336,7 @@ def test_only_maps_that_may_vanish_do(name, options, _):
     assert feature_map.sum_eps == (1e-5 if feature_map.may_vanish else 0)
 
 
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 @pytest.mark.parametrize("value", [0.0, -30.0, 30.0, -1000.0])
 def test_sum_normalisation_is_finite_where_a_map_vanishes(name, options, _, value):
     feature_map = build(name, **options).eval()
@@ -367,7 +367,7 @@ def test_elu_keeps_very_small_features_apart():
 
 
 @pytest.mark.parametrize(
-    "name, options, key_dim, output_dim",
+    ("name", "options", "key_dim", "output_dim"),
     [
         ("identity", {}, 4, 4),
         ("identity", {"feature_dim": 7}, 7, 7),
@@ -406,7 +406,7 @@ def test_relu_map_starts_with_features_at_the_scale_of_its_input():
 
 
 @pytest.mark.parametrize(
-    "name, options, message",
+    ("name", "options", "message"),
     [
         ("softmax", {}, r"feature map 'softmax'.* identity, elu, relu, favor, dpfp, tanh"),
         ("elu", {"num_heads": 0}, r"num_heads is 0; .*positive"),
@@ -442,10 +442,10 @@ def test_inputs_of_another_size_are_refused(name):
 
 
 @pytest.mark.parametrize(
-    "scales, together",
+    ("scales", "together"),
     [("queries", [(3,), None]), ("queries and source", [(3,), (1, 3)]), ("all", [(3,), (3,)])],
 )
-@pytest.mark.parametrize("name, options, _", CASES)
+@pytest.mark.parametrize(("name", "options", "_"), CASES)
 def test_favor_takes_out_the_largest_feature_and_the_others_nothing(name, options, _, scales, together):
     """Of each query; and of each key, or of all keys of a row and head."""
     feature_map = build(name, **options).double().eval()

@@ -12,6 +12,7 @@ OUT names a folder, there too, with the output of all stages. The exit status is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -161,10 +162,8 @@ def run(stage: Stage, left: float, log: Path) -> Outcome:
             status = "timed out"
         finally:
             # What it started may outlive it, and would disturb the stages that follow.
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines()[1:] if line.strip()]
     failures = [line[:300] for line in lines if line.startswith(("FAILED ", "ERROR "))][:MOST_FAILURES]

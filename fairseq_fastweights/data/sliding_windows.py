@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class SlidingWindows(FairseqDataset):
         windows = len(self)
         full = windows - 1 if windows > 1 and self._scored(windows - 1) < self.new else windows
         edges = [0, *range(1, full, max_windows), full, windows]
-        return [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        return [list(range(a, b)) for a, b in itertools.pairwise(edges) if b > a]
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         if not samples:

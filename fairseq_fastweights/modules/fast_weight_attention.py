@@ -148,10 +148,7 @@ class FastWeightAttention(MemoryAttention):
 
     def _turn(self, q: Tensor, k: Tensor, padding: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """Turns queries and keys by their positions; `before`, (batch,), says how many each row has read."""
-        if padding is None:
-            positions = torch.arange(q.shape[1], device=q.device)[None]
-        else:
-            positions = (~padding).cumsum(dim=1) - 1
+        positions = torch.arange(q.shape[1], device=q.device)[None] if padding is None else (~padding).cumsum(dim=1) - 1
         if before is not None:
             positions = positions + before[:, None]
         # Texts that are carried over have millions of positions, which differ by less than float32 can tell.
@@ -221,10 +218,7 @@ def _positions_after(
     batch: int, time: int, padding: Tensor | None, before: Tensor | None, device: torch.device
 ) -> Tensor:
     """(batch,), how many steps that are not padding each row has read."""
-    if padding is None:
-        read = torch.full((batch,), time, device=device)
-    else:
-        read = (~padding).sum(dim=1)
+    read = torch.full((batch,), time, device=device) if padding is None else (~padding).sum(dim=1)
     return read if before is None else before + read
 
 

@@ -32,7 +32,7 @@ def run(improvement: LossImprovement, losses: list[float], weight: float = 1.0) 
 
 
 @pytest.mark.parametrize(
-    "threshold, patience, interval, losses, over_at",
+    ("threshold", "patience", "interval", "losses", "over_at"),
     [
         # 10 -> 9.8 is 2 %, 9.8 -> 9.751 is half a percent.
         (0.01, 1, 1, [10, 9.8, 9.751], 3),
@@ -263,7 +263,7 @@ def test_two_processes_unfreeze_together(corpus, source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--fp16", "fp16 is True; with unfreeze_threshold it must be with fp16_no_flatten_grads"),
         ("--use-bmuf", "use_bmuf is True"),

@@ -103,7 +103,7 @@ def test_step_by_step_it_is_the_same(converted):
 
 
 def test_a_round_trip_gives_the_sources_bits_back(converted, tmp_path):
-    source, theirs, folder = converted
+    _source, theirs, folder = converted
     to_huggingface(folder, tmp_path / "back")
     ignored = (".attn.bias", ".masked_bias", ".attention.bias", ".inv_freq")
     files, back = WeightFiles(theirs), WeightFiles(tmp_path / "back")

@@ -150,7 +150,7 @@ def test_values_of_the_decay_rule_are_multiplied_by_what_their_gates_let_in():
 
 
 @pytest.mark.parametrize(
-    "options, factor",
+    ("options", "factor"),
     [
         ({"update_rule": "sum", "normalization": frozenset(), "feature_map": "identity"}, 1 / 512),
         ({"update_rule": "sum", "normalization": frozenset(), "feature_map": "relu"}, 1 / 512),

@@ -121,7 +121,7 @@ def test_a_folder_without_the_files_is_refused(folder):
         byte_level(Path(folder)) if folder else encoders.build_bpe(Namespace(bpe="byte_level", byte_level_folder=""))
 
 
-@pytest.mark.parametrize("start, expected", [(" the", True), ("the", False)])
+@pytest.mark.parametrize(("start", "expected"), [(" the", True), ("the", False)])
 def test_beginnings_of_words(both, start, expected):
     bpe = byte_level(both[1])
     assert bpe.is_beginning_of_word(bpe.encode(start).split()[0]) is expected
@@ -159,7 +159,7 @@ SPLIT = {"type": "Sequence", "pretokenizers": [{"type": "Split"}, {"type": "Byte
 
 
 @pytest.mark.parametrize(
-    "alter, message",
+    ("alter", "message"),
     [
         (change("normalizer", {"type": "NFKC"}), "normalizer is NFKC; only NFC, or none"),
         (

@@ -74,7 +74,7 @@ def log_probs(model, tokens):
 
 @pytest.mark.parametrize("save", [save_as_today, save_as_in_2019])
 @pytest.mark.parametrize(
-    "arch, flags",
+    ("arch", "flags"),
     [("baevski_wiki103", ADAPTIVE), ("", PRE_NORM), ("", ""), ("", "--decoder-learned-pos --decoder-output-dim 12")],
 )
 def test_without_swapping_the_model_is_the_source(fairseq, text, tmp_path, arch, flags, save):
@@ -163,7 +163,7 @@ def test_a_group_is_taken_and_nothing_else(fairseq, tmp_path, groups):
 
 
 @pytest.mark.parametrize(
-    "name, pre_norm, post_norm",
+    ("name", "pre_norm", "post_norm"),
     [
         ("embed_tokens.weight", "embeddings", "embeddings"),
         ("embed_tokens.embeddings.2.1.weight", "embeddings", "embeddings"),
@@ -326,7 +326,7 @@ def test_a_group_that_the_source_lacks_is_named(fairseq, source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, named",
+    ("flags", "named"),
     [
         ("--share-decoder-input-output-embed", "decoder_normalize_before"),
         (f"{PRE_NORM} --activation-fn gelu", "activation_fn"),
@@ -427,7 +427,7 @@ def test_a_transfer_of_nothing_is_refused(fairseq, source):
 
 
 @pytest.mark.parametrize(
-    "words, difference",
+    ("words", "difference"),
     [
         (WORDS[:-1], "44 types, that of the data 43"),
         ((*WORDS[:5], WORDS[6], WORDS[5], *WORDS[7:]), "type 9 is 'w5' in .* and 'w6' in that of the data"),
@@ -454,7 +454,7 @@ def test_files_that_are_not_there_are_named(fairseq, source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"PK\x03\x04 and nothing", "cut short, damaged or no checkpoint"),
@@ -503,7 +503,7 @@ def test_sources_whose_settings_have_their_former_name_are_known(fairseq, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--transfer heads", "transfer is 'heads'; it must be all, none, or comma-separated: embeddings, output"),
         ("--transfer none", "transfer is 'none'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ class Lines(list):
 
     def __init__(self, sizes: list[int]) -> None:
         starts = np.cumsum([0, *sizes])
-        super().__init__(torch.arange(a, b) + 10 for a, b in zip(starts, starts[1:], strict=False))
+        super().__init__(torch.arange(a, b) + 10 for a, b in itertools.pairwise(starts))
         self.sizes = np.array(sizes)
 
 
@@ -120,14 +122,14 @@ def test_streams_differ_by_one_token_at_most():
     assert set(lengths) == {14, 15}
 
 
-@pytest.mark.parametrize("streams, length, what", [(9, 4, "batch size"), (2, 0, "tokens_per_sample")])
+@pytest.mark.parametrize(("streams", "length", "what"), [(9, 4, "batch size"), (2, 0, "tokens_per_sample")])
 def test_impossible_streams_are_refused(streams, length, what):
     with pytest.raises(ValueError, match=what):
         SegmentStreams(corpus_of(8), streams, length, PAD)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 7, 8, 9, 40])
-@pytest.mark.parametrize("new, context", [(1, 7), (1, 1), (3, 5), (4, 4), (7, 1)])
+@pytest.mark.parametrize(("new", "context"), [(1, 7), (1, 1), (3, 5), (4, 4), (7, 1)])
 def test_windows_score_every_token_once_in_the_context_that_fairseq_gives_it(tokens, new, context):
     data = SlidingWindows(corpus_of(tokens), new, context)
     scored = {}
@@ -150,7 +152,7 @@ def test_windows_score_every_token_once_in_the_context_that_fairseq_gives_it(tok
         assert length == position - max(0, block - context) + 1
 
 
-@pytest.mark.parametrize("new, context", [(0, 3), (1, 0)])
+@pytest.mark.parametrize(("new", "context"), [(0, 3), (1, 0)])
 def test_impossible_windows_are_refused(new, context):
     with pytest.raises(ValueError, match="context_window"):
         SlidingWindows(corpus_of(8), new, context)

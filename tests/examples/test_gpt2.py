@@ -175,7 +175,7 @@ def test_the_batch_is_divided_and_the_precision_is_chosen(precision: str, places
 
 
 @pytest.mark.parametrize(
-    "script, arguments, env, message",
+    ("script", "arguments", "env", "message"),
     [
         (DECAY, [], {}, "ROW.sh train SOURCE DATA OUT"),
         (DECAY, ["learn", "TARGET", "DATA", "OUT"], {}, "ROW.sh train SOURCE DATA OUT"),
@@ -355,7 +355,7 @@ def test_any_number_of_processes_gives_the_same_text_in_the_same_order(source: P
 
 
 @pytest.mark.parametrize(
-    "name, content, message",
+    ("name", "content", "message"),
     [
         ("train.jsonl", b'{"text": "a"}\n{"texts": "b"}\n', "train.jsonl: line 2 is no JSON object with a text in it"),
         ("train.jsonl", b'{"text": "a"}\n{"text": "b"\n', "line 2 is no JSON object"),

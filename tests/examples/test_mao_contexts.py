@@ -29,15 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SEEN = {
     # Segments of 8, each scored whole: tokens 0 to 7, 8 to 15, 16 to 22. Before a segment's first token fairseq puts
     # the last one of the segment before; before the text's first one, a line end, which is no word of it.
-    0: [0, 1, 2, 3, 4, 5, 6, 7]
-    + [1, 2, 3, 4, 5, 6, 7, 8]
-    + [1, 2, 3, 4, 5, 6, 7],
+    0: [0, 1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7],
     # Windows of 8 of which the last 2 are scored: tokens 0 and 1, 2 and 3, ... 20 and 21, and 22 alone. Before them
     # comes a context of 6, and what fairseq puts before that: 7 words before the first of the two, 8 before the second.
     # Up to token 7 there are no more words than these.
-    6: [0, 1, 2, 3, 4, 5, 6, 7]
-    + [7, 8, 7, 8, 7, 8, 7, 8]
-    + [7, 8, 7, 8, 7, 8, 7],
+    6: [0, 1, 2, 3, 4, 5, 6, 7, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8, 7],
 }  # fmt: skip
 
 

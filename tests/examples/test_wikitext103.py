@@ -103,7 +103,7 @@ def test_a_row_has_the_settings_of_the_paper(row: Path, tmp_path: Path, commands
             assert scored["--context-window"] == str(length - 1) and "--carry-over-state" not in asked
 
 
-@pytest.mark.parametrize("gpus, update_freq", [(1, 1), (2, 1), (2, 3), (8, 4)])
+@pytest.mark.parametrize(("gpus", "update_freq"), [(1, 1), (2, 1), (2, 3), (8, 4)])
 def test_the_batch_is_divided_among_gpus_and_accumulated_batches(
     gpus: int, update_freq: int, tmp_path: Path, commands
 ) -> None:
@@ -168,7 +168,7 @@ def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "script, arguments, env, message",
+    ("script", "arguments", "env", "message"),
     [
         (DELTA, ["learn", "DATA", "OUT"], {}, "ROW.sh train DATA OUT"),
         (DELTA, ["train"], {}, "ROW.sh train DATA OUT"),
@@ -282,7 +282,7 @@ def test_the_checkpoint_itself_is_scored_as_it_is(published, numbered, tmp_path,
         torch.load(path, weights_only=False)["model"]
         for path in (published / "model.pt", tmp_path / "out" / "checkpoint_last.pt")
     )
-    q, k, v = source["decoder.layers.0.self_attn.in_proj_weight"].chunk(3)
+    _q, k, _v = source["decoder.layers.0.self_attn.in_proj_weight"].chunk(3)
     assert torch.equal(ours["decoder.layers.0.self_attn.k_proj.weight"], k)
     same = [name for name in source if name in ours]
     assert len(same) > 10 and all(torch.equal(source[name], ours[name]) for name in same)
@@ -435,7 +435,7 @@ def test_a_summary_says_what_is_unfinished_or_missing(tmp_path: Path) -> None:
         assert message in result.stderr
 
 
-@pytest.mark.parametrize("folder, message", [("nowhere", "no folder"), (".", "holds no folder with the log")])
+@pytest.mark.parametrize(("folder", "message"), [("nowhere", "no folder"), (".", "holds no folder with the log")])
 def test_nothing_to_summarize_is_an_error(folder: str, message: str, tmp_path: Path) -> None:
     result = summarize(tmp_path / folder)
     assert result.returncode == 1 and message in result.stderr and not result.stdout
@@ -539,7 +539,7 @@ def test_wikitext2_is_known_by_its_counts_and_checked_by_its_word_types(tmp_path
 
 
 @pytest.mark.parametrize(
-    "damage, message",
+    ("damage", "message"),
     [
         (lambda folder: None, "have 7 3 3 tokens with line ends, which is neither WikiText-103"),
         (lambda folder: (folder / "wiki.valid.tokens").unlink(), "holds neither wiki.valid.tokens nor"),

@@ -183,7 +183,7 @@ def test_a_row_is_scored_on_the_validation_set_in_segments(places, commands) -> 
 
 
 @pytest.mark.parametrize(
-    "script, arguments, env, message",
+    ("script", "arguments", "env", "message"),
     [
         (FFN, [], {}, "ROW.sh train SOURCE DATA OUT"),
         (FFN, ["learn", "PYTHIA", "DATA", "OUT"], {}, "ROW.sh train SOURCE DATA OUT"),
@@ -385,7 +385,7 @@ def test_lambada_runs_as_a_command(pythia: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "lines, message",
+    ("lines", "message"),
     [
         ('{"text": "two words"}\n{"text": "one"}\n', "line 2 must be a JSON object whose text is a passage"),
         ('{"text": " one "}\n', "line 1 must be"),

@@ -53,7 +53,7 @@ def configuration(fairseq, arch: str, flags: str = ""):
 # ---------------------------------------------------------------------------- Schlag et al. 2021
 
 
-@pytest.mark.parametrize("arch, width, millions", [(SMALL, 128, 44), (MEDIUM, 256, 90)])
+@pytest.mark.parametrize(("arch", "width", "millions"), [(SMALL, 128, 44), (MEDIUM, 256, 90)])
 def test_sizes_of_the_language_models_of_schlag_et_al(fairseq, wikitext103, arch, width, millions):
     """Sec. 6.3: 16 layers, 8 heads, 2048 between; Table 2 rounds to 40 and 90 million."""
     task = SimpleNamespace(source_dictionary=wikitext103, target_dictionary=wikitext103)
@@ -76,7 +76,7 @@ def test_sizes_of_the_language_models_of_schlag_et_al(fairseq, wikitext103, arch
     assert expected - sum(p.numel() for p in plain.parameters()) == layers * width * heads
 
 
-@pytest.mark.parametrize("arch, width", [(SMALL, 128), (MEDIUM, 256)])
+@pytest.mark.parametrize(("arch", "width"), [(SMALL, 128), (MEDIUM, 256)])
 def test_settings_of_the_language_models_of_schlag_et_al(fairseq, arch, width):
     model = fairseq.build(f"{REDUCED} --decoder-embed-dim {width} {dims(width)}", arch=arch)
     decoder = model.decoder
@@ -216,7 +216,7 @@ def test_help_documents_every_option_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "text, expected",
+    ("text", "expected"),
     [
         ("", set()),
         (" ", set()),
@@ -252,7 +252,7 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"softmax_attention_layers": "3"}, r"softmax_attention_layers is '3'; .* from 1 to 2"),
         *(

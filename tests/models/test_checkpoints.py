@@ -73,7 +73,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("made_with, flags, named", DIFFERENT)
+@pytest.mark.parametrize(("made_with", "flags", "named"), DIFFERENT)
 def test_a_checkpoint_of_other_settings_is_refused_by_name(fairseq, made_with, flags, named):
     saved, model = fairseq.build(made_with), fairseq.build(flags, seed=1)
     before = values(model)
@@ -128,7 +128,7 @@ def test_pruned_layers_keep_their_kind(fairseq, text, flags, layers, kept):
 
 
 @pytest.mark.parametrize(
-    "made_with, flags, named",
+    ("made_with", "flags", "named"),
     [
         ("--softmax-attention-layers 1,4", "--softmax-attention-layers 3", r"softmax attention layers is \[1\].*\[2\]"),
         (
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_other_settings_is_refused_where_layers_are_pruned(fairs
 
 
 @pytest.mark.parametrize(
-    "made_with, flags",
+    ("made_with", "flags"),
     [
         ("--normalization auto", "--normalization sum"),
         ("--feature-map auto", "--feature-map elu"),
@@ -169,7 +169,7 @@ def test_another_way_to_say_the_same_fits(fairseq, text, made_with, flags):
 
 @pytest.mark.parametrize("flags", ["", "--softmax-attention-layers all"])
 @pytest.mark.parametrize(
-    "words, named",
+    ("words", "named"),
     [
         (WORDS[:-1], "dictionary size is 44 in the checkpoint and 43 in the model"),
         ((*WORDS[:-2], WORDS[-1], WORDS[-2]), "dictionary digest is"),
@@ -195,7 +195,7 @@ def test_transformers_checkpoints_carry_no_settings_and_load(fairseq, text):
         fairseq.build("--update-rule sum").load_state_dict(ours.state_dict())
 
 
-@pytest.mark.parametrize("rule, missing", [("gated", "gate_proj"), ("delta", "beta_proj")])
+@pytest.mark.parametrize(("rule", "missing"), [("gated", "gate_proj"), ("delta", "beta_proj")])
 def test_weights_that_a_transformer_lacks_are_missed(fairseq, rule, missing):
     theirs = fairseq.build(arch="transformer_lm")
     ours = fairseq.build(f"--update-rule {rule}")

@@ -254,7 +254,7 @@ def test_features_are_what_the_output_layer_takes(fairseq, text):
 
 
 @pytest.mark.parametrize(
-    "flags, longest",
+    ("flags", "longest"),
     [
         ("", 64),  # as many as --tokens-per-sample
         ("--max-target-positions 100", 100),
@@ -363,7 +363,7 @@ TRAINED_AND_CARRIED = [(name, False) for name in TRAINED]
 TRAINED_AND_CARRIED += [(name, True) for name in TRAINED if name != "hybrid"]
 
 
-@pytest.mark.parametrize("name, carried_over", TRAINED_AND_CARRIED)
+@pytest.mark.parametrize(("name", "carried_over"), TRAINED_AND_CARRIED)
 def test_checkpointed_activations_change_neither_loss_nor_gradients(fairseq, text, name, carried_over):
     flags = f"{TRAINED[name]} {NO_POSITIONS} --dropout 0.2"
     results = []

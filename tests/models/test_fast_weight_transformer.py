@@ -131,7 +131,7 @@ def assert_same_steps(actual: Any, expected: Any) -> None:
 # ------------------------------------------------------------------------- whole, token by token
 
 
-@pytest.mark.parametrize("places, rule, feature_map", COMBINATIONS, ids=["-".join(x) for x in COMBINATIONS])
+@pytest.mark.parametrize(("places", "rule", "feature_map"), COMBINATIONS, ids=["-".join(x) for x in COMBINATIONS])
 @torch.no_grad()
 def test_single_tokens_give_what_the_whole_target_gives(places, rule, feature_map):
     model, inputs = with_map(feature_map, fast_weight_attention=places, update_rule=rule), example()
@@ -209,7 +209,7 @@ def test_a_sentence_has_the_same_scores_alone_and_in_a_batch(feature_map, left_p
 
 
 @pytest.mark.parametrize(
-    "places, rule", [(places, "sum") for places in SUBSETS] + [(SUBSETS[0], r) for r in UPDATE_RULES]
+    ("places", "rule"), [(places, "sum") for places in SUBSETS] + [(SUBSETS[0], r) for r in UPDATE_RULES]
 )
 @options({name: OPTIONS[name] for name in ("base", "pre-norm", "learned positions", "no positions")})
 @torch.no_grad()
@@ -424,7 +424,7 @@ def test_architectures_have_their_sizes(arch):
 
 
 @pytest.mark.parametrize(
-    "ours, theirs",
+    ("ours", "theirs"),
     [
         ("fast_weight_transformer", "transformer"),
         ("fast_weight_transformer_wmt_en_de_big", "transformer_vaswani_wmt_en_de_big"),
@@ -452,7 +452,7 @@ def test_what_the_user_says_comes_before_what_the_architecture_says(arch):
 
 # Schlag et al. 2021, Table 6: of heads of 64.
 @pytest.mark.parametrize(
-    "options, size",
+    ("options", "size"),
     [({"feature_map": "favor", "favor_features": m}, 2 * m) for m in (128, 192, 256)]
     + [({"feature_map": "dpfp", "dpfp_nu": nu}, 128 * nu) for nu in (2, 3, 4)],
     ids=str,
@@ -494,7 +494,7 @@ def test_flags_reach_the_model():
 
 
 @pytest.mark.parametrize(
-    "text, places",
+    ("text", "places"),
     [
         ("none", set()),
         ("encoder", {"encoder"}),
@@ -529,7 +529,7 @@ def test_rules_with_an_order_are_refused_where_there_is_none(place, rule, places
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"encoder_update_rule": "hebb"}, "encoder_update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
         ({"update_rule": "hebb"}, "update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
@@ -592,7 +592,7 @@ def generation(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "option, value", [("print_alignment", "hard"), ("print_alignment", "soft"), ("replace_unk", "")]
+    ("option", "value"), [("print_alignment", "hard"), ("print_alignment", "soft"), ("replace_unk", "")]
 )
 def test_alignments_are_refused_where_there_are_none(option, value):
     for places in SUBSETS:

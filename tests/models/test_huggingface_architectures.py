@@ -268,7 +268,7 @@ def test_an_adaptive_softmax_has_nothing_to_mask(fairseq):
 
 
 @pytest.mark.parametrize(
-    "flags, named",
+    ("flags", "named"),
     [
         ("--rotary-dim 4", "rotary dim is None in the checkpoint and 4 in the model"),
         ("--parallel-residual --decoder-normalize-before", "parallel residual is None"),
@@ -285,7 +285,7 @@ def test_a_checkpoint_without_these_does_not_fit(fairseq, flags, named):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--rotary-dim 3", "rotary_dim is 3; it must be an even number from 2 to the head dim, 8"),
         ("--rotary-dim 10", "rotary_dim is 10"),

@@ -96,7 +96,7 @@ def test_generation_with_softmax_layers_is_fairseqs(fairseq, text):
 
 
 @pytest.mark.parametrize(
-    "layers, softmax",
+    ("layers", "softmax"),
     [("", []), ("2", [2]), ("1,3", [1, 3]), (" 3 , 1", [1, 3]), ("1,2,3", [1, 2, 3])],
 )
 def test_layers_are_counted_from_one(fairseq, layers, softmax):
@@ -109,7 +109,7 @@ def test_layers_are_counted_from_one(fairseq, layers, softmax):
 
 @pytest.mark.parametrize("flags", [OPTIONS["base"], OPTIONS["adaptive, tied"]], ids=["", "adapt"])
 @pytest.mark.parametrize(
-    "rule, added",
+    ("rule", "added"),
     [
         ("--update-rule sum", []),
         ("--update-rule sum --feature-map relu", ["feature_map.weight", "feature_map.bias"]),

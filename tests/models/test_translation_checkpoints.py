@@ -129,7 +129,9 @@ def test_shared_embeddings_of_2018_load(places):
     assert torch.equal(ours.decoder.output_projection.weight, state["encoder.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("rule, missing", [("gated", "gate_proj"), ("decay", "key_decay_proj"), ("delta", "beta_proj")])
+@pytest.mark.parametrize(
+    ("rule", "missing"), [("gated", "gate_proj"), ("decay", "key_decay_proj"), ("delta", "beta_proj")]
+)
 def test_weights_that_a_transformer_lacks_are_missed(rule, missing):
     with pytest.raises(RuntimeError, match=rf"Missing key.*decoder.layers.0.self_attn.{missing}"):
         build(update_rule=rule).load_state_dict(build("transformer").state_dict())
@@ -204,7 +206,7 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("made_with, options, named", DIFFERENT)
+@pytest.mark.parametrize(("made_with", "options", "named"), DIFFERENT)
 def test_a_checkpoint_of_other_settings_is_refused_by_name(made_with, options, named):
     saved, model = build(**made_with), build(**options, seed=1)
     before = values(model)
@@ -217,7 +219,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(made_with, options, n
 
 
 @pytest.mark.parametrize(
-    "made_with, options",
+    ("made_with", "options"),
     [
         ({"normalization": "auto", "update_rule": "delta"}, {"normalization": "sum", "update_rule": "delta"}),
         ({"feature_map": "auto"}, {"feature_map": "elu"}),
@@ -242,7 +244,7 @@ def test_another_way_to_say_the_same_fits(made_with, options):
 @pytest.mark.parametrize("places", [SUBSETS[0], "none"])
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize(
-    "words, named",
+    ("words", "named"),
     [
         (WORDS[:-1], "dictionary size is 28 in the checkpoint and 27 in the model"),
         ((*WORDS[:-2], WORDS[-1], WORDS[-2]), "dictionary digest is"),

@@ -73,7 +73,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
-@pytest.mark.parametrize("feature_map, options, width, size, others", SIZES)
+@pytest.mark.parametrize(("feature_map", "options", "width", "size", "others"), SIZES)
 def test_state_size_is_independent_of_the_head_dim(rule, feature_map, options, width, size, others):
     module = build(update_rule=rule, feature_map=feature_map, normalization=frozenset(), **options)
     expected = {"q_proj": width, "k_proj": width, "v_proj": 64, "out_proj": 64, **GATES[rule]}
@@ -149,7 +149,7 @@ def test_gates_start_uniformly_spread(units):
 
 
 @pytest.mark.parametrize(
-    "rule, gate, units",
+    ("rule", "gate", "units"),
     [("gated", "gate_proj", 8), ("decay", "key_decay_proj", 6), ("decay", "value_decay_proj", 16)],
 )
 @pytest.mark.parametrize("bias", [True, False])
@@ -203,7 +203,7 @@ def warnings(monkeypatch, caplog):
     return caplog
 
 
-@pytest.mark.parametrize("rule, feature_map, normalization, source", WARNED)
+@pytest.mark.parametrize(("rule", "feature_map", "normalization", "source"), WARNED)
 def test_what_a_paper_saw_diverge_is_allowed_with_one_warning(warnings, rule, feature_map, normalization, source):
     for _ in range(3):  # a model has many layers
         build(update_rule=rule, feature_map=feature_map, normalization=frozenset(normalization))
@@ -233,7 +233,7 @@ def test_what_the_papers_use_gives_no_warning(warnings, rule):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"num_heads": 0}, r"num_heads is 0; it must be a divisor of embed_dim, 64"),
         ({"num_heads": -4}, r"num_heads is -4; it must be a divisor of embed_dim, 64"),

@@ -196,7 +196,7 @@ def test_projections_start_as_fairseqs(width):
 
 # The paper's dimensions for heads of 64 (Schlag et al. 2021, Table 6).
 @pytest.mark.parametrize(
-    "options, size",
+    ("options", "size"),
     [({"feature_map": "favor", "favor_features": m}, 2 * m) for m in (128, 192, 256)]
     + [({"feature_map": "dpfp", "dpfp_nu": nu}, 128 * nu) for nu in (2, 3, 4)],
     ids=str,
@@ -397,7 +397,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order, copies_left", ORDERS.values(), ids=list(ORDERS))
+@pytest.mark.parametrize(("order", "copies_left"), ORDERS.values(), ids=list(ORDERS))
 def test_memories_follow_the_beam(order, copies_left):
     """Hypotheses that are swapped, doubled, dropped or multiplied read the source that they are given."""
     module, source = build(), copies(sequence(SOURCE, 3, seed=2), 2)
@@ -597,7 +597,7 @@ def test_rules_with_an_order_are_refused(rule):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"update_rule": "hebb"}, "update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
         ({"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16"),

@@ -88,7 +88,7 @@ def test_sums_beyond_the_range_of_float16_are_read():
     assert all(p.grad.isfinite().all() for p in low.parameters())
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 def test_half_types_at_the_size_of_retnet(dtype, bound):
     """Heads of 256 and 2048 steps, as Choi 2024 has them: 0.6 % and 0.06 %, some five roundings."""
     module = build(512, 2)
@@ -102,7 +102,7 @@ def test_half_types_at_the_size_of_retnet(dtype, bound):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"num_heads": 16}, "gives keys 1 dimensions; with the retention rule their number must be even"),
         ({"feature_dim": 5}, "gives keys 5 dimensions; with the retention rule"),

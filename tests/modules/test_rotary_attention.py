@@ -59,7 +59,7 @@ def by_hand(module: RotaryAttention, x: torch.Tensor, padding: torch.Tensor | No
     return (rows @ module.out_proj.weight.double().t() + module.out_proj.bias.double()).float()
 
 
-@pytest.mark.parametrize("rotary_dim, base", [(2, 10000), (4, 10000), (12, 10000), (6, 50.5)])
+@pytest.mark.parametrize(("rotary_dim", "base"), [(2, 10000), (4, 10000), (12, 10000), (6, 50.5)])
 def test_it_is_its_definition(rotary_dim, base):
     module = build(rotary_dim, rotary_base=base)
     out, weights = module(draw())
@@ -140,7 +140,7 @@ def test_no_step_reads_a_later_one():
     assert not x.grad[6:].any() and all(x.grad[t].any() for t in range(6))
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float16, 5e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 5e-3), (torch.bfloat16, 3e-2)])
 def test_half_precision_far_into_a_text(dtype, bound):
     """Angles are float32: with positions in bfloat16 those from 300 on would be off by whole radians."""
     module = build(12)
@@ -157,7 +157,7 @@ def test_dropout_is_of_training_only():
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 12"),
         ({"rotary_dim": 14}, "rotary_dim is 14; "),

@@ -91,7 +91,7 @@ def test_rows_fit_together(name):
 
 
 @pytest.mark.parametrize(
-    "text, rule, expected",
+    ("text", "rule", "expected"),
     [
         ("auto", "sum", {"attention"}),
         ("auto", "gated", set()),
@@ -114,7 +114,7 @@ def test_normalisations_are_read(text, rule, expected):
 
 
 @pytest.mark.parametrize(
-    "text, rule, message",
+    ("text", "rule", "message"),
     [
         ("", "sum", r"normalization is ''; it must be auto, none, or .* sum, attention, removal"),
         (",", "delta", r"normalization is ','; it must be auto, none"),
@@ -146,7 +146,7 @@ def test_lookup_finds_or_names_what_it_was_given():
 
 
 @pytest.mark.parametrize(
-    "rule, feature_map, normalization, source",
+    ("rule", "feature_map", "normalization", "source"),
     [
         # Schlag et al., Sec. 6.3: "sum normalisation is used in all cases: the models diverged
         # otherwise", with and without attention normalisation.

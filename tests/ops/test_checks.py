@@ -204,7 +204,7 @@ def test_there_are_no_kernels_for_other_devices():
 # In place
 
 
-@pytest.mark.parametrize("backend", ("reference", *BACKENDS))
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("T", [0, 1, 5])
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_in_place_writes_the_final_state_into_the_initial_one(rule, T, backend):
@@ -217,7 +217,7 @@ def test_in_place_writes_the_final_state_into_the_initial_one(rule, T, backend):
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["rows-apart", "turned"])
-@pytest.mark.parametrize("backend", ("reference", *BACKENDS))
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_a_state_in_place_may_be_a_view(rule, backend, wide):
     """Of some columns of a wider state, whose others stay; or with keys and values the other way round."""

@@ -22,7 +22,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--update-rule hebb", "invalid choice: 'hebb'.*sum.*gated.*decay.*delta"),
         ("--feature-map cosine", "invalid choice: 'cosine'.*elu.*favor"),
@@ -37,7 +37,7 @@ def test_unknown_choices_are_refused_by_the_command_line(corpus, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--normalization l2", "normalization is 'l2'; it must be auto, none"),
         ("--update-rule sum --normalization removal", "removal.*sum rule removes nothing"),
@@ -82,7 +82,7 @@ def test_streams_need_a_batch_size(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--tokens-per-sample 17 --context-window 16", "tokens_per_sample is 17 .*16 positions"),
         ("--tokens-per-sample 17", "tokens_per_sample is 17, but the model has 16 positions"),
@@ -154,7 +154,7 @@ class Hostile:
 
 # fairseq-train starts anew where there is no checkpoint.
 @pytest.mark.parametrize(
-    "name, kind",
+    ("name", "kind"),
     [("eval_lm", kind) for kind in ("empty", "truncated", "hostile", "missing")]
     + [pytest.param("train", kind, marks=pytest.mark.slow) for kind in ("empty", "truncated", "hostile")],
 )

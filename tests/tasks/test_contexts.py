@@ -67,7 +67,7 @@ def test_carried_over_state_makes_the_segments_length_irrelevant(corpus, models,
 
 
 @pytest.mark.parametrize("name", ["delta", "positions", "softmax", "adaptive"])
-@pytest.mark.parametrize("length, context", [(16, 15), (16, 11)])
+@pytest.mark.parametrize(("length", "context"), [(16, 15), (16, 11)])
 def test_sliding_windows_give_fairseqs_perplexity(corpus, models, name, length, context):
     flags = ["--tokens-per-sample", str(length), "--context-window", str(context), "--batch-size", "8"]
     ours, tokens = evaluate(corpus, models[name], *flags)

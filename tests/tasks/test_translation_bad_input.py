@@ -13,7 +13,7 @@ from tests.tasks.conftest import SMALL, TRANSLATION, generate, train_translation
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--encoder-update-rule delta", "encoder_update_rule is 'delta'; it must be sum: .* no order"),
         ("--cross-update-rule decay", "cross_update_rule is 'decay'; it must be sum"),
@@ -36,7 +36,7 @@ def test_options_that_cannot_work_are_named(pairs, tmp_path, flags, message):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--update-rule hebb", "invalid choice: 'hebb'.*sum.*gated.*decay.*delta"),
         ("--feature-map cosine", "invalid choice: 'cosine'.*elu.*favor"),
@@ -66,7 +66,7 @@ def test_the_exit_code_is_not_zero(pairs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         ("--print-alignment", "print_alignment is 'hard'; it must be left out"),
         ("--print-alignment soft", "print_alignment is 'soft'; it must be left out"),
@@ -130,7 +130,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("language, change, message", CHANGES, ids=[f"{x[0]}-{x[1]}" for x in CHANGES])
+@pytest.mark.parametrize(("language", "change", "message"), CHANGES, ids=[f"{x[0]}-{x[1]}" for x in CHANGES])
 def test_other_dictionaries_than_the_checkpoints_are_refused(pairs, translator, tmp_path, language, change, message):
     data = with_dictionary(pairs.data, tmp_path / "data", language, change)
     path = translator / "checkpoint_last.pt"
@@ -143,7 +143,7 @@ def test_other_dictionaries_than_the_checkpoints_are_refused(pairs, translator, 
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         (
             "--update-rule sum --feature-map dpfp",

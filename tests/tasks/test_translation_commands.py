@@ -341,7 +341,7 @@ def test_there_is_a_line_for_every_line(pairs, translator, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, nbest",
+    ("flags", "nbest"),
     [
         ("--beam 1", 1),
         ("--beam 4 --lenpen 0.6 --nbest 4", 4),

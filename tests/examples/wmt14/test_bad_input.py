@@ -10,7 +10,7 @@ from tests.examples.wmt14.conftest import GENERATE, MULTI30K, PREPARE, ROWS, Pro
 
 
 @pytest.mark.parametrize(
-    "script, arguments, env, message",
+    ("script", "arguments", "env", "message"),
     [
         (ROWS["linear"], ["learn", "DATA", "OUT"], {}, "ROW.sh train DATA OUT"),
         (ROWS["linear"], ["train", "DATA"], {}, "ROW.sh train DATA OUT"),

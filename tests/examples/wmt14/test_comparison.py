@@ -52,7 +52,7 @@ def test_a_training_of_the_comparison_that_was_cut_off_goes_on(
     out = tmp_path / "out"
     cut, calls = programs.run(MULTI30K, stub_data, out, "dpfp", env={"TRAIN_FAILS": "1"})
     assert cut.returncode != 0 and "training fails" in cut.stderr and len(calls) == 1
-    again, calls = programs.run(MULTI30K, stub_data, out, "dpfp", env={"DEVICE": "gpu"})
+    _again, calls = programs.run(MULTI30K, stub_data, out, "dpfp", env={"DEVICE": "gpu"})
     assert calls[0][0] == "fairseq-train" and (out / "dpfp" / "checkpoint_last.pt").exists()
     assert "--cpu" not in calls[0] and "--cpu" not in calls[1]
     assert (out / "dpfp" / "train.log").read_text().count("training fails") == 2
@@ -140,7 +140,9 @@ def test_a_training_that_went_on_is_one_training(tmp_path: Path) -> None:
     assert "40 (unfinished)" in summarize(tmp_path, "a").stdout
 
 
-@pytest.mark.parametrize("folder, message", [("nowhere", "no folder"), (".", "no folder with a training or a result")])
+@pytest.mark.parametrize(
+    ("folder", "message"), [("nowhere", "no folder"), (".", "no folder with a training or a result")]
+)
 def test_nothing_to_summarize_is_an_error(folder: str, message: str, tmp_path: Path) -> None:
     result = summarize(tmp_path / folder)
     assert result.returncode == 1 and message in result.stderr and not result.stdout

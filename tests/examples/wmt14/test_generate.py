@@ -98,7 +98,7 @@ def test_a_result_that_is_there_is_kept_and_not_passed_off_as_one_of_other_optio
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
         (
             lambda lines: [line for line in lines if "-3" not in line[:4]],
@@ -137,7 +137,7 @@ def test_sentences_that_fairseq_was_told_to_skip_are_empty_lines_and_counted(
 
 
 @pytest.mark.parametrize(
-    "line, parts",
+    ("line", "parts"),
     [
         ("a state-of-the-art café", "a state ##AT##-##AT## of ##AT##-##AT## the ##AT##-##AT## art café"),
         ("- a -b c- 1-2", "- a -b c- 1 ##AT##-##AT## 2"),

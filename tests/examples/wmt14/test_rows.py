@@ -54,7 +54,7 @@ def test_a_row_has_the_settings_of_the_paper(name: str, stub_data: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "env, expected",
+    ("env", "expected"),
     [
         ({}, ("1", "48", "3584")),
         ({"GPUS": "3"}, ("3", "16", "3584")),

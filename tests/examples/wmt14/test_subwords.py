@@ -47,7 +47,7 @@ def test_moses_tokens_and_merges_are_undone(line: str, codes: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "env, message",
+    ("env", "message"),
     [
         ({"VOCABULARY": 100_000}, r"VOCABULARY is 100000; this text gives at most \d+ subwords"),
         ({"VOCABULARY": 40}, r"VOCABULARY is 40; it must be at least \d+, for the text's characters and bytes"),

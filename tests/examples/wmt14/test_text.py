@@ -14,7 +14,7 @@ from tests.examples.wmt14.conftest import Programs, corpus
 
 
 @pytest.mark.parametrize(
-    "raw, line",
+    ("raw", "line"),
     [
         ("  a\tb  c ", "a b c"),
         ("a\u2028b\u00a0c\u3000d\x85e", "a b c d e"),
@@ -55,7 +55,7 @@ def damage(name: str, content: bytes | None) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize(
-    "harm, message",
+    ("harm", "message"),
     [
         (damage("valid.de", None), "holds neither valid.de nor valid.de.gz"),
         (damage("valid.de.gz", b""), "holds both valid.de and valid.de.gz; one of them must go"),
