@@ -1,0 +1,325 @@
+"""Puts faults into the compiled kernels, one at a time, and counts those that the tests notice.
+
+    python tools/kernel_faults.py [cpu|cuda] [--jobs N] [--out FILE]
+
+Each fault is a file, a piece of its text and what stands there instead. Faults of `cpu/` are compiled for the best
+instruction set of this processor and tried against `tests/ops`; those of `cuda/` are compiled for the emulator and
+tried against `tests/cuda`: against the tests that `make test-fast` runs first, then against the others. A fault whose
+text is not there any more, or stands there twice, is an error, so that the table keeps up with the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import native_build
+from native_toolchain import Torch
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "kernel-faults"
+LONGEST = 20 * 60
+"""Seconds that a run of tests may take: a fault that hangs is one that was noticed."""
+MARKS = {"fast": "not slow and not emulated", "slow": "slow or emulated"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    path: str
+    text: str
+    instead: str
+
+    def apply(self, root: Path) -> None:
+        """Changes the file below `root`. Raises `ValueError` unless the text is there once."""
+        path = root / self.path
+        source = path.read_text()
+        if source.count(self.text) != 1:
+            raise ValueError(f"{self.path} has {self.text!r} {source.count(self.text)} times; it must be there once")
+        path.write_text(source.replace(self.text, self.instead))
+
+
+def without(path: str, text: str) -> Fault:
+    return Fault(path, text, "")
+
+
+CPU = (
+    # Chunks of the diagonal rules
+    Fault("cpu/diagonal.h", "prefix[i] = product *= gate[i]", "product *= gate[i], prefix[i] = i ? prefix[i - 1] : 1"),
+    Fault(
+        "cpu/diagonal.h",
+        "            suffix[i] = product;\n            product *= gate[i];",
+        "            product *= gate[i];\n            suffix[i] = product;",
+    ),
+    without("cpu/diagonal.h", "            mask_scores(d_scores);\n"),
+    Fault(
+        "cpu/diagonal.h",
+        "                d_log[i] += total;\n                total += dot",
+        "                d_log[i] += total += dot",
+    ),
+    without("cpu/diagonal.h", "            for (index_t i = 0; i < rows_; ++i) d_log[i] += total;\n"),
+    Fault("cpu/diagonal.h", "if (f.gate) row_sums[e]", "if (f.gate && e + 1 < K) row_sums[e]"),
+    Fault("cpu/diagonal.h", "for (index_t i = (rows_ - 1) * ld + m;", "for (index_t i = (rows_ - 2) * ld + m;"),
+    Fault("cpu/diagonal.h", "for (index_t u = 1; u <= t; ++u)", "for (index_t u = 1; u < t; ++u)"),
+    Fault("cpu/diagonal.h", "f.total(), z.total()}", "f.total(), nullptr}"),
+    Fault(
+        "cpu/diagonal.h",
+        "            if (p_.complement) {\n                if (plain_k)",
+        "            if (false) {\n                if (plain_k)",
+    ),
+    # Chunks of the delta rule
+    Fault("cpu/delta.h", "if (!transposed && t > s) row[t] -=", "if (!transposed && t > s) row[t] +="),
+    Fault("cpu/delta.h", "transposed ? 0 : s + 1;", "transposed ? 0 : s + 2;"),
+    Fault("cpu/delta.h", "dot(right + i * Vp, v + i * Vp, Vp) -", "dot(right + i * Vp, v + i * Vp, Vp) +"),
+    without(
+        "cpu/delta.h", "        if (!d_empty) product<false, Into::add>(rows_, Vp, K, right, Vp, k, Kp, d_state, Vs);\n"
+    ),
+    without(
+        "cpu/delta.h",
+        "        product<true, Into::add, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_products, CHUNK, k, Kp);\n",
+    ),
+    without(
+        "cpu/delta.h",
+        "        for (index_t i = 0; i < rows_; ++i) scale(right + i * Vp, right + i * Vp, beta[i], Vp);\n",
+    ),
+    # The way through a sequence
+    without("cpu/march.h", "                        chunk.carry(state + size);\n"),
+    Fault("cpu/march.h", "t + CHUNK >= p.time && p.d_final_state == nullptr", "t + CHUNK >= p.time"),
+    Fault(
+        "cpu/march.h", "chunk.forward(state, t == 0 && p.initial_state == nullptr);", "chunk.forward(state, t == 0);"
+    ),
+    without("cpu/march.h", "            transpose(d_state + size, Kp, d_state, Vs, Kp, Vp);\n"),
+    # Small states
+    Fault("cpu/segments.h", "constexpr int LARGEST_SUM = 20;", "constexpr int LARGEST_SUM = 200;"),
+    without("cpu/segments.h", "            f.begin(f_logs, first);\n"),
+    without("cpu/small_decay.h", "        if (p_.complement) decays.gates.apply(k_copies, rows, Kp);\n"),
+    without(
+        "cpu/small_decay.h",
+        "            if (slot < last) carry(start(few_ ? state : turned, slot), start(nullptr, slot + 1));\n",
+    ),
+    Fault("cpu/small_decay.h", "m == 0 ? backward_tile", "m != 0 ? backward_tile"),
+    without("cpu/small_decay.h", "            multiply(dk_copies, dk_copies, over, rows_ * Kp);\n"),
+    Fault(
+        "cpu/small_delta.h",
+        "for (int i = 0; i < R; ++i) g[i] -= w * k[i];",
+        "for (int i = 0; i < R; ++i) g[i] += w * k[i];",
+    ),
+    Fault("cpu/small_delta.h", "keys > 4 ? 8 : 4;", "keys > 5 ? 8 : 4;"),
+    without("cpu/small_delta.h", "            scale(w.at(i), w.at(i), beta[i], Vp);\n"),
+    without("cpu/small_sum.h", "            back(K, vectors<real>(V), keys, values, d_state, Vs, all, dv);\n"),
+    Fault("cpu/tiles.h", "            if (rows - i > TILE / 4) {", "            if (rows - i > TILE / 2) {"),
+    Fault("cpu/tiles.h", "passed[i] = j == 0 ? here : passed[i] + here;", "passed[i] = here;"),
+    Fault(
+        "cpu/tiles.h",
+        "for (int j = i; j < W; j += R) sum += parts[j];",
+        "for (int j = i + R; j < W; j += R) sum += parts[j];",
+    ),
+    # Decays of large states
+    Fault("cpu/levels.h", "d_log[t] += run += met[t];", "d_log[t] += met[t];"),
+    Fault("cpu/levels.h", "(lane < index{} + end)", "(lane <= index{} + end)"),
+    # What all share
+    Fault("cpu/chunk.h", "lane_numbers<real>() + j > index{} + (t +", "lane_numbers<real>() + j >= index{} + (t +"),
+    Fault("cpu/chunk.h", "d_log[i] -= keep[i] * dot", "d_log[i] += keep[i] * dot"),
+    Fault("cpu/vector.h", "(bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16", "bits >> 16"),
+    # A step
+    Fault("cpu/step.h", "-exponential_minus_one(log)", "exponential(log)"),
+    Fault("cpu/step.h", "f * z[m] * row[m]", "f * row[m]"),
+    Fault("cpu/step.h", "u[m] = beta * (u[m] - retrieved[m]);", "u[m] = beta * u[m] - retrieved[m];"),
+    # Heads that threads share
+    without("cpu/binding.cpp", "            advance(*x, start);\n"),
+)
+
+CUDA = (
+    # Recurrent kernels
+    Fault("cuda/recurrent_forward.cuh", "if constexpr (M == kScalar) old *= x.gate;", ""),
+    Fault(
+        "cuda/recurrent_forward.cuh",
+        "x.v[c] = x.gate * (x.v[c] - retrieved[c]);",
+        "x.v[c] = x.gate * x.v[c] - retrieved[c];",
+    ),
+    Fault("cuda/recurrent_forward.cuh", "if constexpr (M == kBoth) old *= x.z[c];", ""),
+    Fault("cuda/recurrent_forward.cuh", "copies_wait<0>();\n        __syncthreads();", "copies_wait<0>();"),
+    Fault(
+        "cuda/recurrent_forward.cuh",
+        "        if (segment == segments.count - 1)\n            slice.store(state, static_cast<A*>(call.final_state)",
+        "        if (segment == 0)\n            slice.store(state, static_cast<A*>(call.final_state)",
+    ),
+    Fault(
+        "cuda/recurrent_backward.cuh",
+        "if (p % plan.spacing == 0) put_slot<Tile>(state, memory + at.outer,",
+        "if (p == 0) put_slot<Tile>(state, memory + at.outer,",
+    ),
+    Fault("cuda/recurrent_backward.cuh", "dk[r] -= state[r][c] * dv[c];", "dk[r] += state[r][c] * dv[c];"),
+    Fault("cuda/recurrent_backward.cuh", "grad[r][c] -= x.k[r] * dv[c];", ""),
+    Fault(
+        "cuda/recurrent_backward.cuh",
+        "for (int split = 0; split < splits; ++split) sum +=",
+        "for (int split = 1; split < splits; ++split) sum +=",
+    ),
+    # Chunks of sums and gates
+    Fault(
+        "cuda/chunked_diagonal_forward.cu",
+        "value = s <= t ? value * gate * gates.write()[s] : 0.0f;",
+        "value = s <= t ? value * gates.write()[s] : 0.0f;",
+    ),
+    Fault("cuda/chunked_diagonal_forward.cu", "{ value *= gates.from_chunk()[t]; }", "{}"),
+    Fault("cuda/chunked_diagonal_forward.cu", "        if constexpr (Gated) state.scale(gates.whole());\n", ""),
+    Fault(
+        "cuda/chunked_diagonal_forward.cu", "            if constexpr (Outputs) write_tile(tile, shared.state);\n", ""
+    ),
+    Fault(
+        "cuda/chunked_diagonal_forward.cu", "{ value = s <= t ? value : 0.0f; }", "{ value = s < t ? value : 0.0f; }"
+    ),
+    # Chunks of the delta rule
+    Fault(
+        "cuda/chunked_delta.cuh",
+        "inverse(lower + i - before, upper + j) = -value;",
+        "inverse(lower + i - before, upper + j) = value;",
+    ),
+    Fault(
+        "cuda/chunked_delta.cuh",
+        "[&](int s, int j) { return beta[s] * error(s, j); }",
+        "[&](int s, int j) { return error(s, j); }",
+    ),
+    Fault(
+        "cuda/chunked_delta.cuh",
+        "        __syncthreads();\n        invert(chunk);\n        __syncthreads();",
+        "        __syncthreads();\n        invert(chunk);",
+    ),
+    Fault(
+        "cuda/chunked_delta_forward.cu",
+        "if (thread < chunk) delta.beta[thread] = beta;",
+        "if (thread + 1 < chunk) delta.beta[thread] = beta;",
+    ),
+    Fault(
+        "cuda/chunked_delta_forward.cu",
+        "part.store(state, transformation ? segments.passed : segments.states,",
+        "part.store(state, segments.states,",
+    ),
+    # Sequences divided in time
+    Fault(
+        "cuda/chunked_segments.cuh",
+        "(segments.passed == nullptr ? 1.0f : segments.passed[index]) * state + place",
+        "state + place",
+    ),
+    Fault(
+        "cuda/chunked_segments.cuh",
+        "carry.reverse ? segments.count - 1 - step : step, head);\n        float& place",
+        "step, head);\n        float& place",
+    ),
+    Fault(
+        "cuda/chunked_segments.cuh",
+        "sum += passed[k] * state[k * kCarriedColumns + column]",
+        "sum -= passed[k] * state[k * kCarriedColumns + column]",
+    ),
+    Fault("cuda/chunked_checkpoints.cuh", "block * slots + (now - base) / spacing - 1", "block * slots"),
+    # A step
+    Fault("cuda/step.cu", "decay * z[c] * state[r].x[c]", "decay * state[r].x[c]"),
+    Fault("cuda/step.cu", "v[c] = gate * (v[c] - retrieved[c]);", "v[c] = gate * v[c] - retrieved[c];"),
+    Fault("cuda/step.cu", "if (call.complement) write =", "if (false) write ="),
+    Fault(
+        "cuda/step.cu",
+        "for (int w = 0; w < warps; ++w) {\n            const Group part",
+        "for (int w = 1; w < warps; ++w) {\n            const Group part",
+    ),
+)
+
+FAULTS = {"cpu": CPU, "cuda": CUDA}
+
+
+class CpuKernels:
+    """Compiles the library with a fault in one part of it; the parts that have none are compiled once.
+
+    With -O1, at a third of the time that -O3 takes.
+    """
+
+    def __init__(self) -> None:
+        self.plan = native_build.plan_cpu(Torch.find(), sanitize=False)
+        code = "from fairseq_fastweights.ops import native; print(native.cpu_instruction_set())"
+        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        self.variant = f"kernels, {run.stdout.strip()}"
+        folder = WORK / "cpu"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.objects: dict[str, Path] = {}
+        for part in self.plan.compilations:
+            self.objects[part.title] = folder / f"{part.title.replace(', ', '-')}.o"
+            self.compile(part.command, part.source, self.objects[part.title])
+
+    @staticmethod
+    def compile(command: Sequence[str], source: Path, target: Path) -> None:
+        subprocess.run([*command, "-O1", "-w", "-c", str(source), "-o", str(target)], check=True)
+
+    def build(self, copy: Path, fault: Fault) -> dict[str, str]:
+        """Compiles what the fault changed in a copy; returns the environment in which tests take that library."""
+        changed = "binding" if fault.path.endswith("binding.cpp") else self.variant
+        objects = dict(self.objects)
+        objects[changed] = copy / "fault.o"
+        (part,) = [part for part in self.plan.compilations if part.title == changed]
+        self.compile(part.command, copy / part.source.relative_to(ROOT), objects[changed])
+        library = copy / "fault.so"
+        parts = [*map(str, objects.values()), *self.plan.link_libraries, "-o", str(library)]
+        subprocess.run([*self.plan.link, *parts], check=True)
+        return {"FASTWEIGHTS_NATIVE_CPU": str(library)}
+
+
+def outcome(fault: Fault, copy: Path, kernels: CpuKernels | None) -> str:
+    """What notices the fault: "fast" tests, "slow" ones, or nothing ("survived")."""
+    shutil.rmtree(copy, ignore_errors=True)
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    fault.apply(copy)
+    # The emulator's tests compile for themselves.
+    changes = kernels.build(copy, fault) if kernels else {}
+    environment = os.environ | changes | {"PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tools'}", "OMP_NUM_THREADS": "1"}
+    tests = "tests/ops" if kernels else "tests/cuda"
+    for kind, marks in MARKS.items():
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, tests]
+        with (copy / "output.txt").open("w") as output:
+            try:
+                run = subprocess.run(command, cwd=copy, env=environment, stdout=output, stderr=output, timeout=LONGEST)
+            except subprocess.TimeoutExpired:
+                return kind
+        if run.returncode not in (0, 5):  # 5: none of these tests
+            return kind
+    return "survived"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Counts the faults in the compiled kernels that the tests notice.")
+    parser.add_argument("parts", nargs="*", default=list(FAULTS), help=f"of {', '.join(FAULTS)} (default: both)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials side by side")
+    parser.add_argument("--out", type=Path, default=WORK / "faults.jsonl", help="a line for each fault")
+    options = parser.parse_args(arguments)
+    WORK.mkdir(parents=True, exist_ok=True)
+    options.out.unlink(missing_ok=True)
+    for part in options.parts:
+        kernels = CpuKernels() if part == "cpu" else None
+        free = list(range(options.jobs))
+
+        def tried(fault: Fault, kernels: CpuKernels | None = kernels, free: list[int] = free) -> str:
+            number = free.pop()
+            result = outcome(fault, WORK / f"copy-{number}", kernels)
+            free.append(number)
+            with options.out.open("a") as out:
+                out.write(json.dumps({**asdict(fault), "outcome": result}) + "\n")
+            if result == "survived":
+                print(f"survived: {fault.path}: {fault.text!r} -> {fault.instead!r}", flush=True)
+            return result
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            found = Counter(pool.map(tried, FAULTS[part]))
+        count, fast = found.total(), found["fast"]
+        print(f"{part}: of {count} faults fast tests catch {fast}, all tests {count - found['survived']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""Puts faults into the package, one at a time, and counts those that the tests notice.
+
+    python tools/mutation.py [--sample 400] [--seed 1] [--jobs N] [--out FILE] [FOLDER ...]
+
+The faults are cosmic-ray's mutants (another operator, another number, a condition turned round, a loop that is not
+entered, ...), drawn from the files of `fairseq_fastweights/` in proportion to what each folder offers. A mutant is
+tried against the tests that run its line, as one run of the suite under coverage says, the quickest first, those that
+`make test-fast` leaves out last. The parent of each trial has imported torch, fairseq and transformers, but nothing of
+ours, and forks: a trial costs the import of the package and its tests alone.
+
+The result, a line of JSON for each mutant, has the share that each folder's tests catch at its end, for fast tests and
+for all. A mutant that only tests in processes of their own could notice counts as survived, unless their line shows in
+coverage: the shares are lower bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "fairseq_fastweights"
+WORK = ROOT / "build" / "mutation"
+TESTS = ("tests/ops", "tests/modules", "tests/models", "tests/conversion", "tests/data", "tests/tasks",
+         "tests/test_feature_maps.py", "tests/test_env.py")  # fmt: skip
+HEAVY = ("torch", "torch._dynamo", "numpy", "pytest", "fairseq", "fairseq.tasks", "fairseq.models", "transformers")
+LONGEST = {"fast": 60.0, "slow": 120.0}
+"""Seconds of tests, by their own record, that a mutant is tried against; three times as long is a trial that hangs."""
+LEFT_OUT = (
+    # What they change is no fault, or one that no test should be asked to see.
+    *("RemoveDecorator", "VariableInserter", "VariableReplacer"),
+    # Numbers with a point have no such operators: whatever runs the line fails.
+    *("_BitAnd", "_BitOr", "_BitXor", "_LShift", "_RShift"),
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: the `occurrence`-th place in `path` to which cosmic-ray's `operator` applies."""
+
+    path: str
+    line: int
+    operator: str
+    occurrence: int
+
+    @property
+    def folder(self) -> str:
+        parts = Path(self.path).parts
+        return parts[1] if len(parts) > 2 else Path(parts[1]).stem
+
+
+def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where types stand: they are never evaluated, so a change there is none."""
+    nodes = list(ast.walk(ast.parse(source)))
+    parts = [getattr(node, kind, None) for node in nodes for kind in ("annotation", "returns")]
+    return [((x.lineno, x.col_offset), (x.end_lineno, x.end_col_offset)) for x in parts if x is not None]
+
+
+def mutants_of(root: Path, path: Path) -> Iterator[Mutant]:
+    """All mutants of a file, but for those of types."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    source = path.read_text()
+    types = annotations(source)
+    nodes = list(ast_nodes(get_ast(source)))
+    for name in sorted(operator_names()):
+        if any(word in name for word in LEFT_OUT):
+            continue
+        operator = get_operator(name)()
+        places = [place for node in nodes for place in operator.mutation_positions(node)]
+        for occurrence, (start, end) in enumerate(places):
+            if not any(first <= start and end <= last for first, last in types):
+                yield Mutant(str(path.relative_to(root)), start[0], name, occurrence)
+
+
+def sample(root: Path, size: int, seed: int, folders: list[str]) -> list[Mutant]:
+    """`size` mutants: of a folder as many as it has places that can be mutated, of a place one at most."""
+    drawn = random.Random(seed)
+    places: dict[tuple[str, int, str], list[Mutant]] = defaultdict(list)
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        for mutant in mutants_of(root, path):
+            if not folders or mutant.folder in folders:
+                # Each of the twelve other operators that may stand for a `+` is one chance of the same place.
+                kind = mutant.operator.split("_")[0]
+                places[mutant.path, mutant.line, kind].append(mutant)
+    chosen = drawn.sample(sorted(places), min(size, len(places)))
+    return [drawn.choice(places[place]) for place in chosen]
+
+
+@dataclass
+class Suite:
+    """What is known of the tests: which run a line, how long they take, which are slow."""
+
+    by_line: dict[str, dict[int, set[str]]]
+    seconds: dict[str, float]
+    slow: set[str]
+
+    def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
+        """The fast and the slow tests to try, quickest first, until the time that one mutant is worth is spent."""
+        lines = self.by_line.get(mutant.path, {})
+        # Tables and definitions run at import, in no test: whoever runs anything in the file may see them.
+        tests = lines.get(mutant.line) or set().union(*lines.values(), set())
+        ordered = sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test))
+        chosen: dict[str, list[str]] = {"fast": [], "slow": []}
+        spent = dict.fromkeys(chosen, 0.0)
+        for test in ordered:
+            kind = "slow" if test in self.slow else "fast"
+            spent[kind] += self.seconds.get(test, 0.0)
+            if not chosen[kind] or spent[kind] < LONGEST[kind]:
+                chosen[kind].append(test)
+        return chosen["fast"], chosen["slow"]
+
+
+def record_suite(root: Path) -> None:
+    """Runs the tests once under coverage: what `Suite` is made from."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    settings = WORK / "coveragerc"
+    settings.write_text(f"[run]\nsource = {root / PACKAGE}\ndata_file = {WORK / 'coverage'}\n")
+    pytest = [sys.executable, "-m", "pytest", "-q"]
+    tests = [test for test in TESTS if (root / test).exists()]
+    run = ["-n", "auto", "--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report=",
+           f"--junitxml={WORK / 'tests.xml'}"]  # fmt: skip
+    if subprocess.run([*pytest, *run, *tests], cwd=root).returncode:
+        raise SystemExit("the suite must pass before faults are put into what it tests")
+
+
+def load_suite(root: Path, coverage_file: Path, junit: Path) -> Suite:
+    from coverage import CoverageData
+
+    data = CoverageData(str(coverage_file))
+    data.read()
+    by_line: dict[str, dict[int, set[str]]] = {}
+    for name in data.measured_files():
+        lines = data.contexts_by_lineno(name)
+        by_line[str(Path(name).relative_to(root))] = {
+            line: {context.split("|")[0] for context in contexts if "::" in context} for line, contexts in lines.items()
+        }
+    seconds: dict[str, float] = {}
+    for case in ElementTree.parse(junit).iter("testcase"):
+        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        seconds[test] = float(case.get("time", 0))
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", "-p", "no:cacheprovider", *TESTS]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
+    return Suite(by_line, seconds, {line for line in listed.splitlines() if "::" in line})
+
+
+class Bench:
+    """A copy of the checkout, in which one mutant at a time is tried."""
+
+    def __init__(self, root: Path, number: int) -> None:
+        self.folder = WORK / f"copy-{number}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
+        shutil.copytree(root, self.folder, ignore=ignored, symlinks=True)
+
+    def try_tests(self, tests: list[str], limit: float) -> bool:
+        """Whether one of the tests fails, or none ends: run in a fork that imports the package as it is in the copy."""
+        if not tests:
+            return False
+        listed = self.folder / "tests.args"
+        listed.write_text("\n".join(tests))
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.chdir(self.folder)
+            sys.path[:0] = [str(self.folder), str(self.folder / "tools")]
+            os.environ["PYTHONPATH"] = f"{self.folder}{os.pathsep}{self.folder / 'tools'}"
+            output = os.open(str(self.folder / "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            status = 1
+            try:
+                pytest = importlib.import_module("pytest")
+                status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"@{listed}"]))
+            finally:
+                os._exit(status)
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return status != 0
+            time.sleep(0.02)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return True
+
+    def outcome(self, mutant: Mutant, suite: Suite) -> str:
+        """What notices the mutant: "fast" tests, "slow" ones, or nothing ("survived", "not run")."""
+        from cosmic_ray.mutating import mutate_code
+        from cosmic_ray.plugins import get_operator
+
+        path = self.folder / mutant.path
+        original = path.read_text()
+        mutated = mutate_code(original, get_operator(mutant.operator)(), mutant.occurrence)
+        fast, slow = suite.of(mutant)
+        if not fast and not slow:
+            return "not run"
+        try:
+            path.write_text(mutated)
+            self.forget_bytecode(path)
+            for name, tests in (("fast", fast), ("slow", slow)):
+                if self.try_tests(tests, 3 * LONGEST[name]):
+                    return name
+            return "survived"
+        finally:
+            path.write_text(original)
+            self.forget_bytecode(path)
+
+    @staticmethod
+    def forget_bytecode(path: Path) -> None:
+        """Python tells old bytecode by the source's size and second, which two mutants may share."""
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            compiled.unlink(missing_ok=True)
+
+
+def difference(root: Path, mutant: Mutant) -> str:
+    """The first line that the mutant changes, before and after."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    before = (root / mutant.path).read_text()
+    after = mutate_code(before, get_operator(mutant.operator)(), mutant.occurrence)
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    return next((f"{a.strip()}  ->  {b.strip()}" for a, b in pairs if a != b), "")
+
+
+def shares(results: list[dict[str, object]]) -> str:
+    """A table: of each folder's mutants, the share that fast tests catch and that all do."""
+    rows = ["| folder | mutants | caught by fast tests | by all |", "| --- | --- | --- | --- |"]
+    folders: dict[str, list[object]] = defaultdict(list)
+    for result in results:
+        folders[str(result["folder"])].append(result["outcome"])
+        folders["all"].append(result["outcome"])
+    for folder in sorted(folders, key=lambda name: (name == "all", name)):
+        outcomes = folders[folder]
+        fast = sum(outcome == "fast" for outcome in outcomes)
+        caught = fast + sum(outcome == "slow" for outcome in outcomes)
+        rows.append(f"| {folder} | {len(outcomes)} | {fast / len(outcomes):.0%} | {caught / len(outcomes):.0%} |")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Counts the faults in the package that the tests notice.")
+    parser.add_argument("folders", nargs="*", help="of fairseq_fastweights/; all, unless some are named")
+    parser.add_argument("--sample", type=int, default=400, help="how many mutants are tried (default: 400)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials side by side")
+    parser.add_argument("--out", type=Path, default=WORK / "mutants.jsonl", help="a line for each mutant")
+    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout to try, with its tests")
+    parser.add_argument("--coverage", type=Path, help="with --junit: a record of the suite that is there already")
+    parser.add_argument("--junit", type=Path)
+    options = parser.parse_args(arguments)
+    root = options.root.resolve()
+    if options.coverage is None:
+        record_suite(root)
+    suite = load_suite(root, options.coverage or WORK / "coverage", options.junit or WORK / "tests.xml")
+    mutants = sample(root, options.sample, options.seed, options.folders)
+    done = set()
+    if options.out.exists():
+        done = {tuple(json.loads(line)["mutant"].values()) for line in options.out.read_text().splitlines()}
+    left = [mutant for mutant in mutants if tuple(asdict(mutant).values()) not in done]
+    print(f"{len(mutants)} mutants, {len(left)} of them to try", flush=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    for name in HEAVY:
+        importlib.import_module(name)
+    importlib.import_module("torch").set_num_threads(1)
+
+    def work(number: int) -> None:
+        bench = Bench(root, number)
+        for mutant in left[number :: options.jobs]:
+            started = time.monotonic()
+            result = {"mutant": asdict(mutant), "folder": mutant.folder, "outcome": bench.outcome(mutant, suite)}
+            result |= {"seconds": round(time.monotonic() - started, 1), "change": difference(root, mutant)}
+            with options.out.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+
+    # Processes and no threads, as each of them forks.
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=work, args=(number,)) for number in range(options.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise SystemExit("a worker failed; what it printed says why. What was tried is kept, another run goes on there")
+    results = [json.loads(line) for line in options.out.read_text().splitlines()]
+    for result in results:
+        if result["outcome"] in ("survived", "not run"):
+            print(f"{result['outcome']}: {result['mutant']['path']}:{result['mutant']['line']}: {result['change']}")
+    print(shares(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
