@@ -116,8 +116,8 @@ struct Blocks {
         Problem block = p;
         const int64_t start = number * width;
         block.values = std::min(width, p.columns - start);
-        for (Sequence* x : {&block.v, &block.log_value_decay, &block.out, &block.d_out, &block.dv,
-                            &block.d_log_value_decay}) {
+        for (Sequence* x :
+             {&block.v, &block.log_value_decay, &block.out, &block.d_out, &block.dv, &block.d_log_value_decay}) {
             advance(*x, start);
         }
         for (Sequence* x : {&block.dq, &block.dk, &block.d_log_gate, &block.d_log_key_decay, &block.d_beta}) {
@@ -133,7 +133,7 @@ struct Blocks {
         return block;
     }
 
-   private:
+private:
     static void advance(Sequence& x, int64_t elements) {
         const int64_t size = x.type == Type::float64 ? 8 : x.type == Type::float32 ? 4 : 2;
         if (x.data) x.data = static_cast<char*>(x.data) + elements * size;
@@ -174,14 +174,9 @@ struct Backward {
 
     Backward(Problem& p, const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k,
              const Tensor& v, const optional<Tensor>& initial_state, const Tensor& states)
-        : blocks(p),
-          dy(d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous()),
-          initial(contiguous_state(initial_state)),
-          d_final(contiguous_state(d_final_state)),
-          kept(states.contiguous()),
-          dq(blocks.room(q)),
-          dk(blocks.room(k)),
-          dv(at::empty_like(v)) {
+        : blocks(p), dy(d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous()),
+          initial(contiguous_state(initial_state)), d_final(contiguous_state(d_final_state)), kept(states.contiguous()),
+          dq(blocks.room(q)), dk(blocks.room(k)), dv(at::empty_like(v)) {
         TORCH_CHECK(p.interval > 0, "the forward pass kept no states (interval 0)");
         TORCH_CHECK(states.size(2) == kept_states(p), "states has shape ", states.sizes(), "; an interval of ",
                     p.interval, " makes ", kept_states(p), " states of each head");

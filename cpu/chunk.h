@@ -14,7 +14,7 @@ constexpr index_t CHUNK = 16;
 
 // Scratch memory of one thread: counted first, then taken piece by piece.
 template <class real> class Scratch {
-   public:
+public:
     Scratch() = default;
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
@@ -32,7 +32,7 @@ template <class real> class Scratch {
         taken_ = 0;
     }
 
-   private:
+private:
     real* memory_ = nullptr;
     index_t taken_ = 0;
 };

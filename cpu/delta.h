@@ -49,7 +49,7 @@ inline void substitute(real* x, index_t ld, const real* a, index_t rows, index_t
 
 // The arithmetic of one chunk of one head.
 template <class real> class DeltaChunk {
-   public:
+public:
     // With `slots` for as many chunks: what `open` and `prepare` leave in one stays until it is opened again.
     DeltaChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
         : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
@@ -145,8 +145,7 @@ template <class real> class DeltaChunk {
         product<false, Into::set>(rows_, CHUNK, V, d_products, CHUNK, right, Vp, u_t, CHUNK);
         lower_part(d_products, -1);
         for (index_t i = 0; i < rows_; ++i) {
-            d_beta[i] = dot(right + i * Vp, v + i * Vp, Vp) -
-                        dot(d_products + i * CHUNK, products + i * CHUNK, CHUNK);
+            d_beta[i] = dot(right + i * Vp, v + i * Vp, Vp) - dot(d_products + i * CHUNK, products + i * CHUNK, CHUNK);
             scale(d_products + i * CHUNK, d_products + i * CHUNK, -beta[i], CHUNK);
             scale(dv + i * Vp, right + i * Vp, -beta[i], Vp);
         }
@@ -179,7 +178,7 @@ template <class real> class DeltaChunk {
         for (index_t i = 0; i < rows_; ++i) store_one(p_.d_beta, place(p_.d_beta, b_, t_ + i, h_), d_beta[i]);
     }
 
-   private:
+private:
     void score_queries() {
         product<false, Into::set>(rows_, CHUNK, K, scores, CHUNK, q, Kp, keys_t, CHUNK);
         lower_part(scores, 0);

@@ -42,7 +42,7 @@ template <class real> struct SharedDecay {
 
 // The arithmetic of one chunk of one head.
 template <class real, Decay decay> class DiagonalChunk {
-   public:
+public:
     // With `slots` for as many chunks: what `open` reads into one stays there until it is opened again.
     DiagonalChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
         : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
@@ -201,7 +201,7 @@ template <class real, Decay decay> class DiagonalChunk {
         store_gradients();
     }
 
-   private:
+private:
     static const real* scaled(const real* plain, const real* multiplied) {
         return decay == Decay::none ? plain : multiplied;
     }
@@ -440,9 +440,9 @@ template <class real, Decay decay> class DiagonalChunk {
     LevelRows<real> key_rows, value_rows;
     real d_log[CHUNK] __attribute__((aligned(64)));
     real *q, *k_slots, *v_slots, *k, *v, *y, *keys_t, *scores, *scaled_q, *scaled_k, *scaled_v, *read_out;
-    real *plain_k_slots = nullptr, *plain_k = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_t = nullptr, *dk_t = nullptr,
-         *values_t = nullptr, *dy_t = nullptr, *d_scores = nullptr, *more_k = nullptr, *more_v = nullptr,
-         *scaled_y = nullptr, *df = nullptr, *dz = nullptr, *run = nullptr, *row_sums = nullptr;
+    real *plain_k_slots = nullptr, *plain_k = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_t = nullptr,
+         *dk_t = nullptr, *values_t = nullptr, *dy_t = nullptr, *d_scores = nullptr, *more_k = nullptr,
+         *more_v = nullptr, *scaled_y = nullptr, *df = nullptr, *dz = nullptr, *run = nullptr, *row_sums = nullptr;
 };
 
 }  // namespace FAST_WEIGHTS_ISA

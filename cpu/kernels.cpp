@@ -101,8 +101,13 @@ void delta_step_any(const Step& p, index_t begin, index_t end) {
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA), diagonal_forward, diagonal_backward, delta_forward,
-                       delta_backward, diagonal_step_any, delta_step_any};
+const Kernels table = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA),
+                       diagonal_forward,
+                       diagonal_backward,
+                       delta_forward,
+                       delta_backward,
+                       diagonal_step_any,
+                       delta_step_any};
 
 }  // namespace FAST_WEIGHTS_ISA
 }  // namespace fast_weights

@@ -235,10 +235,10 @@ constexpr index_t first(index_t i) { return i & ~(half(i) - 1); }
 
 // What the rows of the levels are made of.
 template <class real> struct LevelRows {
-    real* readers;       // q * Pf, or dy * Pz
-    real* read;          // k * Rf, or v * Rz
-    real* of_readers;    // the factors Pf or Pz themselves
-    real* of_read;       // Rf or Rz
+    real* readers;     // q * Pf, or dy * Pz
+    real* read;        // k * Rf, or v * Rz
+    real* of_readers;  // the factors Pf or Pz themselves
+    real* of_read;     // Rf or Rz
 
     void take(Scratch<real>& scratch, index_t ld) {
         readers = scratch.take(CHUNK * ld);

@@ -65,7 +65,9 @@ FAST_WEIGHTS_INLINE void tiles(index_t& i, index_t rows, index_t inner, real* c,
     for (; i + MR <= rows; i += MR) {
         const Rest<real> here{rest.whole, rest.rows ? rest.rows + i : nullptr, rest.columns};
         const index_t first = shape == Shape::upper ? i : shape == Shape::blocks ? i / 8 * 8 : 0;
-        const index_t last = shape == Shape::lower && i + MR < inner ? i + MR : shape == Shape::blocks ? first + 8 : inner;
+        const index_t last = shape == Shape::lower && i + MR < inner ? i + MR
+                             : shape == Shape::blocks                ? first + 8
+                                                                     : inner;
         tile<MR, NV, transposed, into>(c + i * ldc, ldc, a + (transposed ? i : i * lda), lda, b, ldb, first, last,
                                        here);
     }

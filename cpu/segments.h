@@ -33,9 +33,7 @@ template <class real> struct Scales {
     real* enter = nullptr;    // f, at the first steps of segments
     real* inverse = nullptr;  // 1 / F; before that logs that are not read where they lie
 
-    static Scales at(real* memory, index_t ld) {
-        return {ld, memory, memory + CHUNK * ld, memory + 2 * CHUNK * ld};
-    }
+    static Scales at(real* memory, index_t ld) { return {ld, memory, memory + CHUNK * ld, memory + 2 * CHUNK * ld}; }
     static constexpr index_t room(index_t ld) { return 3 * CHUNK * ld; }
 
     Steps<const real> entering() const { return {enter, ld}; }
@@ -80,7 +78,7 @@ template <class real> struct Scales {
 
 // All decays of chunks of one head; a gate is that of every key.
 template <class real> class Decays {
-   public:
+public:
     // With `slots` for as many chunks: what `open` makes of one stays there until it is opened again.
     Decays(const Problem& p, Scratch<real>& scratch, index_t slots)
         : gated(p.log_gate.data != nullptr), of_keys(gated || p.log_key_decay.data != nullptr),
@@ -129,7 +127,7 @@ template <class real> class Decays {
     Span segments[CHUNK];
     index_t count = 0;
 
-   private:
+private:
     void find(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
         f = of_keys ? Scales<real>::at(f_slots + slot * Scales<real>::room(Kp), Kp) : Scales<real>{0, ones, ones};
         z = of_values ? Scales<real>::at(z_slots + slot * Scales<real>::room(Vp), Vp) : Scales<real>{0, ones, ones};

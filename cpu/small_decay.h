@@ -10,7 +10,7 @@ namespace FAST_WEIGHTS_ISA {
 
 // The arithmetic of one interval, of up to `length` steps, of one head (march.h).
 template <class real> class DecayedInterval {
-   public:
+public:
     DecayedInterval(const Problem& p, Scratch<real>& scratch, index_t length)
         : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)), few_(K <= FEW),
           fetches_(few_ ? 2 * parts(V, WIDTH * W) : (2 * parts(V, TILE) * parts(K, W) + parts(K, TILE) * parts(V, W))),
@@ -45,7 +45,7 @@ template <class real> class DecayedInterval {
         }
     }
 
-   private:
+private:
     static constexpr int W = Vector<real>::lanes;
     static constexpr index_t LANES = lanes_of_few<real>(CHUNK);
     static index_t parts(index_t n, index_t size) { return (n + size - 1) / size; }
@@ -61,7 +61,6 @@ template <class real> class DecayedInterval {
         for (const Sequence* x : by_values) ahead.add(*x, V, b, t, h, rows);
         ahead.divide(fetches_);
     }
-
 
     index_t size() const { return few_ ? Kp * Vs : Vp * Kp; }
 

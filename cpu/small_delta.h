@@ -140,7 +140,7 @@ inline void load_strengths(real* beta, const Problem& p, index_t b, index_t t, i
 
 // The forward arithmetic of one chunk of one head (march.h).
 template <class real> class ColumnChunk {
-   public:
+public:
     ColumnChunk(const Problem& p, Scratch<real>& scratch, bool, index_t)
         : p_(p), Vp(padded(p.values)), Vs(state_row<real>(p.values)), queries_(p.q, p.keys, column(p.keys)),
           keys_(p.k, p.keys, column(p.keys)), values_(p.v, p.values), out_(p.out, p.values) {
@@ -156,8 +156,8 @@ template <class real> class ColumnChunk {
     }
 
     void forward(real* state, bool) {
-        const Side<real> keys{keys_.read(k_copies, b_, t_, h_, rows_, 1),
-                              queries_.read(q_copies, b_, t_, h_, rows_, 1), {}, {}};
+        const Side<real> keys{
+            keys_.read(k_copies, b_, t_, h_, rows_, 1), queries_.read(q_copies, b_, t_, h_, rows_, 1), {}, {}};
         const Steps<const real> values = values_.read(v_copies, b_, t_, h_, rows_, 1);
         const Steps<real> out = out_.at(y_copies, b_, t_, h_);
         for_column(p_.keys, [&](auto column) {
@@ -168,7 +168,7 @@ template <class real> class ColumnChunk {
         out_.write(y_copies, b_, t_, h_, rows_);
     }
 
-   private:
+private:
     const Problem& p_;
     const index_t Vp, Vs;
     const Access<real> queries_, keys_, values_, out_;
@@ -179,7 +179,7 @@ template <class real> class ColumnChunk {
 
 // The backward arithmetic of one interval, of up to `length` steps, of one head.
 template <class real> class ColumnInterval {
-   public:
+public:
     ColumnInterval(const Problem& p, Scratch<real>& scratch, index_t length)
         : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)), queries_(p.q, K),
           keys_(p.k, K), values_(p.v, V), d_out_(p.d_out, V), d_queries_(p.dq, K), d_keys_(p.dk, K) {
@@ -197,8 +197,8 @@ template <class real> class ColumnInterval {
     // As that of SumInterval.
     void backward(index_t b, index_t t, index_t h, index_t rows, real* state, real* turned, real* d_state,
                   real* d_turned, const Next&) {
-        const Side<real> keys{keys_.read(k_copies, b, t, h, rows, -1), queries_.read(q_copies, b, t, h, rows, -1),
-                              {}, {}};
+        const Side<real> keys{
+            keys_.read(k_copies, b, t, h, rows, -1), queries_.read(q_copies, b, t, h, rows, -1), {}, {}};
         const Steps<const real> values = values_.read(v_copies, b, t, h, rows, -1);
         const Steps<const real> d_out = d_out_.read(y_copies, b, t, h, rows, -1);
         const Steps<real> dq = d_queries_.at(dq_copies, b, t, h), dk = d_keys_.at(dk_copies, b, t, h);
@@ -226,7 +226,7 @@ template <class real> class ColumnInterval {
         store_rows(p_.dv, place(p_.dv, b, t, h), p_.dv.time, w.first, rows, V);
     }
 
-   private:
+private:
     const Problem& p_;
     const index_t K, V, Kp, Vp, Vs;
     const Access<real> queries_, keys_, values_, d_out_, d_queries_, d_keys_;

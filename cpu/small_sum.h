@@ -9,7 +9,7 @@ namespace FAST_WEIGHTS_ISA {
 
 // The arithmetic of one interval, of up to `length` steps, of one head.
 template <class real> class SumInterval {
-   public:
+public:
     SumInterval(const Problem& p, Scratch<real>& scratch, index_t length)
         : K(p.keys), V(p.values), Kp(padded(K)), Vs(state_row<real>(V)), few_(K <= FEW),
           queries_(p.q, K, few_ ? FEW : ROW), keys_(p.k, K, few_ ? FEW : ROW), values_(p.v, V), d_out_(p.d_out, V),
@@ -28,17 +28,17 @@ template <class real> class SumInterval {
     // `turned` and `d_turned` are the same transposed; all but `d_state` and `d_turned` are used up.
     void backward(index_t b, index_t t, index_t h, index_t rows, real* state, real* turned, real* d_state,
                   real* d_turned, const Next&) {
-        const Side<real> keys{keys_.read(k_copies, b, t, h, rows, -1), queries_.read(q_copies, b, t, h, rows, -1),
-                              {}, {}};
-        const Side<real> values{values_.read(v_copies, b, t, h, rows, -1),
-                                d_out_.read(y_copies, b, t, h, rows, -1), {}, {}};
+        const Side<real> keys{
+            keys_.read(k_copies, b, t, h, rows, -1), queries_.read(q_copies, b, t, h, rows, -1), {}, {}};
+        const Side<real> values{
+            values_.read(v_copies, b, t, h, rows, -1), d_out_.read(y_copies, b, t, h, rows, -1), {}, {}};
         const Steps<real> dq = d_queries_.at(dq_copies, b, t, h), dk = d_keys_.at(dk_copies, b, t, h),
                           dv = d_values_.at(dv_copies, b, t, h);
         const Span all{0, rows};
         if (few_) {
             for_few<real>(vectors<real>(V), [&](auto width, auto into, index_t m) {
-                forward_few<decltype(width)::value, false, decltype(into)::value>(all, state, Vs, keys, values,
-                                                                                         m, in_lanes, none);
+                forward_few<decltype(width)::value, false, decltype(into)::value>(all, state, Vs, keys, values, m,
+                                                                                  in_lanes, none);
             });
             sum_few(dq, in_lanes, rows, K);
             for_few<real>(vectors<real>(V), [&](auto width, auto into, index_t m) {
@@ -59,7 +59,7 @@ template <class real> class SumInterval {
         d_values_.write(dv_copies, b, t, h, rows);
     }
 
-   private:
+private:
     void back(index_t rows, index_t lanes, const Side<real>& row_side, const Side<real>& lane_side, real* d_state,
               index_t ld, Span all, Steps<real> d_write) {
         for_tiles<real>(rows, lanes, [&](auto tile, auto into, index_t e, index_t m) {

@@ -11,13 +11,8 @@ template <class real> struct StepRows {
     real *q, *k, *v, *f, *z, *out, *retrieved;
 
     StepRows(const Step& p, Scratch<real>& scratch)
-        : q(scratch.take(p.keys)),
-          k(scratch.take(p.keys)),
-          v(scratch.take(p.values)),
-          f(scratch.take(p.keys)),
-          z(scratch.take(p.values)),
-          out(scratch.take(p.values)),
-          retrieved(scratch.take(p.values)) {}
+        : q(scratch.take(p.keys)), k(scratch.take(p.keys)), v(scratch.take(p.values)), f(scratch.take(p.keys)),
+          z(scratch.take(p.values)), out(scratch.take(p.values)), retrieved(scratch.take(p.values)) {}
 
     void load(const Step& p, index_t b, index_t h) {
         load_rows(q, p.q, place(p.q, b, 0, h), 0, 1, p.keys, 0);

@@ -10,7 +10,7 @@ namespace FAST_WEIGHTS_ISA {
 
 // The forward arithmetic of one chunk of one head (march.h).
 template <class real> class SteppedChunk {
-   public:
+public:
     SteppedChunk(const Problem& p, Scratch<real>& scratch, bool, index_t)
         : p_(p), K(p.keys), V(p.values), Vs(state_row<real>(V)), decays(p, scratch, 1),
           queries_(decays.of_keys ? Access<real>::copying(p.q, K) : Access<real>(p.q, K, FEW)),
@@ -41,7 +41,7 @@ template <class real> class SteppedChunk {
         out_.write(y_copies, b_, t_, h_, rows_, decays.z.times());
     }
 
-   private:
+private:
     template <bool decay> void pass(real* state, Steps<real> y) {
         for_tiles<real>(K, vectors<real>(V), [&](auto tile, auto into, index_t e, index_t m) {
             for (index_t i = 0; i < decays.count; ++i) {

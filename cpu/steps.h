@@ -18,7 +18,7 @@ template <class real> struct Steps {
 // How steps of a tensor are read and written: where they lie if they are whole `unit`s of the kernels' own numbers, and
 // else by way of rows of padded(n) numbers in scratch memory, `copies`.
 template <class real> class Access {
-   public:
+public:
     Access(const Sequence& x, index_t n, index_t unit = ROW)
         : x_(x), n_(n), in_place_(x.data != nullptr && x.type == Number<real>::type && n % unit == 0) {}
 
@@ -66,7 +66,7 @@ template <class real> class Access {
                 : store_rows(x_, offset, x_.time, copies, rows, n_);
     }
 
-   private:
+private:
     const Sequence& x_;
     index_t n_;
     bool in_place_;
@@ -74,7 +74,7 @@ template <class real> class Access {
 
 // Steps of tensors that are wanted next, fetched a few at a time in between other work: all at once they would hold it up.
 class Ahead {
-   public:
+public:
     void clear() { tensors_ = tensor_ = row_ = 0; }
 
     void add(const Sequence& x, index_t n, index_t b, index_t t, index_t h, index_t rows) {
@@ -100,7 +100,7 @@ class Ahead {
         }
     }
 
-   private:
+private:
     struct Wanted {
         const char* first;
         index_t step, bytes, rows;

@@ -52,8 +52,7 @@ enum class Out { none, set, add };
 // read; `history`: S_{t-1}.
 template <int R, bool decays, Out into, bool keeps, class real>
 FAST_WEIGHTS_INLINE void forward_tile(Span span, const real* from, real* to, index_t ld, Side<real> rows,
-                                      Side<real> lanes, index_t row, index_t lane, Steps<real> out,
-                                      real* history) {
+                                      Side<real> lanes, index_t row, index_t lane, Steps<real> out, real* history) {
     constexpr int W = Vector<real>::lanes;
     constexpr bool reads = into != Out::none;
     vec<real> s[R];
@@ -112,9 +111,9 @@ template <int R, bool adds, class real, class Take> FAST_WEIGHTS_INLINE void put
 // Takes the gradient of a tile back through the steps. `d_write` = or += dv (or dk); if `lane_logs`, `d_lane_log` likewise
 // d log z (or f), and if `row_logs`, `d_row_log` that of the rows' decays, by `row_into`.
 template <int R, bool decays, bool row_logs, bool lane_logs, Out into, Out row_into, class real>
-FAST_WEIGHTS_INLINE void backward_tile(Span span, real* d_state, index_t ld, Side<real> rows,
-                                       Side<real> lanes, index_t row, index_t lane, Steps<real> d_write,
-                                       Steps<real> d_row_log, Steps<real> d_lane_log, const real* history) {
+FAST_WEIGHTS_INLINE void backward_tile(Span span, real* d_state, index_t ld, Side<real> rows, Side<real> lanes,
+                                       index_t row, index_t lane, Steps<real> d_write, Steps<real> d_row_log,
+                                       Steps<real> d_lane_log, const real* history) {
     constexpr int W = Vector<real>::lanes;
     constexpr bool adds = into == Out::add;
     vec<real> g[R];
@@ -161,8 +160,8 @@ template <Out into, class real> FAST_WEIGHTS_INLINE void put_in_lanes(real* sums
 
 // A tile of FEW rows and N vectors of lanes forwards: `dq` = or += what dy reads, in lanes. `history` as above.
 template <int N, bool decays, Out into, class real>
-FAST_WEIGHTS_INLINE void forward_few(Span span, real* state, index_t ld, Side<real> rows,
-                                     Side<real> lanes, index_t lane, real* dq, real* history) {
+FAST_WEIGHTS_INLINE void forward_few(Span span, real* state, index_t ld, Side<real> rows, Side<real> lanes,
+                                     index_t lane, real* dq, real* history) {
     constexpr int W = Vector<real>::lanes;
     vec<real> s[FEW][N];
     const real* row_in = factors<decays>(rows.enter, span.begin, 0);
@@ -201,9 +200,9 @@ FAST_WEIGHTS_INLINE void forward_few(Span span, real* state, index_t ld, Side<re
 // And its gradient backwards: dv and, if `lane_logs`, d log z of these lanes; `dk` and, if `row_logs`, `df` = or += those
 // of the rows, in lanes.
 template <int N, bool row_logs, bool lane_logs, Out into, class real>
-FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side<real> rows,
-                                      Side<real> lanes, index_t lane, Steps<real> dv, Steps<real> dz, real* dk,
-                                      real* df, const real* history) {
+FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side<real> rows, Side<real> lanes,
+                                      index_t lane, Steps<real> dv, Steps<real> dz, real* dk, real* df,
+                                      const real* history) {
     constexpr int W = Vector<real>::lanes;
     constexpr bool decays = row_logs || lane_logs;
     vec<real> g[FEW][N];
@@ -247,7 +246,8 @@ FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side
 #pragma GCC unroll 4
     for (int i = 0; i < FEW; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) store_row<decays>(d_state + lane + j * W, ld, i, row_out, lane_out + j * W, g[i][j]);
+        for (int j = 0; j < N; ++j)
+            store_row<decays>(d_state + lane + j * W, ld, i, row_out, lane_out + j * W, g[i][j]);
     }
 }
 

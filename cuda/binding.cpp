@@ -29,17 +29,11 @@ constexpr int64_t kMostDim = 512;
 
 int32_t dtype_of(at::ScalarType type, const char* name) {
     switch (type) {
-        case at::kFloat:
-            return kFloat32;
-        case at::kHalf:
-            return kFloat16;
-        case at::kBFloat16:
-            return kBFloat16;
-        case at::kDouble:
-            return kFloat64;
-        default:
-            TORCH_CHECK(false, name, " has dtype ", type,
-                        "; it must be float32, float16, bfloat16 or float64");
+        case at::kFloat: return kFloat32;
+        case at::kHalf: return kFloat16;
+        case at::kBFloat16: return kBFloat16;
+        case at::kDouble: return kFloat64;
+        default: TORCH_CHECK(false, name, " has dtype ", type, "; it must be float32, float16, bfloat16 or float64");
     }
 }
 
@@ -69,8 +63,8 @@ void check_device(const Tensor& x, const Tensor& v, const char* name) {
 
 Sequence sequence(const Tensor& x, const char* name) {
     // What has no elements has any strides, and contiguous() changes none of them.
-    TORCH_CHECK(x.dim() < 4 || x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1, name, " has strides ",
-                x.strides(), "; its last dimension must be contiguous");
+    TORCH_CHECK(x.dim() < 4 || x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1, name, " has strides ", x.strides(),
+                "; its last dimension must be contiguous");
     return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), dtype_of(x.scalar_type(), name)};
 }
 
@@ -86,9 +80,9 @@ Sequence sequence_like(const Tensor& x, const Tensor& like, const Tensor& v, con
 // log_gate, beta and log decays: of v's dtype or float32. `dim` is 0 for (batch, time, heads).
 Sequence gate(const OptionalTensor& x, const Tensor& v, int64_t dim, const char* name) {
     if (!x.has_value() || !x->defined()) return {};
-    TORCH_CHECK(x->dim() == (dim ? 4 : 3) && x->sizes().slice(0, 3) == v.sizes().slice(0, 3) &&
-                    (dim == 0 || x->size(3) == dim),
-                name, " has shape ", x->sizes(), ", which does not fit v, ", v.sizes());
+    TORCH_CHECK(
+        x->dim() == (dim ? 4 : 3) && x->sizes().slice(0, 3) == v.sizes().slice(0, 3) && (dim == 0 || x->size(3) == dim),
+        name, " has shape ", x->sizes(), ", which does not fit v, ", v.sizes());
     TORCH_CHECK(x->scalar_type() == v.scalar_type() || x->scalar_type() == at::kFloat, name, " has dtype ",
                 x->scalar_type(), "; it must be that of v, ", v.scalar_type(), ", or float32");
     check_device(*x, v, name);
@@ -140,10 +134,10 @@ Tensor kept_states(const Sizes& sizes, const Tensor& v) {
 const void* kept_states_input(const Tensor& states, const Sizes& sizes, const Tensor& v) {
     const int64_t kept = sizes.interval ? (sizes.time - 1) / sizes.interval : 0;
     const std::array<int64_t, 5> shape{sizes.batch, sizes.heads, kept, sizes.key_dim, sizes.value_dim};
-    TORCH_CHECK(states.sizes() == at::IntArrayRef(shape) && states.is_contiguous() &&
-                    states.scalar_type() == state_type(v),
-                "states must be what the forward pass returned, contiguous ", at::IntArrayRef(shape), " of ",
-                state_type(v), "; it is ", states.sizes(), " of ", states.scalar_type());
+    TORCH_CHECK(
+        states.sizes() == at::IntArrayRef(shape) && states.is_contiguous() && states.scalar_type() == state_type(v),
+        "states must be what the forward pass returned, contiguous ", at::IntArrayRef(shape), " of ", state_type(v),
+        "; it is ", states.sizes(), " of ", states.scalar_type());
     check_device(states, v, "states");
     return pointer(states);
 }
@@ -162,8 +156,8 @@ void run(Operation operation, const char* name, const Algorithms<Params>& algori
     const int device = v.get_device();
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    const int32_t chosen = fastweights_choose(operation, &params.sizes, params.v.dtype, separate_decays,
-                                              10 * major + minor);
+    const int32_t chosen =
+        fastweights_choose(operation, &params.sizes, params.v.dtype, separate_decays, 10 * major + minor);
     const auto bytes = static_cast<int64_t>(algorithms.workspace[chosen](&params));
     Tensor workspace;
     if (bytes) {
@@ -401,9 +395,7 @@ std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, a
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fairseq_fastweights, CompositeExplicitAutograd, m) {
-    m.impl("cuda_plan", &plan);
-}
+TORCH_LIBRARY_IMPL(fairseq_fastweights, CompositeExplicitAutograd, m) { m.impl("cuda_plan", &plan); }
 
 TORCH_LIBRARY_IMPL(fairseq_fastweights, CUDA, m) {
     m.impl("diagonal_forward", &diagonal_forward);

@@ -14,15 +14,12 @@ namespace {
 int shared_memory_of(int32_t capability) {
     switch (capability) {
         case 80:
-        case 87:
-            return 163 * 1024;
+        case 87: return 163 * 1024;
         case 86:
         case 89:
         case 120:
-        case 121:
-            return 99 * 1024;
-        default:
-            return 227 * 1024;
+        case 121: return 99 * 1024;
+        default: return 227 * 1024;
     }
 }
 
@@ -74,12 +71,9 @@ extern "C" ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* 
         case kDiagonalBackward:
             return separate_decays ? chunked_plan_decays_backward(*sizes, dtype, limit)
                                    : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
-        case kDeltaForward:
-            return chunked_plan_delta_forward(*sizes, dtype, limit);
-        case kDeltaBackward:
-            return chunked_plan_delta_backward(*sizes, dtype, limit);
-        default:
-            return {};
+        case kDeltaForward: return chunked_plan_delta_forward(*sizes, dtype, limit);
+        case kDeltaBackward: return chunked_plan_delta_backward(*sizes, dtype, limit);
+        default: return {};
     }
 }
 

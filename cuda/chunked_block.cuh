@@ -83,8 +83,7 @@ template <int Passes, bool TransposeRight, typename Left, typename T>
 __device__ __forceinline__ void multiply_split(Tile& tile, int begin, int end, const Matrix<Left>& left,
                                                const SplitMatrix<T>& right) {
     multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[0]);
-    if constexpr (kRounded<T>)
-        multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[1]);
+    if constexpr (kRounded<T>) multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[1]);
 }
 
 // A thread's places in rows of `width`, as many threads apart as a block has: for (Walk at(width); at.row < rows;
@@ -93,10 +92,7 @@ struct Walk {
     int row, column, width, rows_on, columns_on;
 
     __device__ __forceinline__ explicit Walk(int width)
-        : row(threadIdx.x / width),
-          column(threadIdx.x - row * width),
-          width(width),
-          rows_on(blockDim.x / width),
+        : row(threadIdx.x / width), column(threadIdx.x - row * width), width(width), rows_on(blockDim.x / width),
           columns_on(blockDim.x - rows_on * width) {}
 
     __device__ __forceinline__ void next() {

@@ -10,11 +10,11 @@
 namespace fairseq_fastweights {
 
 struct Checkpoints {
-    int interval;    // steps between the states that were kept; no less than there are, if none were
-    int spacing;     // steps between those that are put down
-    int slots;       // for those of an interval
-    int count;       // of the states that were kept for a head
-    size_t bytes;    // of the workspace: each block of a launch has slots of its own
+    int interval;  // steps between the states that were kept; no less than there are, if none were
+    int spacing;   // steps between those that are put down
+    int slots;     // for those of an interval
+    int count;     // of the states that were kept for a head
+    size_t bytes;  // of the workspace: each block of a launch has slots of its own
     float* states;
 
     void place(void* workspace, const Segments& segments) {
@@ -24,9 +24,8 @@ struct Checkpoints {
     // Loads the last state that there is at or before step `start` of the interval that begins at `base`, as `part` loads
     // one. `marched`: those of the interval have been put down. Returns the step before which it is.
     template <typename State>
-    __device__ __forceinline__ int load(State& state, const StatePart& part, const void* initial,
-                                        const void* kept, int64_t head, int64_t block, int base, int start,
-                                        bool marched) const {
+    __device__ __forceinline__ int load(State& state, const StatePart& part, const void* initial, const void* kept,
+                                        int64_t head, int64_t block, int base, int start, bool marched) const {
         const int passed = marched && slots > 0 ? (start - base) / spacing : 0;
         StatePart place = part;
         const float* from = static_cast<const float*>(base == 0 ? initial : kept);

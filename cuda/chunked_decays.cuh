@@ -41,8 +41,10 @@ Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure, Resident re
     asked.stages = 0;  // there is one
     const int value_columns = round_up(sizes.value_dim, 16);
     for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
-        Plan plan{kSteps,        round_up(sizes.key_dim, 16), columns, (sizes.value_dim + columns - 1) / columns, 1,
-                  kDecayThreads, 0,                              0};
+        Plan plan{kSteps,  round_up(sizes.key_dim, 16),
+                  columns, (sizes.value_dim + columns - 1) / columns,
+                  1,       kDecayThreads,
+                  0,       0};
         plan.shared = measure(plan);
         plan.resident = resident(plan);
         if (plan.resident > 0 && plan.shared <= static_cast<size_t>(limit) && asked.allows(plan)) return plan;
@@ -301,8 +303,8 @@ __device__ __forceinline__ void weigh_pairs(const Matrix<float>& weights, const 
 
 // state = (rows columns^T) * state + left^T right, both (16, .); f(tile) with what becomes of each tile.
 template <int Passes, typename State, typename T, typename F>
-__device__ __forceinline__ void pass_chunk(State& state, const float* rows, const float* columns,
-                                           const Matrix<T>& left, const Matrix<T>& right, const Plan& plan, F f) {
+__device__ __forceinline__ void pass_chunk(State& state, const float* rows, const float* columns, const Matrix<T>& left,
+                                           const Matrix<T>& right, const Plan& plan, F f) {
     state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
         tile.each([&](int i, int j, float& value) { value *= rows[i] * columns[j]; });
         multiply_stored<Passes, true, false>(tile, 0, kSteps, left, right);
@@ -324,8 +326,8 @@ struct PassedLogs {
             const int column = threadIdx.x + i * kDecayThreads;
             if (column >= columns || first + column >= dim) continue;
             for (int t = start; t < min(time, start + kSteps); ++t)
-                logs[i] += load_element<float>(x.data, x.dtype,
-                                               batch * x.batch + t * x.time + head * x.head + first + column);
+                logs[i] +=
+                    load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head + first + column);
         }
     }
     __device__ __forceinline__ void store(float* to, int first, int dim, int columns) const {

@@ -50,13 +50,9 @@ struct Side {
     Matrix<float> passing;  // parts of the sums of S_0 * dS, weighted with the other side's totals
 
     __host__ __device__ Side(Carver& carver, int columns, int parts)
-        : columns(columns),
-          parts(parts),
-          late(carver.matrix<T>(kSteps, columns)),
-          early(carver.matrix<T>(kSteps, columns)),
-          reading(carver.matrix<T>(kSteps, columns)),
-          written(carver.matrix<T>(kSteps, columns)),
-          weights(carver.matrix<float>(kSteps, kSteps, 0)),
+        : columns(columns), parts(parts), late(carver.matrix<T>(kSteps, columns)),
+          early(carver.matrix<T>(kSteps, columns)), reading(carver.matrix<T>(kSteps, columns)),
+          written(carver.matrix<T>(kSteps, columns)), weights(carver.matrix<float>(kSteps, kSteps, 0)),
           total(carver.take<float>(columns)) {
         Carver later = carver;
         levels = Stages<T>(carver, kLevels, kSteps, columns);
@@ -278,7 +274,7 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
     float gates[kSteps];
     int now, place;
     const int items = plan.key_rows + plan.columns;
-    const auto load_item = [&](float(&logs)[kSteps], int item) {
+    const auto load_item = [&](float (&logs)[kSteps], int item) {
         const bool of_value = item >= plan.key_rows;
         load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), forgotten(batch), forgotten(head),
                      of_value ? first + item - plan.key_rows : item, of_value ? values : keys, now, time);

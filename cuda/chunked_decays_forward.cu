@@ -11,29 +11,24 @@ struct Layout {
     Matrix<T> q, k;
     Stages<T> v;  // of this chunk and the next
     Stages<T> levels;
-    Matrix<T> reading_queries;            // q_t * F_t0
-    Matrix<T> written_keys;               // k_s * F_es
-    Matrix<T> written_values;             // v_s * Z_es
+    Matrix<T> reading_queries;  // q_t * F_t0
+    Matrix<T> written_keys;     // k_s * F_es
+    Matrix<T> written_values;   // v_s * Z_es
     Matrix<float> value_gates;
-    Matrix<float> reads;                  // S_0^T (q_t * F_t0), then the output on its way
-    Matrix<float> weights;                // P_ts
+    Matrix<float> reads;    // S_0^T (q_t * F_t0), then the output on its way
+    Matrix<float> weights;  // P_ts
     Matrix<Factor<T>> state;
     float *key_total, *value_total;
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
-        : q(carver.matrix<T>(kSteps, plan.key_rows)),
-          k(carver.matrix<T>(kSteps, plan.key_rows)),
-          v(carver, 2, kSteps, plan.columns),
-          levels(carver, kLevels, kSteps, plan.key_rows),
+        : q(carver.matrix<T>(kSteps, plan.key_rows)), k(carver.matrix<T>(kSteps, plan.key_rows)),
+          v(carver, 2, kSteps, plan.columns), levels(carver, kLevels, kSteps, plan.key_rows),
           reading_queries(carver.matrix<T>(kSteps, plan.key_rows)),
-          written_keys(carver.matrix<T>(kSteps, plan.key_rows)),
-          written_values(carver.matrix<T>(kSteps, plan.columns)),
-          value_gates(carver.matrix<float>(kSteps, plan.columns)),
-          reads(carver.matrix<float>(kSteps, plan.columns)),
+          written_keys(carver.matrix<T>(kSteps, plan.key_rows)), written_values(carver.matrix<T>(kSteps, plan.columns)),
+          value_gates(carver.matrix<float>(kSteps, plan.columns)), reads(carver.matrix<float>(kSteps, plan.columns)),
           weights(carver.matrix<float>(kSteps, kSteps, 0)),
-          state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)),
-          key_total(carver.take<float>(plan.key_rows)),
+          state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)), key_total(carver.take<float>(plan.key_rows)),
           value_total(carver.take<float>(plan.columns)) {
         bytes = carver.used;
     }
@@ -63,15 +58,14 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
     // the chunk that is worked on; or their logs, from when that is on its way.
     float gates[kSteps];
     const int items = plan.columns + plan.key_rows;
-    const auto load_item = [&](float(&logs)[kSteps], int item, int start) {
+    const auto load_item = [&](float (&logs)[kSteps], int item, int start) {
         const bool of_value = item < plan.columns;
         load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), forgotten(batch), forgotten(head),
                      of_value ? first + item : item - plan.columns, of_value ? values : keys, start, time);
     };
     const auto fetch = [&](int n) {
         const int start = n * kSteps;
-        if constexpr (Outputs)
-            copy_rows<StepWalk>(shared.q, rows_of(p.q, false), kSteps, plan.key_rows, start, time);
+        if constexpr (Outputs) copy_rows<StepWalk>(shared.q, rows_of(p.q, false), kSteps, plan.key_rows, start, time);
         copy_rows<StepWalk>(shared.k, rows_of(p.k, false), kSteps, plan.key_rows, start, time);
         copy_rows<StepWalk>(shared.v[n % 2], rows_of(p.v, true), kSteps, plan.columns, start, time);
         copies_commit();

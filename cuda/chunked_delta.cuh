@@ -21,11 +21,9 @@ struct DeltaChunk {
 
     __host__ __device__ DeltaChunk(Carver& carver, const Plan& plan)
         : state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)),
-          products(carver.matrix<float>(plan.chunk, plan.chunk)),
-          inverse(carver.matrix<float>(plan.chunk, plan.chunk)),
+          products(carver.matrix<float>(plan.chunk, plan.chunk)), inverse(carver.matrix<float>(plan.chunk, plan.chunk)),
           error(carver.matrix<float>(plan.chunk, plan.columns, 8)),
-          update(carver.matrix<Factor<T>>(plan.chunk, plan.columns, 8)),
-          beta(carver.take<float>(plan.chunk)) {}
+          update(carver.matrix<Factor<T>>(plan.chunk, plan.columns, 8)), beta(carver.take<float>(plan.chunk)) {}
 
     // `products` = G, its upper triangle and diagonal 0, and `inverse`, from `beta` and the chunk's keys. A barrier
     // before; none after.

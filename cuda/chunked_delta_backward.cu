@@ -30,12 +30,9 @@ struct Layout {
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
-        : q(carver.matrix<T>(plan.chunk, plan.key_rows)),
-          k(carver.matrix<T>(plan.chunk, plan.key_rows)),
-          v(carver.matrix<T>(plan.chunk, plan.columns)),
-          d_out(carver.matrix<T>(plan.chunk, plan.columns)),
-          delta(carver, plan),
-          d_state(carver, plan.key_rows, plan.columns),
+        : q(carver.matrix<T>(plan.chunk, plan.key_rows)), k(carver.matrix<T>(plan.chunk, plan.key_rows)),
+          v(carver.matrix<T>(plan.chunk, plan.columns)), d_out(carver.matrix<T>(plan.chunk, plan.columns)),
+          delta(carver, plan), d_state(carver, plan.key_rows, plan.columns),
           scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           d_update(carver.matrix<float>(plan.chunk, plan.columns, 8)) {
         d_beta_right = carver.take<float>(plan.chunk * round_up(plan.columns, kTileColumns) / kTileColumns);
@@ -92,7 +89,10 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     if (transformation)
         part.load_identity(d_state);
     else
-        part.load(d_state, divided ? segments.states : Outputs ? static_cast<const float*>(p.d_final_state) : nullptr,
+        part.load(d_state,
+                  divided   ? segments.states
+                  : Outputs ? static_cast<const float*>(p.d_final_state)
+                            : nullptr,
                   divided ? march() : head_index);
     d_state.each(plan.key_rows, plan.columns, [&](const Tile& tile) { shared.d_state.write(tile); });
     // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
@@ -109,8 +109,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
         const bool marched = n + 1 < end && (start + chunk) % checkpoints.interval != 0;
         int now = start;
         if constexpr (Outputs) {
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march(), base, start,
-                                   marched);
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march(), base, start, marched);
             state.copy_to(delta.state, plan.key_rows, plan.columns);
         }
         int place = (start - now) / chunk & 1;

@@ -13,10 +13,8 @@ struct Layout {
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
-        : q(carver, plan.stages, plan.chunk, plan.key_rows),
-          k(carver, plan.stages, plan.chunk, plan.key_rows),
-          v(carver, plan.stages, plan.chunk, plan.columns),
-          delta(carver, plan) {
+        : q(carver, plan.stages, plan.chunk, plan.key_rows), k(carver, plan.stages, plan.chunk, plan.key_rows),
+          v(carver, plan.stages, plan.chunk, plan.columns), delta(carver, plan) {
         bytes = carver.used;
     }
 };
@@ -63,7 +61,10 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
     if (transformation)
         part.load_identity(state);
     else
-        part.load(state, divided ? segments.states : Outputs ? static_cast<const float*>(p.initial_state) : nullptr,
+        part.load(state,
+                  divided   ? segments.states
+                  : Outputs ? static_cast<const float*>(p.initial_state)
+                            : nullptr,
                   divided ? segment_index : head_index);
     state.copy_to(delta.state, plan.key_rows, plan.columns);
     if (plan.stages == 2) fetch(begin);

@@ -100,15 +100,12 @@ struct Layout {
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
-        : q(carver.matrix<T>(plan.chunk, plan.key_rows)),
-          k(carver.matrix<T>(plan.chunk, plan.key_rows)),
-          v(carver.matrix<T>(plan.chunk, plan.columns)),
-          d_out(carver.matrix<T>(plan.chunk, plan.columns)),
+        : q(carver.matrix<T>(plan.chunk, plan.key_rows)), k(carver.matrix<T>(plan.chunk, plan.key_rows)),
+          v(carver.matrix<T>(plan.chunk, plan.columns)), d_out(carver.matrix<T>(plan.chunk, plan.columns)),
           state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns)),
           d_state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns)),
           scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
-          d_scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
-          gates(carver, Gated ? plan.chunk : 0),
+          d_scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)), gates(carver, Gated ? plan.chunk : 0),
           gradient(carver, plan, Gated) {
         bytes = carver.used;
     }
@@ -144,7 +141,10 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     float passed_log = 0.0f;  // of `Outputs` false
     StateTiles<Places> state, d_state;
     const bool divided = Outputs && segments.count > 1;
-    part.load(d_state, divided ? segments.states : Outputs ? static_cast<const float*>(p.d_final_state) : nullptr,
+    part.load(d_state,
+              divided   ? segments.states
+              : Outputs ? static_cast<const float*>(p.d_final_state)
+                        : nullptr,
               divided ? segments.index(segment, head_index) : head_index);
     if constexpr (Outputs) d_state.copy_to(shared.d_state, plan.key_rows, plan.columns);
     // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
@@ -258,16 +258,15 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
             });
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
                 multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, k, shared.d_state);
-                if constexpr (Gated)
-                    tile.each([&](int s, int, float& value) { value *= gates.to_state()[s]; });
+                if constexpr (Gated) tile.each([&](int s, int, float& value) { value *= gates.to_state()[s]; });
                 multiply_stored<kPasses, true, false>(tile, tile.row, chunk, scores, d_out);
                 store_tile(tile, value_head(p.dv), start, time);
             });
             __syncthreads();
             if constexpr (Gated) {
                 const int step = thread / gradient.lanes(chunk);
-                const float sum = gradient.of(step, chunk, gates.whole(),
-                                              p.complement != 0 ? expf(gates.log_gate()[step]) : 0.0f);
+                const float sum =
+                    gradient.of(step, chunk, gates.whole(), p.complement != 0 ? expf(gates.log_gate()[step]) : 0.0f);
                 if (thread % gradient.lanes(chunk) == 0 && start + step < time)
                     store_step(p.d_log_gate, batch, head, start + step, sum, block > 0);
             }

@@ -20,12 +20,10 @@ struct Layout {
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
-        : q(carver, plan.stages, plan.chunk, plan.key_rows),
-          k(carver, plan.stages, plan.chunk, plan.key_rows),
+        : q(carver, plan.stages, plan.chunk, plan.key_rows), k(carver, plan.stages, plan.chunk, plan.key_rows),
           v(carver, plan.stages, plan.chunk, plan.columns),
           state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)),
-          scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
-          gates(carver, Gated ? plan.chunk : 0) {
+          scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)), gates(carver, Gated ? plan.chunk : 0) {
         bytes = carver.used;
     }
 };
@@ -63,7 +61,10 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
     float passed_log = 0.0f;
     StateTiles<Places> state;
     const bool divided = Outputs && segments.count > 1;
-    part.load(state, divided ? segments.states : Outputs ? static_cast<const float*>(p.initial_state) : nullptr,
+    part.load(state,
+              divided   ? segments.states
+              : Outputs ? static_cast<const float*>(p.initial_state)
+                        : nullptr,
               divided ? segments.index(segment, head_index) : head_index);
     if constexpr (Outputs) state.copy_to(shared.state, plan.key_rows, plan.columns);
     if (plan.stages == 2) fetch(begin);

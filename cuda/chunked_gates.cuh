@@ -19,8 +19,7 @@ struct ChunkGates {
     Matrix<float> within;  // (t, s % 16) for t >= s of one block
 
     __host__ __device__ ChunkGates(Carver& carver, int chunk)
-        : steps(carver.take<float>(11 * chunk + 2)),
-          chunk(chunk),
+        : steps(carver.take<float>(11 * chunk + 2)), chunk(chunk),
           within{carver.take<float>(chunk * (kGateBlock + 1)), kGateBlock + 1} {}
 
     __device__ __forceinline__ float* log_gate() const { return steps; }
@@ -87,7 +86,8 @@ struct ChunkGates {
 
     // The gates in (s, t], multiplied, for the tile's elements (t, s); 0 for s > t. After `find_blocks` and a barrier.
     __device__ __forceinline__ void find_between(Tile& tile) const {
-        static_assert(kTileRows == kGateBlock && kTileColumns % kGateBlock == 0, "16 columns of a tile lie in one block");
+        static_assert(kTileRows == kGateBlock && kTileColumns % kGateBlock == 0,
+                      "16 columns of a tile lie in one block");
         constexpr int kParts = kGateBlock / 8;
         const int group = warp_lane() / 4, member = warp_lane() % 4, last = tile.row / kGateBlock;
 #pragma unroll

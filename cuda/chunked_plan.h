@@ -37,16 +37,10 @@ struct Plan {
 constexpr int kMostPlaces = 4;
 
 // Blocks of 256 threads on a multiprocessor that the kernels' registers are held down for.
-constexpr int forward_blocks(int places) {
-    return places < kMostPlaces ? 2 : 1;
-}
-constexpr int backward_blocks(int places, bool float32) {
-    return places == 1 && !float32 ? 2 : 1;
-}
+constexpr int forward_blocks(int places) { return places < kMostPlaces ? 2 : 1; }
+constexpr int backward_blocks(int places, bool float32) { return places == 1 && !float32 ? 2 : 1; }
 
-__host__ __device__ constexpr int round_up(int x, int multiple) {
-    return (x + multiple - 1) / multiple * multiple;
-}
+__host__ __device__ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 constexpr int kLongestChunk = 64;
 
@@ -95,14 +89,10 @@ struct March {
 template <typename F>
 cudaError_t with_places(const Plan& plan, F f) {
     switch (plan.places()) {
-        case 1:
-            return f(std::integral_constant<int, 1>());
-        case 2:
-            return f(std::integral_constant<int, 2>());
-        case kMostPlaces:
-            return f(std::integral_constant<int, kMostPlaces>());
-        default:
-            return cudaErrorInvalidValue;
+        case 1: return f(std::integral_constant<int, 1>());
+        case 2: return f(std::integral_constant<int, 2>());
+        case kMostPlaces: return f(std::integral_constant<int, kMostPlaces>());
+        default: return cudaErrorInvalidValue;
     }
 }
 
@@ -113,9 +103,7 @@ inline int interval_of(const Sizes& sizes, int chunk) {
 
 // Cycles of a multiprocessor in which shared memory gives a product of 16 x 8 x 8 its operands: of stored bfloat16 half of
 // those for float32, which what is computed is beside the other types (Factor in tensor_core.cuh).
-inline double cycles_of_product(int32_t dtype) {
-    return dtype == kBFloat16 ? 1.5 : 3.0;
-}
+inline double cycles_of_product(int32_t dtype) { return dtype == kBFloat16 ? 1.5 : 3.0; }
 
 // A multiprocessor's share of an H100's or H200's bandwidth: 14 to 21 bytes a cycle.
 constexpr double kBytesOfCycle = 18;
@@ -154,14 +142,16 @@ Plan find_plan(const Sizes& sizes, int32_t dtype, int longest_chunk, int limit, 
             if (chunk > 16 && chunk >= 2 * sizes.time) continue;  // it would be half empty
             if (keeps && sizes.interval % chunk != 0) continue;
             for (int stages = backward || sizes.time <= chunk ? 1 : 2; stages >= 1; --stages) {
-                Plan plan{
-                    chunk, round_up(sizes.key_dim, 16), columns, (sizes.value_dim + columns - 1) / columns, stages, 128,
-                    0,     0};
+                Plan plan{chunk,   round_up(sizes.key_dim, 16),
+                          columns, (sizes.value_dim + columns - 1) / columns,
+                          stages,  128,
+                          0,       0};
                 const bool large = plan.key_rows * columns > 32 * 64 && chunk * columns >= 32 * 32;
                 if (large || plan.places() > kMostPlaces) plan.threads = 256;
                 if (asked.threads == 128 || asked.threads == 256) plan.threads = asked.threads;
                 if (plan.places() > kMostPlaces) continue;
-                plan.resident = backward ? backward_blocks(plan.places(), dtype == kFloat32) : forward_blocks(plan.places());
+                plan.resident =
+                    backward ? backward_blocks(plan.places(), dtype == kFloat32) : forward_blocks(plan.places());
                 plan.resident *= 256 / plan.threads;
                 plan.shared = measure(plan);
                 if (plan.shared > static_cast<size_t>(limit) || !asked.allows(plan)) continue;

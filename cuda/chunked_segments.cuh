@@ -63,8 +63,12 @@ inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_o
 }
 
 inline ChunkedPlan describe(const Plan& plan, const Segments& segments) {
-    return {plan.chunk,   plan.columns,   plan.blocks,
-            plan.stages,  plan.threads,   segments.count,
+    return {plan.chunk,
+            plan.columns,
+            plan.blocks,
+            plan.stages,
+            plan.threads,
+            segments.count,
             static_cast<int64_t>(plan.shared)};
 }
 

@@ -99,31 +99,20 @@ __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, double>(double x)
 template <typename A>
 __device__ __forceinline__ A load_element(const void* data, int32_t dtype, int64_t index) {
     switch (dtype) {
-        case kFloat32:
-            return widen<A>(static_cast<const float*>(data)[index]);
-        case kFloat16:
-            return widen<A>(static_cast<const __half*>(data)[index]);
-        case kBFloat16:
-            return widen<A>(static_cast<const __nv_bfloat16*>(data)[index]);
-        default:
-            return widen<A>(static_cast<const double*>(data)[index]);
+        case kFloat32: return widen<A>(static_cast<const float*>(data)[index]);
+        case kFloat16: return widen<A>(static_cast<const __half*>(data)[index]);
+        case kBFloat16: return widen<A>(static_cast<const __nv_bfloat16*>(data)[index]);
+        default: return widen<A>(static_cast<const double*>(data)[index]);
     }
 }
 
 template <typename A>
 __device__ __forceinline__ void store_element(void* data, int32_t dtype, int64_t index, A value) {
     switch (dtype) {
-        case kFloat32:
-            static_cast<float*>(data)[index] = narrow<float>(value);
-            break;
-        case kFloat16:
-            static_cast<__half*>(data)[index] = narrow<__half>(value);
-            break;
-        case kBFloat16:
-            static_cast<__nv_bfloat16*>(data)[index] = narrow<__nv_bfloat16>(value);
-            break;
-        default:
-            static_cast<double*>(data)[index] = narrow<double>(value);
+        case kFloat32: static_cast<float*>(data)[index] = narrow<float>(value); break;
+        case kFloat16: static_cast<__half*>(data)[index] = narrow<__half>(value); break;
+        case kBFloat16: static_cast<__nv_bfloat16*>(data)[index] = narrow<__nv_bfloat16>(value); break;
+        default: static_cast<double*>(data)[index] = narrow<double>(value);
     }
 }
 
@@ -131,14 +120,10 @@ __device__ __forceinline__ void store_element(void* data, int32_t dtype, int64_t
 template <typename R, typename F>
 R with_type(int32_t dtype, R otherwise, F f) {
     switch (dtype) {
-        case kFloat32:
-            return f(float());
-        case kFloat16:
-            return f(__half());
-        case kBFloat16:
-            return f(__nv_bfloat16());
-        default:
-            return otherwise;
+        case kFloat32: return f(float());
+        case kFloat16: return f(__half());
+        case kBFloat16: return f(__nv_bfloat16());
+        default: return otherwise;
     }
 }
 
@@ -169,9 +154,8 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
                    Arguments... arguments) {
     if (shared > 48 * 1024) {
         // As much as there is, not what this launch takes: another thread may be launching the same kernel with more.
-        const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       shared_memory_limit());
+        const cudaError_t error = cudaFuncSetAttribute(
+            reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory_limit());
         if (error != cudaSuccess) {
             cudaGetLastError();  // or it would be found again after a launch that is right
             return error;
@@ -179,10 +163,9 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     }
 #ifdef FASTWEIGHTS_EMULATION
     (void)stream;
-    return emulation::launch(reinterpret_cast<const void*>(kernel), grid, block, shared,
-                             [=] { kernel(arguments...); });
+    return emulation::launch(reinterpret_cast<const void*>(kernel), grid, block, shared, [=] { kernel(arguments...); });
 #else
-    kernel<<<grid, block, shared, stream>>>(arguments...);
+    kernel<<<grid, block, shared, stream> > >(arguments...);
     return cudaGetLastError();
 #endif
 }

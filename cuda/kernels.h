@@ -8,9 +8,9 @@
 //   delta     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T   y_t = S_t^T q_t
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <cstddef>
 #include <cstdint>
-#include <cuda_runtime_api.h>
 
 namespace fairseq_fastweights {
 

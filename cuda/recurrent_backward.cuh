@@ -341,8 +341,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                 put_column_sums<Tile>(dv, part(at.dv) + s * values, place);
             }
             put_row_sums<Tile>(dk, own(at.dk, s), place);
-            if ((M == kScalar || M == kDelta) && threadIdx.x % kWarp == 0)
-                part(at.dg)[place.warp * span + s] = d_gate;
+            if ((M == kScalar || M == kDelta) && threadIdx.x % kWarp == 0) part(at.dg)[place.warp * span + s] = d_gate;
         }
         __syncwarp();
     };
@@ -383,10 +382,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             A sum = A(0);
             for (int w = 0; w < warps; ++w) sum += part(at.dg)[w * span + threadIdx.x];
             const Sequence& to = call.d_gate;
-            store_element(to.data, to.dtype,
-                          batch * to.batch + head * to.head + (time + threadIdx.x) * to.time +
-                              blockIdx.y * plan.part_stride,
-                          sum);
+            store_element(
+                to.data, to.dtype,
+                batch * to.batch + head * to.head + (time + threadIdx.x) * to.time + blockIdx.y * plan.part_stride,
+                sum);
         }
     };
 
@@ -415,10 +414,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         }
     } else {
         const int64_t in_segments = static_cast<int64_t>(segment) * gridDim.x + blockIdx.x;
-        slice.load(grad,
-                   segments.count > 1 ? head_state(segments.states, in_segments)
-                                      : head_state(call.d_final_state, blockIdx.x),
-                   place);
+        slice.load(
+            grad,
+            segments.count > 1 ? head_state(segments.states, in_segments) : head_state(call.d_final_state, blockIdx.x),
+            place);
         const int chunk = call.chunk(), chunks = (sizes.time + chunk - 1) / chunk;
         const int last = segments.begin(segment) + segments.steps(segment, sizes.time) - 1;
         for (int n = last / chunk; n >= segments.begin(segment) / chunk; --n) {
@@ -461,8 +460,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
 
 // Adds the splits' parts of one gradient, in order, and stores it: (batch, time, heads, dim), dim 1 for a gate.
 template <typename A>
-__global__ void __launch_bounds__(256) sum_parts(const Sequence to, const A* parts, const Sizes sizes, const int dim,
-                                                 const int splits) {
+__global__ void __launch_bounds__(256)
+    sum_parts(const Sequence to, const A* parts, const Sizes sizes, const int dim, const int splits) {
     const int64_t count = static_cast<int64_t>(sizes.batch) * sizes.time * sizes.heads * dim;
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
          i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
@@ -493,8 +492,8 @@ bool plan_backward(const BackwardCall& call, BackwardPlan& plan) {
                 for (plan.spacing = 1; plan.spacing <= most_spacing; plan.spacing *= 2) {
                     plan.slots = M == kPlain ? 0 : (spans + plan.spacing - 1) / plan.spacing;
                     if (plan.slots > 64 || BackwardOffsets<Tile, M>(call, plan).total > limit) continue;
-                    plan.splits = (call.sizes.value_dim + plan.warps * Tile::kWarpValues - 1) /
-                                  (plan.warps * Tile::kWarpValues);
+                    plan.splits =
+                        (call.sizes.value_dim + plan.warps * Tile::kWarpValues - 1) / (plan.warps * Tile::kWarpValues);
                     return true;
                 }
             }
@@ -580,9 +579,8 @@ template <int M>
 cudaError_t launch_backward(const BackwardCall& call, cudaStream_t stream) {
     if (!sizes_fit(call.sizes)) return cudaErrorInvalidValue;
     if (call.sizes.batch == 0) return cudaSuccess;
-    return with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
-        return launch_backward<decltype(tile), M>(call, stream);
-    });
+    return with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim,
+                           [&](auto tile) { return launch_backward<decltype(tile), M>(call, stream); });
 }
 
 template <int M>

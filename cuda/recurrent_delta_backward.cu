@@ -32,6 +32,6 @@ extern "C" size_t fairseq_fastweights::fastweights_delta_backward_recurrent_work
 }
 
 extern "C" cudaError_t fairseq_fastweights::fastweights_delta_backward_recurrent(const DeltaBackward* params,
-                                                                                  cudaStream_t stream) {
+                                                                                 cudaStream_t stream) {
     return launch_backward<kDelta>(call_of(*params), stream);
 }

@@ -63,7 +63,7 @@ extern "C" size_t fairseq_fastweights::fastweights_diagonal_backward_recurrent_w
 }
 
 extern "C" cudaError_t fairseq_fastweights::fastweights_diagonal_backward_recurrent(const DiagonalBackward* params,
-                                                                                     cudaStream_t stream) {
+                                                                                    cudaStream_t stream) {
     const BackwardCall call = call_of(*params);
     return with_mode(*params, Launch{call, stream});
 }

@@ -19,7 +19,7 @@ extern "C" size_t fairseq_fastweights::fastweights_diagonal_forward_recurrent_wo
 }
 
 extern "C" cudaError_t fairseq_fastweights::fastweights_diagonal_forward_recurrent(const DiagonalForward* params,
-                                                                                    cudaStream_t stream) {
+                                                                                   cudaStream_t stream) {
     const DiagonalForward& p = *params;
     const ForwardCall call = call_of(p);
     if (p.log_gate.data) return launch_forward<kScalar>(call, stream);

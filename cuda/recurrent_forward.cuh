@@ -288,9 +288,8 @@ template <int M>
 cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
     if (!sizes_fit(call.sizes)) return cudaErrorInvalidValue;
     if (call.sizes.batch == 0) return cudaSuccess;
-    return with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
-        return launch_forward<decltype(tile), M>(call, stream);
-    });
+    return with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim,
+                           [&](auto tile) { return launch_forward<decltype(tile), M>(call, stream); });
 }
 
 template <int M>

@@ -13,8 +13,8 @@
 
 namespace fairseq_fastweights {
 
-constexpr int kMostWarps = 8;  // of a block: 255 registers for each thread
-constexpr int kMostDim = 512;  // of keys and of values
+constexpr int kMostWarps = 8;   // of a block: 255 registers for each thread
+constexpr int kMostDim = 512;   // of keys and of values
 constexpr int kMostSteps = 32;  // of a stage: a thread of a warp loads one step's gate
 
 // What a step multiplies the state by: nothing, a number, a factor for each row, one for each row and each column; or

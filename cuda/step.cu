@@ -44,10 +44,9 @@ __global__ void __launch_bounds__(kStepThreads) step(const StepCall call) {
         q[i] = load_element<A>(call.q.data, call.q.dtype, offset(call.q) + i);
         k[i] = load_element<A>(call.k.data, call.k.dtype, offset(call.k) + i);
         if (!Delta)
-            f[i] = call.key_decay.data
-                       ? exponential(load_element<A>(call.key_decay.data, call.key_decay.dtype,
-                                                     offset(call.key_decay) + i))
-                       : A(1);
+            f[i] = call.key_decay.data ? exponential(load_element<A>(call.key_decay.data, call.key_decay.dtype,
+                                                                     offset(call.key_decay) + i))
+                                       : A(1);
     }
     A gate = A(1), write = A(1), v[kColumns], z[kColumns];
     if (call.gate.data) {
@@ -176,12 +175,10 @@ cudaError_t launch_step(const StepCall& call, cudaStream_t stream) {
 
 }  // namespace
 
-extern "C" cudaError_t fairseq_fastweights::fastweights_diagonal_step(const DiagonalStep* params,
-                                                                       cudaStream_t stream) {
+extern "C" cudaError_t fairseq_fastweights::fastweights_diagonal_step(const DiagonalStep* params, cudaStream_t stream) {
     const DiagonalStep& p = *params;
-    return launch_step<false>({p.sizes, p.complement, p.q, p.k, p.v, p.log_gate, p.log_key_decay, p.log_value_decay,
-                               p.state, p.out},
-                              stream);
+    return launch_step<false>(
+        {p.sizes, p.complement, p.q, p.k, p.v, p.log_gate, p.log_key_decay, p.log_value_decay, p.state, p.out}, stream);
 }
 
 extern "C" cudaError_t fairseq_fastweights::fastweights_delta_step(const DeltaStep* params, cudaStream_t stream) {

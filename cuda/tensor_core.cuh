@@ -156,9 +156,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileColumns = 32;
 constexpr int kTileParts = kTileColumns / 8;
 
-__device__ __forceinline__ int warp_lane() {
-    return threadIdx.x & (kWarp - 1);
-}
+__device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
 
 // An accumulator. `parts` says how many of the tile's groups of 8 columns the matrix has, all or half of them; it is the
 // same in all lanes.
@@ -191,8 +189,7 @@ struct Tile {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
         each_part([&](int j) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                f(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
+            for (int i = 0; i < 4; ++i) f(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
         });
     }
 
@@ -328,8 +325,7 @@ __device__ __forceinline__ void multiply_eight(Tile& tile, int inner, A a, B b) 
 #pragma unroll
             for (int j = 0; j < 2; ++j)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    tile.value[first + j][i] = __fadd_rn(tile.value[first + j][i], sums[j][i]);
+                for (int i = 0; i < 4; ++i) tile.value[first + j][i] = __fadd_rn(tile.value[first + j][i], sums[j][i]);
         }
     } else {
 #pragma unroll
@@ -424,7 +420,8 @@ __device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int
 // tile += a b over `begin` <= inner < `end`, both multiples of 16; a is `left`, or its transpose, b `right` or its own.
 // With `scale`, numbers by inner place in shared memory, the sum over i of a(., i) scale[i] b(i, .); where bfloat16 are
 // multiplied, a(., i) scale[i] is taken as two of them, big + small, which leaves out 2^-17 of it.
-template <int Passes, bool TransposeLeft, bool TransposeRight, typename Left, typename Right, typename Scale = std::nullptr_t>
+template <int Passes, bool TransposeLeft, bool TransposeRight, typename Left, typename Right,
+          typename Scale = std::nullptr_t>
 __device__ __forceinline__ void multiply_stored(Tile& tile, int begin, int end, const Matrix<Left>& left,
                                                 const Matrix<Right>& right, Scale scale = nullptr) {
     // A scale may be anything from 1 to 0, and float16 would lose what is small.

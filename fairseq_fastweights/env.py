@@ -126,6 +126,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Prints the report: `python -m fairseq_fastweights.env`."""
     parser = argparse.ArgumentParser(
         prog="python -m fairseq_fastweights.env",
         description="Shows what this machine has, what was built for it, and which backend 'auto' takes here.",

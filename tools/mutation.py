@@ -64,7 +64,7 @@ class Mutant:
         return parts[1] if len(parts) > 2 else Path(parts[1]).stem
 
 
-def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def types_in(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Where types stand: they are never evaluated, so a change there is none."""
     nodes = list(ast.walk(ast.parse(source)))
     parts = [getattr(node, kind, None) for node in nodes for kind in ("annotation", "returns")]
@@ -77,7 +77,7 @@ def mutants_of(root: Path, path: Path) -> Iterator[Mutant]:
     from cosmic_ray.plugins import get_operator, operator_names
 
     source = path.read_text()
-    types = annotations(source)
+    types = types_in(source)
     nodes = list(ast_nodes(get_ast(source)))
     for name in sorted(operator_names()):
         if any(word in name for word in LEFT_OUT):
@@ -286,8 +286,9 @@ def main(arguments: list[str] | None = None) -> int:
         bench = Bench(root, number)
         for mutant in left[number :: options.jobs]:
             started = time.monotonic()
-            result = {"mutant": asdict(mutant), "folder": mutant.folder, "outcome": bench.outcome(mutant, suite)}
-            result |= {"seconds": round(time.monotonic() - started, 1), "change": difference(root, mutant)}
+            result: dict[str, object] = {"mutant": asdict(mutant), "folder": mutant.folder}
+            result |= {"outcome": bench.outcome(mutant, suite), "change": difference(root, mutant)}
+            result["seconds"] = round(time.monotonic() - started, 1)
             with options.out.open("a") as out:
                 out.write(json.dumps(result) + "\n")
 

@@ -76,8 +76,10 @@ def group_of(name: str, layers: int, pre_norm: bool) -> str | None:
 
 
 def attention_of(name: str, pre_norm: bool) -> str | None:
-    """Path, with a dot at its end, of the attention that a parameter of the group "attention" is of or stands before;
-    None for parameters outside the layers."""
+    """The path, with a dot at its end, of the attention that a parameter of that group belongs to or precedes.
+
+    None for parameters outside the layers.
+    """
     in_layer = _LAYER.fullmatch(name)
     if in_layer is None:
         return None

@@ -15,6 +15,8 @@ from fairseq_fastweights.conversion.groups import GROUPS, parse_groups
 
 @dataclass
 class TransferOptions(FairseqDataclass):
+    """Options of the task: which weights training starts from, and which of them stay as they are."""
+
     transfer_from: Optional[str] = field(
         default=None,
         metadata={

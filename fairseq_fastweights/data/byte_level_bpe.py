@@ -21,6 +21,8 @@ from fairseq.dataclass import FairseqDataclass
 
 @dataclass
 class ByteLevelBPEConfig(FairseqDataclass):
+    """Options of `--bpe byte_level`."""
+
     byte_level_folder: str = field(
         default="",
         metadata={"help": "a folder that `python -m fairseq_fastweights.conversion from-huggingface` wrote"},

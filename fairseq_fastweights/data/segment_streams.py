@@ -6,6 +6,7 @@ import logging
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from fairseq.data import FairseqDataset, data_utils, iterators
 from torch import Tensor
@@ -94,7 +95,7 @@ class SegmentStreams(FairseqDataset):
     def size(self, index: int) -> int:
         return self.segment_length
 
-    def ordered_indices(self) -> np.ndarray:
+    def ordered_indices(self) -> npt.NDArray[np.int64]:
         return np.arange(len(self))
 
 

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from fairseq.data import FairseqDataset
 
@@ -82,7 +83,7 @@ class SlidingWindows(FairseqDataset):
     def size(self, index: int) -> int:
         return self.new + self.context
 
-    def ordered_indices(self) -> np.ndarray:
+    def ordered_indices(self) -> npt.NDArray[np.int64]:
         return np.arange(len(self))
 
     def _scored(self, index: int) -> int:

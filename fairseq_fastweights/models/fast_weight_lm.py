@@ -30,6 +30,8 @@ from fairseq_fastweights.modules.rotary_attention import RotaryAttention
 
 @dataclass
 class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOptions):
+    """Options of `fast_weight_lm`: those of fairseq's `transformer_lm` and of fast weight memories."""
+
     softmax_attention_layers: str = field(
         default="",
         metadata={

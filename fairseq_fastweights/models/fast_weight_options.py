@@ -21,6 +21,8 @@ from fairseq_fastweights.modules.update_rules import UPDATE_RULES, parse_normali
 
 @dataclass
 class FastWeightOptions(FairseqDataclass):
+    """Options of a fast weight memory, which language and translation models share."""
+
     update_rule: ChoiceEnum(list(UPDATE_RULES)) = field(  # type: ignore[valid-type]
         default="delta",
         metadata={

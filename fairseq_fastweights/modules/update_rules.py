@@ -110,8 +110,9 @@ NORMALIZATIONS = ("sum", "attention", "removal")
 
 
 def parse_normalization(text: str, update_rule: str) -> frozenset[str]:
-    """Reads a comma-separated list of normalisations: "auto" (what the rule's paper uses), "none", or any of
-    `NORMALIZATIONS`.
+    """Reads a comma-separated list of normalisations.
+
+    "auto" is what the rule's paper uses; otherwise it is "none", or any of `NORMALIZATIONS`.
 
     Raises:
         ValueError: for any other word, for "none" or "auto" beside others, and for "removal" with a rule that removes

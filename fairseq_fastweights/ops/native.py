@@ -261,10 +261,11 @@ def _shared_or_separate(
 
     Where it is differentiated it is not: each key's share of the gradient is asked for.
     """
-    if log_key_decay is not None and log_value_decay is None and log_key_decay.stride(-1) == 0:
-        if not _differentiated(log_key_decay):
-            return log_key_decay[..., 0], False, None, None
-    return None, False, log_key_decay, log_value_decay
+    if log_key_decay is None or log_value_decay is not None:
+        return None, False, log_key_decay, log_value_decay
+    if log_key_decay.stride(-1) == 0 and not _differentiated(log_key_decay):
+        return log_key_decay[..., 0], False, None, None
+    return None, False, log_key_decay, None
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

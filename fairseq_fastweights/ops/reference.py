@@ -102,10 +102,8 @@ def _start(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
 
 def _steps(dtype: torch.dtype, first: Tensor, *others: Tensor | None) -> list[Sequence[Any]]:
     """Each input's steps. Taking them apart at once, not by index, keeps the backward pass linear in time."""
-    sequences: list[Sequence[Any]] = [first.to(dtype).unbind(1)]
-    for x in others:
-        sequences.append([None] * first.shape[1] if x is None else x.to(dtype).unbind(1))
-    return sequences
+    absent = [None] * first.shape[1]
+    return [first.to(dtype).unbind(1), *(absent if x is None else x.to(dtype).unbind(1) for x in others)]
 
 
 def _stack(outputs: list[Tensor], v: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ _SEARCHED = 1_000_000
 
 @dataclass
 class FastWeightLanguageModelingConfig(LanguageModelingConfig, TransferOptions):
+    """Options of the task: those of fairseq's `language_modeling`, of carried states and of transferred weights."""
+
     carry_over_state: bool = field(
         default=False,
         metadata={
@@ -46,9 +48,10 @@ class FastWeightLanguageModelingConfig(LanguageModelingConfig, TransferOptions):
 
 @register_task("fast_weight_language_modeling", dataclass=FastWeightLanguageModelingConfig)
 class FastWeightLanguageModelingTask(LanguageModelingTask):
-    """fairseq's language modelling, with state carried from segment to segment (--carry-over-state), and with a
-    sliding window (fairseq-eval-lm --context-window) that computes no softmax for positions that are not scored.
-    Training may start from the weights of a Transformer (--transfer-from).
+    """fairseq's language modelling, with state that is carried from segment to segment (--carry-over-state).
+
+    A sliding window (fairseq-eval-lm --context-window) computes no softmax for positions that are not scored. Training
+    may start from the weights of a Transformer (--transfer-from).
     """
 
     def __init__(self, args: Any, *others: Any, **named: Any) -> None:

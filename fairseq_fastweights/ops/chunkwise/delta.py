@@ -32,7 +32,7 @@ class DeltaFunction(torch.autograd.Function):
     """(q, k, v, beta, initial_state) -> (out, final_state)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         with without_autocast(v):
@@ -59,7 +59,7 @@ class DeltaFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, beta, states = ctx.saved_tensors
         with without_autocast(v):
             qc, kc, vc, bc = _chunks(q, k, v, beta)

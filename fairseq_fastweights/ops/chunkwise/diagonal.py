@@ -43,7 +43,7 @@ class DiagonalFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
@@ -79,7 +79,7 @@ class DiagonalFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_key_decay, log_value_decay, states = ctx.saved_tensors
         with without_autocast(v):
             time = v.shape[1]
