@@ -165,7 +165,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     (void)stream;
     return emulation::launch(reinterpret_cast<const void*>(kernel), grid, block, shared, [=] { kernel(arguments...); });
 #else
-    kernel<<<grid, block, shared, stream> > >(arguments...);
+    kernel<<<grid, block, shared, stream>>>(arguments...);
     return cudaGetLastError();
 #endif
 }

@@ -22,6 +22,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -168,11 +169,39 @@ class Bench:
         shutil.rmtree(self.folder, ignore_errors=True)
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
         shutil.copytree(root, self.folder, ignore=ignored, symlinks=True)
+        self.sound: dict[str, bool] = {}
 
-    def try_tests(self, tests: list[str], limit: float) -> bool:
-        """Whether one of the tests fails, or none ends: run in a fork that imports the package as it is in the copy."""
-        if not tests:
-            return False
+    def noticed(self, tests: list[str], limit: float, path: Path, original: str, mutated: str) -> bool:
+        """Whether one of the tests fails, or does not end, with the mutant and passes without it."""
+        tests = [test for test in tests if self.sound.get(test, True)]
+        while tests:
+            self.write(path, mutated)
+            passed = self.passes(tests, limit)
+            self.write(path, original)
+            if passed:
+                return False
+            failed = re.search(
+                r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - |$)", (self.folder / "output.txt").read_text(), re.M
+            )
+            # Without a name the run did not get so far as to tell one: the package cannot be imported, or it hangs.
+            if failed is None or failed[1] not in tests:
+                return True
+            if failed[1] not in self.sound:
+                self.sound[failed[1]] = self.passes([failed[1]], limit)
+            if self.sound[failed[1]]:
+                return True
+            tests.remove(failed[1])
+        return False
+
+    @staticmethod
+    def write(path: Path, source: str) -> None:
+        path.write_text(source)
+        # Python tells old bytecode by the source's size and second, which two mutants may share.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            compiled.unlink(missing_ok=True)
+
+    def passes(self, tests: list[str], limit: float) -> bool:
+        """Whether these tests pass in time, in a fork that imports the package as it is in the copy."""
         listed = self.folder / "tests.args"
         listed.write_text("\n".join(tests))
         child = os.fork()
@@ -194,11 +223,11 @@ class Bench:
         while time.monotonic() < deadline:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
-                return status != 0
+                return status == 0
             time.sleep(0.02)
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return True
+        return False
 
     def outcome(self, mutant: Mutant, suite: Suite) -> str:
         """What notices the mutant: "fast" tests, "slow" ones, or nothing ("survived", "not run")."""
@@ -211,22 +240,10 @@ class Bench:
         fast, slow = suite.of(mutant)
         if not fast and not slow:
             return "not run"
-        try:
-            path.write_text(mutated)
-            self.forget_bytecode(path)
-            for name, tests in (("fast", fast), ("slow", slow)):
-                if self.try_tests(tests, 3 * LONGEST[name]):
-                    return name
-            return "survived"
-        finally:
-            path.write_text(original)
-            self.forget_bytecode(path)
-
-    @staticmethod
-    def forget_bytecode(path: Path) -> None:
-        """Python tells old bytecode by the source's size and second, which two mutants may share."""
-        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-            compiled.unlink(missing_ok=True)
+        for name, tests in (("fast", fast), ("slow", slow)):
+            if self.noticed(tests, 3 * LONGEST[name], path, original, mutated):
+                return name
+        return "survived"
 
 
 def difference(root: Path, mutant: Mutant) -> str:
