@@ -10,7 +10,10 @@ ANY := $(if $(filter file,$(origin PYTHON)),--any-python) $(if $(filter file,$(o
 # The folder as it was typed, for the shell: make is not to read its dollars, nor the shell its quotes.
 DATA_WORD = '$(subst ','\'',$(value DATA))'
 
-.PHONY: help setup test test-fast lint gpu-check demo demo-translation demo-synthetic clean
+# What clang-format looks after.
+KERNELS := $(wildcard $(foreach suffix,cpp h cu cuh,$(addsuffix /*.$(suffix),cpu cuda tests/cuda/emulation)))
+
+.PHONY: help setup test test-fast lint coverage mutation gpu-check demo demo-translation demo-synthetic clean
 
 help:
 	@echo 'make setup             make the environment .venv, with torch, fairseq and this project in it'
@@ -20,6 +23,8 @@ help:
 	@echo 'make test              check style and types, run all tests'
 	@echo 'make test-fast         run the tests that are not marked slow'
 	@echo 'make lint              check style and types'
+	@echo 'make coverage          run all tests, say which lines of the package they left out'
+	@echo 'make mutation          put faults into the package and the kernels, count those that the tests notice (hours)'
 	@echo 'make gpu-check         build, test, sanitize and measure on a GPU, with the torch of PYTHON'
 	@echo 'make clean             remove .venv and what tools left behind'
 	@echo
@@ -40,6 +45,17 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+	.venv/bin/clang-format --dry-run --Werror $(KERNELS)
+
+# Which lines the tests run; processes of their own count only where they were started as pytest's workers are.
+coverage: setup
+	.venv/bin/python -m pytest -n auto --cov=fairseq_fastweights --cov-report=term:skip-covered --cov-report=html:build/coverage
+
+# Several hours: two runs of the suite's parts for every fault.
+mutation: setup
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray==8.7.0
+	.venv/bin/python tools/mutation.py
+	.venv/bin/python tools/kernel_faults.py
 
 # On a machine without a network: no set-up, whatever torch there is.
 gpu-check:
