@@ -5,10 +5,12 @@ A new rule is one row of `RULES`; a new backend is one name in `BACKENDS`.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +25,17 @@ DEVICE = torch.device(os.environ.get("FASTWEIGHTS_TEST_DEVICE", "cpu"))
 CPU_KERNELS = "about the CPU kernels"  # the reason to skip a test elsewhere
 
 Inputs = dict[str, Tensor | None]
+
+TOLERANCE = {
+    # What the project promises of every backend, up to T = 4096.
+    torch.float32: 1e-5,
+    # Half a unit in the last place is 4e-3 in bfloat16, and out and gradients are rounded to it at
+    # least once; float16 has three bits more, and no promise of its own.
+    torch.bfloat16: 2e-2,
+    torch.float16: 2e-2,
+    # 1e-16 times the terms of a sum; logs of -1e4 cost four digits of it within a chunk.
+    torch.float64: 1e-11,
+}
 
 
 @dataclass(frozen=True)
@@ -151,8 +164,14 @@ class Rule:
             for name, x in drawn.items()
         }
 
-    def run(self, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
-        return getattr(ops, self.operation)(**inputs, backend=backend)
+    def in_regimes(self, regimes: Sequence[str], **kwargs) -> Inputs:
+        """Rows of the batch in each of these regimes, `B` of each, for `assert_agrees` to tell apart."""
+        each = [self.inputs(regime=regime, requires_grad=False, **kwargs) for regime in regimes]
+        together = {name: None if x is None else torch.cat([one[name] for one in each]) for name, x in each[0].items()}
+        return {name: None if x is None else x.requires_grad_() for name, x in together.items()}
+
+    def run(self, inputs: Inputs, backend: str, **options) -> tuple[Tensor, Tensor]:
+        return getattr(ops, self.operation)(**inputs, backend=backend, **options)
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """The module of definitions, past the checks and the choice of a backend."""
@@ -213,16 +232,32 @@ RULES = (
     ),
 )
 RULE = {rule.name: rule for rule in RULES}
+PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes]
 
 
 def label(value: object) -> str | None:
     """A test's name for a parameter (pytest's `ids`)."""
     if isinstance(value, Rule):
-        return value.name.replace(" ", "-")
+        return label(value.name)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, (tuple, list)):
+        return "x".join(str(label(x) or x) for x in value)
+    if isinstance(value, dict):
+        return "-".join(
+            name if x is True else f"no_{name}" if x is False else str(label(x) or x) for name, x in value.items()
+        )
     return value.replace(" ", "-") if isinstance(value, str) else None
+
+
+def deal(rows: Sequence, columns: Sequence, values: Sequence) -> list[tuple]:
+    """Each row with each column, and values dealt out in turn, so that every row and every column meets each of them.
+
+    As long as there are no more values than columns, and than rows.
+    """
+    pairs = [(i, j) for i in range(len(rows)) for j in range(len(columns))]
+    return [(rows[i], columns[j], values[(i + j) % len(values)]) for i, j in pairs]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -256,18 +291,58 @@ def in_float64(tensors: Inputs) -> Inputs:
     }
 
 
+@dataclass(frozen=True)
+class Exact:
+    """A tensor, or None, that equals others of the same numbers: what a cache can go by."""
+
+    tensor: Tensor | None = field(compare=False)
+    numbers: object
+
+    @staticmethod
+    def of(x: Tensor | None) -> Exact:
+        if x is None:
+            return Exact(None, None)
+        digest = hashlib.sha256(x.detach().numpy().tobytes()).digest()
+        return Exact(x, (digest, x.shape, x.requires_grad))
+
+
+@functools.lru_cache(maxsize=256)
+def _definition(rule: Rule, given: tuple[tuple[str, Exact], ...], used: tuple[Exact, ...] | None) -> Inputs:
+    inputs = {name: x.tensor for name, x in given}
+    outputs = rule.reference(inputs)
+    grads = None if used is None else differentiate(outputs, inputs, (used[0].tensor, used[1].tensor))
+    return named((outputs[0].detach(), outputs[1].detach()), grads)
+
+
 def definition(
     rule: Rule, inputs: Inputs, weights: tuple[Tensor | None, Tensor | None] | None
 ) -> dict[str, Tensor | None]:
-    """Outputs and, where `weights` are given, gradients of the float64 reference, by name."""
-    inputs = in_float64(inputs)
-    outputs = rule.reference(inputs)
-    named: dict[str, Tensor | None] = dict(zip(("out", "final_state"), outputs, strict=True))
-    if weights is not None:
-        weights = tuple(None if w is None else w.cpu().double() for w in weights)
-        grads = differentiate(outputs, inputs, weights)
-        named |= {f"gradient of {name}": grad for name, grad in grads.items()}
-    return named
+    """Outputs and, where `weights` are given, gradients of the float64 reference, by name.
+
+    Computed once for all that ask for the same: another backend, another layout, another instruction set.
+    """
+    given = tuple((name, Exact.of(x)) for name, x in in_float64(inputs).items())
+    used = None if weights is None else tuple(Exact.of(None if w is None else w.cpu().double()) for w in weights)
+    return dict(_definition(rule, given, used))
+
+
+def named(outputs: tuple[Tensor, Tensor], grads: dict[str, Tensor | None] | None = None) -> Inputs:
+    gradients = {f"gradient of {name}": grad for name, grad in (grads or {}).items()}
+    return {"out": outputs[0], "final_state": outputs[1]} | gradients
+
+
+def outcome(rule: Rule, backend: str, inputs: Inputs) -> Inputs:
+    """Outputs and gradients by name, for the cotangents that `assert_agrees` draws too."""
+    outputs = rule.run(inputs, backend)
+    return named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
+
+
+def parts(tensors: Inputs, rows: Sequence[str]) -> Inputs:
+    """As many parts of the batch as `rows` names, under those names."""
+    if not rows:
+        return tensors
+    chunks = {name: [None] * len(rows) if x is None else x.chunk(len(rows)) for name, x in tensors.items()}
+    return {f"{name} ({row})": x for name, split in chunks.items() for row, x in zip(rows, split, strict=True)}
 
 
 def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
@@ -289,36 +364,52 @@ def assert_close(actual: dict[str, Tensor | None], expected: dict[str, Tensor | 
     assert not wrong, f"relative errors above {tolerance:g}: {wrong}"
 
 
-def assert_agrees(rule: Rule, backend: str, inputs: Inputs, tolerance: float, *, use: str = "out, final_state") -> None:
-    """Outputs and every gradient of `backend` are those of the float64 reference.
+def assert_same(actual: Inputs, expected: Inputs, when: str) -> None:
+    """The same bits in the same dtypes."""
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        assert actual[name].dtype == x.dtype and torch.equal(actual[name], x), f"{name} {when}"
 
-    `use` names the outputs that the loss depends on.
+
+def assert_agrees(
+    rule: Rule,
+    backend: str,
+    inputs: Inputs,
+    tolerance: float | None = None,
+    *,
+    use: str = "out, final_state",
+    lay: Callable[[Tensor], Tensor] = lambda x: x,
+    rows: Sequence[str] = (),
+) -> None:
+    """Outputs and every gradient of `backend` are those of the float64 reference; what it was given stays as it was.
+
+    `use` names the outputs that the loss depends on; `lay` puts their gradients another way into memory; `rows` are the
+    names of equal parts of the batch, each of which has to agree.
     """
+    before = {name: None if x is None else x.detach().clone() for name, x in inputs.items()}
     outputs = rule.run(inputs, backend)
-    out, final_state = outputs
     dtype = inputs["v"].dtype
-    assert out.dtype == dtype and final_state.dtype == state_dtype(dtype)
-    drawn = cotangents(outputs)
+    assert [x.dtype for x in outputs] == [dtype, state_dtype(dtype)], "dtypes of the outputs"
+    drawn = [lay(x) for x in cotangents(outputs)]
     weights = (drawn[0] if "out" in use else None, drawn[1] if "state" in use else None)
+    copies = [x.clone() for x in drawn]
     grads = differentiate(outputs, inputs, weights)
     for name, grad in grads.items():
         assert grad is None or grad.dtype == inputs[name].dtype, f"dtype of the gradient of {name}"
-    actual = {"out": out, "final_state": final_state}
-    actual |= {f"gradient of {name}": grad for name, grad in grads.items()}
-    assert_close(actual, definition(rule, inputs, weights), tolerance)
+    for name, x in before.items():
+        assert x is None or torch.equal(inputs[name], x), f"{name} was changed"
+    assert all(torch.equal(x, y) for x, y in zip(drawn, copies, strict=True)), "a cotangent was changed"
+    expected = definition(rule, inputs, weights)
+    assert_close(parts(named(outputs, grads), rows), parts(expected, rows), tolerance or TOLERANCE[dtype])
 
 
-def assert_autocast_does_not_reach_inside(rule: Rule, backend: str, dtype: torch.dtype) -> None:
+def assert_autocast_does_not_reach_inside(rule: Rule, backend: str, dtype: torch.dtype, **sizes: int) -> None:
     """Autocast decides what the projections hand over; from there on, types are as outside it, backwards too."""
-    inputs = rule.inputs(T=70, dtype=dtype, extras_dtype=torch.float32)
-
-    def results(outputs: tuple[Tensor, Tensor]) -> list[Tensor | None]:
-        return [*outputs, *differentiate(outputs, inputs, cotangents(outputs)).values()]
-
-    expected = results(rule.run(inputs, backend))
+    inputs = rule.inputs(**{"T": 70} | sizes, dtype=dtype, extras_dtype=torch.float32)
+    expected = outcome(rule, backend, inputs)
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        inside = results(rule.run(inputs, backend))
+        inside = outcome(rule, backend, inputs)
         outputs = rule.run(inputs, backend)
-    for actual in (inside, results(outputs)):
-        for x, wanted in zip(actual, expected, strict=True):
-            assert x.dtype == wanted.dtype and torch.equal(x, wanted)
+    assert_same(inside, expected, "inside autocast")
+    backwards_outside = named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
+    assert_same(backwards_outside, expected, "backwards outside it")

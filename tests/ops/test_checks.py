@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import native
-from tests.ops.rules import BACKENDS, DEVICE, RULE, RULES, RULES_AND_REGIMES, Inputs, Rule, label, relative_error
+from fairseq_fastweights.ops import checks, native
+from tests.ops.rules import BACKENDS, DEVICE, PRINCIPAL, RULE, RULES, Inputs, Rule, label, relative_error
 
 # Each size another number, so that no wrong shape passes for the right one.
 SIZES = {"B": 2, "T": 7, "H": 3, "K": 5, "V": 6}
 BUILT = ("reference", *BACKENDS)
-PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 
 
 @pytest.fixture(autouse=True)
@@ -96,72 +93,75 @@ CHANGES: dict[str, list[tuple[str, Change, str]]] = {
     "beta": SHAPES + KINDS + MISSING,
     "initial_state": STATES + KINDS,
 }
-WRONG = [
-    pytest.param(rule, name, change, was, id=f"{rule.name}-{name}-{what}".replace(" ", "-"))
-    for rule in PRINCIPAL
-    for name in inputs_of(rule)
-    for what, change, was in CHANGES[name]
-]
+RULES_AND_NAMES = [(rule, name) for rule in PRINCIPAL for name in inputs_of(rule)]
+
+
+def refusal(rule: Rule, inputs: Inputs) -> str:
+    """What the error says; nothing if there is none."""
+    try:
+        rule.run(inputs, "auto")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("rule", "name"), RULES_AND_NAMES, ids=label)
+def test_wrong_shapes_types_and_devices(rule, name):
+    # q, k and v are held against one another: where two disagree, either may be the one named.
+    named = "[qkv]" if name in ("q", "k", "v") else name
+    for what, change, was in CHANGES[name]:
+        inputs = inputs_of(rule)
+        said = refusal(rule, inputs | {name: change(inputs[name])})
+        assert re.search(rf"\b{named}\b.*\bmust\b", said) and re.search(was, said), f"{what}: {said!r}"
 
 
 @pytest.mark.parametrize("backend", BUILT)
-@pytest.mark.parametrize(("rule", "name", "change", "was"), WRONG)
-def test_wrong_shapes_types_and_devices(rule, name, change, was, backend):
-    inputs = inputs_of(rule)
-    inputs[name] = change(inputs[name])
-    # q, k and v are held against one another: where two disagree, either may be the one named.
-    named = "[qkv]" if name in ("q", "k", "v") else name
-    with pytest.raises(ValueError, match=rf"\b{named}\b.*\bmust\b") as raised:
-        rule.run(inputs, backend)
-    assert re.search(was, str(raised.value)), raised.value
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wrong"),
-    [
-        (torch.float64, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.float64),
-    ],
-    ids=label,
-)
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_states_of_the_wrong_type(rule, dtype, wrong):
+def test_every_backend_is_checked(rule, backend):
+    """Shapes, and values where that was asked for."""
+    for change in (lambda x: x[:1], filled(torch.nan)):
+        inputs = inputs_of(rule)
+        inputs["v"] = change(inputs["v"])
+        with ops.check_values(True), pytest.raises(ValueError, match=r"\bv\b.*\bmust\b"):
+            rule.run(inputs, backend)
+
+
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_states_of_the_wrong_type(rule):
     """States are float64 for float64 inputs and float32 for all others, coming in as going out."""
-    inputs = inputs_of(rule, dtype=dtype)
-    inputs["initial_state"] = inputs["initial_state"].to(wrong)
-    with pytest.raises(ValueError, match=rf"\binitial_state\b.*{wrong}.*\bmust\b"):
-        rule.run(inputs, "auto")
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    for dtype, wrong in ((double, single), (half, half), (torch.float16, torch.float16), (half, double)):
+        inputs = inputs_of(rule, dtype=dtype)
+        said = refusal(rule, inputs | {"initial_state": inputs["initial_state"].to(wrong)})
+        assert re.search(rf"\binitial_state\b.*{wrong}.*\bmust\b", said)
+
+
+def test_no_heads_and_no_dimensions_are_refused():
+    inputs = inputs_of(RULE["sum"], initial_state=False)
+    for names, dim in (("qkv", 2), ("qk", 3), ("v", 3)):
+        none = {name: inputs[name].narrow(dim, 0, 0) for name in names}
+        assert "heads, key_dim and value_dim must be at least 1" in refusal(RULE["sum"], inputs | none), (names, dim)
 
 
 # Also where there is nothing to compute: a wrong name is wrong on an empty batch too.
-SOME_OR_NONE = [
-    pytest.param({}, id="some"),
-    pytest.param({"B": 0}, id="no-rows"),
-    pytest.param({"T": 0}, id="no-steps"),
-    pytest.param({"T": 1}, id="one-step"),
-]
+SOME_OR_NONE = [{}, {"B": 0}, {"T": 0}, {"T": 1}]
 
 
-@pytest.mark.parametrize("sizes", SOME_OR_NONE)
-@pytest.mark.parametrize("backend", ["fast", "", "Chunkwise", None, 3], ids=repr)
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_unknown_backends(rule, backend, sizes):
-    with pytest.raises(ValueError, match="backend") as raised:
-        rule.run(rule.inputs(**SIZES | sizes), backend)
-    assert repr(backend) in str(raised.value)
-    assert all(known in str(raised.value) for known in ("auto", "reference", "chunkwise", "native"))
-
-
-@pytest.mark.parametrize("sizes", SOME_OR_NONE)
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_native_says_why_it_is_unavailable(rule, sizes, monkeypatch):
-    """And nothing else runs in its place."""
+def test_backends_that_are_not_there(rule, monkeypatch):
+    """A name that none has, or kernels that were not built: and nothing else runs in its place."""
     monkeypatch.setitem(ops.libraries._outcomes, DEVICE.type, "the kernels were lost; build them with care")
     assert issubclass(ops.BackendUnavailable, RuntimeError)
-    with pytest.raises(ops.BackendUnavailable, match="'native' was asked for: the kernels were lost; build them with"):
-        rule.run(rule.inputs(**SIZES | sizes), "native")
+    lost = "'native' was asked for: the kernels were lost; build them with"
+    for sizes in SOME_OR_NONE:
+        inputs = rule.inputs(**SIZES | sizes)
+        for backend in ("fast", "", "Chunkwise", None, 3):
+            with pytest.raises(ValueError, match="backend") as raised:
+                rule.run(inputs, backend)
+            known = ("auto", "reference", "chunkwise", "native", repr(backend))
+            assert all(name in str(raised.value) for name in known)
+        with pytest.raises(ops.BackendUnavailable, match=lost):
+            rule.run(inputs, "native")
 
 
 @pytest.mark.parametrize("T", [1, 70])
@@ -196,28 +196,36 @@ def test_auto_takes_the_kernels_but_for_larger_keys_of_the_delta_rule(rule, size
 
 
 def test_there_are_no_kernels_for_other_devices():
+    x = torch.zeros(1, 2, 1, 3, device="meta")
     with pytest.raises(ops.BackendUnavailable, match="no compiled kernels for devices of type meta, only for cpu and"):
-        x = torch.zeros(1, 2, 1, 3, device="meta")
         ops.sum_rule(x, x, x, backend="native")
 
 
 # In place
 
 
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("backend", BUILT)
 @pytest.mark.parametrize("T", [0, 1, 5])
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", RULES, ids=label)
 def test_in_place_writes_the_final_state_into_the_initial_one(rule, T, backend):
-    inputs = rule.inputs(T=T, requires_grad=False)
-    expected = rule.run(inputs, backend)
-    state = inputs["initial_state"]
-    out, final_state = getattr(ops, rule.operation)(**inputs, backend=backend, in_place=True)
-    assert final_state is state
-    assert relative_error(out, expected[0]) <= 1e-6 and relative_error(state, expected[1]) <= 1e-6
+    """A graph that saved the state does not use what it became, in silence; a view of the state is the state."""
+    for view in (False, True):
+        inputs = rule.inputs(T=T, requires_grad=False)
+        expected = rule.run(inputs, backend)
+        given = inputs["initial_state"]
+        loss = (given * torch.ones_like(given).requires_grad_()).sum()
+        state = given[:, :] if view else given
+        with torch.no_grad():
+            out, final_state = rule.run(inputs | {"initial_state": state}, backend, in_place=True)
+        assert final_state is state
+        assert relative_error(out, expected[0]) <= 1e-6 and relative_error(given, expected[1]) <= 1e-6
+        if T > 0:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["rows-apart", "turned"])
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("backend", BUILT)
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_a_state_in_place_may_be_a_view(rule, backend, wide):
     """Of some columns of a wider state, whose others stay; or with keys and values the other way round."""
@@ -227,26 +235,10 @@ def test_a_state_in_place_may_be_a_view(rule, backend, wide):
     whole = start.new_full((*start.shape[:3], 7), 5.0) if wide else torch.empty_like(start.transpose(2, 3))
     state = whole[..., 2:5] if wide else whole.transpose(2, 3)
     state.copy_(start)
-    out, _ = getattr(ops, rule.operation)(**inputs | {"initial_state": state}, backend=backend, in_place=True)
+    out, _ = rule.run(inputs | {"initial_state": state}, backend, in_place=True)
     assert relative_error(out, expected[0]) <= 1e-6 and relative_error(state, expected[1]) <= 1e-6
     if wide:
         assert torch.equal(whole[..., [0, 1, 5, 6]], torch.full_like(whole[..., :4], 5.0))
-
-
-@pytest.mark.parametrize("backend", BUILT)
-@pytest.mark.parametrize("T", [1, 5])
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_a_graph_that_saved_the_state_does_not_use_what_it_became(rule, T, backend):
-    """Its gradient would be wrong in silence. A view of the state is the state."""
-    for view in (False, True):
-        inputs = rule.inputs(T=T, requires_grad=False)
-        state = inputs["initial_state"]
-        loss = (state * torch.ones_like(state).requires_grad_()).sum()
-        with torch.no_grad():
-            changed = state[:, :] if view else state
-            getattr(ops, rule.operation)(**inputs | {"initial_state": changed}, backend=backend, in_place=True)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
 
 
 @pytest.mark.parametrize("backend", BUILT)
@@ -257,7 +249,7 @@ def test_a_state_of_inference_mode_changes_in_place(rule, T, backend):
     with torch.inference_mode():
         inputs = rule.inputs(T=T, requires_grad=False)
         wanted = rule.run(inputs, backend)
-        out, state = getattr(ops, rule.operation)(**inputs, backend=backend, in_place=True)
+        out, state = rule.run(inputs, backend, in_place=True)
         assert state is inputs["initial_state"] and state.is_inference()
         assert torch.equal(out, wanted[0]) and torch.equal(state, wanted[1])
 
@@ -265,18 +257,16 @@ def test_a_state_of_inference_mode_changes_in_place(rule, T, backend):
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_in_place_needs_a_state_that_can_be_written(rule):
     inputs = rule.inputs(T=3, requires_grad=False)
-    run = getattr(ops, rule.operation)
     with pytest.raises(ValueError, match="initial_state is None and in_place is True"):
-        run(**inputs | {"initial_state": None}, in_place=True)
+        rule.run(inputs | {"initial_state": None}, "auto", in_place=True)
     for name, x in inputs.items():
-        if x is not None:
-            with pytest.raises(ValueError, match="in_place is True, but .* requires a gradient"):
-                run(**inputs | {name: x.clone().requires_grad_()}, in_place=True)
+        with pytest.raises(ValueError, match=r"in_place is True, but .* requires a gradient"):
+            rule.run(inputs | {name: x.clone().requires_grad_()}, "auto", in_place=True)
     with torch.no_grad():
-        run(**rule.inputs(T=3), in_place=True)
+        rule.run(rule.inputs(T=3), "auto", in_place=True)
     shared = inputs["initial_state"][:1].expand(inputs["initial_state"].shape)
     with pytest.raises(ValueError, match=r"initial_state has strides \(0, .*must not share memory"):
-        run(**inputs | {"initial_state": shared}, in_place=True)
+        rule.run(inputs | {"initial_state": shared}, "auto", in_place=True)
 
 
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
@@ -314,48 +304,32 @@ VALUES: dict[str, list[tuple[str, Change]]] = {
     "beta": NOT_FINITE + OUTSIDE,
     "initial_state": NOT_FINITE,
 }
-WRONG_VALUES = [
-    pytest.param(rule, name, change, id=f"{rule.name}-{name}-{what}")
-    for rule in PRINCIPAL
-    for name in inputs_of(rule)
-    for what, change in VALUES[name]
-]
 
 
-@pytest.mark.parametrize("backend", BUILT)
-@pytest.mark.parametrize(("rule", "name", "change"), WRONG_VALUES)
-def test_wrong_values_are_refused_on_request(rule, name, change, backend):
-    inputs = inputs_of(rule)
-    inputs[name] = change(inputs[name])
-    rule.run(inputs, backend)  # off: no error
-    with ops.check_values(True), pytest.raises(ValueError, match=rf"\b{name}\b.*\bmust\b"):
-        rule.run(inputs, backend)
-    rule.run(inputs, backend)  # off again
+@pytest.mark.parametrize(("rule", "name"), RULES_AND_NAMES, ids=label)
+def test_wrong_values_are_refused_on_request(rule, name):
+    for what, change in VALUES[name]:
+        inputs = inputs_of(rule)
+        inputs[name] = change(inputs[name])
+        assert not refusal(rule, inputs), "off"
+        with ops.check_values(True):
+            assert re.search(rf"\b{name}\b.*\bmust\b", refusal(rule, inputs)), what
+        assert not refusal(rule, inputs), "off again"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=label)
-@pytest.mark.parametrize(("rule", "regime"), RULES_AND_REGIMES, ids=label)
-def test_all_regimes_pass_the_value_checks(rule, regime, dtype):
-    """The ends of each range belong to it: log gates of 0 and -1e4, write strengths of 0 and 1."""
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_right_values_pass_the_checks(rule):
+    """The ends of each range belong to it: log gates of 0 and -1e4, write strengths of 0 and 1. So does nothing."""
     with ops.check_values(True):
-        rule.run(inputs_of(rule, regime=regime, dtype=dtype), "auto")
-
-
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_value_checks_take_empty_batches(rule):
-    with ops.check_values(True):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            rule.run(rule.in_regimes(rule.regimes, **SIZES, dtype=dtype), "auto")
         for sizes in ({"B": 0}, {"T": 0}):
             rule.run(rule.inputs(**SIZES | sizes), "auto")
 
 
 def refuses_nan() -> bool:
     inputs = inputs_of(RULE["sum"])
-    inputs["q"] = filled(torch.nan)(inputs["q"])
-    try:
-        RULE["sum"].run(inputs, "auto")
-    except ValueError:
-        return True
-    return False
+    return bool(refusal(RULE["sum"], inputs | {"q": filled(torch.nan)(inputs["q"])}))
 
 
 def test_the_switch_as_a_call():
@@ -378,21 +352,15 @@ def test_the_switch_as_a_context_gives_back_what_it_found():
     assert not refuses_nan()
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(None, "off"), ("0", "off"), ("1", "on")])
-def test_the_switch_as_an_environment_variable(setting, expected):
-    environment = {n: x for n, x in os.environ.items() if n != "FASTWEIGHTS_CHECK_VALUES"}
+@pytest.mark.parametrize(("setting", "on"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_switch_as_an_environment_variable(setting, on, monkeypatch):
+    """It is read when the module is imported: here, once more."""
+    monkeypatch.delenv("FASTWEIGHTS_CHECK_VALUES", raising=False)
     if setting is not None:
-        environment["FASTWEIGHTS_CHECK_VALUES"] = setting
-    program = """
-import torch
-from fairseq_fastweights import ops
-x = torch.full((1, 1, 1, 1), torch.nan)
-try:
-    ops.sum_rule(x, x, x)
-    print("off")
-except ValueError:
-    print("on")
-"""
-    root = Path(ops.__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)
-    assert result.stdout.split() == [expected], result.stderr
+        monkeypatch.setenv("FASTWEIGHTS_CHECK_VALUES", setting)
+    spec = importlib.util.spec_from_file_location("checks_once_more", checks.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    x = torch.full((1, 1, 1, 1), torch.nan)
+    with pytest.raises(ValueError, match="not finite") if on else nullcontext():
+        module.check_inputs(x, x, x, None)

@@ -1,13 +1,13 @@
-"""The compiled kernels as torch operators, and what only they promise. What every backend does is in test_backends."""
+"""The compiled kernels as torch operators, and what only they promise. What every backend does is in test_backends.
+
+How threads and instruction sets divide the work of the CPU kernels is in test_native_cpu.
+"""
 
 from __future__ import annotations
 
-import os
+import itertools
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,25 +18,25 @@ from torch.autograd import forward_ad
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
 from tests.ops.rules import (
-    CPU_KERNELS,
     DEVICE,
+    PRINCIPAL,
     RULE,
     RULES,
-    RULES_AND_REGIMES,
     Inputs,
     Rule,
     assert_agrees,
     assert_close,
+    assert_same,
     cotangents,
+    deal,
     differentiate,
     in_float64,
     label,
+    outcome,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 OPERATORS = torch.ops.fairseq_fastweights
-on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,62 +45,67 @@ def loaded() -> None:
     assert libraries.load(DEVICE.type) is None
 
 
-def outcome(rule: Rule, inputs: Inputs) -> dict[str, Tensor | None]:
-    outputs = rule.run(inputs, "native")
-    return dict(zip(("out", "final_state"), outputs, strict=True)) | differentiate(outputs, inputs, cotangents(outputs))
+# Shapes and sizes. A CPU's kernels take a chunk of 16 steps at a time, and keep a state every 64. States are rows of
+# keys, columns of values; vectors have 16 columns of float32 (AVX-512) down to 2 of float64, tiles 16 rows or 8.
+
+SIZES = [
+    # Up to 4 keys, in one vector of columns or in several at once.
+    *[(1, 1), (2, 9), (3, 25), (4, 16), (4, 49), (1, 33), (3, 65), (2, 80), (4, 64), (4, 512)],
+    # Rows of every part of a tile, either side of it; columns that are read where they lie, and others.
+    *[(5, 4), (5, 13), (8, 8), (8, 32), (9, 5), (12, 16), (13, 3), (16, 16), (16, 29), (17, 2), (20, 48), (20, 24)],
+    *[(21, 17), (24, 1), (25, 32), (28, 9), (29, 28), (32, 33), (32, 64), (33, 21), (48, 16), (47, 48), (64, 64)],
+    # So large that whole chunks are multiplied: for sums, one gate for all, decays of one side, and of both.
+    *[(65, 64), (33, 63), (65, 66), (64, 129), (65, 130), (109, 80), (132, 64), (61, 144), (96, 97), (256, 64)],
+    # Long and narrow. Rows of 2 KiB and its multiples are spread in memory.
+    *[(100, 3), (5, 129), (129, 16), (20, 512), (3, 257), (257, 5), (511, 2), (512, 64)],
+]
+CALLS = [
+    {"T": 17, "dtype": torch.float32, "initial_state": True, "apart": False},
+    {"T": 18, "dtype": torch.float64, "initial_state": True, "apart": True},
+    {"T": 19, "dtype": torch.float32, "initial_state": False, "apart": True},
+    {"T": 20, "dtype": torch.float64, "initial_state": True, "apart": False},
+    {"T": 22, "dtype": torch.float32, "initial_state": True, "apart": True},
+    {"T": 27, "dtype": torch.float64, "initial_state": False, "apart": False},
+    {"T": 30, "dtype": torch.float32, "initial_state": True, "apart": False},
+]
 
 
-# Shapes and sizes
-
-# The papers' (K, V), each with T that fills no chunk.
-PAPERS = [(16, 16), (32, 32), (64, 64), (256, 64), (512, 64), (4, 64), (32, 128), (256, 512)]
-
-
-@pytest.mark.parametrize(("K", "V"), PAPERS)
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_the_papers_sizes(rule, K, V):
-    inputs = rule.inputs(B=1, T=147, H=2, K=K, V=V)
-    assert_agrees(rule, "native", inputs, 1e-5)
+def apart(x: Tensor) -> Tensor:
+    """Rows that no vector is aligned with, and NaN around each."""
+    wider = x.new_full((*x.shape[:3], x.shape[3] + 3), torch.nan)
+    return wider[..., 1:-2].copy_(x.detach()).requires_grad_()
 
 
-@pytest.mark.parametrize(("K", "V"), [(17, 18), (66, 65)])
-@pytest.mark.parametrize("T", [*range(1, 35), 63, 64, 65, 79, 80, 81, 128, 129, 193])
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_every_way_to_fill_chunks_and_intervals(rule, T, K, V):
-    """On a CPU the smaller state goes step by step, the larger by chunks."""
-    inputs = rule.inputs(B=1, T=T, H=3, K=K, V=V, dtype=torch.float64)
-    assert_agrees(rule, "native", inputs, 1e-11)
+@pytest.mark.parametrize(("rule", "size", "call"), deal(RULES, SIZES, CALLS), ids=label)
+def test_the_papers_sizes_and_those_around_vectors_and_tiles(rule, size, call):
+    (K, V), (T, dtype, initial_state, rows_apart) = size, call.values()
+    # Two groups of heads that go through time together, unless the reference would take long.
+    B, H = (2, 3) if K * V < 1 << 13 else (1, 2)
+    inputs = rule.inputs(B=B, T=T, H=H, K=K, V=V, dtype=dtype, initial_state=initial_state)
+    if rows_apart:
+        inputs |= {name: apart(x) for name, x in inputs.items() if x is not None and x.dim() == 4}
+    assert_agrees(rule, "native", inputs)
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize(("K", "V"), [(4, 16), (8, 32), (12, 16), (16, 16), (20, 48), (32, 24), (48, 16)])
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_steps_that_are_read_where_they_lie(rule, K, V, aligned):
-    """On a CPU steps of small states are not copied where they are whole vectors and tiles cover keys exactly."""
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
-        inputs = rule.inputs(B=2, T=70, H=3, K=K, V=V, dtype=dtype, requires_grad=False)
-        for name, x in inputs.items():
-            if not aligned and x is not None and x.dim() == 4:
-                wider = x.new_full((*x.shape[:3], x.shape[3] + 3), torch.nan)
-                inputs[name] = wider[..., 1:-2].copy_(x)
-        inputs = {name: None if x is None else x.requires_grad_() for name, x in inputs.items()}
-        assert_agrees(rule, "native", inputs, tolerance)
+# Step by step with few keys and in tiles, by chunks, and what is either, or one of them in one direction.
+WAYS = [(3, 20, torch.float32), (7, 12, torch.float64), (65, 130, torch.float64), (17, 18, torch.float64)]
+SHORT = list(itertools.product(RULES, range(1, 17), WAYS))
+LONG = deal(RULES, [32, 63, 64, 65, 80, 81, 128, 129, 147], [*WAYS, (16, 32, torch.float32)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [*range(1, 36), 47, 48, 49, 63, 65, 100, 127, 129, 255, 257, 511, 512])
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_every_size_of_keys_and_values(rule, size):
-    for K, V in ((size, 5), (3, size)):
-        assert_agrees(rule, "native", rule.inputs(B=1, T=37, H=1, K=K, V=V), 1e-5)
+@pytest.mark.parametrize(("rule", "T", "way"), SHORT + LONG, ids=label)
+def test_every_way_to_fill_chunks_and_intervals(rule, T, way):
+    K, V, dtype = way
+    assert_agrees(rule, "native", rule.inputs(B=1, T=T, H=2, K=K, V=V, dtype=dtype))
 
 
-@pytest.mark.parametrize(("rule", "regime"), RULES_AND_REGIMES, ids=label)
-def test_large_states_and_few_keys_in_every_regime(rule, regime):
-    """They take other ways than the states in the tests of all backends: decays if large, and few keys of any rule."""
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
-        for K, V in ((65, 70), (3, 70)):
-            assert_agrees(rule, "native", rule.inputs(B=1, T=37, K=K, V=V, dtype=dtype, regime=regime), tolerance)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=label)
+@pytest.mark.parametrize(("K", "V"), [(65, 130), (3, 70)])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if len(rule.regimes) > 1], ids=label)
+def test_large_states_and_few_keys_in_every_regime(rule, K, V, dtype):
+    """They take other ways than the states in the tests of all backends: large ones, and few keys of any rule."""
+    inputs = rule.in_regimes(rule.regimes, B=1, T=37, K=K, V=V, dtype=dtype)
+    assert_agrees(rule, "native", inputs, rows=rule.regimes)
 
 
 @pytest.mark.parametrize("K", [3, 8])
@@ -120,24 +125,7 @@ def test_gates_of_every_magnitude(K):
         assert error.max() < 5e-6, error
 
 
-@pytest.mark.parametrize("V", [512, 1024])
-@pytest.mark.parametrize("K", [4, 20])
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_rows_of_whole_kibibytes(rule, K, V):
-    """On a CPU a state's rows of 2 KiB and its multiples are spread in memory: in double from 256 columns on."""
-    assert_agrees(rule, "native", rule.inputs(B=1, T=37, H=1, K=K, V=V), 1e-5)
-    assert_agrees(rule, "native", rule.inputs(B=1, T=37, H=1, K=K, V=V // 2, dtype=torch.float64), 1e-11)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_heads_are_taken_together_and_stay_apart(rule, heads):
-    """As many at a time as fit into a cache; here 64 KiB of state each, so that there are groups."""
-    assert_agrees(rule, "native", rule.inputs(B=2, T=33, H=heads, K=128, V=128), 1e-5)
-
-
-@pytest.mark.parametrize("complement", [True, False])
-def test_one_decay_for_all_keys_is_the_same_without_a_copy(complement):
+def test_one_decay_for_all_keys_is_the_same_without_a_copy():
     """Retention: a decay per head, expanded. It runs as the gate that it is."""
     inputs = RULE["decay of keys"].inputs(T=70, K=6, requires_grad=False)
     one = inputs["log_key_decay"][..., :1]
@@ -151,36 +139,15 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy(complement):
     assert native._shared_or_separate(decays, None)[0] is None
 
 
-def assert_rows_stay_apart(rule: Rule, K: int, V: int) -> None:
-    """One number of a row of the batch that is infinite or NaN, in whichever input, changes no bit of the others."""
-    drawn = rule.inputs(B=3, T=37, H=1, K=K, V=V)
-    weights = dict(zip(("d_out", "d_final_state"), cotangents(rule.run(drawn, "native")), strict=True))
-    given = {name: x.detach() for name, x in (drawn | weights).items() if x is not None}
-
-    def other_rows(changed: dict[str, Tensor]) -> dict[str, Tensor]:
-        values = given | changed
-        inputs = {name: values[name].requires_grad_() if name in values else None for name in drawn}
-        outputs = rule.run(inputs, "native")
-        results = dict(zip(("out", "final_state"), outputs, strict=True))
-        results |= differentiate(outputs, inputs, (values["d_out"], values["d_final_state"]))
-        return {name: x[1:] for name, x in results.items()}
-
-    expected = other_rows({})
-    for name, x in given.items():
-        for value in (torch.inf, torch.nan):
-            changed = x.detach().clone()
-            changed[0].view(-1)[changed[0].numel() // 2] = value
-            for result, rows in other_rows({name: changed}).items():
-                assert torch.equal(rows, expected[result]), f"{result}, where {name} has {value}"
-
-
-# States that go step by step, in few rows or more, and products of matrices backwards, then in both directions. One of
-# these numbers of keys fills a tile.
-@pytest.mark.parametrize(("K", "V"), [(1, 5), (3, 5), (7, 5), (16, 16), (33, 35), (65, 66)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=label)
 @pytest.mark.parametrize("rule", RULES, ids=label)
-def test_what_is_not_finite_stays_in_its_row(rule, K, V):
-    with threads(1):  # on a CPU all rows then take the same scratch memory
-        assert_rows_stay_apart(rule, K, V)
+def test_a_step(rule, dtype):
+    """Of a state of its own, which no gradient is asked for."""
+    for B, K, V in ((3, 5, 3), (1, 20, 33)):
+        inputs = rule.inputs(B=B, T=1, K=K, V=V, dtype=dtype, requires_grad=False)
+        expected = dict(zip(("out", "final_state"), rule.reference(in_float64(inputs)), strict=True))
+        tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 5e-3)
+        assert_close(dict(zip(expected, rule.run(inputs, "native"), strict=True)), expected, tolerance)
 
 
 # torch.library
@@ -195,24 +162,32 @@ def arguments_of(rule: Rule, inputs: Inputs) -> tuple[str, tuple]:
     return "diagonal", (q, k, v, inputs.get("log_gate"), rule.operation == "gated_rule", *gates, state)
 
 
+def check_operators(rule: Rule, T: int, initial_state: bool, utils: list[str]) -> None:
+    kind, arguments = arguments_of(rule, rule.inputs(B=2, T=T, H=2, K=5, V=3, initial_state=initial_state))
+    forward, backward, step = (getattr(OPERATORS, f"{kind}_{x}").default for x in ("forward", "backward", "step_"))
+    torch.library.opcheck(forward, (*arguments, 64), test_utils=utils)
+    with torch.no_grad():
+        torch.library.opcheck(forward, (*arguments, 0), test_utils=utils)
+        out, final_state, states = forward(*arguments, 64)
+        plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+        for d_final_state in (final_state, None):
+            torch.library.opcheck(backward, (out, d_final_state, *plain, states, 64), test_utils=utils)
+        if T == 1 and initial_state:
+            torch.library.opcheck(step, (*plain[:-1], plain[-1].clone()), test_utils=utils)
+
+
 @pytest.mark.parametrize("initial_state", [True, False], ids=["state", "no-state"])
 @pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.parametrize("rule", RULES, ids=label)
 def test_operators_pass_torchs_own_checks(rule, T, initial_state):
-    """Schemas, shapes without data, registration with autograd, and compilation with dynamic shapes."""
-    inputs = rule.inputs(B=2, T=T, H=2, K=5, V=3, initial_state=initial_state)
-    kind, arguments = arguments_of(rule, inputs)
-    forward = getattr(OPERATORS, f"{kind}_forward").default
-    torch.library.opcheck(forward, (*arguments, 64))
-    with torch.no_grad():
-        torch.library.opcheck(forward, (*arguments, 0))
-        out, final_state, states = forward(*arguments, 64)
-        plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-        backward = getattr(OPERATORS, f"{kind}_backward").default
-        torch.library.opcheck(backward, (out, final_state, *plain, states, 64))
-        torch.library.opcheck(backward, (out, None, *plain, states, 64))
-        if T == 1 and initial_state:
-            torch.library.opcheck(getattr(OPERATORS, f"{kind}_step_").default, (*plain[:-1], plain[-1].clone()))
+    """Schemas, registration with autograd, and shapes without data."""
+    check_operators(rule, T, initial_state, ["test_schema", "test_autograd_registration", "test_faketensor"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "T"), [("gated", 70), ("decay", 1), ("delta", 1)])
+def test_operators_compile_with_dynamic_shapes(name, T):
+    check_operators(RULE[name], T, True, ["test_aot_dispatch_dynamic"])
 
 
 def test_the_cuda_kernels_tell_how_they_divide_the_work() -> None:
@@ -258,30 +233,24 @@ def test_both_libraries_are_loaded_side_by_side():
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_shapes_without_data_are_those_with_it(rule, layout):
     """Strides too: out comes as v does, so that fairseq's (time, batch, channel) needs no copy."""
-    inputs = rule.inputs(T=20)
-
-    def lay(x: Tensor) -> Tensor:
-        if layout == "time first":
-            return x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-        if layout == "wide":
-            return torch.cat([x.detach(), x.detach()], -1)[..., : x.shape[-1]].requires_grad_()
-        return x
-
-    inputs |= {name: lay(inputs[name]) for name in ("q", "k", "v")}
-    kind, arguments = arguments_of(rule, inputs)
+    lay = {
+        "as it is": lambda x: x,
+        "time first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        "wide": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    }[layout]
+    inputs = rule.inputs(T=20, requires_grad=False)
+    kind, arguments = arguments_of(rule, inputs | {name: lay(inputs[name]) for name in ("q", "k", "v")})
     real = getattr(OPERATORS, f"{kind}_forward")(*arguments, 64)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fake = getattr(OPERATORS, f"{kind}_forward")(*arguments, 64)
     for x, y in zip(real, fake, strict=True):
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
-    if layout == "time first":
-        out = real[0]
-        assert out.transpose(0, 1).is_contiguous()
+    assert layout != "time first" or real[0].transpose(0, 1).is_contiguous()
 
 
 @pytest.mark.parametrize("dim", range(3))
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_overlapping_windows(rule, dim):
+@pytest.mark.parametrize("name", ["decay", "delta"])
+def test_overlapping_windows(name, dim):
     """Where two dimensions have a stride of 1, `torch.empty_like` puts the longer one first, which may be the last."""
 
     def lay(x: Tensor) -> Tensor:
@@ -289,11 +258,12 @@ def test_overlapping_windows(rule, dim):
         signal = torch.cat([rows[0], rows[1:, ..., -1].movedim(0, -1)], -1)
         return signal.unfold(-1, x.shape[-1], 1).movedim(-2, 0).movedim(0, dim).requires_grad_()
 
+    rule = RULE[name]
     for B, T, H in ((2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1)):
         inputs = rule.inputs(B=B, T=T, H=H, K=6, V=7)
         inputs |= {name: lay(x) for name, x in inputs.items() if x is not None and x.shape[-1] in (6, 7)}
         assert inputs["v"].stride(dim) == inputs["v"].stride(-1) == 1
-        assert_agrees(rule, "native", inputs, 1e-5)
+        assert_agrees(rule, "native", inputs)
         with torch.no_grad():
             rule.run(inputs, "native")
         # What they hand to the operators has the strides without data that it has with it.
@@ -317,101 +287,90 @@ def test_views_of_fairseqs_tensors_are_not_copied(shape):
         assert native._last_contiguous(odd) is odd
 
 
-class Layer(torch.nn.Module):
-    """A rule between projections, with state in and out."""
-
-    def __init__(self, rule: str) -> None:
-        super().__init__()
-        self.rule = rule
-        self.project = torch.nn.Linear(12, 3 * 12 + 2)
-        self.out = torch.nn.Linear(12, 12)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, gate = self.project(x).split([12, 12, 12, 2], -1)
-        q, k, v = (y.view(*y.shape[:2], 2, 6) for y in (q, k, v))
-        gate = torch.nn.functional.logsigmoid(gate.float())
-        if self.rule == "decay":
-            gates = [gate[..., None].expand(*k.shape), gate[..., None] * torch.ones_like(v)]
-        else:
-            gates = {"sum": [], "gated": [gate], "delta": [gate.exp()]}[self.rule]
-        k = torch.nn.functional.normalize(k, dim=-1)
-        y, state = getattr(ops, f"{self.rule}_rule")(q, k, v, *gates, initial_state=state, backend="native")
-        return self.out(y.flatten(2)), state
+def test_which_states_a_step_changes_where_they_lie():
+    state = torch.zeros(2, 3, 4, 5)
+    assert native.can_change(state) and native.can_change(state[..., 1:3]) and native.can_change(state[..., ::5])
+    assert not native.can_change(state.transpose(2, 3)) and not native.can_change(state[..., ::2])
 
 
-def gradients(layer: torch.nn.Module, run, x: Tensor, state: Tensor) -> list[Tensor]:
-    layer.zero_grad()
-    x, state = x.clone().requires_grad_(), state.clone().requires_grad_()
-    out, final_state = run(x, state)
-    (out.float().square().sum() + final_state.square().sum()).backward()
-    return [out, final_state, x.grad, state.grad, *[p.grad.clone() for p in layer.parameters()]]
+# Dimensions that are divided (test_divided), where `largest` says so, are compiled likewise.
+COMPILED = [("decay", True, None), ("delta", False, None), ("gated", False, 16), ("delta", True, 16)]
+
+
+@pytest.fixture
+def compiled_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Rule, bool, dict[str, int]]:
+    name, autocast, largest = request.param
+    if largest is not None:
+        monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
+    torch.compiler.reset()
+    K = 6 if largest is None else 13 if name == "delta" else 37
+    return RULE[name], autocast, {"K": K, "V": 5 if largest is None else 20}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", ["sum", "gated", "decay", "delta"])
-def test_torch_compile(name, autocast):
+@pytest.mark.parametrize("compiled_case", COMPILED, ids=label, indirect=True)
+def test_torch_compile(compiled_case):
     """One graph, forward and backward, which stays right when shapes change; "aot_eager" needs no compiler."""
-    torch.manual_seed(0)
-    layer = Layer(name).to(DEVICE)
-    torch.compiler.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    rule, autocast, sizes = compiled_case
+    names = list(rule.inputs())
+    compiled = torch.compile(
+        lambda *x: rule.run(dict(zip(names, x, strict=True)), "native"), backend="aot_eager", fullgraph=True
+    )
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
         for B, T in ((2, 20), (2, 20), (3, 33), (1, 70)):
-            x, state = torch.randn(B, T, 12, device=DEVICE), torch.randn(B, 2, 6, 6, device=DEVICE)
-            for actual, expected in zip(
-                gradients(layer, compiled, x, state), gradients(layer, layer, x, state), strict=True
-            ):
-                torch.testing.assert_close(actual, expected)
+            inputs = rule.inputs(B=B, T=T, **sizes)
+            outputs = compiled(*inputs.values())
+            actual = dict(zip(("out", "final_state"), outputs, strict=True))
+            grads = differentiate(outputs, inputs, cotangents(outputs))
+            actual |= {f"gradient of {name}": grad for name, grad in grads.items()}
+            assert_close(actual, outcome(rule, "native", inputs), 1e-6)
         with torch.no_grad():
-            x, state = torch.randn(2, 1, 12, device=DEVICE), torch.randn(2, 2, 6, 6, device=DEVICE)
-            for actual, expected in zip(compiled(x, state), layer(x, state), strict=True):
-                torch.testing.assert_close(actual, expected)
+            inputs = rule.inputs(T=1, **sizes)
+            for x, y in zip(compiled(*inputs.values()), rule.run(inputs, "native"), strict=True):
+                torch.testing.assert_close(x, y)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_torch_compile_of_steps_in_place(rule):
+@pytest.mark.parametrize("compiled_case", COMPILED[:3], ids=label, indirect=True)
+def test_torch_compile_of_steps_in_place(compiled_case):
+    rule, _, sizes = compiled_case
+
     def run(inputs: Inputs, state: Tensor) -> Tensor:
-        out, final_state = getattr(ops, rule.operation)(
-            **inputs | {"initial_state": state}, backend="native", in_place=True
-        )
+        out, final_state = rule.run(inputs | {"initial_state": state}, "native", in_place=True)
         assert final_state is state
         return out
 
-    torch.compiler.reset()
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            state = rule.inputs(T=1, requires_grad=False)["initial_state"].clone()
+            state = rule.inputs(T=1, **sizes, requires_grad=False)["initial_state"].clone()
             expected_state = state.clone()
             for seed in range(3):
-                inputs = rule.inputs(T=1, requires_grad=False, seed=seed)
+                inputs = rule.inputs(T=1, **sizes, requires_grad=False, seed=seed)
                 torch.testing.assert_close(compiled(inputs, state), run(inputs, expected_state))
                 torch.testing.assert_close(state, expected_state)
 
 
-@pytest.mark.parametrize("T", [1, 5])
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_forward_mode_is_refused(rule, T):
-    """Tangents are not dropped in silence, of whichever input; in generation neither."""
-    inputs = rule.inputs(T=T, requires_grad=False)
-    names = [name for name, x in inputs.items() if x is not None]
-    for name in names:
-        for in_place in (False, True):
+@pytest.mark.parametrize(("rule", "T", "largest"), deal(RULES, [1, 5], [512, 16]), ids=label)
+def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
+    """Tangents are not dropped in silence, of whichever input; in generation, and of divided dimensions, neither."""
+    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
+    inputs = rule.inputs(T=T, V=17, requires_grad=False)
 
-            def run(x: Tensor, name: str = name, in_place: bool = in_place) -> Tensor:
-                given = inputs | {"initial_state": inputs["initial_state"].clone()} | {name: x}
-                return getattr(ops, rule.operation)(**given, backend="native", in_place=in_place)[0]
+    def run(x: Tensor, name: str = "initial_state", in_place: bool = False) -> Tensor:
+        given = inputs | {"initial_state": inputs["initial_state"].clone()} | {name: x}
+        return rule.run(given, "native", in_place=in_place)[0]
 
-            with pytest.raises(NotImplementedError, match="carries a tangent.*use backend='reference'"):
-                torch.func.jvp(run, (inputs[name],), (inputs[name],))
-            with pytest.raises(NotImplementedError, match="carries a tangent"):
-                torch.func.jacfwd(run)(inputs[name])
-            with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="carries a tangent"):
-                run(forward_ad.make_dual(inputs[name], inputs[name]))
+    for name, x in inputs.items():
+        for in_place in (False, True) if x is not None else ():
+            with pytest.raises(NotImplementedError, match=r"carries a tangent.*use backend='reference'"):
+                torch.func.jvp(lambda x, name=name, in_place=in_place: run(x, name, in_place), (x,), (x,))
             with forward_ad.dual_level():
-                run(inputs[name].clone())  # there is no tangent
+                run(x.clone(), name, in_place)  # there is no tangent
+                with pytest.raises(NotImplementedError, match="carries a tangent"):
+                    run(forward_ad.make_dual(x, x), name, in_place)
+    with pytest.raises(NotImplementedError, match="carries a tangent"):
+        torch.func.jacfwd(run)(inputs["initial_state"])
 
 
 @pytest.mark.slow
@@ -427,16 +386,19 @@ def test_forward_mode_is_refused_in_a_compiled_function():
         torch.compile(derivative, backend="aot_eager", fullgraph=True)(inputs["q"])
 
 
+# States that are kept for the backward pass
+
+
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_no_gradient_is_no_gradient(rule):
     """Steps between kept states are kept for a backward pass only."""
     inputs = rule.inputs(T=200)
     kind, arguments = arguments_of(rule, inputs)
-    assert getattr(OPERATORS, f"{kind}_forward")(*arguments, 64)[2].shape[2] == 3
-    assert getattr(OPERATORS, f"{kind}_forward")(*arguments, 0)[2].shape[2] == 0
+    forward = getattr(OPERATORS, f"{kind}_forward")
+    assert [forward(*arguments, interval)[2].shape[2] for interval in (64, 0)] == [3, 0]
+    out, _, _ = forward(*arguments, 0)
     with pytest.raises(RuntimeError, match="kept no states"):
-        outputs = getattr(OPERATORS, f"{kind}_forward")(*arguments, 0)
-        outputs[0].sum().backward()
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("interval", [16, 32, 48, 64, 128, 512])
@@ -445,175 +407,18 @@ def test_how_many_states_are_kept_changes_no_bit(rule, interval, monkeypatch):
     if DEVICE.type != "cpu" and interval % 64:
         pytest.skip("on a GPU intervals are multiples of 64")
     inputs = rule.inputs(T=150, K=9, V=10)
-    expected = outcome(rule, inputs)
+    expected = outcome(rule, "native", inputs)
     monkeypatch.setattr(native, "_interval", lambda *_: interval)
-    for name, x in outcome(rule, inputs).items():
-        assert torch.equal(x, expected[name]), name
+    assert_same(outcome(rule, "native", inputs), expected, f"with a state every {interval} steps")
 
 
-# Threads and instruction sets
+# (K, V, dtype, interval): the fewest for which a state takes less than a quarter, either side of that.
+INTERVALS = [(128, 127, torch.float32, 64), (128, 128, torch.float32, 128), (128, 128, torch.float64, 128)]
+INTERVALS += [(64, 63, torch.bfloat16, 64), (64, 64, torch.bfloat16, 128), (512, 512, torch.float32, 256)]
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@on_cpu
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_threads_change_no_bit(rule):
-    inputs = rule.inputs(B=3, T=80, H=5, K=33, V=20)
-    results = []
-    for count in (1, 2, 3):
-        with threads(count):
-            results.append(outcome(rule, inputs))
-    for result in results[1:]:
-        for name, x in result.items():
-            assert torch.equal(x, results[0][name]), name
-
-
-# The inputs that all value columns share: the blocks' gradients are added up.
-SHARED = ("q", "k", "log_gate", "log_key_decay", "beta")
-
-
-@on_cpu
-@pytest.mark.parametrize("count", [3, 7])
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_heads_fewer_than_threads_are_divided_by_value_columns(rule, count):
-    """Into blocks of 32 and 8, and of 16, 16 and 8 columns, which 2 heads of 3 or 7 threads have."""
-    inputs = rule.inputs(B=1, T=130, H=2, K=64, V=40)
-    with threads(1):
-        whole = outcome(rule, inputs)
-    with threads(count):
-        assert_agrees(rule, "native", inputs, 1e-5)
-        divided = outcome(rule, inputs)
-        again = outcome(rule, inputs)
-    for name, x in divided.items():
-        assert torch.equal(x, again[name]), name
-        # Sums over columns are rounded in another order; so they show that there were blocks.
-        assert torch.equal(x, whole[name]) != (name in SHARED), name
-
-
-@on_cpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=label)
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_divided_heads_in_every_dtype(rule, dtype):
-    """Parts are added up in the dtype of the state and rounded once."""
-    tolerance = 1e-11 if dtype == torch.float64 else 2e-2
-    with threads(4):
-        inputs = rule.inputs(B=1, T=257, H=1, K=17, V=64, dtype=dtype)
-        assert_agrees(rule, "native", inputs, tolerance)
-        time_first = {name: inputs[name].detach().transpose(0, 1).contiguous().transpose(0, 1) for name in ("q", "v")}
-        laid = inputs | {name: x.requires_grad_() for name, x in time_first.items()}
-        for name, x in outcome(rule, laid).items():
-            assert torch.equal(x, outcome(rule, inputs)[name]), name
-
-
-def variants() -> list[str]:
-    """The instruction sets that this processor has kernels for."""
-    known = ["baseline", "avx2", "avx512"]
-    if DEVICE.type != "cpu" or libraries.load("cpu") is not None:
-        return []
-    environment = os.environ | {"FASTWEIGHTS_CPU_ISA": ""}
-    code = "from fairseq_fastweights.ops import native; print(native.cpu_instruction_set())"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return known[: known.index(result.stdout.strip()) + 1]
-
-
-@on_cpu
-def test_the_instruction_set_is_one_that_there_is():
-    assert native.cpu_instruction_set() in variants()
-
-
-@on_cpu
-@pytest.mark.slow
-def test_every_instruction_set_agrees():
-    """Each in a process of its own, over all rules and regimes."""
-    for name in variants():
-        result = subprocess.run(
-            [sys.executable, "-m", "tests.ops.test_native"],
-            cwd=ROOT,
-            env=os.environ | {"FASTWEIGHTS_CPU_ISA": name, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.strip() == f"{name}: all agree"
-
-
-@on_cpu
-def test_an_instruction_set_that_is_not_there_is_named():
-    result = subprocess.run(
-        [sys.executable, "-c", "from fairseq_fastweights.ops import native; native.cpu_instruction_set()"],
-        cwd=ROOT,
-        env=os.environ | {"FASTWEIGHTS_CPU_ISA": "mmx"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode != 0
-    assert "FASTWEIGHTS_CPU_ISA is mmx; here it may be one of baseline" in result.stderr
-
-
-# The first call
-
-FIRST_CALL = """
-import time, torch
-from fairseq_fastweights import ops
-device = {device!r}
-x = torch.randn(2, 64, 4, 16, device=device, requires_grad=True)
-b = torch.rand(2, 64, 4, device=device)
-x.square().sum().backward()  # torch's own first time
-
-def call():
-    start = time.perf_counter()
-    out, _ = ops.delta_rule(x, torch.nn.functional.normalize(x, dim=-1), x, b, backend="native")
-    out.sum().backward()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-first, second = call(), call()
-print(first - second)
-"""
-
-
-def test_the_first_call_costs_no_more_than_a_moment():
-    """Nothing is compiled or tuned. The best of a few processes: others may be at work on the machine."""
-    extra: list[float] = []
-    while len(extra) < 6 and (not extra or min(extra) > 0.05):
-        begun = time.monotonic()
-        result = subprocess.run(
-            [sys.executable, "-c", FIRST_CALL.format(device=DEVICE.type)], cwd=ROOT, capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stderr
-        extra.append(float(result.stdout))
-        assert time.monotonic() - begun < 300
-    assert min(extra) <= 0.05
-
-
-def main() -> None:
-    """What `test_every_instruction_set_agrees` runs: all rules and regimes, with what the environment names."""
-    for rule, regime in RULES_AND_REGIMES:
-        for T, K, V in ((3, 5, 3), (100, 16, 16), (70, 33, 50), (33, 65, 70), (33, 4, 20)):
-            for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
-                assert_agrees(rule, "native", rule.inputs(T=T, K=K, V=V, dtype=dtype, regime=regime), tolerance)
-    for rule in RULES:
-        for dtype in (torch.bfloat16, torch.float16):
-            assert_agrees(rule, "native", rule.inputs(T=70, K=20, V=33, dtype=dtype), 2e-2)
-        inputs = rule.inputs(T=1, K=20, V=33, requires_grad=False)
-        step = dict(zip(("out", "final_state"), rule.run(inputs, "native"), strict=True))
-        whole = dict(zip(("out", "final_state"), rule.reference(inputs), strict=True))
-        assert_close(step, whole, 1e-6)
-        for K, V in ((3, 5), (7, 5), (33, 35)):
-            assert_rows_stay_apart(rule, K, V)
-    print(f"{native.cpu_instruction_set()}: all agree")
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize(("K", "V", "dtype", "interval"), INTERVALS, ids=label)
+def test_states_take_less_than_a_quarter_of_inputs_and_gradients(K, V, dtype, interval, monkeypatch):
+    monkeypatch.setitem(native.INTERVALS, "cpu", (64, 128, 256))
+    k, v = (torch.empty(1, 1, 1, n, dtype=dtype) for n in (K, V))
+    assert native._interval(k, v) == interval

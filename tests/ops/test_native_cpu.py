@@ -1,0 +1,192 @@
+"""The CPU kernels: heads and value columns that threads share, rows that share scratch memory, instruction sets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_fastweights.ops import native
+from tests.ops.rules import (
+    CPU_KERNELS,
+    DEVICE,
+    RULES,
+    TOLERANCE,
+    Inputs,
+    Rule,
+    assert_agrees,
+    assert_close,
+    assert_same,
+    cotangents,
+    deal,
+    definition,
+    differentiate,
+    label,
+    named,
+    outcome,
+    parts,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@on_cpu
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_threads_change_no_bit(rule):
+    inputs = rule.inputs(B=3, T=80, H=5, K=33, V=20)
+    with threads(1):
+        alone = outcome(rule, "native", inputs)
+    for count in (2, 3):
+        with threads(count):
+            assert_same(outcome(rule, "native", inputs), alone, f"with {count} threads")
+
+
+# The inputs that all value columns share: the blocks' gradients are added up.
+SHARED = ("q", "k", "log_gate", "log_key_decay", "beta")
+
+
+@on_cpu
+@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_heads_fewer_than_threads_are_divided_by_value_columns(rule, count):
+    """Into blocks of 32 and 8, and of 16, 16 and 8 columns, which 2 heads of 3 or 7 threads have."""
+    inputs = rule.inputs(B=1, T=104, H=2, K=64, V=40)
+    with threads(1):
+        whole = outcome(rule, "native", inputs)
+    with threads(count):
+        assert_agrees(rule, "native", inputs)
+        divided = outcome(rule, "native", inputs)
+        assert_same(outcome(rule, "native", inputs), divided, "the second time")
+    for name, x in divided.items():
+        # Sums over columns are rounded in another order; so they show that there were blocks.
+        assert torch.equal(x, whole[name]) != (name.removeprefix("gradient of ") in SHARED), name
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=label)
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_divided_heads_in_every_dtype(rule, dtype):
+    """Parts are added up in the dtype of the state and rounded once; two rows, in time-first memory or not."""
+    inputs = rule.inputs(B=2, T=66, H=1, K=65, V=64, dtype=dtype)
+    time_first = {name: inputs[name].detach().transpose(0, 1).contiguous().transpose(0, 1) for name in ("q", "v")}
+    with threads(4):
+        assert_agrees(rule, "native", inputs)
+        laid = inputs | {name: x.requires_grad_() for name, x in time_first.items()}
+        assert_same(outcome(rule, "native", laid), outcome(rule, "native", inputs), "in time-first memory")
+
+
+# States that go step by step, in few rows or more, and products of matrices backwards, then in both directions. One of
+# these numbers of keys fills a tile.
+@pytest.mark.parametrize(("K", "V"), [(1, 5), (3, 5), (7, 5), (16, 16), (33, 35), (65, 66)])
+@pytest.mark.parametrize("rule", RULES, ids=label)
+def test_what_is_not_finite_stays_in_its_row(rule, K, V):
+    """A number of a row of the batch that is infinite or NaN, in whichever input, changes no bit of the others."""
+    drawn = rule.inputs(B=3, T=37, H=1, K=K, V=V)
+    weights = dict(zip(("d_out", "d_final_state"), cotangents(rule.run(drawn, "native")), strict=True))
+    given = {name: x.detach() for name, x in (drawn | weights).items() if x is not None}
+
+    def other_rows(changed: Inputs) -> Inputs:
+        values = given | changed
+        inputs = {name: values[name].requires_grad_() if name in values else None for name in drawn}
+        outputs = rule.run(inputs, "native")
+        grads = differentiate(outputs, inputs, (values["d_out"], values["d_final_state"]))
+        return {name: x[1:] for name, x in named(outputs, grads).items()}
+
+    with threads(1):  # on a CPU all rows then take the same scratch memory
+        expected = other_rows({})
+        for name, x in given.items():
+            for value in (torch.inf, torch.nan):
+                changed = x.detach().clone()
+                changed[0].view(-1)[changed[0].numel() // 2] = value
+                assert_same(other_rows({name: changed}), expected, f"where {name} has {value}")
+
+
+# Instruction sets: each in a process of its own, as a process has one. They divide states by other sizes.
+
+KNOWN = ["baseline", "avx2", "avx512"]
+SIZES = [(2, 5), (3, 9), (4, 20), (5, 10), (7, 12), (9, 3), (13, 24), (16, 16), (33, 50), (65, 70)]
+CASES = [(*case, case[0].regimes) for case in deal(RULES, SIZES, [torch.float32, torch.float64])]
+CASES += [(rule, (20, 33), dtype, ("ordinary",)) for rule in RULES for dtype in (torch.bfloat16, torch.float16)]
+
+
+def inputs_of(rule: Rule, size: tuple[int, int], dtype: torch.dtype, regimes: tuple[str, ...]) -> Inputs:
+    K, V = size
+    return rule.in_regimes(regimes, B=1, T=33, K=K, V=V, dtype=dtype)
+
+
+def step_of(rule: Rule, inputs: Inputs) -> Inputs:
+    first = {name: None if x is None else x.detach()[:, :1] for name, x in inputs.items() if name != "initial_state"}
+    return first | {"initial_state": inputs["initial_state"].detach()}
+
+
+@on_cpu
+@pytest.mark.slow
+def test_every_instruction_set_agrees(tmp_path):
+    """Over all rules and regimes. The one that this process has is what the other tests run."""
+    for name in KNOWN[: KNOWN.index(native.cpu_instruction_set())]:
+        result = subprocess.run(
+            [sys.executable, "-m", "tests.ops.test_native_cpu", str(tmp_path / name)],
+            cwd=ROOT,
+            env=os.environ | {"FASTWEIGHTS_CPU_ISA": name, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.strip() == name
+        for (rule, size, dtype, regimes), (whole, step) in zip(CASES, torch.load(tmp_path / name), strict=True):
+            inputs = inputs_of(rule, size, dtype, regimes)
+            expected = definition(rule, inputs, cotangents((whole["out"], whole["final_state"])))
+            expected_step = definition(rule, step_of(rule, inputs), None)
+            rows = [f"{name}, {rule.name}, {size}, {dtype}, {regime}" for regime in regimes]
+            assert_close(parts(whole, rows), parts(expected, rows), TOLERANCE[dtype])
+            assert_close(parts(step, rows), parts(expected_step, rows), TOLERANCE[dtype])
+
+
+def main() -> None:
+    """What the processes of `test_every_instruction_set_agrees` run."""
+    results = []
+    for rule, *how in CASES:
+        inputs = inputs_of(rule, *how)
+        step = named(rule.run(step_of(rule, inputs), "native"))
+        results.append(({name: x.detach() for name, x in outcome(rule, "native", inputs).items()}, step))
+    torch.save(results, sys.argv[1])
+    print(native.cpu_instruction_set())
+
+
+@on_cpu
+def test_an_instruction_set_that_is_not_there_is_named():
+    """And of those that are there, the last is the one that is taken."""
+    code = "from fairseq_fastweights.ops import native; native.cpu_instruction_set()"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"FASTWEIGHTS_CPU_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0
+    _, there = result.stderr.split("FASTWEIGHTS_CPU_ISA is mmx; here it may be one of ")
+    there = there.split("\n")[0].split(", ")
+    assert there == KNOWN[: len(there)]
+    assert native.cpu_instruction_set() == os.environ.get("FASTWEIGHTS_CPU_ISA", there[-1])
+
+
+if __name__ == "__main__":
+    main()
