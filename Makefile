@@ -13,15 +13,17 @@ DATA_WORD = '$(subst ','\'',$(value DATA))'
 # What clang-format looks after.
 KERNELS := $(wildcard $(foreach suffix,cpp h cu cuh,$(addsuffix /*.$(suffix),cpu cuda tests/cuda/emulation)))
 
-.PHONY: help setup test test-fast lint coverage mutation gpu-check demo demo-translation demo-synthetic clean
+.PHONY: help setup test test-fast test-emulated test-sanitized lint coverage mutation gpu-check demo demo-translation demo-synthetic clean
 
 help:
 	@echo 'make setup             make the environment .venv, with torch, fairseq and this project in it'
 	@echo 'make demo              train and compare three small language models (DATA=folder: on your text)'
 	@echo 'make demo-translation  train two small models to translate numbers, score and compare them'
 	@echo 'make demo-synthetic    see what memories of key-value pairs can hold and replace'
-	@echo 'make test              check style and types, run all tests'
+	@echo 'make test              check style and types, run all tests; the two below where their kernels changed'
 	@echo 'make test-fast         run the tests that are not marked slow'
+	@echo 'make test-emulated     run the long tests of the CUDA kernels in the emulator, record that they passed'
+	@echo 'make test-sanitized    run the CPU kernels under sanitizers, record that they passed'
 	@echo 'make lint              check style and types'
 	@echo 'make coverage          run all tests, say which lines of the package they left out'
 	@echo 'make mutation          put faults into the package and the kernels, count those that the tests notice (hours)'
@@ -35,11 +37,14 @@ setup:
 	@$(PYTHON) tools/setup_environment.py --torch=$(TORCH) $(ANY)
 
 test: lint
-	.venv/bin/python -m pytest -n auto
-	.venv/bin/python tools/check_sanitizers.py -n auto
+	.venv/bin/python -m pytest -n auto -q --durations=20 -m 'not emulated'
+	.venv/bin/python tools/recorded_passes.py --changed emulated sanitized
 
 test-fast: setup
-	.venv/bin/python -m pytest -n auto -m 'not slow'
+	.venv/bin/python -m pytest -n auto -q --durations=20 -m 'not slow and not emulated'
+
+test-emulated test-sanitized: test-%: setup
+	.venv/bin/python tools/recorded_passes.py $*
 
 lint: setup
 	.venv/bin/ruff format --check .

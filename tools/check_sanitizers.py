@@ -19,7 +19,9 @@ from native_toolchain import HostCompiler, Unavailable, first_line
 
 FOLDER = ROOT / "build" / "sanitized"
 LONGEST = 25 * 60
-"""Seconds; it takes five minutes on two cores."""
+"""Seconds; it takes a few minutes on two cores."""
+NOT_RUN = 77
+"""The exit status that automake's tests have for this."""
 # All memory starts as NaN, torch's too: a result that was not written everywhere, or was made from what was not, fails
 # its test.
 ASAN_OPTIONS = "detect_leaks=0:halt_on_error=1:abort_on_error=0:max_malloc_fill_size=2147483647:malloc_fill_byte=255"
@@ -56,12 +58,12 @@ def environment(preloaded: list[Path]) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Builds and tests; returns the exit status. Where there are no sanitizers, that is an error in CI alone."""
+    """Builds and tests; returns the exit status, `NOT_RUN` where there are no sanitizers."""
     try:
         preloaded = runtime_libraries(HostCompiler.find())
     except Unavailable as reason:
         print(f"sanitizers: not run: {reason}", file=sys.stderr)
-        return 1 if os.environ.get("CI") else 0
+        return NOT_RUN
     build = [sys.executable, "tools/native_build.py", "--sanitize", "--into", str(FOLDER)]
     if subprocess.run(build, cwd=ROOT).returncode:
         return 1

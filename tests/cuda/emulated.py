@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.ops.rules import Inputs, Rule, cotangents, definition, state_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = Path(__file__).resolve().parent / "emulation"
-FLAGS = "-std=c++17 -O1 -g1 -fPIC -DFASTWEIGHTS_EMULATION -Wall -Wno-unknown-pragmas -fno-strict-aliasing".split()
+FLAGS = "-std=c++17 -fPIC -DFASTWEIGHTS_EMULATION -Wall -Wno-unknown-pragmas -fno-strict-aliasing".split()
 # A GPU faults on a float4 at an odd address; the host would read it. The emulator makes an error of the trap.
 TRAPS = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 OF_THE_GPU, OF_THE_CPU = (f"TORCH_LIBRARY_IMPL(fairseq_fastweights, {key}, m)" for key in ("CUDA", "CPU"))
@@ -97,7 +98,12 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def build(sources: tuple[Path, ...] | None = None, extra_flags: tuple[str, ...] = (), binding: bool = False) -> Path:
+def build(
+    sources: tuple[Path, ...] | None = None,
+    extra_flags: tuple[str, ...] = (),
+    binding: bool = False,
+    optimized: bool = True,
+) -> Path:
     """Compiles `sources` (None: cuda/*.cu) and the emulator, each file once for its content, to a shared library.
 
     `extra_flags` such as ``-fsanitize=address,undefined`` take the place of the trap for misaligned accesses. With
@@ -111,7 +117,7 @@ def build(sources: tuple[Path, ...] | None = None, extra_flags: tuple[str, ...] 
     if cxx is None:
         raise RuntimeError("no C++ compiler: set CXX, or put g++ or clang++ on PATH")
     headers = sorted([*ROOT.glob("cuda/*.h"), *ROOT.glob("cuda/*.cuh"), *SHIM.rglob("*.h")])
-    flags = [*FLAGS, *extra_flags]
+    flags = [*FLAGS, "-O1" if optimized else "-O0", *extra_flags]
     if not extra_flags and "clang" not in cxx:
         flags += TRAPS
     common = hashlib.sha256(" ".join([cxx, platform.machine(), *flags]).encode())
@@ -123,13 +129,12 @@ def build(sources: tuple[Path, ...] | None = None, extra_flags: tuple[str, ...] 
     link = [cxx, *flags, "-shared"]
     with (folder / "lock").open("w") as lock:  # test processes run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
-        objects, libraries = [], []
+        compilations, libraries = [], []
         for source in sorted([*(ROOT.glob("cuda/*.cu") if sources is None else sources), SHIM / "emulation.cpp"]):
             digest = common.copy()
             digest.update(source.read_bytes())
             made = folder / f"{source.stem}-{digest.hexdigest()[:20]}.o"
-            objects.append(made)
-            _compile([cxx, *flags, *includes], source, made)
+            compilations.append(([cxx, *flags, *includes], source, made))
         if binding:
             torch_build = Torch.find()
             text = (ROOT / "cuda" / "binding.cpp").read_text()
@@ -140,9 +145,13 @@ def build(sources: tuple[Path, ...] | None = None, extra_flags: tuple[str, ...] 
             digest.update(f"{text}{torch_build.version}{options}".encode())
             source = folder / f"binding-{digest.hexdigest()[:20]}.cpp"
             source.write_text(text)
-            objects.append(source.with_suffix(".o"))
-            _compile([cxx, *options, *includes, *torch_build.include_flags], source, objects[-1])
+            compilations.append(
+                ([cxx, *options, *includes, *torch_build.include_flags], source, source.with_suffix(".o"))
+            )
             libraries = [f"-L{torch_build.library_folder}", "-lc10", "-ltorch_cpu", "-ltorch"]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_compile, *zip(*compilations, strict=True)))
+        objects = [made for _, _, made in compilations]
         name = hashlib.sha256(" ".join([*map(str, objects), *link]).encode()).hexdigest()[:20]
         library = folder / f"kernels-{name}.so"
         if not library.exists():

@@ -18,7 +18,7 @@ SLOW = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.emulated
 @pytest.mark.parametrize("algorithm", ["", "chunked"], ids=["as-chosen", "chunked"])
 @pytest.mark.parametrize("file", ["test_backends", "test_checks", "test_divided", "test_native"])
 def test_operations_pass_their_tests_through_the_binding(cxx: str, file: str, algorithm: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from tests.ops.rules import (
     Rule,
     assert_close,
     cotangents,
+    deal,
     definition,
     differentiate,
     in_float64,
@@ -63,16 +67,26 @@ def expected(rule: Rule, inputs: Inputs) -> dict[str, Tensor | None]:
     return definition(rule, inputs, weights_of(inputs))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=label)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", CHUNKED)
+def short_and_long(short: Sequence[tuple], every: Iterable[tuple]) -> list[Any]:
+    """All cases, those that are not `short` marked: they take the emulator long."""
+    return [*short, *(pytest.param(*case, marks=pytest.mark.emulated) for case in every if case not in short)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    short_and_long(
+        deal(CHUNKED, [(17, 33, 32, 16), (33, 16, 144, 32), (65, 5, 3, 64)], list(TOLERANCE)),
+        itertools.product(CHUNKED, SHAPES, TOLERANCE),
+    ),
+    ids=label,
+)
 def test_agrees_with_the_reference(emulator: Emulator, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     T, K, V, interval = shape
     check = lambda actual, wanted: assert_close(actual, wanted, TOLERANCE[dtype])  # noqa: E731
     compare(emulator, RULE[name], check, interval=interval, algorithm="chunked", B=1, T=T, H=2, K=K, V=V, dtype=dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
 @pytest.mark.parametrize("shape", [(80, 256, 64, 16), (40, 512, 512, 16), (40, 257, 130, 32)], ids=str)
 @pytest.mark.parametrize("name", CHUNKED)
@@ -86,12 +100,12 @@ def test_agrees_in_large_dimensions(emulator: Emulator, name: str, shape: tuple[
     assert_close(run(emulator, RULE[name], inputs, interval), expected(RULE[name], inputs), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.emulated)], ids=label)
 @pytest.mark.parametrize(
     ("name", "regime"), [(name, regime) for name in CHUNKED for regime in RULE[name].regimes], ids=label
 )
 def test_extreme_gates_and_write_strengths(emulator: Emulator, name: str, regime: str, dtype: torch.dtype) -> None:
-    inputs = RULE[name].inputs(B=1, T=100, H=2, K=20, V=9, dtype=dtype, extras_dtype=torch.float32, regime=regime)
+    inputs = RULE[name].inputs(B=1, T=70, H=1, K=9, V=5, dtype=dtype, extras_dtype=torch.float32, regime=regime)
     assert_close(run(emulator, RULE[name], inputs), expected(RULE[name], inputs), TOLERANCE[dtype])
 
 
@@ -110,7 +124,7 @@ def test_few_heads_are_divided_in_time(emulator: Emulator, name: str, regime: st
     assert_close(run(emulator, RULE[name], inputs, 128), expected(RULE[name], inputs), TOLERANCE[dtype])
 
 
-@pytest.mark.slow
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("name", "regime"),
     [
@@ -151,6 +165,7 @@ DRIFTING = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("name", "regime"), DRIFTING, ids=label)
 def test_bfloat16_does_not_drift_over_thousands_of_steps(
     emulator: Emulator, name: str, regime: str, monkeypatch: pytest.MonkeyPatch
@@ -182,8 +197,14 @@ def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, regime: 
     assert_close(actual, {name: wanted[name] for name in actual}, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", [(40, 64, 64), (40, 128, 96), (64, 256, 128), (40, 512, 512)], ids=str)
-@pytest.mark.parametrize("name", ["sum", "gated", "delta", *DECAYS])
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    short_and_long(
+        [((40, 32, 40), name) for name in CHUNKED],
+        itertools.product([(40, 64, 64), (40, 128, 96), (64, 256, 128), (40, 512, 512)], CHUNKED),
+    ),
+    ids=label,
+)
 def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(
     emulator: Emulator, name: str, shape: tuple[int, ...]
 ) -> None:
@@ -225,16 +246,21 @@ def test_strided_inputs(
     assert_close(actual, expected(RULE[name], inputs), TOLERANCE[dtype])
 
 
+ORDERS = [
+    *(((70, 33, 130), dtype) for dtype in TOLERANCE),
+    *(((100, 200, 64), dtype) for dtype in TOLERANCE),
+    *(((130, 16, 16), torch.bfloat16), ((520, 8, 8), torch.bfloat16), ((40, 512, 16), torch.bfloat16)),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        *(((70, 33, 130), dtype) for dtype in TOLERANCE),
-        *(((100, 200, 64), dtype) for dtype in TOLERANCE),
-        *(((130, 16, 16), torch.bfloat16), ((520, 8, 8), torch.bfloat16), ((40, 512, 16), torch.bfloat16)),
-    ],
+    ("name", "shape", "dtype"),
+    short_and_long(
+        deal(CHUNKED, [(35, 33, 50)], [torch.float32, torch.bfloat16]),
+        [(name, *case) for name in CHUNKED for case in ORDERS],
+    ),
     ids=label,
 )
-@pytest.mark.parametrize("name", CHUNKED)
 def test_same_bits_in_any_order_of_threads(
     emulator: Emulator, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -312,6 +338,7 @@ def test_states_are_kept_at_every_interval(emulator: Emulator, name: str) -> Non
         assert relative_error(states[:, :, n - 1], definition(rule, prefix, None)["final_state"]) <= 1e-5, n
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (86, 99)])
 @pytest.mark.parametrize("name", CHUNKED)
 def test_devices_with_less_shared_memory(emulator: Emulator, name: str, capability: int, kilobytes: int) -> None:

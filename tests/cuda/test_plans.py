@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cuda.emulated import OPERATIONS, Emulator
-from tests.cuda.test_chunked import CHUNKED, DECAYS, TOLERANCE, expected, run
+from tests.cuda.test_chunked import CHUNKED, DECAYS, TOLERANCE, expected, run, short_and_long
 from tests.ops.rules import RULE, assert_close
 
 PLANS = [
@@ -58,8 +58,13 @@ def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(
     assert plan.shared <= 113 * 1024 and plan.segments == segments
 
 
-@pytest.mark.parametrize("text", [*PLANS, "segments=3", "chunk=16 segments=2"])
-@pytest.mark.parametrize("name", [name for name in CHUNKED if name not in DECAYS])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    short_and_long(
+        [(name, "chunk=16 segments=2") for name in CHUNKED if name not in DECAYS],
+        itertools.product((name for name in CHUNKED if name not in DECAYS), [*PLANS, "segments=3"]),
+    ),
+)
 def test_every_plan_is_right(emulator: Emulator, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     T, K, V, interval = 131, 20, 90, 128
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
@@ -68,6 +73,7 @@ def test_every_plan_is_right(emulator: Emulator, name: str, text: str, monkeypat
     assert_close(run(emulator, RULE[name], inputs, interval), expected(RULE[name], inputs), TOLERANCE[dtype])
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("text", ["columns=16", "columns=48", "columns=96", "columns=48 segments=3"])
 @pytest.mark.parametrize("name", DECAYS)
 def test_every_plan_of_decays_is_right(

@@ -1,0 +1,103 @@
+"""tools/recorded_passes.py: what is run, what is left out, and what is recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import recorded_passes
+from native_toolchain import HostCompiler, Unavailable
+from recorded_passes import Check
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = "import pathlib, sys; pathlib.Path('ran').touch(); sys.exit(int(pathlib.Path('status').read_text()))"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one check, which ends with what the file `status` says."""
+    for name in ("tests", "cuda/part"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "cuda/step.cu").write_text("a\n")
+    (tmp_path / "status").write_text("0")
+    check = Check(("cuda/*.cu", "cuda/**/*.h"), ("-c", WORDS))
+    monkeypatch.setattr(recorded_passes, "CHECKS", {"emulated": check})
+    monkeypatch.setattr(HostCompiler, "find", lambda: None)
+    monkeypatch.delenv("CI", raising=False)
+    return tmp_path
+
+
+def ran(root: Path, *arguments: str, status: int = 0) -> bool:
+    assert recorded_passes.main([*arguments, "emulated"], root) == status
+    found = (root / "ran").exists()
+    (root / "ran").unlink(missing_ok=True)
+    return found
+
+
+def test_a_check_is_left_out_while_its_files_are_those_that_passed(root: Path, capsys) -> None:
+    assert ran(root, "--changed") and not ran(root, "--changed")
+    assert "emulated: left out" in capsys.readouterr().out
+    assert ran(root), "it was asked for"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "cuda/step.cu").write_text("b\n"),
+        lambda root: (root / "cuda/step.cu").rename(root / "cuda/other.cu"),
+        lambda root: (root / "cuda/part/new.h").touch(),
+        lambda root: (root / "cuda/step.cu").unlink(),
+    ],
+    ids=["content", "name", "new", "gone"],
+)
+def test_any_change_of_a_file_runs_it_again(root: Path, change) -> None:
+    assert ran(root, "--changed")
+    change(root)
+    assert ran(root, "--changed") and not ran(root, "--changed")
+
+
+def test_other_files_do_not(root: Path) -> None:
+    assert ran(root, "--changed")
+    (root / "cuda/README.md").touch()
+    assert not ran(root, "--changed")
+
+
+@pytest.mark.parametrize("status", [1, 5])
+def test_a_failure_is_not_recorded(root: Path, status: int) -> None:
+    (root / "status").write_text(str(status))
+    assert ran(root, status=status) and ran(root, "--changed", status=status)
+
+
+@pytest.mark.parametrize("ci", [False, True])
+def test_what_cannot_be_run_is_not_recorded_and_an_error_in_ci(root: Path, monkeypatch, ci: bool) -> None:
+    if ci:
+        monkeypatch.setenv("CI", "true")
+
+    def none() -> None:
+        raise Unavailable("no compiler")
+
+    monkeypatch.setattr(HostCompiler, "find", none)
+    assert not ran(root, status=int(ci))
+    monkeypatch.setattr(HostCompiler, "find", lambda: None)
+    (root / "status").write_text(str(recorded_passes.NOT_RUN))
+    assert ran(root, status=int(ci)) and not (root / recorded_passes.RECORD).exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"another": ""}'])
+def test_a_damaged_record_is_named(root: Path, text: str, capsys) -> None:
+    (root / recorded_passes.RECORD).write_text(text)
+    assert not ran(root, "--changed", status=1)
+    assert "tests/recorded_passes.json is damaged" in capsys.readouterr().err
+
+
+def test_a_record_keeps_what_others_wrote(root: Path) -> None:
+    recorded_passes.CHECKS["sanitized"] = Check(("cuda/step.cu",), ("-c", "raise SystemExit(0)"))
+    assert recorded_passes.main(["emulated", "sanitized"], root) == 0
+    assert sorted(json.loads((root / recorded_passes.RECORD).read_text())) == ["emulated", "sanitized"]
+
+
+def test_every_check_has_files_and_a_command_that_is_there() -> None:
+    for check in recorded_passes.CHECKS.values():
+        assert all(list(ROOT.glob(pattern)) for pattern in check.files)
+        assert check.command[0] == "-m" or (ROOT / check.command[0]).exists()

@@ -1,0 +1,109 @@
+"""Runs the long checks of the compiled kernels, and records of which files they passed.
+
+    python tools/recorded_passes.py emulated|sanitized ...             runs them, records that they passed
+    python tools/recorded_passes.py --changed emulated|sanitized ...   only where the files are not those recorded
+
+`tests/recorded_passes.json` holds, for each check, a digest of the files that it depends on, as they were when it last
+passed. It is committed with a change of those files, so that `make test` need not run them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from check_sanitizers import NOT_RUN
+from native_toolchain import HostCompiler, Unavailable
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = "tests/recorded_passes.json"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command, and the files, as patterns below the repository's root, that decide how it ends."""
+
+    files: tuple[str, ...]
+    command: tuple[str, ...]
+
+
+CHECKS = {
+    "emulated": Check(
+        ("cuda/*.cu", "cuda/*.cuh", "cuda/*.h", "cuda/*.cpp", "tests/cuda/*.py", "tests/cuda/emulation/**/*.*"),
+        ("-m", "pytest", "-n", "auto", "-q", "-m", "emulated", "tests/cuda"),
+    ),
+    "sanitized": Check(("cpu/*.*", "tools/check_sanitizers.py"), ("tools/check_sanitizers.py", "-n", "auto")),
+}
+
+
+def digest(root: Path, check: Check) -> str:
+    """Of the files' names and contents."""
+    found = hashlib.sha256()
+    for path in sorted({path for pattern in check.files for path in root.glob(pattern)}):
+        found.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def recorded(root: Path) -> dict[str, str]:
+    """The digests by check.
+
+    Raises:
+        ValueError: if the file is none that this program writes.
+    """
+    try:
+        passes = json.loads((root / RECORD).read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{RECORD} is damaged: {error}; take it from git again, or delete it") from None
+    if not isinstance(passes, dict) or not set(passes) <= set(CHECKS):
+        raise ValueError(f"{RECORD} is damaged: it must hold digests of {', '.join(CHECKS)}; delete it")
+    return passes
+
+
+def record(root: Path, name: str, passed: str) -> None:
+    passes = recorded(root) | {name: passed}
+    new = root / f"{RECORD}.new"
+    new.write_text(json.dumps(passes, indent=1, sort_keys=True) + "\n")
+    new.replace(root / RECORD)
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    """Returns the exit status. A compiler that is missing is an error in CI alone; nothing is recorded without one."""
+    parser = argparse.ArgumentParser(description="Runs the long checks of the compiled kernels.")
+    parser.add_argument("checks", nargs="+", choices=list(CHECKS))
+    parser.add_argument("--changed", action="store_true", help="leave out those that passed with the files as they are")
+    options = parser.parse_args(arguments)
+    for name in options.checks:
+        before = digest(root, CHECKS[name])
+        try:
+            if options.changed and recorded(root).get(name) == before:
+                print(f"{name}: left out, it passed with these files; `make test-{name}` runs it", flush=True)
+                continue
+            HostCompiler.find()
+            status = subprocess.run([sys.executable, *CHECKS[name].command], cwd=root).returncode
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
+        except Unavailable as reason:
+            print(f"{name}: not run: {reason}", file=sys.stderr)
+            status = NOT_RUN
+        if status == NOT_RUN:
+            if os.environ.get("CI"):
+                return 1
+            continue
+        if status:
+            return status
+        if digest(root, CHECKS[name]) == before:
+            record(root, name, before)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
