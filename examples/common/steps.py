@@ -28,8 +28,6 @@ from typing import Any, TextIO
 from common.interruptions import undisturbed
 
 BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
-LINE_EVERY = 10.0
-"""Seconds between two lines about the same step where the output is not a terminal."""
 _TAIL = 20_000
 
 
@@ -84,25 +82,28 @@ class Step:
             raise StepError(f"{self.title} is not finished")
         return result
 
-    def shell_command(self, environment: dict[str, str]) -> str:
-        """The command as one would type it, over several lines."""
-        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
-        lines = [f"  {variables}{shlex.quote(self.command[0])}"]
+    @property
+    def groups(self) -> list[list[str]]:
+        """The command's arguments: each option with its values, before them what comes before any option."""
         groups: list[list[str]] = [[]]
         for word in self.command[1:]:
             if word.startswith("--"):
                 groups.append([])
-            groups[-1].append(shlex.quote(word))
-        for group in filter(None, groups):
-            # An option stays on one line with its values, if they fit.
-            together = " ".join(group)
-            for words in [together] if len(together) <= 90 else group:
-                if len(lines[-1]) + len(words) + 3 > 100:
-                    lines[-1] += " \\"
-                    lines.append(f"      {words}")
-                else:
-                    lines[-1] += f" {words}"
-        return "\n".join(lines)
+            groups[-1].append(word)
+        return [group for group in groups if group]
+
+    def shell_command(self, environment: dict[str, str]) -> str:
+        """The command as one would type it, over several lines."""
+        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
+        return _folded(f"  {variables}{shlex.quote(self.command[0])}", self.groups)
+
+    def difference(self, other: Step) -> str:
+        """What the command has that another of the same program has not, and the other way round."""
+        here, there = self.groups, other.groups
+        text = _folded(f"  as for {other.title}, but with", [group for group in here if group not in there])
+        options = [group[0] for group in here]
+        gone = [[group[0]] for group in there if group[0].startswith("--") and group[0] not in options]
+        return text + (f"\n{_folded('      and without', gone)}" if gone else "")
 
     def prepare_folder(self) -> bool:
         """Makes the folder ready for a run; returns whether that goes on with an earlier one."""
@@ -113,6 +114,21 @@ class Step:
         self.folder.mkdir(parents=True)
         write_json(self.folder / BEGUN, {"key": self.key})
         return False
+
+
+def _folded(start: str, groups: list[list[str]]) -> str:
+    """Words as a shell reads them; an option stays on one line with its values, if they fit."""
+    lines = [start]
+    for group in groups:
+        quoted = [shlex.quote(word) for word in group]
+        together = " ".join(quoted)
+        for words in [together] if len(together) <= 90 else quoted:
+            if len(lines[-1]) + len(words) + 3 > 100:
+                lines[-1] += " \\"
+                lines.append(f"      {words}")
+            else:
+                lines[-1] += f" {words}"
+    return "\n".join(lines)
 
 
 def _broken_checkpoints(folder: Path) -> list[Path]:
@@ -126,7 +142,7 @@ class _Process:
     def __init__(self, step: Step, cwd: Path, environment: dict[str, str], keep_open: Sequence[int]) -> None:
         self.step = step
         self.resumed = step.prepare_folder()
-        self.started = self.last_line = time.monotonic()
+        self.started = time.monotonic()
         # A pipe that nobody writes to: it ends when the last of the processes that the command started is gone.
         self.alive, held = os.pipe()
         with step.log.open("a") as log:
@@ -184,12 +200,15 @@ class _Process:
 
 
 class Runner:
-    """Runs steps, several at a time, each after those that it uses, and shows how far they have come.
+    """Runs steps, several at a time, each after those that it uses.
+
+    The first command of each program is shown whole, of others what differs from it. A terminal has a line for each
+    that is running, which says how far it has come; in a log there is nothing between its beginning and its end.
 
     Args:
         cwd: where the commands run.
         slots: how many at a time.
-        output: where progress goes; a terminal gets live lines.
+        output: where all of that goes.
         environment: variables for the commands, printed with them.
         keep_open: file descriptors that the commands inherit.
     """
@@ -208,6 +227,7 @@ class Runner:
         self.environment = environment
         self.keep_open = keep_open
         self._live_lines = 0
+        self._shown: dict[str, Step] = {}  # the first of each program
 
     def run(self, steps: Sequence[Step]) -> None:
         """Runs all steps that are not done. Earlier ones come first where there is a choice.
@@ -251,21 +271,21 @@ class Runner:
 
     def _announce(self, process: _Process) -> None:
         goes_on = ": goes on where it was" if process.resumed else ""
-        self.say(f"{process.step.title}{goes_on}\n{process.step.shell_command(self.environment)}")
+        step = process.step
+        first = self._shown.setdefault(Path(step.command[0]).name, step)
+        # Another script of Python's has nothing in common with it.
+        known = first is not step and any(group in first.groups for group in step.groups)
+        self.say(f"{step.title}{goes_on}\n{step.difference(first) if known else step.shell_command(self.environment)}")
 
     def _show(self, running: list[_Process]) -> None:
-        if self.output.isatty():
-            self._clear()
-            width = shutil.get_terminal_size().columns - 1
-            for process in running:
-                print(f"> {process.describe()}"[:width], file=self.output)
-            self.output.flush()
-            self._live_lines = len(running)
+        if not self.output.isatty():
             return
+        self._clear()
+        width = shutil.get_terminal_size().columns - 1
         for process in running:
-            if time.monotonic() - process.last_line >= LINE_EVERY:
-                process.last_line = time.monotonic()
-                self.say(f"  {process.describe()}")
+            print(f"> {process.describe()}"[:width], file=self.output)
+        self.output.flush()
+        self._live_lines = len(running)
 
     def _clear(self) -> None:
         if self._live_lines:

@@ -54,7 +54,7 @@ def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -
         raise ops.BackendUnavailable(f"build it with {causal_product.ROOT}/tools/build.py")
 
     monkeypatch.setitem(ours.OPERATIONS, "sum", unavailable)
-    with pytest.raises(Unavailable, match="^build it with tools/build.py$"):
+    with pytest.raises(Unavailable, match=r"^build it with tools/build.py$"):
         ours.contestants(["sum"])[0].prepare(SHAPE, draw_inputs(SHAPE, torch.float32, "cpu")).run_both()
 
 
@@ -99,7 +99,7 @@ def test_causal_product_is_found_in_its_folder(tmp_path: Path, monkeypatch: pyte
 def test_causal_product_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "fast_transformers", None)  # importing it fails
     [contestant] = causal_product.contestants(tmp_path)
-    with pytest.raises(Unavailable, match="build_causal_product.py builds it"):
+    with pytest.raises(Unavailable, match=r"build_causal_product.py builds it"):
         contestant.prepare(SHAPE, draw_inputs(SHAPE, torch.float32, "cpu"))
     assert causal_product.build_record() is None
 

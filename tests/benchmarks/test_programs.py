@@ -125,7 +125,7 @@ def test_a_page_out_of_date_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
     for old in (None, "old\n"):
         if old is not None:
             page.write_text(old)
-        with pytest.raises(SystemExit, match="report.py writes it"):
+        with pytest.raises(SystemExit, match=r"report.py writes it"):
             run_here(report.main, monkeypatch, "--check", "--page", page)
     assert page.read_text() == "old\n"
     run_here(report.main, monkeypatch, "--page", page)

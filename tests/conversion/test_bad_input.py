@@ -266,6 +266,7 @@ def test_a_failure_in_the_middle_leaves_nothing(folders, converted, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["from-huggingface", "to-huggingface"])
 def test_a_file_that_cannot_be_written_is_one_line(folders, converted, tmp_path, command):
     source = folders["neox"] if command == "from-huggingface" else converted

@@ -193,6 +193,6 @@ def test_more_than_the_heads_dimension_cannot_be_had_of_a_linear_map(feature_map
 
 
 def test_a_delta_rule_without_biases_is_refused():
-    with pytest.raises(ValueError, match="no_attention_bias is set.*0.007"):
+    with pytest.raises(ValueError, match=r"no_attention_bias is set.*0.007"):
         check_swap(memory(update_rule="delta", bias=False))
     check_swap(memory(update_rule="decay", bias=False))

@@ -207,7 +207,7 @@ def test_settings_of_two_files_are_read_too(tmp_path):
     sources.tokenizer(False).model.save(str(tmp_path))
     read_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    with pytest.raises(ValueError, match="tokenizer_config.json: add_prefix_space is set"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: add_prefix_space is set"):
         read_tokenizer(tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_runs_of_spaces_that_only_a_vocabulary_lists_are_refused(tmp_path):
     sources.tokenizer(False).model.save(str(tmp_path))
     vocabulary = json.loads((tmp_path / "vocab.json").read_text())
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary | {"   ": len(vocabulary)}))
-    with pytest.raises(ValueError, match="vocab.json: 1 pieces, '   ' for one, are not written in characters for byt"):
+    with pytest.raises(ValueError, match=r"vocab.json: 1 pieces, '   ' for one, are not written in characters for byt"):
         read_tokenizer(tmp_path)
 
 

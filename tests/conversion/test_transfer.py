@@ -72,10 +72,14 @@ def log_probs(model, tokens):
     return model.get_normalized_probs(model(tokens), log_probs=True)
 
 
-@pytest.mark.parametrize("save", [save_as_today, save_as_in_2019])
 @pytest.mark.parametrize(
-    ("arch", "flags"),
-    [("baevski_wiki103", ADAPTIVE), ("", PRE_NORM), ("", ""), ("", "--decoder-learned-pos --decoder-output-dim 12")],
+    ("arch", "flags", "save"),
+    [
+        ("baevski_wiki103", ADAPTIVE, save_as_in_2019),
+        ("", PRE_NORM, save_as_today),
+        ("", "", save_as_in_2019),
+        ("", "--decoder-learned-pos --decoder-output-dim 12", save_as_today),
+    ],
 )
 def test_without_swapping_the_model_is_the_source(fairseq, text, tmp_path, arch, flags, save):
     theirs, ours = (
@@ -111,15 +115,18 @@ def test_half_precision_is_taken_for_what_it_is(fairseq, source, tmp_path):
 
 
 # Rows and columns of Mao's Table 1, and more.
-@pytest.mark.parametrize("update_rule", ["sum", "gated", "decay", "delta"])
 @pytest.mark.parametrize(
-    "how",
+    ("update_rule", "how"),
     [
-        "--feature-map relu --feature-dim 4 --normalization attention",
-        "--feature-map relu --feature-dim 4 --normalization none",
-        "--feature-map identity --feature-dim 4 --normalization none",
-        "--feature-dim 8",
-        "--feature-map favor --normalization sum --softmax-attention-layers 2",
+        ("sum", "--feature-map relu --feature-dim 4 --normalization attention"),
+        ("decay", "--feature-map relu --feature-dim 4 --normalization attention"),
+        ("delta", "--feature-map relu --feature-dim 4 --normalization none"),
+        ("gated", "--feature-map relu --feature-dim 4 --normalization none"),
+        ("sum", "--feature-map identity --feature-dim 4 --normalization none"),
+        ("gated", "--feature-map identity --feature-dim 4 --normalization none"),
+        ("delta", "--feature-dim 8"),
+        ("decay", "--feature-dim 8"),
+        ("delta", "--feature-map favor --normalization sum --softmax-attention-layers 2"),
     ],
 )
 def test_every_rule_takes_a_finite_first_step(fairseq, baevski, text, update_rule, how):
@@ -480,7 +487,7 @@ def test_models_with_fast_weights_are_no_source(fairseq, tmp_path):
     for number, flags in enumerate(("", "--softmax-attention-layers 1")):
         folder = tmp_path / str(number)
         make_source(fairseq, folder, f"{PRE_NORM} {flags}", "fast_weight_lm")
-        with pytest.raises(ValueError, match="a model with fast weights.*--finetune-from-model"):
+        with pytest.raises(ValueError, match=r"a model with fast weights.*--finetune-from-model"):
             take(fairseq, folder, PRE_NORM)
     # The same model with ordinary attention in all layers is one.
     make_source(fairseq, tmp_path / "all", f"{PRE_NORM} --softmax-attention-layers all", "fast_weight_lm")
@@ -495,7 +502,7 @@ def test_sources_whose_settings_have_their_former_name_are_known(fairseq, tmp_pa
         state["model"] = with_former_name(state["model"])
         torch.save(state, folder / "model.pt")
         if refused:
-            with pytest.raises(ValueError, match="a model with fast weights.*--finetune-from-model"):
+            with pytest.raises(ValueError, match=r"a model with fast weights.*--finetune-from-model"):
                 take(fairseq, folder, PRE_NORM)
         else:
             name = "decoder.layers.0.fc1.weight"

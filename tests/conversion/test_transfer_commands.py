@@ -62,27 +62,6 @@ def test_one_command_swaps_and_trains_and_what_it_leaves_needs_no_source(corpus,
     assert swapped < scratch
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["sum", "gated", "delta", "decay"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        "--feature-map relu --normalization attention",
-        "--feature-map relu --normalization none",
-        "--feature-map identity --normalization none",
-    ],
-    ids=["baseline", "no normalisation", "no map"],
-)
-def test_every_row_of_maos_first_table_is_one_command(corpus, source, tmp_path, rule, how):
-    if rule == "delta":
-        # Sum normalisation everywhere (footnote 3): in the last row it divides by what may be small, and diverges.
-        how = how.replace("attention", "attention,sum").replace("none", "sum")
-    flags = [*BAEVSKI, "--transfer-from", str(source), "--update-rule", rule, *how.split(), "--feature-dim", "4"]
-    log = train(corpus, tmp_path, *flags, "--max-update", "2", "--lr", "1e-4", "--no-save")
-    losses = [float(x) for x in re.findall(r'"loss": "([^"]+)"', log)]
-    assert len(losses) >= 2 and all(0 < x < 1e4 for x in losses)
-
-
 def test_a_dry_run_reports_and_leaves_data_and_checkpoints_alone(source, tmp_path):
     # There is nothing but a dictionary, so that data would be missed.
     (tmp_path / "data").mkdir()
@@ -105,9 +84,6 @@ def test_a_dry_run_succeeds_as_a_process(corpus, source, tmp_path):
     result = spawn("train", str(corpus), *flags)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "none of them" in result.stdout and "num. shared" not in result.stdout
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    refused = spawn("train", str(corpus), *flags, "--decoder-ffn-embed-dim", "48")
-    assert refused.returncode != 0 and "wrong shape  decoder.layers.0.fc1.weight" in refused.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

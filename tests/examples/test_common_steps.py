@@ -239,3 +239,37 @@ def test_an_option_stays_on_a_line_with_its_values(tmp_path: Path) -> None:
     assert len(lines) > 2
     assert lines[0].startswith("  program --option-0 one two ")
     assert all(line.lstrip().startswith("--option") and line.endswith("two") for line in lines[1:])
+
+
+def test_of_a_second_command_of_a_program_only_what_differs_is_shown(tmp_path: Path) -> None:
+    commands = {"first": ["--task", "t", "--layers", "2", "--carry"], "second": ["--task", "t", "--layers", "3"]}
+    first, second = (
+        steps.Step(name, tmp_path / name, ["true", "data", *options], lambda log: {})
+        for name, options in commands.items()
+    )
+    shown = work(first, second, slots=1)
+    assert "first\n  true data --task t --layers 2 --carry\n" in shown
+    assert "second\n  as for first, but with --layers 3\n      and without --carry\n" in shown
+    other = steps.Step("other", tmp_path / "other", ["true", "elsewhere"], lambda log: {})
+    assert "other\n  true elsewhere\n" in work(first, other, slots=1)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_progress_is_a_line_that_changes_on_a_terminal_and_nothing_in_a_log(tmp_path: Path, kind: type) -> None:
+    waiting = "import pathlib, sys, time\nwhile not (pathlib.Path(sys.argv[1]) / 'seen').exists(): time.sleep(0.01)"
+
+    def seen(log: str) -> str:
+        (tmp_path / "a" / "seen").touch()
+        return "halfway"
+
+    step = make_step(tmp_path / "a", waiting if kind is Terminal else "pass", describe_progress=seen)
+    output = kind()
+    steps.Runner(ROOT, 1, output, {}).run([step])
+    lines = output.getvalue().splitlines()
+    assert lines[0] == "a" and lines[-1].endswith("a: done (0 s)")
+    assert ("> a: halfway" in lines) == ("\x1b[1F\x1b[J" in output.getvalue()) == (kind is Terminal)

@@ -4,6 +4,7 @@ before a model is built."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -163,10 +164,11 @@ THEIRS = [
 ]
 
 
-@pytest.mark.parametrize("arch", [*OURS, *THEIRS])
-@pytest.mark.parametrize(
-    "given", [{}, {"decoder_layers": 6, "decoder_embed_dim": 24, "dropout": 0.25}], ids=["", "more"]
-)
+GIVEN = [{}, {"decoder_layers": 6, "decoder_embed_dim": 24, "dropout": 0.25}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "given"), zip([*OURS, *THEIRS], itertools.cycle(GIVEN), strict=False))
 def test_hydra_sets_what_the_command_line_does(our_fairseq, fairseq, arch, given):
     """Where settings are those of the architecture's model (six layers), too."""
     cfg = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(FairseqConfig)))

@@ -12,6 +12,8 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
+from tests.ops.rules import deal
+
 WORDS = tuple(f"w{i}" for i in range(40))
 
 
@@ -103,12 +105,13 @@ def prune(fairseq, saved, flags: str, kept: str):
     return model
 
 
-@pytest.mark.parametrize("kept", ["0,2", "3,0,1", "2", "1,3", "0,1,2,3"])
-@pytest.mark.parametrize("layers", ["1", "2,4", "1,3", "all", ","])
 @pytest.mark.parametrize(
-    "flags",
-    ["--update-rule sum", "--update-rule delta", "--update-rule sum --rotary-dim 4 --fast-weight-heads 4"],
-    ids=["sum", "delta", "rotary"],
+    ("kept", "layers", "flags"),
+    deal(
+        ["0,2", "3,0,1", "2", "1,3", "0,1,2,3"],
+        ["1", "2,4", "1,3", "all", ","],
+        ["--update-rule sum", "--update-rule delta", "--update-rule sum --rotary-dim 4 --fast-weight-heads 4"],
+    ),
 )
 @torch.no_grad()
 def test_pruned_layers_keep_their_kind(fairseq, text, flags, layers, kept):

@@ -210,7 +210,7 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 def test_a_checkpoint_of_other_settings_is_refused_by_name(made_with, options, named):
     saved, model = build(**made_with), build(**options, seed=1)
     before = values(model)
-    with pytest.raises(ValueError, match="^the checkpoint does not fit the model: ") as error:
+    with pytest.raises(ValueError, match=r"^the checkpoint does not fit the model: ") as error:
         model.load_state_dict(saved.state_dict())
     for pattern in named:
         assert re.search(pattern, str(error.value)), error.value
@@ -269,7 +269,7 @@ def test_a_checkpoint_with_the_former_name_of_its_settings_loads(places):
     loaded.load_state_dict(dict(state), strict=True)
     assert torch.equal(output(saved), output(loaded))
     other = build(**{**options, "fast_weight_attention": "none" if places != "none" else "cross"})
-    with pytest.raises(ValueError, match="update rule is '.*' in the checkpoint and '.*' in the model"):
+    with pytest.raises(ValueError, match=r"update rule is '.*' in the checkpoint and '.*' in the model"):
         other.load_state_dict(dict(state))
     for side in ("source", "target"):
         with pytest.raises(ValueError, match=f"{side} dictionary digest is"):

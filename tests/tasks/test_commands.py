@@ -33,8 +33,15 @@ def last_loss(log: str) -> float:
     return float(re.findall(r'"train_loss": "([^"]+)"', log)[-1])
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("flags", ["--fp16", "--bf16", "--checkpoint-activations", "--ddp-backend legacy_ddp"])
+WAYS = ["--fp16", "--bf16", "--checkpoint-activations", "--ddp-backend legacy_ddp"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "flags"),
+    # Every way with the first, and of the others each in a way of its own.
+    [*(("fast_weight_lm", way) for way in WAYS), *zip(list(ARCHITECTURES)[1:], WAYS, strict=False)],
+)
 def test_every_architecture_trains_in_every_way(corpus, tmp_path, arch, flags):
     common = ["--arch", arch, *ARCHITECTURES[arch], "--max-update", "4", "--no-save"]
     loss = last_loss(train(corpus, tmp_path, *common, *flags.split()))
@@ -44,7 +51,9 @@ def test_every_architecture_trains_in_every_way(corpus, tmp_path, arch, flags):
     assert math.isfinite(loss)
 
 
-@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "delta"])
+@pytest.mark.parametrize(
+    "rule", ["delta", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("sum", "gated", "decay"))]
+)
 def test_every_rule_learns(corpus, tmp_path, rule):
     log = train(corpus, tmp_path, "--update-rule", rule, "--no-save", "--max-update", "40")
     losses = [float(x) for x in re.findall(r'"loss": "([^"]+)"', log)]
@@ -92,6 +101,7 @@ checkpoint: {{save_dir: {tmp_path}/described}}
     return train_as_described
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", DESCRIBED)
 def test_hydra_trains_what_a_yaml_file_describes(request, corpus, tmp_path, train_as_described, arch):
     if arch != "fast_weight_lm":
@@ -159,6 +169,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint_last.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--ema-fp32"]], ids=["", "fp32"])
 def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path, flags):
     ema = ["--store-ema", "--ema-decay", "0.5", *flags]
@@ -210,8 +221,14 @@ def long_winded(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint_last.pt"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("search", ["--beam 1", "--beam 4", "--sampling --sampling-topk 5 --beam 2 --nbest 2 --seed 3"])
+@pytest.mark.parametrize(
+    ("search", "size"),
+    [
+        ("--beam 1", 1),
+        ("--beam 4", 2),
+        pytest.param("--sampling --sampling-topk 5 --beam 2 --nbest 2 --seed 3", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_no_sequence_of_words_comes_twice_in_a_text(
     our_fairseq, corpus, long_winded, monkeypatch, capsys, search, size
 ):

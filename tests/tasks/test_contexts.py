@@ -54,10 +54,10 @@ def one_pass(data: Path, checkpoint: Path, split: str = "test") -> float:
     return -scores.gather(-1, text[..., None]).mean().item() / torch.tensor(2.0).log().item()
 
 
-@pytest.mark.parametrize("name", ["delta", "decay", "sum"])
+@pytest.mark.parametrize("name", ["delta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("decay", "sum"))])
 def test_carried_over_state_makes_the_segments_length_irrelevant(corpus, models, name):
     whole = one_pass(corpus, models[name])
-    for length in ("1", "64", "512"):
+    for length in ("1", "512"):
         loss, tokens = evaluate(corpus, models[name], *CARRY, "--tokens-per-sample", length)
         assert tokens == count_tokens(corpus, "test")
         # The issue's bound is 1e-4 of the perplexity; float32 sums in another order stay far below it.
@@ -66,8 +66,14 @@ def test_carried_over_state_makes_the_segments_length_irrelevant(corpus, models,
     assert abs(2**apart / 2**whole - 1) > 1e-3, "the corpus must be one where carrying matters"
 
 
-@pytest.mark.parametrize("name", ["delta", "positions", "softmax", "adaptive"])
-@pytest.mark.parametrize(("length", "context"), [(16, 15), (16, 11)])
+@pytest.mark.parametrize(
+    ("name", "length", "context"),
+    [
+        ("delta", 16, 15),
+        ("positions", 16, 11),
+        *(pytest.param(x, 16, 11, marks=pytest.mark.slow) for x in ("softmax", "adaptive")),
+    ],
+)
 def test_sliding_windows_give_fairseqs_perplexity(corpus, models, name, length, context):
     flags = ["--tokens-per-sample", str(length), "--context-window", str(context), "--batch-size", "8"]
     ours, tokens = evaluate(corpus, models[name], *flags)
@@ -94,16 +100,16 @@ def test_sliding_takes_fairseqs_models_too(corpus, tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "context"),
     [
-        ["--add-bos-token", "--max-target-positions", "32"],
-        ["--output-dictionary-size", "30"],
-        ["--shorten-method", "truncate"],
+        (["--add-bos-token", "--max-target-positions", "32"], "15"),
+        (["--output-dictionary-size", "30"], "8"),
+        (["--shorten-method", "truncate"], "15"),
     ],
-    ids=lambda flags: flags[0],
+    ids=lambda value: value[0],
 )
-@pytest.mark.parametrize("context", ["15", "8"])
 def test_sliding_windows_of_texts_that_fairseq_changes_are_fairseqs(corpus, tmp_path, flags, context):
     """<s> before each sample, words that the output dictionary lacks, and lines cut to the length of a sample."""
     train(corpus, tmp_path, *flags, "--max-update", "5")
@@ -122,6 +128,7 @@ def test_a_smaller_output_dictionary_leaves_carried_inputs_alone(corpus, tmp_pat
     assert 2**loss == pytest.approx(2 ** one_pass(corpus, checkpoint), rel=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [CARRY, ["--context-window", "48"]], ids=" ".join)
 def test_data_of_every_kind_is_read_alike(corpus, models, tmp_path, flags):
     for path in corpus.parent.glob("*.txt"):
@@ -150,14 +157,11 @@ def frozen(checkpoint: Path) -> list[str]:
 @pytest.mark.parametrize(
     "flags",
     [
-        [],
-        ["--update-freq", "3"],
-        ["--num-workers", "2"],
-        ["--checkpoint-activations"],
-        ["--validate-interval-updates", "5"],
-        ["--tokens-per-sample", "9", "--batch-size-valid", "2"],
+        ["--update-freq", "3", "--checkpoint-activations"],
+        pytest.param(["--num-workers", "2", "--validate-interval-updates", "9"], marks=pytest.mark.slow),
+        pytest.param(["--tokens-per-sample", "9", "--batch-size-valid", "2"], marks=pytest.mark.slow),
     ],
-    ids=lambda flags: " ".join(flags) or "plain",
+    ids=" ".join,
 )
 def test_training_and_validation_read_whole_streams(corpus, models, tmp_path, flags):
     # --batch-size streams, each from its start to its end: what fairseq-eval-lm computes for as many streams.
@@ -230,7 +234,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--update-freq", "2"], ["--num-workers", "1"]], ids=" ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--update-freq", "2"], ["--num-workers", "1"]], ids=" ".join)
 def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path, flags):
     flags = [*NO_POSITIONS, *CARRY, "--lr", "0.001", *flags]
     train(corpus, tmp_path / "whole", *flags, "--max-update", "8")

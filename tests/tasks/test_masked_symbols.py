@@ -30,8 +30,18 @@ def short_train(data: Path, folder: Path, *flags: str) -> str:
     return train(data, folder, "--max-update", "1", "--tokens-per-sample", "8", "--batch-size", "2", *flags)
 
 
-@pytest.mark.parametrize("carry", [[], ["--carry-over-state", "--no-token-positional-embeddings"]], ids=["", "carried"])
-@pytest.mark.parametrize("model", [GPT2, ["--mask-special-symbols"], []], ids=["gpt2", "masked", "unmasked"])
+CARRIED = ["--carry-over-state", "--no-token-positional-embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("model", "carry"),
+    [
+        (GPT2, []),
+        pytest.param(["--mask-special-symbols"], CARRIED, marks=pytest.mark.slow),
+        pytest.param([], [], marks=pytest.mark.slow),
+    ],
+    ids=["gpt2", "masked, carried", "unmasked"],
+)
 def test_masked_symbols_in_the_text_are_told(data, tmp_path, model, carry):
     unknown = "threshold" in str(data) and bool(model)
     log = short_train(data, tmp_path, *model, *carry)
@@ -47,6 +57,7 @@ def test_masked_symbols_in_the_text_are_told(data, tmp_path, model, carry):
         assert perplexity is not None and (perplexity[1] == "inf") == bool(unknown and found)
 
 
+@pytest.mark.slow
 def test_only_the_beginning_of_a_split_is_searched(data, tmp_path, monkeypatch):
     monkeypatch.setattr("fairseq_fastweights.tasks.fast_weight_language_modeling._SEARCHED", 9 * 7 + 1)
     found = [("train", "1", str(9 * 7 + 1), "<unk>")] if "threshold" in str(data) else []

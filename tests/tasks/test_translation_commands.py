@@ -53,7 +53,7 @@ def assert_all_translated(corpus, found, nbest: int = 1) -> None:
 # ------------------------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "delta"])
+@pytest.mark.parametrize("rule", ["delta", *map(slow, ("sum", "gated", "decay"))])
 def test_every_rule_learns(pairs, tmp_path, rule):
     log = train_translation(
         pairs.data, tmp_path, "--update-rule", rule, "--max-update", "40", "--no-save", "--lr", "0.01"
@@ -70,7 +70,7 @@ def test_every_map_trains(pairs, tmp_path, feature_map):
     assert len(values) == 4 and all(math.isfinite(x) for x in values)
 
 
-@pytest.mark.parametrize("places", ["encoder,decoder,cross", slow("encoder,decoder"), slow("cross"), "none"])
+@pytest.mark.parametrize("places", ["encoder,decoder,cross", slow("cross"), slow("none")])
 def test_every_choice_of_attention_trains_and_translates(pairs, tmp_path, places):
     train_translation(pairs.data, tmp_path, "--fast-weight-attention", places)
     assert load(tmp_path / "checkpoint_last.pt")["cfg"]["model"].fast_weight_attention == places
@@ -86,7 +86,7 @@ def test_checkpointed_activations_change_nothing(pairs, tmp_path):
     assert checkpointed == pytest.approx(plain, abs=2e-3)  # the log rounds to three digits
 
 
-@pytest.mark.parametrize("flag", ["--fp16", "--bf16", slow("--ddp-backend legacy_ddp")])
+@pytest.mark.parametrize("flag", [slow("--fp16"), slow("--bf16"), slow("--ddp-backend legacy_ddp")])
 def test_half_types_learn_the_same(pairs, tmp_path, flag):
     plain, changed = (
         losses(train_translation(pairs.data, tmp_path, "--no-save", *extra)) for extra in ([], flag.split())
@@ -112,11 +112,11 @@ def test_layers_are_dropped_in_training_and_pruned_in_generation(pairs, tmp_path
     [
         "--share-all-embeddings",
         slow("--share-decoder-input-output-embed --decoder-normalize-before --encoder-normalize-before"),
-        "--encoder-embed-dim 24 --decoder-embed-dim 16",
+        slow("--encoder-embed-dim 24 --decoder-embed-dim 16"),
         slow("--encoder-learned-pos --decoder-learned-pos --layernorm-embedding"),
         slow("--adaptive-softmax-cutoff 8,16 --criterion adaptive_loss --ddp-backend legacy_ddp"),
         slow("--quant-noise-pq 0.1 --quant-noise-pq-block-size 4"),
-        "--cross-self-attention --no-cross-attention --fast-weight-attention encoder",
+        slow("--cross-self-attention --no-cross-attention --fast-weight-attention encoder"),
     ],
 )
 def test_fairseqs_options_train_and_translate(joined_pairs, tmp_path, flags):
@@ -154,7 +154,7 @@ def test_validation_translates(pairs, tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--feature-map favor --attention-dropout 0.1", slow("--update-rule delta"), slow("--fast-weight-attention cross")],
+    map(slow, ("--feature-map favor --attention-dropout 0.1", "--update-rule delta --fast-weight-attention decoder")),
 )
 def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path, flags):
     common = [*flags.split(), "--dropout", "0.2", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "4"]
@@ -172,7 +172,7 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path,
         assert all(torch.equal(x, states[1][number][name]) for name, x in state.items() if torch.is_tensor(x))
 
 
-@pytest.mark.parametrize("flags", [[], slow(["--ema-fp32"])])
+@pytest.mark.parametrize("flags", [slow([]), slow(["--ema-fp32"])])
 def test_a_moving_average_of_the_weights_is_kept_and_goes_on(pairs, tmp_path, flags):
     ema = ["--update-rule", "delta", "--store-ema", "--ema-decay", "0.5", *flags]
     train_translation(pairs.data, tmp_path / "first", *ema, "--max-update", "2")
@@ -343,13 +343,13 @@ def test_there_is_a_line_for_every_line(pairs, translator, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "nbest"),
     [
-        ("--beam 1", 1),
+        slow("--beam 1", 1),
         ("--beam 4 --lenpen 0.6 --nbest 4", 4),
         slow("--beam 8 --nbest 2", 2),
         ("--prefix-size 1", 1),
         ("--sampling --sampling-topk 3 --beam 2 --nbest 2 --seed 3", 2),
         slow("--sampling --sampling-topp 0.8 --beam 1 --nbest 1 --seed 3", 1),
-        ("--diverse-beam-groups 2 --diverse-beam-strength 0.5 --nbest 4", 4),
+        slow("--diverse-beam-groups 2 --diverse-beam-strength 0.5 --nbest 4", 4),
         slow("--diversity-rate 0.5", 1),
         slow("--no-repeat-ngram-size 2 --unkpen 1 --temperature 1.3", 1),
         ("--fp16", 1),
@@ -368,7 +368,7 @@ def test_every_way_of_searching_translates_every_line(pairs, translator, tmp_pat
             assert found[number][0].words[:1] == target.split()[:1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [slow(1), 2, slow(3)])
 def test_no_sequence_of_words_comes_twice(our_fairseq, pairs, translator, tmp_path, size):
     for option in ([], ["--no-repeat-ngram-size", str(size)]):
         flags = ["--nbest", "4", "--min-len", "10", *option]

@@ -401,7 +401,7 @@ class TestCuda:
     @pytest.mark.parametrize("listed", ["Hopper", "8.0;7.0", "90"])
     def test_a_list_that_cannot_be_read(self, nvcc: Path, listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-        with pytest.raises(Unavailable, match="TORCH_CUDA_ARCH_LIST names .*7.5, 8.0, 9.0, 12.0"):
+        with pytest.raises(Unavailable, match=r"TORCH_CUDA_ARCH_LIST names .*7.5, 8.0, 9.0, 12.0"):
             Nvcc.find("13.0").architectures(self.TORCH)
 
     @needs_compiler
