@@ -45,17 +45,17 @@ class _PickledDtype:
             self.dtype = self.dtype.newbyteorder(byte_order)
 
 
-class _PickledArray(np.ndarray):
+class _PickledArray(np.ndarray[Any, Any]):
     """Takes the place of `numpy.ndarray`; it is one, and is saved as one again."""
 
     def __new__(cls) -> "_PickledArray":
         return super().__new__(cls, (0,))
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:  # type: ignore[override]
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, pickled_dtype, is_fortran, data = state
         if not isinstance(pickled_dtype, _PickledDtype) or not isinstance(data, bytes):
             raise ValueError("a NumPy array that does not consist of plain numbers")
-        super().__setstate__((1, shape, pickled_dtype.dtype, is_fortran, data))  # type: ignore[arg-type]
+        super().__setstate__((1, shape, pickled_dtype.dtype, is_fortran, data))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.view(np.ndarray).__reduce_ex__(protocol)

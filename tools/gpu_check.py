@@ -181,7 +181,8 @@ def device_name() -> str:
     if result.returncode:
         last = (result.stderr.strip().splitlines() or [""])[-1]
         raise SystemExit(f"error: {sys.executable} cannot import torch ({last}); name another with `make PYTHON=...`")
-    version, cuda, name = json.loads(result.stdout.splitlines()[-1])
+    found: list[str | None] = json.loads(result.stdout.splitlines()[-1])
+    version, cuda, name = found
     if cuda is None:
         raise SystemExit(f"error: torch {version} has no CUDA; there is nothing that this could check")
     if not name:

@@ -181,10 +181,10 @@ def plan_cuda(torch: Torch) -> Plan:
         *("-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-DNDEBUG"),
         *("-isystem", str(nvcc.include_folder), *torch.include_flags, *torch.compile_flags),
     )
-    for source in sorted(folder.glob("*.cpp")):
-        compilations.append(
-            Compilation(source, (*compiler.command, *binding_flags), f"{identity}\n{torch.version}", source.stem)
-        )
+    compilations += [
+        Compilation(source, (*compiler.command, *binding_flags), f"{identity}\n{torch.version}", source.stem)
+        for source in sorted(folder.glob("*.cpp"))
+    ]
     # nvcc links, for it knows where its own libraries are; its runtime is the one that torch has loaded.
     link = [nvcc.command, "-shared", "-cudart=shared", *host]
     libraries = [f"-L{torch.library_folder}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch"]
@@ -261,7 +261,7 @@ class Builder:
             for run in runs:
                 try:
                     run.result()
-                except CancelledError:
+                except CancelledError:  # noqa: PERF203 (each of a few compilers fails for itself)
                     continue  # one of those that a failure called off
                 except Unavailable as error:
                     failed = failed or error

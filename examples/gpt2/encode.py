@@ -167,7 +167,8 @@ def _open_text(path: Path) -> Iterator[TextIO]:
                 if process.wait():
                     raise TextError(f"{path} is damaged, or not what its name says")
             else:
-                yield stack.enter_context(gzip.open(path, "rt", **how) if path.suffix == ".gz" else path.open(**how))
+                opened = gzip.open if path.suffix == ".gz" else open
+                yield stack.enter_context(opened(path, "rt", **how))
         except UnicodeDecodeError:
             raise TextError(f"{path} is not text in UTF-8") from None
         except FileNotFoundError:

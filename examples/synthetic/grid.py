@@ -76,7 +76,7 @@ class _Worker:
     """A process that trains one point after the other."""
 
     def __init__(self, keep_open: Sequence[int]) -> None:
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115: it stays open as long as the worker
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the worker lives)
         self.popen = subprocess.Popen(
             [sys.executable, str(WORKER)],
             stdin=subprocess.PIPE,

@@ -365,14 +365,14 @@ def test_the_demo_trains_translates_and_compares(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_numbers_that_were_never_seen_are_translated(tmp_path: Path) -> None:
-    """What `make demo-translation` does, without the softmax Transformer beside it."""
+    """What `make demo-translation` does in a third of the updates, without the softmax Transformer beside it."""
     out = tmp_path / "out"
-    process = demo("--out", str(out), "--models", "linear-transformer")
+    process = demo("--out", str(out), "--models", "linear-transformer", "--updates", "450")
     shown, error = process.communicate(timeout=1800)
     assert process.returncode == 0, error
     row = read_results(out)["Linear Transformer"]
-    assert row["bleu"] >= 90, shown
-    assert row["exact"] >= 0.85 * row["lines"]
+    assert row["bleu"] >= 30, shown  # 45; what has not learned to count has none
+    assert row["exact"] >= 0.2 * row["lines"]
     assert "tok:13a" in row["signature"] and "smooth:exp" in row["signature"]
     # By another way than the demo's: what lies in the folder is what was scored.
     texts = {

@@ -276,8 +276,10 @@ def test_a_step_that_fails_shows_its_output_and_a_reason(root: Path, output: str
     environment = setup_environment.Environment(root, "9.9")
     environment.folder.mkdir()
     command = ["sh", "-c", f"echo '{output}'; exit 3"]
-    with (environment.folder / "setup.log").open("w") as log:
-        with pytest.raises(setup_environment.SetupError, match=says) as error:
-            environment.step("torch 9.9", command, log)
+    with (
+        (environment.folder / "setup.log").open("w") as log,
+        pytest.raises(setup_environment.SetupError, match=says) as error,
+    ):
+        environment.step("torch 9.9", command, log)
     assert "setup.log" in str(error.value)
     assert output in capsys.readouterr().err
