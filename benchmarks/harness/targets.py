@@ -55,30 +55,21 @@ class Results:
             return fast if isinstance(fast, str) else str(slow)
         return slow["seconds"]["median"] / fast["seconds"]["median"]
 
-    def others(self, *keys: str) -> list[Row]:
-        """What these keys are, once each, in the rows of models that are not softmax attention's."""
-        rows = [row for row in self.record["rows"] if row["model"] not in ("transformer", "softmax")]
-        return [
-            dict(zip(keys, values, strict=True)) for values in dict.fromkeys(tuple(r[k] for k in keys) for r in rows)
-        ]
 
-
+Choose = Callable[[Record], Sequence[Any]]
 Compare = Callable[[Results], Sequence[tuple[str, Number]]]
 
 
 class Target(NamedTuple):
-    """A row of the table of targets.
+    """A number to reach.
 
     Attributes:
         sense: whether a value must be "at least" the limit or "at most".
-        what: as a reader would say it; {fewest} and {most} stand for the lengths that were measured.
-        limit: the number to reach.
         compare: makes what is compared, of which the worst counts, each with a label.
         show: writes a value: as a factor, a share, a time.
     """
 
     sense: str
-    what: str
     limit: float
     compare: Compare
     show: Callable[[float], str] = ratio
@@ -144,10 +135,10 @@ def _evaluate(key: tuple[str, str], record: Record | None) -> list[Verdict]:
             words = {"fewest": f"{min(lengths):,}", "most": f"{max(lengths):,}"}
         unknown = where.format(threads=count(record["threads"], "thread"), **record.get("settings", {}))
     verdicts = []
-    for target in targets:
+    for what, target in targets.items():
         numbers = [("", absent)] if record is None else target.compare(Results(record))
         text = f"{target.sense} {target.show(target.limit)}"
-        verdicts.append(Verdict(unknown, target.what.format(**words), text, *judge(target, numbers)))
+        verdicts.append(Verdict(unknown, what.format(**words), text, *judge(target, numbers)))
     return verdicts
 
 
@@ -156,12 +147,15 @@ def render(verdicts: Sequence[Verdict]) -> str:
     return markdown(Verdict._fields, verdicts, left=len(Verdict._fields)) if verdicts else ""
 
 
-def _each(label: str, number: Callable[[Results, Row], Number | None], **choices: Sequence[str]) -> Compare:
+def _each(
+    label: str, number: Callable[[Results, Row], Number | None], choices: dict[str, Sequence[Any] | Choose]
+) -> Compare:
     """Of each case of these choices a number; None is none."""
 
     def compare(results: Results) -> list[tuple[str, Number]]:
-        cases = [dict(zip(choices, case, strict=True)) for case in itertools.product(*choices.values())]
-        numbers = [(label.format(**case), number(results, case | {"pass": case["kind"]})) for case in cases]
+        chosen = [choice(results.record) if callable(choice) else choice for choice in choices.values()]
+        cases = [dict(zip(choices, case, strict=True)) for case in itertools.product(*chosen)]
+        numbers = [(label.format(**case), number(results, case)) for case in cases]
         return [(text, number) for text, number in numbers if number is not None]
 
     return compare
@@ -191,6 +185,7 @@ def _of_native(number: Callable[[Results, Row], Number | None]) -> Callable[[Res
     return find
 
 
+@_of_native
 def _over_best_peer(results: Results, own: Row) -> Number:
     case = {key: own[key] for key in ("shape", "dtype", "pass")}
     peers = [
@@ -202,157 +197,145 @@ def _over_best_peer(results: Results, own: Row) -> Number:
     return min(peers) / own["seconds"]["median"] if peers else "no peer ran"
 
 
+@_of_native
 def _of_bandwidth(results: Results, own: Row) -> float | None:
     limit = own["limit"]
     return limit["seconds"] / own["seconds"]["median"] if limit["binding"] == "bandwidth" else None
 
 
-def _full_precision(results: Results, own: Row) -> Number:
-    return results.over(results.find(own, dtype="float32"), own)
-
-
+@_of_native
 def _memory(results: Results, own: Row) -> float:
     return own["memory"]["extra"] / own["memory"]["tensors"]
 
 
-def _next_token(results: Results, length: int) -> list[tuple[str, Number]]:
-    cases = [case | {"length": length} for case in results.others("model")]
-    return [(c["model"], results.over(results.find(c, model="transformer"), results.find(c))) for c in cases]
+@_of_native
+def _beyond_second(results: Results, own: Row) -> float:
+    return own["first call"] - own["second call"]
 
 
-def _next_token_growth(results: Results) -> list[tuple[str, Number]]:
-    medians: dict[str, list[float]] = {}
-    for row in results.record["rows"]:
-        if row["model"] != "transformer":
-            medians.setdefault(row["model"], []).append(row["seconds beside other lengths"]["median"])
-    return [(model, max(known) / min(known)) for model, known in medians.items()]
-
-
-def _translated_token(results: Results) -> list[tuple[str, Number]]:
-    sources = (results.record["settings"]["source"], 1024)
-    cases = [{**c, "source": source, "length": 1024} for c in results.others("model", "beam") for source in sources]
-    return [
-        (
-            "{model}, beam {beam}, source of {source:,}".format(**c),
-            results.over(results.find(c, model="transformer"), results.find(c)),
-        )
-        for c in cases
-    ]
-
-
-def _translated_token_growth(results: Results) -> list[tuple[str, Number]]:
-    """With sources of one length: another source is another task."""
+def _lengths(results: Results, case: Row) -> Number:
+    """The time after the most tokens over that after the fewest."""
     lengths = [row["length"] for row in results.record["rows"]]
-    one = {"source": results.record["settings"]["source"]}
-    most, fewest = (one | {"length": length} for length in (max(lengths), min(lengths)))
-    return [
-        ("{model}, beam {beam}".format(**c), _over(most, fewest)(results, c)) for c in results.others("model", "beam")
-    ]
+    return _over({"length": max(lengths)}, {"length": min(lengths)})(results, case)
 
 
-def _training_speed(results: Results) -> list[tuple[str, Number]]:
+def _longest_over_shortest(results: Results, case: Row) -> float:
+    rows = [row for row in results.record["rows"] if row["model"] == case["model"]]
+    medians = [row["seconds beside other lengths"]["median"] for row in rows]
+    return max(medians) / min(medians)
+
+
+def _speed(results: Results, case: Row) -> float:
     speeds = {row["model"]: row["words per second"]["median"] for row in results.record["rows"]}
-    return [(model, speed / speeds["softmax"]) for model, speed in speeds.items() if model != "softmax"]
+    return speeds[case["model"]] / speeds["softmax"]
+
+
+def _all(key: str, *but: str) -> Choose:
+    """All values of a column of the rows, in order, but for some."""
+    return lambda record: [value for value in dict.fromkeys(row[key] for row in record["rows"]) if value not in but]
+
+
+def _source(record: Record) -> list[int]:
+    """The length of the sources that are not as long as the target: others are another task."""
+    return [record["settings"]["source"]]
 
 
 _at_least, _at_most = (partial(Target, sense) for sense in ("at least", "at most"))
+_NATIVE, _CHUNKWISE = {"implementation": "native"}, {"implementation": "chunkwise"}
+_SOFTMAX = {"implementation": softmax.NAME, "rule": "softmax"}
+_MODELS = {"model": _all("model", "transformer", "softmax")}
+_TRANSLATIONS = {"beam": _all("beam"), **_MODELS}
+_PAPER = {"shape": PAPER_SHAPES, "pass": PASSES, "dtype": ["float32"]}
+_TWO = {"rule": ["decay", "delta"], **_PAPER}
+_ATTENTION = {"rule": RULES, "shape": ["attention"], "pass": ["forward+backward"], "dtype": ["float32"]}
+_GPU = {"shape": GPU_SHAPES, "rule": RULES, "pass": ["forward+backward"], "dtype": ["bfloat16"]}
+_RETNET = _GPU | {"shape": ["retnet"]}
+_NOT_RETNET = _GPU | {"shape": [shape for shape in GPU_SHAPES if shape != "retnet"]}
+_over_transformer = _over({"model": "transformer"}, {})
 
 
 def _first_call(dtype: str) -> Target:
     """The first call of each rule and pass in its process, which is at the first shape, and the one after it."""
-    number = _of_native(lambda results, own: own["first call"] - own["second call"])
-    compare = _each("{rule}, {kind}", number, rule=RULES, kind=PASSES, shape=PAPER_SHAPES[:1], dtype=[dtype])
-    return _at_most("first call beyond the second", 0.05, compare, milliseconds)
+    choices = {"rule": RULES, "pass": PASSES, "shape": PAPER_SHAPES[:1], "dtype": [dtype]}
+    return _at_most(0.05, _each("{rule}, {pass}", _beyond_second, choices), milliseconds)
 
-
-def _on_gpu(
-    target: Callable[..., Target],
-    what: str,
-    limit: float,
-    number: Callable[[Results, Row], Number | None],
-    show: Callable[[float], str] = ratio,
-    shapes: Sequence[str] = GPU_SHAPES,
-) -> Target:
-    """A target of training in bfloat16."""
-    compare = _each("{rule}, {shape}", _of_native(number), shape=shapes, rule=RULES, dtype=["bfloat16"], **_BOTH)
-    return target(what, limit, compare, show)
-
-
-_NATIVE = {"implementation": "native"}
-_SOFTMAX = {"implementation": softmax.NAME, "rule": "softmax"}
-# Choices of cases.
-_FLOAT32 = {"dtype": ["float32"]}
-_TWO = {"rule": ["decay", "delta"], **_FLOAT32}
-_PAPER = {"shape": PAPER_SHAPES, "kind": PASSES}
-_FIRST_SHAPE = _PAPER | {"shape": PAPER_SHAPES[:1]}
-_BOTH = {"kind": ["forward+backward"]}
-_NOT_RETNET = [shape for shape in GPU_SHAPES if shape != "retnet"]
 
 _TOKEN = "token against fairseq's Transformer, after"
 _LAYER = "peak memory of training one layer beyond inputs, outputs and gradients, over these"
-# By program and device: what is said where there are no results; where, without them and with them; and the targets.
-_TARGETS: dict[tuple[str, str], tuple[str, str, str, list[Target]]] = {
+# By program and device: what is said without results; where, without them and with them; and the targets by what a
+# reader would call them, with {fewest} and {most} for the lengths that were measured.
+_TARGETS: dict[tuple[str, str], tuple[str, str, str, dict[str, Target]]] = {
     ("kernels", "cpu"): (
         *("kernels.py was not run on a CPU", "CPU, float32", "CPU, {threads}, float32"),
-        [
-            _at_least(
-                *("sum rule against causal_product, forward and forward+backward", 1.5),
-                _each("{shape}, {kind}", _over_built_peer, rule=["sum"], **_PAPER, **_FLOAT32),
+        {
+            "sum rule against causal_product, forward and forward+backward": _at_least(
+                1.5, _each("{shape}, {pass}", _over_built_peer, {"rule": ["sum"], **_PAPER})
             ),
-            _at_most(
-                *("decay and delta: time over that of sum, paper shapes", 2.0),
-                _each("{rule}, {shape}, {kind}", _over(_NATIVE, _NATIVE | {"rule": "sum"}), **_TWO, **_PAPER),
+            "decay and delta: time over that of sum, paper shapes": _at_most(
+                2.0, _each("{rule}, {shape}, {pass}", _over(_NATIVE, _NATIVE | {"rule": "sum"}), _TWO)
             ),
-            _at_least(
-                *("decay and delta against chunkwise, lm-small", 5.0),
-                _each("{rule}, {kind}", _over({"implementation": "chunkwise"}, _NATIVE), **_TWO, **_FIRST_SHAPE),
+            "decay and delta against chunkwise, lm-small": _at_least(
+                5.0, _each("{rule}, {pass}", _over(_CHUNKWISE, _NATIVE), _TWO | {"shape": ["lm-small"]})
             ),
-            _at_least(
-                *("SDPA at T = 1024, d = 64, forward+backward", 5.0),
-                _each("{rule}", _over(_SOFTMAX, _NATIVE), rule=RULES, shape=["attention"], **_BOTH, **_FLOAT32),
+            "SDPA at T = 1024, d = 64, forward+backward": _at_least(
+                5.0, _each("{rule}", _over(_SOFTMAX, _NATIVE), _ATTENTION)
             ),
-            _first_call("float32"),
-        ],
+            "first call beyond the second": _first_call("float32"),
+        },
     ),
     ("generation", "cpu"): (
         *("generation.py was not run as it measures now", "CPU", "CPU, {threads}, batch of {batch}"),
-        [
-            _at_least(f"a generated {_TOKEN} 1,000", 1.5, partial(_next_token, length=1000)),
-            _at_least(f"a generated {_TOKEN} 4,000", 3.0, partial(_next_token, length=4000)),
-            _at_most(
-                *("a generated token, flat: longest time over shortest, after {fewest} to {most} tokens", 1.1),
-                _next_token_growth,
+        {
+            f"a generated {_TOKEN} 1,000": _at_least(
+                1.5, _each("{model}", _over_transformer, {**_MODELS, "length": [1000]})
             ),
-        ],
+            f"a generated {_TOKEN} 4,000": _at_least(
+                3.0, _each("{model}", _over_transformer, {**_MODELS, "length": [4000]})
+            ),
+            "a generated token, flat: longest time over shortest, after {fewest} to {most} tokens": _at_most(
+                1.1, _each("{model}", _longest_over_shortest, _MODELS)
+            ),
+        },
     ),
     ("translation", "cpu"): (
         *("translation.py was not run", "CPU", "CPU, {threads}, {hypotheses} hypotheses"),
-        [
-            _at_least(f"a translated {_TOKEN} 1,024", 1.5, _translated_token),
-            _at_most(
-                *("a translated token, flat: time after {most} tokens over that after {fewest}", 1.1),
-                _translated_token_growth,
+        {
+            f"a translated {_TOKEN} 1,024": _at_least(
+                1.5,
+                _each(
+                    "{model}, beam {beam}, source of {source:,}",
+                    _over_transformer,
+                    {**_TRANSLATIONS, "source": lambda record: [*_source(record), 1024], "length": [1024]},
+                ),
             ),
-        ],
+            "a translated token, flat: time after {most} tokens over that after {fewest}": _at_most(
+                1.1, _each("{model}, beam {beam}", _lengths, {**_TRANSLATIONS, "source": _source})
+            ),
+        },
     ),
     ("kernels", "cuda"): (
         *("kernels.py was not run on a GPU", "GPU", "GPU"),
-        [
-            _on_gpu(_at_least, "forward+backward, bfloat16, against the best peer", 1.0, _over_best_peer),
-            _on_gpu(_at_least, "forward+backward, bfloat16: bandwidth where that binds", 0.6, _of_bandwidth, share),
-            _on_gpu(_at_most, "forward+backward: float32 over bfloat16", 2.5, _full_precision),
-            _on_gpu(_at_most, _LAYER, 0.25, _memory, share, shapes=_NOT_RETNET),
-            _on_gpu(_at_most, f"{_LAYER}, retnet", 1.0, _memory, share, shapes=["retnet"]),
-            _first_call("bfloat16"),
-        ],
+        {
+            "forward+backward, bfloat16, against the best peer": _at_least(
+                1.0, _each("{rule}, {shape}", _over_best_peer, _GPU)
+            ),
+            "forward+backward, bfloat16: bandwidth where that binds": _at_least(
+                0.6, _each("{rule}, {shape}", _of_bandwidth, _GPU), share
+            ),
+            "forward+backward: float32 over bfloat16": _at_most(
+                2.5, _each("{rule}, {shape}", _over(_NATIVE | {"dtype": "float32"}, _NATIVE), _GPU)
+            ),
+            _LAYER: _at_most(0.25, _each("{rule}, {shape}", _memory, _NOT_RETNET), share),
+            f"{_LAYER}, retnet": _at_most(1.0, _each("{rule}, {shape}", _memory, _RETNET), share),
+            "first call beyond the second": _first_call("bfloat16"),
+        },
     ),
     ("training", "cuda"): (
         *("training.py was not run on a GPU", "GPU", "GPU"),
-        [
-            _at_least(
-                *("training lm-small end to end, words/s against the softmax Transformer in fairseq", 2.5),
-                _training_speed,
-            )
-        ],
+        {
+            "training lm-small end to end, words/s against the softmax Transformer in fairseq": _at_least(
+                2.5, _each("{model}", _speed, _MODELS)
+            ),
+        },
     ),
 }
