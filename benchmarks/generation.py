@@ -21,17 +21,14 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import figures, records, targets
-from harness.measuring import add_options, list_of, set_up
+from harness import figures, records
 from harness.memory import held, peak
-from harness.models import build_language_model
-from harness.next_token_tables import render
-from harness.rolling import TOKENS_OF_A_TURN, fill_cache, time_tokens
-from harness.timing import FEWEST_ROUNDS, Budget, Call
+from harness.models import build_model, fill_cache
+from harness.program import add_backend, add_figure, add_list, finish, make_parser, parse
+from harness.timing import FEWEST_ROUNDS, TOKENS_OF_A_TURN, Budget, Call, time_tokens
 from torch import Tensor
 
 TRANSFORMER = "transformer"
@@ -43,19 +40,19 @@ MOST_READ = 500
 SETTINGS = {"layers": 6, "width": 512, "heads": 8, "feed-forward": 2048, "words": 10_000, "batch": 8}
 QUICK_SETTINGS = {"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20, "batch": 2}
 
+Row = dict[str, Any]
+
 
 def build(name: str, settings: dict[str, int], backend: str, longest: int) -> Any:
     """fairseq's Transformer language model, or the fast weight model with that rule."""
-    width = str(settings["width"])
-    flags = ["--decoder-layers", str(settings["layers"]), "--decoder-attention-heads", str(settings["heads"])]
-    for what in ("embed", "input", "output"):
-        flags += [f"--decoder-{what}-dim", width]
-    flags += ["--decoder-ffn-embed-dim", str(settings["feed-forward"]), "--share-decoder-input-output-embed"]
-    flags += ["--tokens-per-sample", str(longest), "--max-target-positions", str(longest)]
-    if name == TRANSFORMER:
-        return build_language_model("transformer_lm", flags, settings["words"])
-    flags += ["--update-rule", name, "--fast-weight-backend", backend]
-    return build_language_model("fast_weight_lm", flags, settings["words"])
+    flags: dict[str, object] = {f"decoder-{what}-dim": settings["width"] for what in ("embed", "input", "output")}
+    flags |= {"decoder-layers": settings["layers"], "decoder-attention-heads": settings["heads"]}
+    flags |= {"decoder-ffn-embed-dim": settings["feed-forward"]}
+    flags |= {"tokens-per-sample": longest, "max-target-positions": longest}
+    arch = "transformer_lm" if name == TRANSFORMER else "fast_weight_lm"
+    if name != TRANSFORMER:
+        flags |= {"update-rule": name, "fast-weight-backend": backend}
+    return build_model("fast_weight_language_modeling", arch, flags, settings["words"])[0]
 
 
 @dataclass
@@ -70,7 +67,7 @@ class Generation:
 
     model: Any
     tokens: Tensor
-    length: int
+    length: int = 0
     state: dict[str, Any] = field(default_factory=dict)
 
     def advance(self) -> Tensor:
@@ -79,28 +76,24 @@ class Generation:
         with torch.no_grad():
             return self.model(self.tokens[:, : self.length], incremental_state=self.state)[0]
 
+    def go_on(self, name: str, length: int, most_read: int) -> Generation:
+        """Brings it to where it goes on after `length` tokens; a cache that is further behind than `most_read` is filled."""
+        if name == TRANSFORMER and length - self.length > most_read:
+            self.state.clear()
+            fill_cache(self.model.decoder.layers, self.state, len(self.tokens), length, self.tokens.device)
+        elif name == TRANSFORMER:
+            while self.length < length:
+                self.advance()
+        elif not self.state:
+            self.length = length - 1
+            self.advance()
+        self.length = length
+        return self
+
 
 def generation_after(model: Any, name: str, tokens: Tensor, length: int) -> Generation:
     """A generation that goes on after `length` of these tokens."""
-    if name == TRANSFORMER:
-        generation = Generation(model, tokens, length)
-        fill_cache(model.decoder.layers, generation.state, len(tokens), length, tokens.device)
-    else:
-        generation = Generation(model, tokens, length - 1)
-        generation.advance()
-    return generation
-
-
-def go_on(generation: Generation, name: str, length: int) -> None:
-    """Brings a generation to where it goes on after `length` tokens."""
-    if name == TRANSFORMER and length - generation.length > MOST_READ:
-        generation.state.clear()
-        tokens = generation.tokens
-        fill_cache(generation.model.decoder.layers, generation.state, len(tokens), length, tokens.device)
-    elif name == TRANSFORMER:
-        while generation.length < length:
-            generation.advance()
-    generation.length = length
+    return Generation(model, tokens).go_on(name, length, most_read=0)
 
 
 def move_cache(state: dict[str, Any]) -> None:
@@ -132,9 +125,16 @@ def tokens_ahead(rounds: int) -> int:
     return turn + rounds * turn // 2
 
 
+def _time(
+    generations: dict[Any, Generation], options: argparse.Namespace, budget: Budget
+) -> tuple[dict[Any, dict[str, float]], int]:
+    take_ups: dict[Any, Callable[[], Call]] = {key: lambda g=g: g.advance for key, g in generations.items()}
+    return time_tokens(take_ups, options.device, options.rounds, budget)
+
+
 def measure_length(
     generations: dict[str, Generation], length: int, options: argparse.Namespace, allowed: float
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[Row], int]:
     """A row for each model, and the rounds that were made.
 
     Args:
@@ -144,9 +144,8 @@ def measure_length(
     budget = Budget(allowed)
     begin = length - tokens_ahead(options.rounds)
     for name, generation in generations.items():
-        go_on(generation, name, begin)
-    take_ups: dict[str, Callable[[], Call]] = {name: lambda g=g: g.advance for name, g in generations.items()}
-    seconds, made = time_tokens(take_ups, options.device, options.rounds, budget)
+        generation.go_on(name, begin, MOST_READ)
+    seconds, made = _time(generations, options, budget)
     # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
     cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
     moved, _ = time_tokens(cache, options.device, FEWEST_ROUNDS, budget)
@@ -166,25 +165,17 @@ def measure_growth(
 ) -> tuple[dict[int, dict[str, float]], int]:
     """Times of a token of a fast weight model by length, one beside the other, and the rounds that were made."""
     ahead = tokens_ahead(options.rounds)
-    generations = {f"{n}": generation_after(model, name, tokens, n - ahead) for n in lengths}
-    take_ups: dict[str, Callable[[], Call]] = {n: lambda g=g: g.advance for n, g in generations.items()}
-    seconds, made = time_tokens(take_ups, options.device, options.rounds, Budget(allowed))
-    return {n: seconds[f"{n}"] for n in lengths}, made
+    return _time({n: generation_after(model, name, tokens, n - ahead) for n in lengths}, options, Budget(allowed))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.add_argument("--backend", default="auto", help="of the fast weight models (default: %(default)s)")
-    parser.add_argument("--rules", type=list_of("rules", RULES), default=RULES, help=f"of {','.join(RULES)}")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the figure to this PNG")
-    options = parser.parse_args()
-    set_up(options)
+    parser = make_parser(__doc__)
+    add_backend(parser)
+    add_list(parser, "--rules", RULES)
+    add_figure(parser)
+    options = parse(parser)
 
-    lengths, settings = LENGTHS, SETTINGS
-    if options.quick:
-        lengths, settings = QUICK_LENGTHS, QUICK_SETTINGS
-        options.rounds = min(options.rounds, 2)
+    lengths, settings = (QUICK_LENGTHS, QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
     ahead = tokens_ahead(options.rounds)
     if ahead >= min(lengths):
         most = max(rounds for rounds in range(options.rounds) if tokens_ahead(rounds) < min(lengths))
@@ -192,12 +183,12 @@ def main() -> None:
             f"--rounds is {options.rounds}: it may be {most} at most, or the first stretch begins before the text"
         )
     budget = Budget(options.budget)
+    longest = max(lengths) + ahead
     models = {
-        name: build(name, settings, options.backend, max(lengths) + ahead).to(options.device)
+        name: build(name, settings, options.backend, longest).to(options.device)
         for name in (TRANSFORMER, *options.rules)
     }
-    shape = (settings["batch"], max(lengths) + ahead)
-    tokens = torch.randint(4, settings["words"], shape, device=options.device)
+    tokens = torch.randint(4, settings["words"], (settings["batch"], longest), device=options.device)
     # All sizes come before all times, again for the sake of the memory that a cache finds.
     sizes = {
         (name, length): memory(model, name, tokens, length, options.device)
@@ -205,13 +196,12 @@ def main() -> None:
         for name, model in models.items()
     }
     generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     parts = len(lengths) + len(options.rules)
     for number, length in enumerate(lengths):
         measured, made = measure_length(generations, length, options, budget.share(parts - number))
         rows += [row | sizes[row["model"], length] for row in measured]
-        if made < options.rounds:
-            budget.cut.append(f"after {length:,}: {made} rounds of {options.rounds}")
+        budget.note(f"after {length:,}", made, options.rounds)
     generations.clear()  # and their caches
     for number, name in enumerate(options.rules):
         allowed = budget.share(len(options.rules) - number)
@@ -219,24 +209,14 @@ def main() -> None:
         for row in rows:
             if row["model"] == name:
                 row["seconds beside other lengths"] = growth[row["length"]]
-        if made < options.rounds:
-            budget.cut.append(f"{name}, its lengths in turns: {made} rounds of {options.rounds}")
-    parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
-    record = records.describe_run(
-        "generation",
-        options.device,
-        settings=settings,
-        backend=options.backend,
-        parameters=parameters,
-        cut=budget.cut,
-        rows=rows,
-    )
-    print(render(record))
-    print(targets.render(targets.evaluate_one(record)))
-    if options.out is not None:
-        records.write(record, options.out)
-    if options.figure is not None:
-        figures.draw_next_token(record, options.figure)
+        budget.note(f"{name}, its lengths in turns", made, options.rounds)
+    facts = {
+        "settings": settings,
+        "backend": options.backend,
+        "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
+    }
+    record = records.describe_run("generation", options.device, **facts, cut=budget.cut, rows=rows)
+    finish(record, options, figures.draw_next_token)
 
 
 if __name__ == "__main__":

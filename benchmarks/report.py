@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, pages, records, targets
+from harness.program import make_parser
 from harness.tables import count
 
 Record = dict[str, Any]
@@ -80,7 +80,7 @@ def _machine(record: Record) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, options=False)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
     parser.add_argument("--check", action="store_true", help="fail where the page is out of date")

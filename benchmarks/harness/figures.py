@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-COLOURS = {
-    "transformer": "black",
-    "softmax": "black",
-    "sum": "tab:blue",
-    "gated": "tab:green",
-    "decay": "tab:orange",
-    "delta": "tab:red",
-}
+from harness.records import replacing
+
+COLOURS = {"sum": "tab:blue", "gated": "tab:green", "decay": "tab:orange", "delta": "tab:red"}
+COLOURS |= {"transformer": "black", "softmax": "black"}
 STYLES = {"native": "-", "chunkwise": "--", "SDPA": "-", "causal_product": ":"}
 
 
@@ -24,7 +20,7 @@ def draw_next_token(record: dict[str, Any], path: Path) -> None:
         lengths = [row["length"] for row in rows]
         name = "attention (fairseq's Transformer)" if model == "transformer" else f"{model} rule"
         colour = COLOURS[model]
-        _line(time, rows, lengths, colour, "-", name, 1e3)
+        _line(time, rows, lengths, colour, "-", name)
         memory.plot(lengths, [row["peak bytes"] / 2**20 for row in rows], "o-", color=colour, label=name)
     time.set(ylabel="milliseconds", title="time of the next token")
     memory.set(ylabel="MiB", title="peak memory beside the weights", yscale="log")
@@ -44,23 +40,10 @@ def draw_training_length(record: dict[str, Any], path: Path) -> None:
         own = [row for row in rows if (row["implementation"], row["rule"]) == (implementation, rule)]
         own.sort(key=lambda row: row["sizes"]["time"])
         style = STYLES.get(implementation, ":" if "recurrent" in implementation else "-.")
-        _line(
-            axes,
-            own,
-            [row["sizes"]["time"] for row in own],
-            COLOURS[rule],
-            style,
-            f"{implementation}, {rule}" if rule != "softmax" else f"{implementation}, softmax attention",
-            1e3,
-        )
-    tokens = record["settings"]["tokens"]
-    axes.set(
-        xlabel="T",
-        ylabel="milliseconds",
-        xscale="log",
-        yscale="log",
-        title=f"forward and backward of {tokens:,} tokens",
-    )
+        name = f"{implementation}, {rule}" + (" attention" if rule == "softmax" else "")
+        _line(axes, own, [row["sizes"]["time"] for row in own], COLOURS[rule], style, name)
+    title = f"forward and backward of {record['settings']['tokens']:,} tokens"
+    axes.set(xlabel="T", ylabel="milliseconds", yscale="log", title=title)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.grid(alpha=0.3)
@@ -78,9 +61,9 @@ def _axes(columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
     return figure, axes[0]
 
 
-def _line(axes: Any, rows: list[Any], x: list[int], colour: str, style: str, name: str, scale: float) -> None:
-    """Medians as a line, quartiles as a band."""
-    median, lower, upper = ([row["seconds"][what] * scale for row in rows] for what in ("median", "lower", "upper"))
+def _line(axes: Any, rows: list[Any], x: list[int], colour: str, style: str, name: str) -> None:
+    """Medians in milliseconds as a line, quartiles as a band."""
+    median, lower, upper = ([row["seconds"][what] * 1e3 for row in rows] for what in ("median", "lower", "upper"))
     axes.plot(x, median, style, marker="o", markersize=4, color=colour, label=name)
     axes.fill_between(x, lower, upper, color=colour, alpha=0.15, linewidth=0)
 
@@ -88,9 +71,7 @@ def _line(axes: Any, rows: list[Any], x: list[int], colour: str, style: str, nam
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
     # Without the version of matplotlib in it, the same record gives the same file.
-    figure.savefig(new, format="png", dpi=120, metadata={"Software": None})
+    with replacing(path) as new:
+        figure.savefig(new, format="png", dpi=120, metadata={"Software": None})
     pyplot.close(figure)
-    new.replace(path)

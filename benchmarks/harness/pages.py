@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from harness.cases import RULES
-from harness.peers import causal_product, flash_linear_attention, softmax
+from harness.contestants import CAUSAL_PRODUCT, FLASH_LINEAR_ATTENTION, SOFTMAX
 from harness.tables import count, markdown, mebibytes, ratio, significant, spread, table
 
 Record = dict[str, Any]
 Row = dict[str, Any]
 
-PEERS = ("chunkwise", "reference", causal_product.NAME, softmax.NAME, flash_linear_attention.NAME)
+PEERS = ("chunkwise", "reference", CAUSAL_PRODUCT, SOFTMAX, FLASH_LINEAR_ATTENTION)
 
 
 def render(record: Record) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from harness.cases import RULES, SHAPES
-from harness.peers import causal_product, softmax
+from harness.contestants import BUILD_FLAGS, CAUSAL_PRODUCT, SOFTMAX
 from harness.tables import count, markdown, milliseconds, ratio, share, significant
 
 Record = dict[str, Any]
@@ -168,9 +168,9 @@ def _over(slow: Row, fast: Row) -> Callable[[Results, Row], Number]:
 
 def _over_built_peer(results: Results, case: Row) -> Number:
     """causal_product over the sum rule, if it was compiled as build_causal_product.py does."""
-    times = _over({"implementation": causal_product.NAME}, _NATIVE)(results, case)
+    times = _over({"implementation": CAUSAL_PRODUCT}, _NATIVE)(results, case)
     build = results.record.get("causal_product") or {"flags": []}
-    if isinstance(times, str) or set(causal_product.FLAGS) <= set(build["flags"]):
+    if isinstance(times, str) or set(BUILD_FLAGS) <= set(build["flags"]):
         return times
     return "causal_product is not the build of build_causal_product.py: its flags are unknown"
 
@@ -242,7 +242,7 @@ def _source(record: Record) -> list[int]:
 
 _at_least, _at_most = (partial(Target, sense) for sense in ("at least", "at most"))
 _NATIVE, _CHUNKWISE = {"implementation": "native"}, {"implementation": "chunkwise"}
-_SOFTMAX = {"implementation": softmax.NAME, "rule": "softmax"}
+_SOFTMAX = {"implementation": SOFTMAX, "rule": "softmax"}
 _MODELS = {"model": _all("model", "transformer", "softmax")}
 _TRANSLATIONS = {"beam": _all("beam"), **_MODELS}
 _PAPER = {"shape": PAPER_SHAPES, "pass": PASSES, "dtype": ["float32"]}
