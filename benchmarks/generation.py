@@ -77,7 +77,7 @@ class Generation:
             return self.model(self.tokens[:, : self.length], incremental_state=self.state)[0]
 
     def go_on(self, name: str, length: int, most_read: int) -> Generation:
-        """Brings it to where it goes on after `length` tokens; a cache that is further behind than `most_read` is filled."""
+        """Brings it to where it goes on after `length` tokens; to read more than `most_read`, its cache is filled."""
         if name == TRANSFORMER and length - self.length > most_read:
             self.state.clear()
             fill_cache(self.model.decoder.layers, self.state, len(self.tokens), length, self.tokens.device)

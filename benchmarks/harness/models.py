@@ -36,12 +36,14 @@ def build_model(task: str, arch: str, flags: dict[str, object], words: int, seed
         warnings.simplefilter("ignore")  # fairseq's ways with hydra
         config = convert_namespace_to_omegaconf(args)
     torch.manual_seed(seed)
-    if task != "translation":
-        model = FastWeightLanguageModelingTask(config.task, dictionary).build_model(config.model)
+    if task == "translation":
+        owner = TranslationTask(config.task, dictionary, dictionary)
     else:
-        model = TranslationTask(config.task, dictionary, dictionary).build_model(config.model)
+        owner = FastWeightLanguageModelingTask(config.task, dictionary)
+    model = owner.build_model(config.model).eval().requires_grad_(False)
+    if task == "translation":
         model.prepare_for_inference_(config)
-    return model.eval().requires_grad_(False), dictionary
+    return model, dictionary
 
 
 def fill_cache(layers: Iterable[Any], state: dict[str, Any], rows: int, length: int, device: torch.device) -> None:
