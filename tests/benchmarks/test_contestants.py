@@ -1,0 +1,164 @@
+"""Contestants get inputs in their own layout and do what they are compared with. Stand-ins with their signatures are
+used where the packages are not: what is tested is how they are called."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from harness import ROOT
+from harness.cases import RULES, Shape, draw_inputs
+from harness.contestants import (
+    BUILD_RECORD,
+    Contestant,
+    Unavailable,
+    build_record,
+    causal_product,
+    flash_linear_attention,
+    our_rules,
+    softmax_attention,
+)
+
+from fairseq_fastweights import ops
+
+SHAPES = {"segment": Shape("tiny", 2, 3, 5, 4, 6, 2), "step": Shape("step", 2, 3, 1, 4, 6, 2)}
+INPUTS = {name: draw_inputs(shape, torch.float32, "cpu") for name, shape in SHAPES.items()}
+TENSORS = {"sum": 3, "gated": 4, "decay": 5, "delta": 4}
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # other ways to the same sums, in float32
+
+
+def check(contestant: Contestant, length: str) -> None:
+    shape, inputs, rule = SHAPES[length], INPUTS[length], contestant.rule
+    work = contestant.prepare(shape, inputs)
+    arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates(rule))
+    operation = getattr(ops, f"{rule}_rule")
+    same(
+        work.as_reference(work.run_forward()),
+        operation(*arguments, initial_state=inputs.state, backend="reference")[0],
+    )
+    assert len(work.inputs) == TENSORS[rule]
+    if not shape.steps:
+        assert [g.shape for g in work.run_both()] == [x.shape for x in work.inputs]
+        assert all(x.is_contiguous() for x in (*work.inputs, work.d_out))
+
+
+@pytest.mark.parametrize("length", SHAPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_our_backends_get_all_gates_and_the_state(rule: str, length: str) -> None:
+    check(our_rules([rule])[1], length)
+
+
+def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(*arguments: Any, **options: Any) -> Any:
+        raise ops.BackendUnavailable(f"build it with {ROOT}/tools/build.py")
+
+    monkeypatch.setattr(ops, "sum_rule", unavailable)
+    work = our_rules(["sum"])[0].prepare(SHAPES["segment"], INPUTS["segment"])
+    with pytest.raises(Unavailable, match=r"^build it with tools/build\.py$"):
+        work.run_both()
+
+
+def test_attention_is_causal_and_as_wide_as_the_values() -> None:
+    inputs = INPUTS["segment"]
+    [contestant] = softmax_attention()
+    work = contestant.prepare(SHAPES["segment"], inputs)
+    scores = torch.einsum("bthd,bshd->bhts", inputs.wide_q, inputs.wide_k) / 6**0.5
+    weights = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf")).softmax(-1)
+    same(work.as_reference(work.run_forward()), torch.einsum("bhts,bshd->bthd", weights, inputs.v))
+    assert not contestant.same
+
+
+STAND_IN = """
+import torch
+def causal_dot_product(q, k, v):
+    assert all(x.is_contiguous() and x.shape[:3] == (2, 3, 5) for x in (q, k, v))
+    return (q @ k.transpose(-1, -2)).tril() @ v
+"""
+
+
+def test_causal_product_is_found_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "fast_transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "causal_product.py").write_text(STAND_IN)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names = ("fast_transformers", "fast_transformers.causal_product")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    [contestant] = causal_product(tmp_path)
+    try:
+        check(contestant, "segment")
+        assert build_record() is None
+        (package / BUILD_RECORD).write_text(json.dumps({"flags": ["-O3"]}))
+        assert build_record() == {"flags": ["-O3"]}
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def test_peers_are_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("fast_transformers", "fla"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    peers = {"build_causal_product.py builds it": causal_product(tmp_path)[0]}
+    peers["ModuleNotFoundError"] = flash_linear_attention(["sum"])[0]
+    for message, contestant in peers.items():
+        with pytest.raises(Unavailable, match=message):
+            contestant.prepare(SHAPES["segment"], INPUTS["segment"])
+    assert build_record() is None
+
+
+def sum_rule(q: Any, k: Any, v: Any, scale: Any = None, initial_state: Any = None, output_final_state: bool = False,
+             normalize: bool = True) -> Any:  # fmt: skip
+    assert scale == 1.0 and not normalize
+    return ops.sum_rule(q, k, v, initial_state=initial_state)
+
+
+def gla(q: Any, k: Any, v: Any, gk: Any = None, gv: Any = None, scale: Any = None, initial_state: Any = None,
+        output_final_state: bool = False) -> Any:  # fmt: skip
+    assert scale == 1.0
+    return ops.decay_rule(q, k, v, gk, gv, initial_state=initial_state)
+
+
+def simple_gla(q: Any, k: Any, v: Any, g: Any = None, scale: Any = None, initial_state: Any = None,
+               output_final_state: bool = False) -> Any:  # fmt: skip
+    gk = None if g is None else g.unsqueeze(-1).expand_as(k)
+    return gla(q, k, v, gk, None, scale, initial_state, output_final_state)
+
+
+def delta_rule(q: Any, k: Any, v: Any, beta: Any, scale: Any = None, initial_state: Any = None,
+               output_final_state: bool = False) -> Any:  # fmt: skip
+    assert scale == 1.0
+    return ops.delta_rule(q, k, v, beta, initial_state=initial_state)
+
+
+@pytest.mark.parametrize("length", SHAPES)
+def test_flash_linear_attention_is_called_for_our_rules(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By functions with its signatures that follow its equations."""
+    functions = {"linear_attn": sum_rule, "gla": gla, "simple_gla": simple_gla, "delta_rule": delta_rule}
+    for name, function in (functions | {"retention": simple_gla}).items():
+        module = ModuleType(f"fla.ops.{name}")
+        vars(module).update({f"{form}_{name}": function for form in ("chunk", "fused_recurrent")})
+        for known in (ModuleType("fla"), ModuleType("fla.ops"), module):
+            monkeypatch.setitem(sys.modules, known.__name__, known)
+    contestants = flash_linear_attention(RULES)
+    assert len(contestants) == 10 and all(contestant.compiles for contestant in contestants)
+    for contestant in contestants:
+        if contestant.same:
+            check(contestant, length)
+    others = [contestant for contestant in contestants if not contestant.same]
+    works = {c.name: c.prepare(SHAPES[length], INPUTS[length]) for c in others}
+    assert {name: len(work.inputs) for name, work in works.items()} == {
+        "fla chunk_gla": 4,
+        "fla chunk_retention": 3,
+        "fla fused_recurrent_retention": 3,
+    }
+    for work in works.values():
+        work.run_forward()
