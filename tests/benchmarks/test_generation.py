@@ -70,7 +70,7 @@ def test_in_turns_each_goes_on_where_it_stopped_around_its_length(monkeypatch: p
         def seconds(self, call: Any, repeats: int, host: float = 0.0) -> float:
             rolling = getattr(call, "__self__", None)
             turns.append((rolling, []))
-            return super().seconds(lambda: rolling and turns[-1][1].append(rolling.length) or call(), repeats)
+            return super().seconds(lambda: (rolling and turns[-1][1].append(rolling.length)) or call(), repeats)
 
     monkeypatch.setattr("harness.timing.clock_for", lambda device: NotingClock())
     options = argparse.Namespace(rounds=4, device="cpu")

@@ -11,6 +11,7 @@ import all_cpu
 import pytest
 import sliding_window
 import torch
+from harness import commands
 
 from tests.benchmarks.conftest import BENCHMARKS, Run
 
@@ -18,9 +19,10 @@ MEASURING = ("kernels", "generation", "translation", "training", "training_lengt
 
 
 @pytest.mark.slow
-def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    monkeypatch.setattr("harness.memory.keep_freed_memory", lambda: True)  # of this process it is not to be kept
-    monkeypatch.setattr("kernels.keep_freed_memory", lambda: True)
+def test_all_results_of_a_cpu_are_made_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr("kernels.keep_freed_memory", lambda: True)  # of this process it is not to be kept
     monkeypatch.setattr(all_cpu, "run", lambda name, *arguments: run(name.removesuffix(".py"), *arguments))
     page = tmp_path / "page.md"
     assert run("all_cpu", "--quick", "--threads", 1, "--results", tmp_path, "--page", page) == ""
@@ -57,16 +59,23 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
 
 
-@pytest.mark.slow
-def test_training_is_a_program_that_counts_the_words_that_fairseq_counts(tmp_path: Path) -> None:
-    """In processes of its own, from anywhere: what sliding_window.py starts them by, too."""
-    out = tmp_path / "training.json"
-    command = [sys.executable, BENCHMARKS / "training.py", *"--quick --rounds 1 --models softmax --threads 1".split()]
-    result = subprocess.run([*command, "--out", out], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    [row] = json.loads(out.read_text())["rows"]
-    speed = row["words per second"]
-    assert speed["min"] > 0 and speed["rounds"] == 2  # updates 3 and 4 of 4
+def test_a_program_starts_from_anywhere(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, BENCHMARKS / "report.py", "--check"], check=True, cwd=tmp_path)
+
+
+def test_a_command_of_fairseq_is_timed_and_its_failure_ends_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        "#!/bin/sh\ni=0; while [ $i -lt 10000 ]; do i=$((i+1)); done\npwd; echo $2 $3 >&2; exit $CODE\n"
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    text, seconds = commands.fairseq("score", "well", CODE="0")
+    assert text.splitlines()[0] == str(BENCHMARKS.parent) and text.endswith(" well\n") and seconds > 0
+    with pytest.raises(SystemExit, match=r"fairseq-score failed:\n.*\n.*fairseq_cli\.score .* badly"):
+        commands.fairseq("score", "badly", CODE="3")
 
 
 def test_both_tasks_score_the_windows_that_a_sliding_window_is_timed_on(
@@ -79,7 +88,9 @@ def test_both_tasks_score_the_windows_that_a_sliding_window_is_timed_on(
         if command != "eval_lm":
             return "", 0.0
         assert environment == {"OMP_NUM_THREADS": "1"}
-        return "| Loss (base 2): 3.5, Perplexity: 11", used["--context-window" in flags and flags[flags.index("--task") + 1]]
+        return "| Loss (base 2): 3.5, Perplexity: 11", used[
+            "--context-window" in flags and flags[flags.index("--task") + 1]
+        ]
 
     monkeypatch.setattr(sliding_window, "fairseq", fairseq)
     monkeypatch.setattr("harness.commands.fairseq", fairseq)
