@@ -1,24 +1,35 @@
-"""What the project set out to reach, held against results: met, missed and by how much, or unmeasured and why."""
+"""What the project set out to reach, held against results: met, missed and by how much, or unmeasured and why.
+
+The targets are those of benchmarks/targets.json, a list of what is asked of a program on a device:
+
+    where, unmeasured: where as a reader would say it; and the same, with the reason, where there are no results.
+    cases: the values of each column of the rows that are compared; "*" for all of a run but softmax attention's, "of
+        one length" for the source that a run's settings name. A target's own add to them.
+    what: the target as a reader would say it; {fewest} and {most} stand for the lengths that were measured.
+    "at least" or "at most": the limit, for the worst of the cases, which are called by their label.
+    slow, fast: what is changed in a case to find the two rows of which one's time is over the other's.
+    number: otherwise, the name of a number of the native kernels' row, or of a model's rows.
+    show: how a number is written.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-from harness.cases import RULES, SHAPES
-from harness.contestants import BUILD_FLAGS, CAUSAL_PRODUCT, SOFTMAX
-from harness.tables import count, markdown, milliseconds, ratio, share, significant
+from harness import ROOT, tables
+from harness.contestants import BUILD_FLAGS
+from harness.tables import count, markdown, significant
 
 Record = dict[str, Any]
 Row = dict[str, Any]
+# A number that a target speaks of, or the reason why there is none; None, where it does not speak of it.
+Number = float | str | None
 
-PAPER_SHAPES = ("lm-small", "lm-medium", "mt-big")
-PASSES = ("forward", "forward+backward")
-GPU_SHAPES = tuple(name for name, shape in SHAPES.items() if not shape.steps and name != "attention")
-
+GOALS = json.loads((ROOT / "benchmarks" / "targets.json").read_text())
 # What tells a row of a program's results from its others.
 _KEYS = {
     "kernels": ("shape", "dtype", "pass", "implementation", "rule"),
@@ -26,53 +37,6 @@ _KEYS = {
     "translation": ("model", "beam", "source", "length"),
     "training": ("model",),
 }
-
-
-# A number that a target speaks of, or the reason why there is none.
-Number = float | str
-
-
-class Results:
-    """A record, and its rows by what they are of."""
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self._keys = _KEYS[record["program"]]
-        self._rows = {tuple(row[key] for key in self._keys): row for row in record["rows"]}
-
-    def find(self, wanted: Row, **changes: Any) -> Row | str:
-        """The row that is like the one that is wanted, but for the changes; or why it has no time."""
-        row = self._rows.get(tuple((wanted | changes)[key] for key in self._keys))
-        if row is None:
-            return "not in the run, or cut"
-        if row.get("status", "measured") != "measured":
-            return f"{row['implementation']}: {row['message']}"
-        return row
-
-    def over(self, slow: Row | str, fast: Row | str) -> Number:
-        """How many times as long the first row's call takes, or why nobody knows."""
-        if isinstance(fast, str) or isinstance(slow, str):
-            return fast if isinstance(fast, str) else str(slow)
-        return slow["seconds"]["median"] / fast["seconds"]["median"]
-
-
-Choose = Callable[[Record], Sequence[Any]]
-Compare = Callable[[Results], Sequence[tuple[str, Number]]]
-
-
-class Target(NamedTuple):
-    """A number to reach.
-
-    Attributes:
-        sense: whether a value must be "at least" the limit or "at most".
-        compare: makes what is compared, of which the worst counts, each with a label.
-        show: writes a value: as a factor, a share, a time.
-    """
-
-    sense: str
-    limit: float
-    compare: Compare
-    show: Callable[[float], str] = ratio
 
 
 class Verdict(NamedTuple):
@@ -85,8 +49,8 @@ class Verdict(NamedTuple):
     verdict: str
 
 
-def judge(target: Target, numbers: Sequence[tuple[str, Number]]) -> tuple[str, str]:
-    """Holds the worst of the numbers against the target: what was measured, and the verdict.
+def judge(sense: str, limit: float, show: Callable[[float], str], numbers: Sequence[tuple[str, Any]]) -> list[str]:
+    """Holds the worst of the numbers against the limit: what was measured, and the verdict.
 
     What could not be measured is named; it keeps a target from being met only where nothing was measured at all.
     """
@@ -94,51 +58,53 @@ def judge(target: Target, numbers: Sequence[tuple[str, Number]]) -> tuple[str, s
     missing = [(label, value) for label, value in numbers if isinstance(value, str)]
     reasons = "; ".join(dict.fromkeys(reason for _, reason in missing))
     if not known:
-        return "–", f"unmeasured: {reasons or 'there are no results'}"
-    least = target.sense == "at least"
+        return ["–", f"unmeasured: {reasons or 'there are no results'}"]
+    least = sense == "at least"
     worst, label = min(known) if least else max(known)
-    reached = [value >= target.limit if least else value <= target.limit for value, _ in known]
-    measured = f"{target.show(worst)} ({label})"
+    reached = [value >= limit if least else value <= limit for value, _ in known]
+    measured, state = f"{show(worst)} ({label})", "met" if all(reached) else "missed"
     comments = []
-    if not all(reached):
-        factor = target.limit / worst if least else worst / target.limit
-        comments.append(f"by a factor of {significant(factor)}")
     if len(known) > 1:
-        measured += f"; median of {len(known)}: {target.show(statistics.median(value for value, _ in known))}"
-        comments += [f"reached by {sum(reached)} of {len(known)}"] * (not all(reached))
+        measured += f"; median of {len(known)}: {show(statistics.median(value for value, _ in known))}"
+    if state == "missed":
+        comments.append(f"by a factor of {significant(limit / worst if least else worst / limit)}")
+        if len(known) > 1:
+            comments.append(f"reached by {sum(reached)} of {len(known)}")
     if missing:
         labels = ", ".join(label for label, _ in missing[:3])
         others = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         comments.append(f"unmeasured: {labels}{others} ({reasons})")
-    state = "met" if all(reached) else "missed"
-    return measured, f"{state}: {'; '.join(comments)}" if comments else state
+    return [measured, ": ".join([state, *(["; ".join(comments)] if comments else [])])]
 
 
 def evaluate(records: Sequence[Record]) -> list[Verdict]:
     """All targets, in the order of the project's table. A target whose record is not there is unmeasured."""
     known = {(record["program"], record["device"]): record for record in records}
-    return [verdict for key in _TARGETS for verdict in _evaluate(key, known.get(key))]
+    return [verdict for goals in GOALS for verdict in _evaluate(goals, known.get((goals["program"], goals["device"])))]
 
 
 def evaluate_one(record: Record) -> list[Verdict]:
     """The targets that this record speaks of."""
-    key = record["program"], record["device"]
-    return _evaluate(key, record) if key in _TARGETS else []
+    own = [goals for goals in GOALS if (goals["program"], goals["device"]) == (record["program"], record["device"])]
+    return [verdict for goals in own for verdict in _evaluate(goals, record)]
 
 
-def _evaluate(key: tuple[str, str], record: Record | None) -> list[Verdict]:
-    absent, unknown, where, targets = _TARGETS[key]
-    words: dict[str, Any] = {"fewest": "the fewest", "most": "the most"}
+def _evaluate(goals: dict[str, Any], record: Record | None) -> list[Verdict]:
+    where, absent = goals["unmeasured"]
+    span: dict[str, Any] = {"fewest": "the fewest", "most": "the most"}
     if record is not None:
-        lengths = [row["length"] for row in record["rows"] if "length" in row]
-        if lengths:
-            words = {"fewest": f"{min(lengths):,}", "most": f"{max(lengths):,}"}
-        unknown = where.format(threads=count(record["threads"], "thread"), **record.get("settings", {}))
+        where = goals["where"].format(threads=count(record["threads"], "thread"), **record.get("settings", {}))
+        span = _span(record) or span
     verdicts = []
-    for what, target in targets.items():
-        numbers = [("", absent)] if record is None else target.compare(Results(record))
-        text = f"{target.sense} {target.show(target.limit)}"
-        verdicts.append(Verdict(unknown, what.format(**words), text, *judge(target, numbers)))
+    for target in goals["targets"]:
+        [sense] = {"at least", "at most"} & set(target)
+        show = getattr(tables, target.get("show", "ratio"))
+        numbers = (
+            [("", absent)] if record is None else _compare(target, goals["cases"] | target.get("cases", {}), record)
+        )
+        what = target["what"].format(**{name: f"{n:,}" if isinstance(n, int) else n for name, n in span.items()})
+        found = judge(sense, target[sense], show, numbers)
+        verdicts.append(Verdict(where, what, f"{sense} {show(target[sense])}", *found))
     return verdicts
 
 
@@ -147,195 +113,84 @@ def render(verdicts: Sequence[Verdict]) -> str:
     return markdown(Verdict._fields, verdicts, left=len(Verdict._fields)) if verdicts else ""
 
 
-def _each(
-    label: str, number: Callable[[Results, Row], Number | None], choices: dict[str, Sequence[Any] | Choose]
-) -> Compare:
-    """Of each case of these choices a number; None is none."""
-
-    def compare(results: Results) -> list[tuple[str, Number]]:
-        chosen = [choice(results.record) if callable(choice) else choice for choice in choices.values()]
-        cases = [dict(zip(choices, case, strict=True)) for case in itertools.product(*chosen)]
-        numbers = [(label.format(**case), number(results, case)) for case in cases]
-        return [(text, number) for text, number in numbers if number is not None]
-
-    return compare
+def _span(record: Record) -> dict[str, int]:
+    lengths = [row["length"] for row in record["rows"] if "length" in row]
+    return {"fewest": min(lengths), "most": max(lengths)} if lengths else {}
 
 
-def _over(slow: Row, fast: Row) -> Callable[[Results, Row], Number]:
-    """A case with the changes `slow` over that with the changes `fast`."""
-    return lambda results, case: results.over(results.find(case, **slow), results.find(case, **fast))
+def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) -> list[tuple[str, Number]]:
+    """Of each case a number, or why there is none."""
+    keys, span = _KEYS[record["program"]], _span(record)
+    rows = {tuple(row[key] for key in keys): row for row in record["rows"]}
+
+    def find(case: Row, changes: Row) -> Row | str:
+        wanted = case | {name: span.get(value, value) for name, value in changes.items()}
+        row = rows.get(tuple(wanted[key] for key in keys))
+        if row is None:
+            return "not in the run, or cut"
+        if row.get("status", "measured") != "measured":
+            return f"{row['implementation']}: {row['message']}"
+        return row
+
+    def number(case: Row) -> Number:
+        if "number" in target and "model" in case:
+            return _OF_A_MODEL[target["number"]](record["rows"], case["model"])
+        fast = find(case, target.get("fast", {"implementation": "native"}))
+        slow = find(case, target.get("slow", {"implementation": "native"}))
+        if isinstance(fast, str) or isinstance(slow, str):
+            return fast if isinstance(fast, str) else slow
+        if "number" in target:
+            return _OF_NATIVE[target["number"]](record["rows"], fast)
+        build = record.get("causal_product") or {"flags": []}
+        if slow.get("implementation") == "causal_product" and not set(BUILD_FLAGS) <= set(build["flags"]):
+            return "causal_product is not the build of build_causal_product.py: its flags are unknown"
+        return _median(slow) / _median(fast)
+
+    def values(key: str) -> list[Any]:
+        if choices[key] == "*":
+            every = dict.fromkeys(row[key] for row in record["rows"])
+            return [value for value in every if value not in ("transformer", "softmax")]
+        chosen = (record["settings"]["source"] if value == "of one length" else value for value in choices[key])
+        return [value for value in chosen if value != target.get("but")]
+
+    cases = [dict(zip(choices, case, strict=True)) for case in itertools.product(*map(values, choices))]
+    numbers = [(target["label"].format(**case), number(case)) for case in cases]
+    return [(label, value) for label, value in numbers if value is not None]
 
 
-def _over_built_peer(results: Results, case: Row) -> Number:
-    """causal_product over the sum rule, if it was compiled as build_causal_product.py does."""
-    times = _over({"implementation": CAUSAL_PRODUCT}, _NATIVE)(results, case)
-    build = results.record.get("causal_product") or {"flags": []}
-    if isinstance(times, str) or set(BUILD_FLAGS) <= set(build["flags"]):
-        return times
-    return "causal_product is not the build of build_causal_product.py: its flags are unknown"
+def _median(row: Row, what: str = "seconds") -> float:
+    return row[what]["median"]
 
 
-def _of_native(number: Callable[[Results, Row], Number | None]) -> Callable[[Results, Row], Number | None]:
-    """A number of the native kernels' row at a case, or why there is none."""
-
-    def find(results: Results, case: Row) -> Number | None:
-        row = results.find(case, **_NATIVE)
-        return row if isinstance(row, str) else number(results, row)
-
-    return find
+def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
+    case = {key: own[key] for key in ("shape", "dtype", "pass")} | {"status": "measured"}
+    alike = [row for row in rows if case.items() <= row.items() and row["implementation"] != "native"]
+    peers = [_median(row) for row in alike if row["rule"] in (own["rule"], "softmax")]
+    return min(peers) / _median(own) if peers else "no peer ran"
 
 
-@_of_native
-def _over_best_peer(results: Results, own: Row) -> Number:
-    case = {key: own[key] for key in ("shape", "dtype", "pass")}
-    peers = [
-        row["seconds"]["median"]
-        for row in results.record["rows"]
-        if row["status"] == "measured" and row["implementation"] != "native" and case.items() <= row.items()
-        if row["rule"] in (own["rule"], "softmax")
-    ]
-    return min(peers) / own["seconds"]["median"] if peers else "no peer ran"
+def _of_bandwidth(rows: Sequence[Row], own: Row) -> Number:
+    return own["limit"]["seconds"] / _median(own) if own["limit"]["binding"] == "bandwidth" else None
 
 
-@_of_native
-def _of_bandwidth(results: Results, own: Row) -> float | None:
-    limit = own["limit"]
-    return limit["seconds"] / own["seconds"]["median"] if limit["binding"] == "bandwidth" else None
-
-
-@_of_native
-def _memory(results: Results, own: Row) -> float:
-    return own["memory"]["extra"] / own["memory"]["tensors"]
-
-
-@_of_native
-def _beyond_second(results: Results, own: Row) -> float:
-    return own["first call"] - own["second call"]
-
-
-def _lengths(results: Results, case: Row) -> Number:
-    """The time after the most tokens over that after the fewest."""
-    lengths = [row["length"] for row in results.record["rows"]]
-    return _over({"length": max(lengths)}, {"length": min(lengths)})(results, case)
-
-
-def _longest_over_shortest(results: Results, case: Row) -> float:
-    rows = [row for row in results.record["rows"] if row["model"] == case["model"]]
-    medians = [row["seconds beside other lengths"]["median"] for row in rows]
+def _longest_over_shortest(rows: Sequence[Row], model: str) -> Number:
+    medians = [_median(row, "seconds beside other lengths") for row in rows if row["model"] == model]
     return max(medians) / min(medians)
 
 
-def _speed(results: Results, case: Row) -> float:
-    speeds = {row["model"]: row["words per second"]["median"] for row in results.record["rows"]}
-    return speeds[case["model"]] / speeds["softmax"]
+def _speed_over_softmax(rows: Sequence[Row], model: str) -> Number:
+    speeds = {row["model"]: _median(row, "words per second") for row in rows}
+    return speeds[model] / speeds["softmax"]
 
 
-def _all(key: str, *but: str) -> Choose:
-    """All values of a column of the rows, in order, but for some."""
-    return lambda record: [value for value in dict.fromkeys(row[key] for row in record["rows"]) if value not in but]
-
-
-def _source(record: Record) -> list[int]:
-    """The length of the sources that are not as long as the target: others are another task."""
-    return [record["settings"]["source"]]
-
-
-_at_least, _at_most = (partial(Target, sense) for sense in ("at least", "at most"))
-_NATIVE, _CHUNKWISE = {"implementation": "native"}, {"implementation": "chunkwise"}
-_SOFTMAX = {"implementation": SOFTMAX, "rule": "softmax"}
-_MODELS = {"model": _all("model", "transformer", "softmax")}
-_TRANSLATIONS = {"beam": _all("beam"), **_MODELS}
-_PAPER = {"shape": PAPER_SHAPES, "pass": PASSES, "dtype": ["float32"]}
-_TWO = {"rule": ["decay", "delta"], **_PAPER}
-_ATTENTION = {"rule": RULES, "shape": ["attention"], "pass": ["forward+backward"], "dtype": ["float32"]}
-_GPU = {"shape": GPU_SHAPES, "rule": RULES, "pass": ["forward+backward"], "dtype": ["bfloat16"]}
-_RETNET = _GPU | {"shape": ["retnet"]}
-_NOT_RETNET = _GPU | {"shape": [shape for shape in GPU_SHAPES if shape != "retnet"]}
-_over_transformer = _over({"model": "transformer"}, {})
-
-
-def _first_call(dtype: str) -> Target:
-    """The first call of each rule and pass in its process, which is at the first shape, and the one after it."""
-    choices = {"rule": RULES, "pass": PASSES, "shape": PAPER_SHAPES[:1], "dtype": [dtype]}
-    return _at_most(0.05, _each("{rule}, {pass}", _beyond_second, choices), milliseconds)
-
-
-_TOKEN = "token against fairseq's Transformer, after"
-_LAYER = "peak memory of training one layer beyond inputs, outputs and gradients, over these"
-# By program and device: what is said without results; where, without them and with them; and the targets by what a
-# reader would call them, with {fewest} and {most} for the lengths that were measured.
-_TARGETS: dict[tuple[str, str], tuple[str, str, str, dict[str, Target]]] = {
-    ("kernels", "cpu"): (
-        *("kernels.py was not run on a CPU", "CPU, float32", "CPU, {threads}, float32"),
-        {
-            "sum rule against causal_product, forward and forward+backward": _at_least(
-                1.5, _each("{shape}, {pass}", _over_built_peer, {"rule": ["sum"], **_PAPER})
-            ),
-            "decay and delta: time over that of sum, paper shapes": _at_most(
-                2.0, _each("{rule}, {shape}, {pass}", _over(_NATIVE, _NATIVE | {"rule": "sum"}), _TWO)
-            ),
-            "decay and delta against chunkwise, lm-small": _at_least(
-                5.0, _each("{rule}, {pass}", _over(_CHUNKWISE, _NATIVE), _TWO | {"shape": ["lm-small"]})
-            ),
-            "SDPA at T = 1024, d = 64, forward+backward": _at_least(
-                5.0, _each("{rule}", _over(_SOFTMAX, _NATIVE), _ATTENTION)
-            ),
-            "first call beyond the second": _first_call("float32"),
-        },
-    ),
-    ("generation", "cpu"): (
-        *("generation.py was not run as it measures now", "CPU", "CPU, {threads}, batch of {batch}"),
-        {
-            f"a generated {_TOKEN} 1,000": _at_least(
-                1.5, _each("{model}", _over_transformer, {**_MODELS, "length": [1000]})
-            ),
-            f"a generated {_TOKEN} 4,000": _at_least(
-                3.0, _each("{model}", _over_transformer, {**_MODELS, "length": [4000]})
-            ),
-            "a generated token, flat: longest time over shortest, after {fewest} to {most} tokens": _at_most(
-                1.1, _each("{model}", _longest_over_shortest, _MODELS)
-            ),
-        },
-    ),
-    ("translation", "cpu"): (
-        *("translation.py was not run", "CPU", "CPU, {threads}, {hypotheses} hypotheses"),
-        {
-            f"a translated {_TOKEN} 1,024": _at_least(
-                1.5,
-                _each(
-                    "{model}, beam {beam}, source of {source:,}",
-                    _over_transformer,
-                    {**_TRANSLATIONS, "source": lambda record: [*_source(record), 1024], "length": [1024]},
-                ),
-            ),
-            "a translated token, flat: time after {most} tokens over that after {fewest}": _at_most(
-                1.1, _each("{model}, beam {beam}", _lengths, {**_TRANSLATIONS, "source": _source})
-            ),
-        },
-    ),
-    ("kernels", "cuda"): (
-        *("kernels.py was not run on a GPU", "GPU", "GPU"),
-        {
-            "forward+backward, bfloat16, against the best peer": _at_least(
-                1.0, _each("{rule}, {shape}", _over_best_peer, _GPU)
-            ),
-            "forward+backward, bfloat16: bandwidth where that binds": _at_least(
-                0.6, _each("{rule}, {shape}", _of_bandwidth, _GPU), share
-            ),
-            "forward+backward: float32 over bfloat16": _at_most(
-                2.5, _each("{rule}, {shape}", _over(_NATIVE | {"dtype": "float32"}, _NATIVE), _GPU)
-            ),
-            _LAYER: _at_most(0.25, _each("{rule}, {shape}", _memory, _NOT_RETNET), share),
-            f"{_LAYER}, retnet": _at_most(1.0, _each("{rule}, {shape}", _memory, _RETNET), share),
-            "first call beyond the second": _first_call("bfloat16"),
-        },
-    ),
-    ("training", "cuda"): (
-        *("training.py was not run on a GPU", "GPU", "GPU"),
-        {
-            "training lm-small end to end, words/s against the softmax Transformer in fairseq": _at_least(
-                2.5, _each("{model}", _speed, _MODELS)
-            ),
-        },
-    ),
+_OF_A_MODEL: dict[str, Callable[[Sequence[Row], str], Number]] = {
+    "longest over shortest": _longest_over_shortest,
+    "speed over softmax": _speed_over_softmax,
+}
+_OF_NATIVE: dict[str, Callable[[Sequence[Row], Row], Number]] = {
+    "best peer over it": _over_best_peer,
+    "of the bandwidth": _of_bandwidth,
+    "memory": lambda rows, own: own["memory"]["extra"] / own["memory"]["tensors"],
+    # The first call of each rule and pass in its process is at the first shape.
+    "first call beyond the second": lambda rows, own: own["first call"] - own["second call"],
 }
