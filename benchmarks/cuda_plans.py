@@ -81,10 +81,10 @@ def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
     native.require(rule, inputs.v.device.type, inputs.v.dtype, shape.key_dim)
     given = inputs.q, inputs.k, inputs.v
     interval = native._interval(inputs.k, inputs.v)
-    family, middle = "delta", [inputs.beta]
+    family, middle = "delta", inputs.gates["delta"]
     if rule != "delta":
-        decays = [inputs.log_key_decay, inputs.log_value_decay] if rule == "decay" else [None, None]
-        family, middle = "diagonal", [inputs.log_gate if rule == "gated" else None, rule == "gated", *decays]
+        gate, decays = (inputs.gates[rule] if rule == own else [None] * n for own, n in (("gated", 1), ("decay", 2)))
+        family, middle = "diagonal", [*gate, rule == "gated", *decays]
     forward, backward = (getattr(torch.ops.fairseq_fastweights, f"{family}_{each}") for each in PASSES)
     run = partial(forward, *given, *middle, None, interval)
     if kind == "backward":

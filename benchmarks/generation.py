@@ -1,16 +1,10 @@
 """The next token, by how many there are before it: Figure 1 of Mao (2022), with fairseq's Transformer for attention.
 
-Models of one size, one step of `fairseq-generate`'s kind: a forward pass in evaluation mode for the last token of every
-row, with fairseq's incremental state, output layer included. Generation rolls forward: the models take turns of some
-tokens, each going on where it stopped, in a stretch with the length in its middle. The lengths come one after the
-other: beside caches of other lengths a cache would find its memory taken, and get fresh pages where in generation it
-gets those that it left. From one length to the next the Transformer reads every token, where they are few; where they
-are many, its key-value cache is filled with random keys and values. A fast weight model's state has the size that it
-has after any token.
-
-What to expect is timed too: fairseq copies the whole cache for a token, and reads the copy. Whether a fast weight
-model's token takes the same time at every length is timed once more, without the Transformer: its large caches leave
-the others a memory that is colder the longer the text is. The lengths of one model take turns there.
+Models of one size take turns of some tokens, each going on where it stopped, in a stretch with the length in its
+middle; the page says what is measured. The lengths come one after the other: beside caches of other lengths a cache
+would find its memory taken, and get fresh pages where in generation it gets those that it left. From one length to the
+next the Transformer reads every token, where they are few; where they are many, its cache is filled with random keys
+and values. A fast weight model's state has the size that it has after any token.
 
     python benchmarks/generation.py [--out results.json] [--figure figure.png]
 """
@@ -18,6 +12,7 @@ the others a memory that is colder the longer the text is. The lengths of one mo
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,8 +94,8 @@ def generation_after(model: Any, name: str, tokens: Tensor, length: int) -> Gene
 def move_cache(state: dict[str, Any]) -> None:
     """Does the least that fairseq's attention does with its cache: copies keys and values, and reads the copies."""
     for buffer in state.values():
-        for what in ("prev_key", "prev_value"):
-            buffer[what].clone().sum()
+        buffer["prev_key"].clone().sum()
+        buffer["prev_value"].clone().sum()
 
 
 def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> dict[str, int]:
@@ -108,15 +103,9 @@ def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> d
 
     A cache that has been replaced by a longer one is gone, as it is in generation.
     """
-    sizes = {}
-
-    def prepare() -> Generation:
-        generation = generation_after(model, name, tokens, length)
-        sizes["state bytes"] = held(generation.state)
-        return generation
-
-    most = peak(prepare, Generation.advance, device)
-    return sizes | {"peak bytes": most}
+    size = held(generation_after(model, name, tokens, length).state)
+    most = peak(lambda: generation_after(model, name, tokens, length), Generation.advance, device)
+    return {"state bytes": size, "peak bytes": most}
 
 
 def tokens_ahead(rounds: int) -> int:
@@ -179,22 +168,15 @@ def main() -> None:
     ahead = tokens_ahead(options.rounds)
     if ahead >= min(lengths):
         most = max(rounds for rounds in range(options.rounds) if tokens_ahead(rounds) < min(lengths))
-        parser.error(
-            f"--rounds is {options.rounds}: it may be {most} at most, or the first stretch begins before the text"
-        )
+        parser.error(f"--rounds is {options.rounds}: it may be {most} at most, or the text is shorter than a stretch")
     budget = Budget(options.budget)
     longest = max(lengths) + ahead
-    models = {
-        name: build(name, settings, options.backend, longest).to(options.device)
-        for name in (TRANSFORMER, *options.rules)
-    }
+    names = (TRANSFORMER, *options.rules)
+    models = {name: build(name, settings, options.backend, longest).to(options.device) for name in names}
     tokens = torch.randint(4, settings["words"], (settings["batch"], longest), device=options.device)
     # All sizes come before all times, again for the sake of the memory that a cache finds.
-    sizes = {
-        (name, length): memory(model, name, tokens, length, options.device)
-        for length in lengths
-        for name, model in models.items()
-    }
+    cases = itertools.product(names, lengths)
+    sizes = {(name, length): memory(models[name], name, tokens, length, options.device) for name, length in cases}
     generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
     rows: list[Row] = []
     parts = len(lengths) + len(options.rules)
@@ -210,13 +192,9 @@ def main() -> None:
             if row["model"] == name:
                 row["seconds beside other lengths"] = growth[row["length"]]
         budget.note(f"{name}, its lengths in turns", made, options.rounds)
-    facts = {
-        "settings": settings,
-        "backend": options.backend,
-        "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
-    }
-    record = records.describe_run("generation", options.device, **facts, cut=budget.cut, rows=rows)
-    finish(record, options, figures.draw_next_token)
+    parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    facts = {"settings": settings, "backend": options.backend, "parameters": parameters, "cut": budget.cut}
+    finish(records.describe_run("generation", options.device, **facts, rows=rows), options, figures.draw_next_token)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
 """The next token of a translation, by how many there are before it, with fairseq's Transformer for attention.
 
-Models of one size, step by step as fairseq's `SequenceGenerator` goes: the hypotheses change places, in the decoder's
-state and in the encoder's output; the decoder reads the last token of each; the search takes the best of what may
-follow. The state is the one after that many tokens. The Transformer's is its key-value cache, filled with random keys
-and values of that length; a fast weight model's has the size that it has after any token. Sources are of one length,
-or as long as the target is by then.
-
-Whole translations by `SequenceGenerator` itself, encoder and all, say whether the steps add up. Takes up to 5 GB of
-memory.
+Models of one size, step by step as fairseq's `SequenceGenerator` goes, with its state after that many tokens: the
+Transformer's cache is filled with random keys and values of that length. Sources are of one length, or as long as the
+target is by then. Whole translations by `SequenceGenerator` itself, encoder and all, say whether the steps add up. The
+page says what is measured. Takes up to 5 GB of memory.
 
     python benchmarks/translation.py [--out results.json]
 """
@@ -43,14 +39,10 @@ BEAMS = (1, 4)
 LENGTHS = (64, 256, 1024, 2048)
 # The size is that of fairseq's iwslt_de_en. There are `hypotheses` in all, of fewer sentences where the beam is wider.
 # `source` and `whole` count tokens: of a source, of a whole translation.
-SETTINGS = {
-    **{"layers": 6, "width": 512, "heads": 4, "feed-forward": 1024, "words": 8000},
-    **{"hypotheses": 8, "source": 64, "whole": 256},
-}
-QUICK_SETTINGS = {
-    **{"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20},
-    **{"hypotheses": 8, "source": 4, "whole": 5},
-}
+SETTINGS = {"layers": 6, "width": 512, "heads": 4, "feed-forward": 1024, "words": 8000}
+SETTINGS |= {"hypotheses": 8, "source": 64, "whole": 256}
+QUICK_SETTINGS = {"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20}
+QUICK_SETTINGS |= {"hypotheses": 8, "source": 4, "whole": 5}
 
 
 def build(name: str, settings: dict[str, int], longest: int) -> tuple[Any, Dictionary]:
@@ -177,11 +169,9 @@ def measure_steps(
             key = f"{name} {source_length} {length}"
             hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
             take_ups[key] = partial(take_up, generator, hypotheses)
-            rows[key] = {
-                **{"model": name, "beam": generator.beam_size, "source": source_length, "length": length},
-                **hypotheses.sizes(),
-                "peak bytes": peak_memory(generator, hypotheses, options.device),
-            }
+            rows[key] = {"model": name, "beam": generator.beam_size, "source": source_length, "length": length}
+            most = peak_memory(generator, hypotheses, options.device)
+            rows[key] |= {**hypotheses.sizes(), "peak bytes": most}
     seconds, made = time_tokens(take_ups, options.device, options.rounds, budget)
     return [row | {"seconds": seconds[key]} for key, row in rows.items()], made
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -79,56 +81,38 @@ class Inputs:
     Attributes:
         q, k: (batch, time, heads, key_dim). k is normalised to length 1, as the delta rule needs it.
         v, d_out: (batch, time, heads, value_dim); d_out is the gradient that arrives at the output.
-        log_gate, beta: (batch, time, heads).
-        log_key_decay, log_value_decay: (batch, time, heads, key_dim) and (batch, time, heads, value_dim).
-        state: (batch, heads, key_dim, value_dim), float32; only for a shape of one step.
         wide_q, wide_k: (batch, time, heads, value_dim), what softmax attention of this head size reads.
+        gates: by rule what it takes beside q, k and v, in order.
+        state: (batch, heads, key_dim, value_dim), float32; only for a shape of one step.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     d_out: Tensor
-    log_gate: Tensor
-    beta: Tensor
-    log_key_decay: Tensor
-    log_value_decay: Tensor
     wide_q: Tensor
     wide_k: Tensor
+    gates: dict[str, list[Tensor]]
     state: Tensor | None
-
-    def gates(self, rule: str) -> list[Tensor]:
-        """What the rule takes beside q, k and v, in order."""
-        return {
-            "sum": [],
-            "gated": [self.log_gate],
-            "decay": [self.log_key_decay, self.log_value_decay],
-            "delta": [self.beta],
-        }[rule]
 
 
 def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
     """Random inputs of all rules. Gates are of the inputs' dtype."""
     generator = torch.Generator(device).manual_seed(seed)
-    steps = (shape.batch, shape.time, shape.heads)
 
-    def normal(*dims: int) -> Tensor:
-        return torch.randn(*steps, *dims, generator=generator, device=device)
+    def normal(*dims: int, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        sizes = (shape.batch, shape.time, shape.heads, *dims)
+        return change(torch.randn(sizes, generator=generator, device=device)).to(dtype)
+
+    def decay(x: Tensor) -> Tensor:
+        return F.logsigmoid(x + 3)
 
     keys, values = shape.key_dim, shape.value_dim
-    tensors = {
-        "q": normal(keys),
-        "k": F.normalize(normal(keys), dim=-1),
-        "v": normal(values),
-        "d_out": normal(values),
-        "log_gate": F.logsigmoid(normal() + 3),
-        "beta": normal().sigmoid(),
-        "log_key_decay": F.logsigmoid(normal(keys) + 3),
-        "log_value_decay": F.logsigmoid(normal(values) + 3),
-        "wide_q": normal(values),
-        "wide_k": normal(values),
-    }
+    q, k, v, d_out = normal(keys), normal(keys, change=partial(F.normalize, dim=-1)), normal(values), normal(values)
+    gates = {"sum": [], "gated": [normal(change=decay)], "delta": [normal(change=torch.sigmoid)]}
+    gates["decay"] = [normal(keys, change=decay), normal(values, change=decay)]
+    wide_q, wide_k = normal(values), normal(values)
     state = None
     if shape.steps:
         state = torch.randn(shape.batch, shape.heads, keys, values, generator=generator, device=device)
-    return Inputs(**{name: tensor.to(dtype) for name, tensor in tensors.items()}, state=state)
+    return Inputs(q, k, v, d_out, wide_q, wide_k, gates, state)

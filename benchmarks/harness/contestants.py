@@ -93,7 +93,7 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def _leaves(rule: str, inputs: Inputs) -> list[Tensor]:
-    return [leaf(x) for x in (inputs.q, inputs.k, inputs.v, *inputs.gates(rule))]
+    return [leaf(x) for x in (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])]
 
 
 def _heads_first(call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, inputs: Inputs) -> Work:

@@ -80,7 +80,7 @@ def _best(call: Any, clock: Clock, patience: float) -> float:
 def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> Limit:
     """The limit of a case on a machine of these rates. `rule` may be "softmax"."""
     softmax, both = rule == "softmax", kind == "forward+backward"
-    read = (inputs.wide_q, inputs.wide_k, inputs.v) if softmax else (inputs.q, inputs.k, inputs.v, *inputs.gates(rule))
+    read = (inputs.wide_q, inputs.wide_k, inputs.v) if softmax else (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
     given, out = sum(x.nbytes for x in read), inputs.d_out.nbytes
     # Backward reads the inputs again and the output's gradient, and writes a gradient for each input.
     moved = 3 * given + 2 * out if both else given + out

@@ -38,7 +38,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def check(contestant: Contestant, length: str) -> None:
     shape, inputs, rule = SHAPES[length], INPUTS[length], contestant.rule
     work = contestant.prepare(shape, inputs)
-    arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates(rule))
+    arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
     operation = getattr(ops, f"{rule}_rule")
     same(
         work.as_reference(work.run_forward()),

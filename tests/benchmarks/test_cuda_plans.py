@@ -48,7 +48,7 @@ def test_each_way_is_found_once_and_asked_for_while_it_is_timed(monkeypatch: pyt
 @pytest.mark.parametrize("rule", RULES)
 def test_the_operator_that_is_timed_is_the_rule(rule: str, kind: str) -> None:
     inputs = draw_inputs(SMALL, torch.float32, "cpu")
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates(rule))]
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])]
     out, _ = getattr(ops, f"{rule}_rule")(*leaves, backend="native")
     expected = [out] if kind == "forward" else torch.autograd.grad(out, leaves, inputs.d_out)
     for x in leaves:

@@ -47,6 +47,6 @@ def test_rates_are_measured() -> None:
 
 def test_inputs_are_what_the_rules_ask_for() -> None:
     inputs = draw_inputs(SHAPES["segment"], torch.bfloat16, "cpu")
-    assert all(gate.dtype == torch.bfloat16 for rule in RULES for gate in inputs.gates(rule))
-    assert all(float(gate.max()) <= 0 for rule in ("gated", "decay") for gate in inputs.gates(rule))
+    assert all(gate.dtype == torch.bfloat16 for rule in RULES for gate in inputs.gates[rule])
+    assert all(float(gate.max()) <= 0 for rule in ("gated", "decay") for gate in inputs.gates[rule])
     torch.testing.assert_close(inputs.k.float().norm(dim=-1), torch.ones(2, 5, 3), atol=1e-2, rtol=0)

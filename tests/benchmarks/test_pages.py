@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from harness import figures, targets
+from harness.cases import SHAPES
 from harness.tables import count, mebibytes, milliseconds, ratio, significant
-from harness.targets import Target, judge
+from harness.targets import judge
 
 from tests.benchmarks.conftest import Run
 
 # Records of round numbers, and the page that they are to make: its numbers can be checked in the head.
 MADE_UP = Path(__file__).parent / "made_up"
-LEAST = Target("at least", 1.5, lambda results: [])
-MOST = Target("at most", 2.0, lambda results: [])
+LEAST, MOST = ("at least", 1.5), ("at most", 2.0)
 
 
 def test_a_page_says_of_its_records_what_was_worked_out_by_hand(run: Run) -> None:
@@ -61,8 +61,10 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
         (LEAST, [], "–", "unmeasured: there are no results"),
     ],
 )
-def test_the_worst_of_what_was_measured_counts(target: Target, values: list[Any], measured: str, verdict: str) -> None:
-    assert judge(target, list(zip("abcde", values, strict=False))) == (measured, verdict)
+def test_the_worst_of_what_was_measured_counts(
+    target: tuple[str, float], values: list[Any], measured: str, verdict: str
+) -> None:
+    assert judge(*target, ratio, list(zip("abcde", values, strict=False))) == [measured, verdict]
 
 
 @pytest.mark.parametrize("build", [None, {"flags": ["-O2"]}])
@@ -75,6 +77,8 @@ def test_a_peer_of_unknown_flags_is_no_peer(build: dict[str, Any] | None) -> Non
 def test_all_targets_are_listed_whatever_was_measured() -> None:
     verdicts = targets.evaluate([])
     assert len(verdicts) == 17 and all(verdict.verdict.startswith("unmeasured: ") for verdict in verdicts)
+    on_gpu = targets.GOALS[3]["cases"]["shape"]
+    assert set(on_gpu) == {name for name, shape in SHAPES.items() if not shape.steps} - {"attention"}
     assert verdicts[15].verdict == "unmeasured: kernels.py was not run on a GPU"
     assert targets.render(targets.evaluate_one({"program": "training", "device": "cpu"})) == ""
 
