@@ -16,7 +16,7 @@ from torch import Tensor
 from harness import contestants as known
 from harness import records
 from harness.cases import DTYPES, Pass, Shape, draw_inputs
-from harness.contestants import Contestant, Refusal, Unsuitable, Work
+from harness.contestants import Contestant, Refusal, Work
 from harness.limits import limit_of, measure_rates
 from harness.timing import Budget, Call, Clock, clock_for, first_calls, time_in_turns
 
@@ -27,18 +27,6 @@ AGREEMENT = {"float32": 1e-3, "bfloat16": 5e-2}
 NOT_COMPILED = "no time was left in the budget"
 
 Row = dict[str, Any]
-
-
-class LeftOut(Refusal):
-    """A contestant that takes too long, or for which no time was left."""
-
-    status = "left out"
-
-
-class Wrong(Refusal):
-    """A contestant that computes something else."""
-
-    status = "failed"
 
 
 @dataclass(frozen=True)
@@ -84,8 +72,8 @@ def compare(
         others: as `timing.time_in_turns` has them.
 
     Returns:
-        a row for each contestant, with "status" "measured", "unavailable", "failed" or "left out" (it takes
-        too long, or no time was left for it), and the number of rounds.
+        a row for each, with "status" "measured", "unavailable", "failed" or "left out" (it takes too long, or no time
+        was left for it), and the number of rounds.
     """
     began = time.perf_counter()
     shape, both = case.shape, case.kind == "forward+backward"
@@ -102,23 +90,23 @@ def compare(
         try:
             work = contestant.prepare(shape, inputs)
             if contestant.compiles and time.perf_counter() - began >= compiling:
-                raise LeftOut(NOT_COMPILED)
+                raise Refusal("left out", NOT_COMPILED)
             call = work.run_both if both else work.run_forward
             row["first call"], row["second call"], host = first_calls(call, synchronize, longest_call)
             if row["first call"] > longest_call:
-                raise LeftOut(f"a call takes {row['first call']:.1f} s, over {longest_call:g} s")
+                raise Refusal("left out", f"a call takes {row['first call']:.1f} s, over {longest_call:g} s")
             if contestant.same:
                 out = work.as_reference(work.run_forward()).float()
                 reference = references.setdefault(contestant.rule, out)
                 difference = ((out - reference).norm() / reference.norm()).item()
                 if not difference <= AGREEMENT[case.dtype]:
-                    raise Wrong(f"wrong: its output differs by {difference:.2g}")
+                    raise Refusal("failed", f"wrong: its output differs by {difference:.2g}")
                 row["difference"] = difference
             ready[contestant.label] = work, call, host
-        except Unsuitable:
-            continue
         except Refusal as reason:
-            row |= {"status": reason.status, "message": str(reason)}
+            if not reason.args:
+                continue
+            row["status"], row["message"] = reason.args
         except Exception as error:  # a peer's errors are results, whatever they are
             text = " ".join(f"{type(error).__name__}: {error}".split())
             row |= {"status": "failed", "message": text if len(text) <= 200 else f"{text[:197]}..."}

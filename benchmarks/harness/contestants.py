@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,7 @@ from harness.cases import Inputs, Shape
 
 
 class Refusal(Exception):
-    """A contestant does not take part; the message says why."""
-
-    status: str
-
-
-class Unavailable(Refusal):
-    """This contestant cannot do what is asked here."""
-
-    status = "unavailable"
-
-
-class Unsuitable(Exception):
-    """The case is none of this contestant's: nobody would look for it there."""
+    """A contestant does not take part: its status and the reason. Without, the case is none of its own."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,7 @@ class Contestant:
     Attributes:
         name: the implementation; with `rule` it names the contestant.
         rule: one of `cases.RULES`, or "softmax" for attention.
-        prepare: makes its work from a shape and its inputs; raises `Unavailable` where it cannot take part.
+        prepare: makes its work from a shape and its inputs; raises `Refusal` where it cannot take part.
         same: whether it computes what the reference computes, so that outputs can be compared.
         compiles: whether its first call at a shape takes long, so that under a budget the others are measured before.
     """
@@ -115,14 +104,14 @@ def our_rules(rules: Iterable[str]) -> list[Contestant]:
 def _prepare_ours(backend: str, rule: str) -> Prepare:
     def prepare(shape: Shape, inputs: Inputs) -> Work:
         if backend == "reference" and not shape.steps:
-            raise Unsuitable
+            raise Refusal
         tensors = _leaves(rule, inputs)
 
         def forward() -> Tensor:
             try:
                 return getattr(ops, f"{rule}_rule")(*tensors, initial_state=inputs.state, backend=backend)[0]
             except ops.BackendUnavailable as error:
-                raise Unavailable(str(error).replace(f"{ROOT}{os.sep}", "")) from error
+                raise Refusal("unavailable", str(error).replace(f"{ROOT}{os.sep}", "")) from error
 
         return Work(forward, tensors, inputs.d_out)
 
@@ -137,8 +126,8 @@ SOFTMAX = "SDPA"
 def softmax_attention() -> list[Contestant]:
     def prepare(shape: Shape, inputs: Inputs) -> Work:
         if shape.steps:
-            raise Unsuitable  # a token's time depends on how many there are before it: see generation.py
-        attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+            raise Refusal  # a token's time depends on how many there are before it: see generation.py
+        attend = partial(F.scaled_dot_product_attention, is_causal=True)
         return _heads_first(attend, inputs.wide_q, inputs.wide_k, inputs)
 
     return [Contestant(SOFTMAX, "softmax", prepare, same=False)]
@@ -170,11 +159,11 @@ def causal_product(folder: Path) -> list[Contestant]:
 
     def prepare(shape: Shape, inputs: Inputs) -> Work:
         if inputs.v.dtype != torch.float32 or shape.steps:  # it has no other dtype and no state to start from
-            raise Unsuitable
+            raise Refusal
         try:
             from fast_transformers.causal_product import causal_dot_product
         except ImportError as error:
-            raise Unavailable(f"{error}; benchmarks/build_causal_product.py builds it") from error
+            raise Refusal("unavailable", f"{error}; benchmarks/build_causal_product.py builds it") from error
         return _heads_first(causal_dot_product, inputs.q, inputs.k, inputs)
 
     return [Contestant(CAUSAL_PRODUCT, "sum", prepare)]
@@ -215,7 +204,7 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str]) -> Prepare
         try:
             function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
         except (ImportError, AttributeError) as error:
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
+            raise Refusal("unavailable", f"{type(error).__name__}: {error}") from error
         tensors = _leaves(rule, inputs)[: 3 + len(gates)]
         options: dict[str, Any] = {"normalize": False} if module == "linear_attn" else {}
         if inputs.state is not None:

@@ -16,7 +16,7 @@ import torch
 from harness import comparison, records, timing
 from harness.cases import Inputs, Pass, Shape
 from harness.comparison import NOT_COMPILED, Case, compare, measure_all
-from harness.contestants import Contestant, Unavailable, Unsuitable, Work, leaf
+from harness.contestants import Contestant, Refusal, Work, leaf
 from harness.timing import Call, Clock
 
 CASES = [Case(Shape(f"shape {i}", 1, 2, 4, 2, 2, 1), "float32", "forward") for i in range(3)]
@@ -105,7 +105,7 @@ def test_who_agrees_is_measured(machine: Machine, kind: Pass) -> None:
         (lambda m: m.contestant("peer", factor=math.nan), {}, "failed", "wrong: its output differs by nan"),
         (lambda m: m.contestant("peer", error=RuntimeError("no\nkernel")), {}, "failed", "RuntimeError: no kernel"),
         (lambda m: m.contestant("peer", error=ValueError("x" * 300)), {}, "failed", f"ValueError: {'x' * 185}..."),
-        (lambda m: refuse(Unavailable("not installed")), {}, "unavailable", "not installed"),
+        (lambda m: refuse(Refusal("unavailable", "not installed")), {}, "unavailable", "not installed"),
         (lambda m: m.contestant("peer"), {"longest_call": 1.2}, "left out", "a call takes 1.5 s, over 1.2 s"),
         (lambda m: m.contestant("peer"), {"longest_call": 1.6}, "measured", None),
         (lambda m: m.contestant("peer", compiles=True), {"compiling": 0.0}, "left out", NOT_COMPILED),
@@ -120,7 +120,7 @@ def test_who_takes_no_part_says_why(
 
 
 def test_who_does_not_belong_is_not_named(machine: Machine) -> None:
-    assert list(rows_of(machine, refuse(Unsuitable()))) == ["chunkwise"]
+    assert list(rows_of(machine, refuse(Refusal()))) == ["chunkwise"]
 
 
 def measure(
@@ -167,7 +167,7 @@ def test_all_are_measured_where_there_is_time_and_a_first_call_is_that_of_the_pr
 
 
 def test_where_nobody_can_compile_nothing_is_measured_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, written = measure(machine, monkeypatch, refuse(Unavailable("it is not installed")), budget=100.0)
+    record, written = measure(machine, monkeypatch, refuse(Refusal("unavailable", "it is not installed")), budget=100.0)
     assert told(record) == ["it is not installed"] * 3 and len(written) == len(CASES)
 
 

@@ -16,7 +16,7 @@ from harness.cases import RULES, Shape, draw_inputs
 from harness.contestants import (
     BUILD_RECORD,
     Contestant,
-    Unavailable,
+    Refusal,
     build_record,
     causal_product,
     flash_linear_attention,
@@ -62,7 +62,7 @@ def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ops, "sum_rule", unavailable)
     work = our_rules(["sum"])[0].prepare(SHAPES["segment"], INPUTS["segment"])
-    with pytest.raises(Unavailable, match=r"^build it with tools/build\.py$"):
+    with pytest.raises(Refusal, match=r"'unavailable', 'build it with tools/build\.py'"):
         work.run_both()
 
 
@@ -110,7 +110,7 @@ def test_peers_are_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     peers = {"build_causal_product.py builds it": causal_product(tmp_path)[0]}
     peers["ModuleNotFoundError"] = flash_linear_attention(["sum"])[0]
     for message, contestant in peers.items():
-        with pytest.raises(Unavailable, match=message):
+        with pytest.raises(Refusal, match=message):
             contestant.prepare(SHAPES["segment"], INPUTS["segment"])
     assert build_record() is None
 
