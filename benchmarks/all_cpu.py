@@ -30,7 +30,7 @@ PROGRAMS = {
 
 
 def main() -> None:
-    parser = make_parser(__doc__, options=False)
+    parser = make_parser(__doc__)
     text = "for measuring (default: %(default)s)"
     parser.add_argument("--budget", type=duration, default=960, metavar="SECONDS", help=text)
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")

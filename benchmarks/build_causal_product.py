@@ -69,7 +69,7 @@ def build(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, options=False)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="default: %(default)s")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from harness import records
 from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs
-from harness.program import add_budget, add_list, make_parser
+from harness.program import make_parser
 from harness.tables import markdown, milliseconds, ratio
 from harness.timing import Budget, CudaClock, first_calls, time_in_turns
 
@@ -161,11 +161,9 @@ def render(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, options=False)
-    add_list(parser, "--shapes", shapes_in_order())
-    add_list(parser, "--rules", RULES)
+    lists = {"shapes": shapes_in_order(), "rules": RULES}
+    parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, **lists)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
-    add_budget(parser, rounds=5)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU, and there is nothing to choose on a CPU")

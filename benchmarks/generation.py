@@ -22,7 +22,7 @@ import torch
 from harness import figures, records
 from harness.memory import held, peak
 from harness.models import build_model, fill_cache
-from harness.program import add_backend, add_figure, add_list, finish, make_parser, parse
+from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import FEWEST_ROUNDS, TOKENS_OF_A_TURN, Budget, Call, time_tokens
 from torch import Tensor
 
@@ -158,10 +158,7 @@ def measure_growth(
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    add_backend(parser)
-    add_list(parser, "--rules", RULES)
-    add_figure(parser)
+    parser = make_parser(__doc__, *COMMON, "--backend", "--figure", rules=RULES)
     options = parse(parser)
 
     lengths, settings = (QUICK_LENGTHS, QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)

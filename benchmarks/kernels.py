@@ -14,11 +14,11 @@ from __future__ import annotations
 from functools import partial
 
 from harness import records
-from harness.cases import DTYPES, QUICK_SHAPES, SHAPES, Pass, Shape
+from harness.cases import DTYPES, QUICK_SHAPES, RULES, SHAPES, Pass, Shape
 from harness.comparison import Case, all_contestants, measure_all
 from harness.contestants import build_record
 from harness.memory import keep_freed_memory
-from harness.program import add_list, add_peers, finish, make_parser, parse
+from harness.program import COMMON, add_list, finish, make_parser, parse
 
 # Slower calls are not worth waiting for, in seconds.
 LONGEST_CALL = 3.0
@@ -31,9 +31,7 @@ def passes(shape: Shape) -> tuple[Pass, ...]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    add_peers(parser)
-    add_list(parser, "--shapes", tuple(SHAPES))
+    parser = make_parser(__doc__, *COMMON, "--peers", rules=RULES, shapes=tuple(SHAPES))
     add_list(parser, "--dtypes", tuple(DTYPES), "both on a GPU; on a CPU float32, and bfloat16 at lm-small")
     options = parse(parser)
     on_cpu = options.device == "cpu"

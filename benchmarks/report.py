@@ -80,7 +80,7 @@ def _machine(record: Record) -> str:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, options=False)
+    parser = make_parser(__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
     parser.add_argument("--check", action="store_true", help="fail where the page is out of date")

@@ -50,7 +50,7 @@ def measure(data: Path, checkpoint: Path, task: str, batch: int, window: bool) -
 
 
 def main() -> None:
-    parser = make_parser(__doc__, options=False)
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=positive, default=4000, help="tokens to score (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=3, help="times that each is measured (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=64, help="windows per batch (default: %(default)s)")

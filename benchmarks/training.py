@@ -22,7 +22,7 @@ from typing import Any
 
 from harness import records
 from harness.commands import binarise, fairseq
-from harness.program import add_backend, add_list, finish, make_parser, parse, positive
+from harness.program import COMMON, finish, make_parser, parse, positive
 from harness.tables import count
 from harness.timing import Budget, summarize
 
@@ -80,10 +80,7 @@ def words_per_second(log: str, warm_up: int) -> list[float]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.set_defaults(rounds=2)
-    add_backend(parser)
-    add_list(parser, "--models", MODELS)
+    parser = make_parser(__doc__, *COMMON, "--backend", rounds=2, models=MODELS)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
     parser.add_argument("--batch-size", type=positive, help="rows of a batch (default: the paper's)")
     options = parse(parser)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from functools import partial
 
 from harness import figures, records
-from harness.cases import Shape
+from harness.cases import RULES, Shape
 from harness.comparison import Case, all_contestants, measure_all
-from harness.program import add_figure, add_peers, finish, make_parser, parse
+from harness.program import COMMON, finish, make_parser, parse
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Heads and dimensions of the shape "long"; fewer heads on a CPU.
@@ -25,10 +25,7 @@ LONGEST_CALL = 5.0
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    add_peers(parser)
-    add_figure(parser)
-    options = parse(parser)
+    options = parse(make_parser(__doc__, *COMMON, "--peers", "--figure", rules=RULES))
 
     settings = SETTINGS | (ON_CPU if options.device == "cpu" else {}) | (QUICK if options.quick else {})
     cases = []

@@ -22,7 +22,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from harness import records
 from harness.memory import held, peak
 from harness.models import build_model, fill_cache
-from harness.program import add_list, finish, make_parser, parse, positive
+from harness.program import COMMON, finish, make_parser, parse, positive
 from harness.timing import FEWEST_ROUNDS, Budget, clock_for, time_in_turns, time_tokens
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -204,8 +204,7 @@ def measure_whole(
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    add_list(parser, "--maps", tuple(MAPS))
+    parser = make_parser(__doc__, *COMMON, maps=tuple(MAPS))
     text = f"of a whole translation (default: {SETTINGS['whole']})"
     parser.add_argument("--whole", type=positive, metavar="TOKENS", help=text)
     options = parse(parser)

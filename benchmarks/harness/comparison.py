@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ def compare(
     measured, made = time_in_turns(turns, warm, clock, hosts=hosts, rounds=rounds, allowed=left)
     for label, seconds in measured.items():
         limit = limit_of(shape, rows[label]["rule"], case.dtype, case.kind, inputs, rates)
-        rows[label] |= {"status": "measured", "seconds": seconds, "limit": asdict(limit)}
+        rows[label] |= {"status": "measured", "seconds": seconds, "limit": limit}
         if device == "cuda" and both:
             rows[label]["memory"] = training_memory(ready[label][0])
     return [rows[label] for label in labels], made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,23 +22,6 @@ OPERATIONS = {"sum": (4, 10), "gated": (5, 14), "decay": (6, 17), "delta": (6, 1
 
 _COPY_BYTES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
 _MATRIX = {"cpu": 2048, "cuda": 8192}
-
-
-@dataclass(frozen=True)
-class Limit:
-    """The least that a case takes.
-
-    Attributes:
-        bytes: every input read once per pass, every output and gradient written once; a step's state both.
-        operations: by `OPERATIONS`; for softmax attention its matrix products over the causal half.
-        seconds: the larger of bytes over bandwidth and operations over rate.
-        binding: which of them it is, "bandwidth" or "arithmetic".
-    """
-
-    bytes: int
-    operations: int
-    seconds: float
-    binding: str
 
 
 def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, quick: bool = False) -> dict[str, Any]:
@@ -77,8 +59,14 @@ def _best(call: Any, clock: Clock, patience: float) -> float:
     return min(times)
 
 
-def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> Limit:
-    """The limit of a case on a machine of these rates. `rule` may be "softmax"."""
+def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> dict[str, Any]:
+    """The least that a case takes on a machine of these rates. `rule` may be "softmax".
+
+    Returns:
+        "bytes", every input read once per pass, every output and gradient written once, a step's state both;
+        "operations", by `OPERATIONS`, for softmax attention its matrix products over the causal half; "seconds", the
+        larger of bytes over bandwidth and operations over rate; "binding", which it is: "bandwidth" or "arithmetic".
+    """
     softmax, both = rule == "softmax", kind == "forward+backward"
     read = (inputs.wide_q, inputs.wide_k, inputs.v) if softmax else (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
     given, out = sum(x.nbytes for x in read), inputs.d_out.nbytes
@@ -92,10 +80,10 @@ def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, ra
     else:
         operations = shape.time * shape.key_dim * shape.value_dim * sum(OPERATIONS[rule][: 1 + both])
     operations *= shape.batch * shape.heads
-    by_bandwidth = moved / bandwidth(rates, moved)
-    by_arithmetic = operations / rates["matmul"][dtype]
-    binding = "bandwidth" if by_bandwidth >= by_arithmetic else "arithmetic"
-    return Limit(moved, operations, max(by_bandwidth, by_arithmetic), binding)
+    seconds, binding = max(
+        (moved / bandwidth(rates, moved), "bandwidth"), (operations / rates["matmul"][dtype], "arithmetic")
+    )
+    return {"bytes": moved, "operations": operations, "seconds": seconds, "binding": binding}
 
 
 def bandwidth(rates: dict[str, Any], moved: int) -> float:

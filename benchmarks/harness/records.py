@@ -78,18 +78,14 @@ def _dump(record: dict[str, Any]) -> str:
 
 def _machine(device: str) -> dict[str, Any]:
     """Names and sizes; the load says whether the machine had other work when the run began."""
-    machine: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
+    capability = torch.backends.cpu.get_cpu_capability()
+    machine: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count(), "capability": capability}
     if hasattr(os, "getloadavg"):
         machine["load before"] = round(os.getloadavg()[0], 2)
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        machine["gpu"] = properties.name
-        machine["gpu memory"] = properties.total_memory
-        machine["compute capability"] = f"{properties.major}.{properties.minor}"
+        found = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": found.name, "gpu memory": found.total_memory}
+        machine["compute capability"] = f"{found.major}.{found.minor}"
     return machine
 
 

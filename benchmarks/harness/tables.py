@@ -28,11 +28,7 @@ def significant(value: float) -> str:
     if value == 0:
         return "0"
     magnitude = abs(value)
-    if magnitude >= 100:
-        return f"{value:,.0f}"
-    if magnitude >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if magnitude >= 1 else f"{value:.3g}"
+    return f"{value:{',.0f' if magnitude >= 100 else '.1f' if magnitude >= 10 else '.2f' if magnitude >= 1 else '.3g'}}"
 
 
 def spread(measured: dict[str, float], scale: float) -> str:
@@ -45,6 +41,10 @@ def milliseconds(seconds: float) -> str:
     return f"{significant(seconds * 1e3)} ms"
 
 
+def mebibytes(size: float) -> str:
+    return f"{significant(size / 2**20)} MiB"
+
+
 def ratio(value: float) -> str:
     return f"{significant(value)} x"
 
@@ -54,8 +54,4 @@ def share(value: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
-
-
-def mebibytes(size: float) -> str:
-    return f"{significant(size / 2**20)} MiB"
+    return f"{number:,} {thing}" + "s" * (number != 1)

@@ -30,10 +30,10 @@ RATES = {"copy": {"1000": 1.0, "1000000": 4.0}, "matmul": {"float32": 1e3}}
 def test_every_tensor_is_moved_once(length: str, rule: str, kind: str, numbers: int, operations: int) -> None:
     inputs = draw_inputs(SHAPES[length], torch.float32, "cpu")
     limit = limit_of(SHAPES[length], rule, "float32", kind, inputs, RATES)
-    assert (limit.bytes, limit.operations) == (4 * numbers, operations)
-    assert limit.binding == "bandwidth" and limit.seconds == limit.bytes / 1.0
+    assert (limit["bytes"], limit["operations"]) == (4 * numbers, operations)
+    assert limit["binding"] == "bandwidth" and limit["seconds"] == limit["bytes"] / 1.0
     fast = limit_of(SHAPES[length], rule, "float32", kind, inputs, {**RATES, "copy": {"1000": 1e9}})
-    assert fast.binding == "arithmetic" and fast.seconds == operations / 1e3
+    assert fast["binding"] == "arithmetic" and fast["seconds"] == operations / 1e3
 
 
 def test_the_bandwidth_is_that_of_a_copy_of_about_this_size() -> None:
