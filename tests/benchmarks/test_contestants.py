@@ -115,37 +115,30 @@ def test_peers_are_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert build_record() is None
 
 
-def sum_rule(q: Any, k: Any, v: Any, scale: Any = None, initial_state: Any = None, output_final_state: bool = False,
-             normalize: bool = True) -> Any:  # fmt: skip
-    assert scale == 1.0 and not normalize
-    return ops.sum_rule(q, k, v, initial_state=initial_state)
+def stand_in(module: str, *names: str) -> Any:
+    """A function of flash-linear-attention's that follows its equations, with the gates in place or by these names."""
 
+    def call(q: Any, k: Any, v: Any, *given: Any, scale: float, initial_state: Any = None, **named: Any) -> Any:
+        assert scale == 1.0 and named.pop("output_final_state", False) == (initial_state is not None)
+        assert module != "linear_attn" or named.pop("normalize") is False
+        gates = [*given, *(named.pop(name) for name in names if name in named)]
+        assert not named
+        if module == "simple_gla":
+            gates = [gates[0].unsqueeze(-1).expand_as(k)]
+        rule = {"linear_attn": ops.sum_rule, "delta_rule": ops.delta_rule}.get(module, ops.decay_rule)
+        if rule is ops.decay_rule:
+            gates = [*gates, None, None][:2]
+        return rule(q, k, v, *gates, initial_state=initial_state)
 
-def gla(q: Any, k: Any, v: Any, gk: Any = None, gv: Any = None, scale: Any = None, initial_state: Any = None,
-        output_final_state: bool = False) -> Any:  # fmt: skip
-    assert scale == 1.0
-    return ops.decay_rule(q, k, v, gk, gv, initial_state=initial_state)
-
-
-def simple_gla(q: Any, k: Any, v: Any, g: Any = None, scale: Any = None, initial_state: Any = None,
-               output_final_state: bool = False) -> Any:  # fmt: skip
-    gk = None if g is None else g.unsqueeze(-1).expand_as(k)
-    return gla(q, k, v, gk, None, scale, initial_state, output_final_state)
-
-
-def delta_rule(q: Any, k: Any, v: Any, beta: Any, scale: Any = None, initial_state: Any = None,
-               output_final_state: bool = False) -> Any:  # fmt: skip
-    assert scale == 1.0
-    return ops.delta_rule(q, k, v, beta, initial_state=initial_state)
+    return call
 
 
 @pytest.mark.parametrize("length", SHAPES)
 def test_flash_linear_attention_is_called_for_our_rules(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By functions with its signatures that follow its equations."""
-    functions = {"linear_attn": sum_rule, "gla": gla, "simple_gla": simple_gla, "delta_rule": delta_rule}
-    for name, function in (functions | {"retention": simple_gla}).items():
+    gates = {"linear_attn": (), "gla": ("gk", "gv"), "simple_gla": ("g",), "delta_rule": (), "retention": ()}
+    for name, names in gates.items():
         module = ModuleType(f"fla.ops.{name}")
-        vars(module).update({f"{form}_{name}": function for form in ("chunk", "fused_recurrent")})
+        vars(module).update({f"{form}_{name}": stand_in(name, *names) for form in ("chunk", "fused_recurrent")})
         for known in (ModuleType("fla"), ModuleType("fla.ops"), module):
             monkeypatch.setitem(sys.modules, known.__name__, known)
     contestants = flash_linear_attention(RULES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import generation
@@ -18,6 +18,7 @@ SETTINGS = generation.QUICK_SETTINGS
 ROWS = SETTINGS["batch"]
 
 
+@cache
 def build(name: str, longest: int = 40, **settings: int) -> Any:
     return generation.build(name, SETTINGS | settings, "chunkwise", longest)
 

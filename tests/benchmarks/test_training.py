@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import sys
 from argparse import Namespace
+from importlib import import_module, reload
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import training
@@ -29,36 +33,33 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("model", ["softmax", "delta"])
-def test_the_training_that_is_measured_is_one_that_fairseq_makes(
+def test_the_training_that_is_measured_is_one_that_fairseq_makes_and_logs(
     data: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # where --user-dir is
     options = Namespace(device="cpu", precision="fp32", backend="auto", quick=False)
     flags = training.training_flags(model, training.SETTINGS, options)
-    log = command("train", str(data), *flags, *SMALLER)
-    assert log.count('"wps"') == 4 and set(training.MODELS) == {"softmax", *RULES}
-
-
-@pytest.mark.slow
-def test_what_fairseq_logs_of_its_speed_is_read(data: Path) -> None:
-    """In a process, as it is measured: its log has another form there."""
-    options = Namespace(device="cpu", precision="fp32", backend="auto", quick=True)
-    speeds = training.train(data, "softmax", training.QUICK_SETTINGS, options)
-    assert len(speeds) == 2 and min(speeds) > 0  # updates 3 and 4 of 4
-
-
-def test_speeds_are_those_after_the_warm_up() -> None:
-    line = '2026 | INFO | train_inner | {{"wps": "{}", "num_updates": "{}"}}\n'.format
-    log = "".join(line(100.0 * i, i) for i in (1, 2, 3, 4))
-    assert training.words_per_second(log, 2) == [300.0, 400.0]
+    with mock.patch("logging.basicConfig") as configure:
+        reload(import_module("fairseq_cli.train"))
+    log = io.StringIO()  # as in a process of its own
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter(configure.call_args.kwargs["format"]))
+    logging.getLogger().addHandler(handler)
+    try:
+        command("train", str(data), *flags, *SMALLER)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    speeds = training.words_per_second(log.getvalue(), warm_up=1)
+    assert len(speeds) == 3 and min(speeds) > 0  # of updates 2 to 4
     with pytest.raises(ValueError, match="no speed in it after update 4"):
-        training.words_per_second(log, 4)
+        training.words_per_second(log.getvalue(), warm_up=4)
 
 
 def test_a_training_is_on_one_gpu() -> None:
     options = Namespace(device="cuda", precision="bf16", backend="auto", quick=False)
     flags = training.training_flags("delta", training.SETTINGS, options)
     assert flags[flags.index("--distributed-world-size") + 1] == "1" and "--cpu" not in flags and "--bf16" in flags
+    assert set(training.MODELS) == {"softmax", *RULES}
 
 
 @pytest.mark.parametrize(("done", "left"), [(2, {"softmax": 1, "delta": 1}), (5, {"softmax": 2, "delta": 2, "sum": 1})])
