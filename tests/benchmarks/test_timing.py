@@ -8,19 +8,7 @@ from typing import Any
 
 import pytest
 from harness import timing
-from harness.timing import (
-    MOST_FLUSHES,
-    TOKENS_OF_A_TURN,
-    Budget,
-    Clock,
-    CudaClock,
-    TurnClock,
-    first_calls,
-    flushes_ahead,
-    summarize,
-    time_in_turns,
-    time_tokens,
-)
+from harness.timing import TOKENS_OF_A_TURN, Budget, Clock, CudaClock, TurnClock, first_calls, time_in_turns
 
 
 class FakeClock(Clock):
@@ -51,32 +39,24 @@ def test_rounds_are_cut_to_the_time_that_is_allowed_but_not_below_three(allowed:
     assert result[1] == made and result[0]["a"]["rounds"] == made
 
 
-def test_the_first_token_of_a_turn_is_not_timed() -> None:
-    turns: list[list[str]] = []
-
-    def take_up() -> Callable[[], None]:
-        turns.append([])
-        return lambda: turns[-1].append("token")
+@pytest.mark.parametrize(("allowed", "rounds"), [(float("inf"), 5), (0.0, 3)])
+def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
+    allowed: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
 
     class CountingClock(Clock):
         def seconds(self, call: Callable[[], Any], repeats: int, host: float = 0.0) -> float:
-            assert turns[-1] == ["token"]
+            made.append("timed")
             return super().seconds(call, repeats)
 
-    clock = TurnClock(CountingClock())
-    assert clock.repeats(1e-6) == clock.repeats(10.0) == TOKENS_OF_A_TURN
-    clock.seconds(take_up, 3)
-    clock.seconds(take_up, 3)
-    assert turns == [["token"] * 4] * 2
-
-
-@pytest.mark.parametrize(("allowed", "rounds"), [(float("inf"), 5), (0.0, 3)])
-def test_a_turn_of_each_does_not_count(allowed: float, rounds: int) -> None:
-    made: list[str] = []
-    take_ups = {name: lambda name=name: lambda: made.append(name) for name in "ab"}
-    seconds, rounds_made = time_tokens(take_ups, "cpu", 5, Budget(allowed))
-    assert made == [name for name in "ab" for _ in range(TOKENS_OF_A_TURN + 1)] * (rounds + 1)
+    monkeypatch.setattr(timing, "clock_for", lambda device: CountingClock())
+    take_ups = {name: lambda name=name: made.append("taken up") or (lambda: made.append(name)) for name in "ab"}
+    seconds, rounds_made = timing.time_tokens(take_ups, "cpu", 5, Budget(allowed))
+    turns = [["taken up", name, "timed", *[name] * TOKENS_OF_A_TURN] for name in "ab"]
+    assert made == (turns[0] + turns[1]) * (rounds + 1)
     assert rounds_made == rounds and [seconds[name]["rounds"] for name in "ab"] == [rounds] * 2
+    assert TurnClock(Clock()).repeats(1e-6) == TurnClock(Clock()).repeats(10.0) == TOKENS_OF_A_TURN
 
 
 class SimulatedGpu:
@@ -128,33 +108,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     return gpu
 
 
-@pytest.mark.parametrize("launches", [1, 13, 75, 300])
-def test_a_short_call_on_a_gpu_is_timed_without_its_launches(gpu: SimulatedGpu, launches: int) -> None:
+# Where no lead is long enough, the launches are timed too.
+@pytest.mark.parametrize(
+    ("launches", "each", "flushes"), [(1, 2e-6, 1), (14, 2e-6, 5), (300, 2e-6, 64), (1000, 10e-6, 1)]
+)
+def test_a_short_call_on_a_gpu_is_timed_without_its_launches(
+    gpu: SimulatedGpu, launches: int, each: float, flushes: int
+) -> None:
     def call() -> None:
         for _ in range(launches):
             gpu.launch(2e-6)
 
     warm, host = first_calls(call, gpu.synchronize)[1:]
     assert host == pytest.approx(launches * gpu.LAUNCH)  # without the wait
-    measured, _ = time_in_turns({"call": call}, {"call": warm}, CudaClock(), hosts={"call": host})
-    assert measured["call"]["min"] == pytest.approx(launches * 2e-6) == measured["call"]["upper"]
-
-
-def test_where_no_lead_is_long_enough_the_launches_are_timed_too(gpu: SimulatedGpu) -> None:
-    def call() -> None:
-        for _ in range(1000):
-            gpu.launch(2e-6)
-
     clock = CudaClock()
     gpu.flushes = 0
-    assert clock.seconds(call, 1, host=1000 * gpu.LAUNCH) == pytest.approx(1000 * gpu.LAUNCH, rel=0.01)
-    assert gpu.flushes == 1
-
-
-def test_a_lead_outlasts_the_host_with_a_margin_and_is_bounded() -> None:
-    hosts = {0.0: 1, 30e-6: 1, 130e-6: 4, 750e-6: 24, 0.75 * MOST_FLUSHES * 65e-6: MOST_FLUSHES}
-    hosts |= {1.25 * MOST_FLUSHES * 65e-6: 1}
-    assert {host: flushes_ahead(host, 65e-6) for host in hosts} == hosts
+    measured, _ = time_in_turns({"call": call}, {"call": warm}, clock, hosts={"call": host}, rounds=3)
+    assert measured["call"]["min"] == pytest.approx(launches * each, rel=0.01) == measured["call"]["upper"]
+    assert gpu.flushes == 3 * flushes
 
 
 def test_a_call_that_takes_too_long_is_made_once(gpu: SimulatedGpu) -> None:
@@ -182,5 +153,11 @@ def test_a_budget_is_shared_by_what_is_to_come() -> None:
 
 
 def test_a_summary_has_the_median_and_the_quartiles() -> None:
-    assert summarize([5.0, 1.0, 3.0, 2.0, 4.0]) == {"rounds": 5, "min": 1.0, "lower": 2.0, "median": 3.0, "upper": 4.0}
-    assert summarize([2.0]) == {"rounds": 1, "min": 2.0, "lower": 2.0, "median": 2.0, "upper": 2.0}
+    assert timing.summarize([5.0, 1.0, 3.0, 2.0, 4.0]) == {
+        "rounds": 5,
+        "min": 1.0,
+        "lower": 2.0,
+        "median": 3.0,
+        "upper": 4.0,
+    }
+    assert timing.summarize([2.0]) == {"rounds": 1, "min": 2.0, "lower": 2.0, "median": 2.0, "upper": 2.0}
