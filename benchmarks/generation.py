@@ -124,12 +124,7 @@ def _time(
 def measure_length(
     generations: dict[str, Generation], length: int, options: argparse.Namespace, allowed: float
 ) -> tuple[list[Row], int]:
-    """A row for each model, and the rounds that were made.
-
-    Args:
-        generations: by model, each after fewer tokens than its stretch begins with; they go on to its end.
-        allowed: seconds for it.
-    """
+    """A row for each model, and the rounds that were made; the generations go on to the end of the stretch."""
     budget = Budget(allowed)
     begin = length - tokens_ahead(options.rounds)
     for name, generation in generations.items():

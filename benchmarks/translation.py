@@ -88,12 +88,9 @@ class Hypotheses:
 
 
 def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, length: int, rows: int) -> Hypotheses:
-    """What the generator holds after `length` tokens, of random values.
+    """What the generator of the model `name` holds after `length` tokens, of random values, in so many hypotheses.
 
-    Args:
-        name: of the model.
-        source: (source length,), which is that of all sentences: it is encoded once.
-        rows: number of hypotheses, a multiple of the beam.
+    All sentences have the one source, which is encoded once.
     """
     ensemble, device = generator.model, source.device
     tokens = torch.randint(4, generator.vocab_size, (rows, length + 1), device=device)
@@ -154,15 +151,12 @@ def measure_steps(
     options: argparse.Namespace,
     allowed: float,
 ) -> tuple[list[dict[str, Any]], int]:
-    """A row for each model and case, and the rounds that were made. All models and cases take turns.
+    """A row for each model and case, all in turns, and the rounds that were made.
 
-    Args:
-        cases: lengths of a source and of what there is of its translation.
-        allowed: seconds for it.
+    A case is the length of a source and of what there is of its translation.
     """
     budget = Budget(allowed)
-    take_ups: dict[str, Callable[[], Any]] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    take_ups, rows = {}, {}
     for source_length, length in cases:
         source = draw_source(settings, source_length, options.device)
         for name, generator in generators.items():

@@ -66,14 +66,9 @@ def compare(
 ) -> tuple[list[Row], int]:
     """Measures all contestants that can take part.
 
-    Args:
-        compiling: seconds after which a contestant that compiles is not begun any more.
-        longest_call: who takes more seconds than this does not take part.
-        others: as `timing.time_in_turns` has them.
-
-    Returns:
-        a row for each, with "status" "measured", "unavailable", "failed" or "left out" (it takes too long, or no time
-        was left for it), and the number of rounds.
+    One that compiles is not begun after `compiling` seconds; one whose call takes longer than `longest_call` is left
+    out. Returns a row for each, with "status" "measured", "unavailable", "failed" or "left out", and the number of
+    rounds.
     """
     began = time.perf_counter()
     shape, both = case.shape, case.kind == "forward+backward"
@@ -127,11 +122,7 @@ def compare(
 
 
 def training_memory(work: Work) -> dict[str, int]:
-    """What forward and backward take of a GPU's memory, in bytes.
-
-    Returns:
-        "extra", the peak beyond inputs, output and the gradients of both, and "tensors", the size of all these.
-    """
+    """Bytes of a GPU: "extra", the peak beyond inputs, output and the gradients of both; "tensors", of all these."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -155,14 +146,7 @@ def measure_all(
 
     Contestants that compile could use up a budget at the first cases. Under one all cases are measured without them,
     and then, while time is left, again with them: such a run of all contestants takes the place of the one before.
-
-    Args:
-        longest_call: of `compare`.
-        make_record: makes a record of rates, cut and rows: the machine's rates, what was cut to keep to the budget, and
-            the rows of `compare`.
-
-    Returns:
-        the record.
+    `make_record` makes the record of the machine's rates, what was cut to keep to the budget, and the rows.
     """
     budget = Budget(options.budget)
     clock = clock_for(options.device)

@@ -58,8 +58,7 @@ class Contestant:
     """An implementation of a rule.
 
     Attributes:
-        name: the implementation; with `rule` it names the contestant.
-        rule: one of `cases.RULES`, or "softmax" for attention.
+        name, rule: the implementation, and one of `cases.RULES` or "softmax" for attention.
         prepare: makes its work from a shape and its inputs; raises `Refusal` where it cannot take part.
         same: whether it computes what the reference computes, so that outputs can be compared.
         compiles: whether its first call at a shape takes long, so that under a budget the others are measured before.

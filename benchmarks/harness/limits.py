@@ -27,13 +27,11 @@ _MATRIX = {"cpu": 2048, "cuda": 8192}
 def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, quick: bool = False) -> dict[str, Any]:
     """Measures this machine.
 
-    Returns:
-        "copy": bytes per second of a copy, by its bytes read and written ("268435456"); "matmul": operations per
-        second of a square matrix product by dtype, float32 in full precision.
+    "copy": bytes per second of a copy, by its bytes read and written ("268435456"); "matmul": operations per second of
+    a square matrix product by dtype, float32 in full precision.
     """
-    sizes = _COPY_BYTES[:1] if quick else _COPY_BYTES
-    if device == "cuda" and not quick:
-        sizes = (4 << 30,)  # far beyond the cache
+    # On a GPU far beyond the cache.
+    sizes = _COPY_BYTES[:1] if quick else (4 << 30,) if device == "cuda" else _COPY_BYTES
     patience = 0.05 if quick else 0.5
     copies = {}
     for size in sizes:
@@ -62,10 +60,9 @@ def _best(call: Any, clock: Clock, patience: float) -> float:
 def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> dict[str, Any]:
     """The least that a case takes on a machine of these rates. `rule` may be "softmax".
 
-    Returns:
-        "bytes", every input read once per pass, every output and gradient written once, a step's state both;
-        "operations", by `OPERATIONS`, for softmax attention its matrix products over the causal half; "seconds", the
-        larger of bytes over bandwidth and operations over rate; "binding", which it is: "bandwidth" or "arithmetic".
+    "bytes", every input read once per pass, every output and gradient written once, a step's state both;
+    "operations", by `OPERATIONS`, for softmax attention its matrix products over the causal half; "seconds", the
+    larger of bytes over bandwidth and operations over rate; "binding", which it is: "bandwidth" or "arithmetic".
     """
     softmax, both = rule == "softmax", kind == "forward+backward"
     read = (inputs.wide_q, inputs.wide_k, inputs.v) if softmax else (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])

@@ -70,9 +70,7 @@ def keep_freed_memory() -> bool:
     that returns tens of megabytes this can add as much time as it takes itself; which calls it strikes depends on what
     the contestants before them left.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None)
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if not hasattr(library, "gnu_get_libc_version"):
         return False
     return bool(library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)) and bool(library.mallopt(M_MMAP_MAX, 0))

@@ -20,11 +20,8 @@ from fairseq_fastweights.tasks.fast_weight_language_modeling import FastWeightLa
 def build_model(task: str, arch: str, flags: dict[str, object], words: int, seed: int = 0) -> tuple[Any, Dictionary]:
     """A model with random weights, made ready for generation as `fairseq-generate` does, and its dictionary.
 
-    Args:
-        task: "translation" or "fast_weight_language_modeling".
-        arch: a named architecture, fairseq's or our own.
-        flags: what `fairseq-train` would be given beside --share-decoder-input-output-embed.
-        words: size of the dictionary, without the special symbols.
+    `flags` are what `fairseq-train` would be given beside --share-decoder-input-output-embed; `words` does not count
+    the special symbols.
     """
     dictionary = Dictionary()
     for i in range(words):

@@ -27,11 +27,7 @@ class Clock:
     """The time that passes."""
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
-        """The time of one call, of `repeats` made.
-
-        Args:
-            host: the seconds in which the host gives the device the work of a call, if they are not to count.
-        """
+        """The time of one call, of `repeats` made; `host` seconds, in which it gives the device work, may not count."""
         start = time.perf_counter()
         for _ in range(repeats):
             call()
@@ -128,12 +124,9 @@ class Budget:
 
 
 def first_calls(call: Call, synchronize: Call, longest: float = math.inf) -> tuple[float, float, float]:
-    """The first two calls in seconds on the host's clock, each until the device has finished.
+    """The seconds of the first two calls, until the device has finished, and of the second until it had its work.
 
     Where the first takes longer than `longest` there is no second, and its time stands for both.
-
-    Returns:
-        the seconds of the first, of the second, and of the second until the host had given the device its work.
     """
 
     def seconds() -> tuple[float, float]:
@@ -157,15 +150,10 @@ def time_in_turns(
     rounds: int = ROUNDS,
     allowed: float = math.inf,
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Times calls against each other. They have been warmed up before.
+    """Times calls against each other that take about `warm` seconds, of which the host gives work for `hosts`.
 
-    Args:
-        warm: about how long each call takes, in seconds.
-        hosts: in how many of them the host has given the device its work; None where its time is to count too.
-        rounds: how often each is measured, if `allowed` seconds are enough for it; `FEWEST_ROUNDS` in any case.
-
-    Returns:
-        by name what `summarize` makes of a contestant's times, and the number of rounds that were made.
+    Each is measured in `rounds` rounds if `allowed` seconds are enough for it, in `FEWEST_ROUNDS` in any case. Returns
+    by name what `summarize` makes of a contestant's times, and the number of rounds that were made.
     """
     repeats = {name: clock.repeats(warm[name]) for name in calls}
     a_round = sum(repeats[name] * warm[name] for name in calls)
@@ -183,9 +171,7 @@ def time_tokens(
 ) -> tuple[dict[str, dict[str, float]], int]:
     """Times a token of generations against each other: a turn of each that does not count, and then the rounds.
 
-    Args:
-        take_ups: what `TurnClock` calls.
-        rounds: turns of each, if the budget, which is for the first turn too, allows as many.
+    `take_ups` are what `TurnClock` calls; the budget is for the first turn too.
     """
     clock = TurnClock(clock_for(device))
     warm = {}
