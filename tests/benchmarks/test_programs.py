@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import all_cpu
 import pytest
 import sliding_window
 import torch
 from harness import commands
+from harness.cases import RULES
 
 from tests.benchmarks.conftest import BENCHMARKS, Run
 
@@ -33,28 +36,30 @@ def test_all_results_of_a_cpu_are_made_by_one_command(
         assert record["machine"]["cpu"] and record["versions"]["torch"] == torch.__version__
         assert f"]({name}.json)" in page.read_text()
 
-    rows = found["kernels_cpu"]["rows"]
-    assert {row["pass"] for row in rows} == {"forward", "forward+backward", "step"}
-    measured = {(row["implementation"], row["rule"]) for row in rows if row["status"] == "measured"}
-    for rule in ("sum", "gated", "decay", "delta"):
-        assert {("chunkwise", rule), ("reference", rule), ("SDPA", "softmax")} <= measured
-    for row in rows:  # who was not measured says why
-        if row["status"] != "measured":
+    measured = set()
+    for row in found["kernels_cpu"]["rows"]:
+        if row["status"] == "measured":
+            seconds = row["seconds"]
+            assert 0 < seconds["min"] <= seconds["lower"] <= seconds["median"] <= seconds["upper"]
+            assert row["limit"]["seconds"] > 0
+            measured.add((row["pass"], row["implementation"], row["rule"]))
+        else:
             assert row["status"] == "unavailable" and row["message"]
-            continue
-        seconds = row["seconds"]
-        assert 0 < seconds["min"] <= seconds["lower"] <= seconds["median"] <= seconds["upper"]
-        assert row["limit"]["seconds"] > 0
+    passes = ("forward", "forward+backward", "step")
+    expected = {*itertools.product(passes, ["chunkwise"], RULES), *itertools.product(["step"], ["reference"], RULES)}
+    assert expected | {(kind, "SDPA", "softmax") for kind in passes[:2]} <= measured
 
-    assert {(row["model"], row["length"]) for row in found["next_token"]["rows"]} == {
-        (model, length) for model in ("transformer", "delta", "decay", "sum") for length in (16, 32)
-    }
-    translation = found["translation"]
+    def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
+        return {tuple(row[key] for key in keys) for row in found[name]["rows"]}
+
     models = ("transformer", "elu", "dpfp-2", "favor-128")
-    assert {(row["model"], row["beam"], row["source"], row["length"]) for row in translation["rows"]} == {
+    assert columns("next_token", "model", "length") == set(
+        itertools.product(("transformer", "delta", "decay", "sum"), (16, 32))
+    )
+    assert columns("translation", "model", "beam", "source", "length") == {
         (model, beam, *case) for model in models for beam in (1, 4) for case in ((4, 4), (4, 8), (8, 8))
     }
-    assert [row["model"] for row in translation["whole"]] == list(models)
+    assert [row["model"] for row in found["translation"]["whole"]] == list(models)
     for name in ("next_token.png", "training_length.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
 
@@ -108,21 +113,20 @@ def test_tiny_cases_never_replace_what_was_measured(
     calls: dict[str, dict[str, Path]] = {}
 
     def note(name: str, *arguments: str) -> None:
-        values = dict(zip(arguments[::2], map(Path, arguments[1::2]), strict=False))  # --quick, the last, has none
-        calls[name] = {key: values[key] for key in ("--out", "--figure", "--results", "--page") if key in values}
+        values = zip(arguments[::2], map(Path, arguments[1::2]), strict=False)  # --quick, the last, has none
+        calls[name] = {key: value for key, value in values if key in ("--out", "--figure", "--results", "--page")}
 
     monkeypatch.setattr(all_cpu, "run", note)
-    chosen = {"--results": tmp_path / "results", "--page": tmp_path / "page.md"}
-    arguments = [word for option in given for word in (option, chosen[option])]
+    places = {"--results": all_cpu.RESULTS, "--page": all_cpu.PAGE}
+    chosen = {option: tmp_path / option for option in given}
+    arguments = [word for option in chosen.items() for word in option]
     run("all_cpu", *arguments, *(["--quick"] if quick else []))
-
     report_call = calls.pop("report.py")
     assert {path.parent for call in calls.values() for path in call.values()} == {report_call["--results"]}
     assert len(calls) == 4
-    usual = {"--results": all_cpu.RESULTS, "--page": all_cpu.PAGE}
     for option, place in report_call.items():
         if option in given or not quick:
-            assert place == (chosen if option in given else usual)[option]
+            assert place == (places | chosen)[option]
         else:
             assert BENCHMARKS.parent not in place.parents and not place.exists()
 

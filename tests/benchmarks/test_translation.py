@@ -12,6 +12,7 @@ import torch
 import translation
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
+from torch.utils._pytree import tree_map
 
 SETTINGS = translation.QUICK_SETTINGS
 ROWS = SETTINGS["hypotheses"]
@@ -32,11 +33,7 @@ def begin(name: str, beam: int) -> tuple[SequenceGenerator, translation.Hypothes
 
 
 def shapes(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {key: shapes(value) for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [shapes(value) for value in x]
-    return tuple(x.shape) if isinstance(x, torch.Tensor) else x
+    return tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, x)
 
 
 def note_calls(generator: SequenceGenerator) -> list[tuple[str, Any]]:
@@ -46,13 +43,10 @@ def note_calls(generator: SequenceGenerator) -> list[tuple[str, Any]]:
     def noting(name: str, call: Callable[..., Any], arguments: int) -> Callable[..., Any]:
         return lambda *given: calls.append((name, shapes(given[:arguments]))) or call(*given)
 
-    for owner, name, arguments in (
-        (generator.model, "reorder_incremental_state", 2),
-        (generator.model, "reorder_encoder_out", 2),
-        (generator.model, "forward_decoder", 3),
-        (generator.search, "step", 3),
-    ):
-        setattr(owner, name, noting(name, getattr(owner, name), arguments))
+    arguments = {"reorder_incremental_state": 2, "reorder_encoder_out": 2, "forward_decoder": 3, "step": 3}
+    for name, number in arguments.items():
+        owner = generator.search if name == "step" else generator.model
+        setattr(owner, name, noting(name, getattr(owner, name), number))
     return calls
 
 
