@@ -24,16 +24,12 @@ RATES = {"copy": {"4096": 1e9}, "matmul": {"float32": 1e9}}
 
 
 class Machine(Clock):
-    """Its time passes in calls alone: a second in each, half a second more in the first, and a minute to compile.
-
-    Attributes:
-        hosts: what the clock was told of the host's time.
-    """
+    """Its time passes in calls alone: a second in each, half a second more in the first, and a minute to compile."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.calls: list[str] = []
-        self.hosts: list[float] = []
+        self.hosts: list[float] = []  # what the clock was told
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
         self.hosts.append(host)

@@ -11,18 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, contestants
 from harness.cases import RULES, Shape, draw_inputs
-from harness.contestants import (
-    BUILD_RECORD,
-    Contestant,
-    Refusal,
-    build_record,
-    causal_product,
-    flash_linear_attention,
-    our_rules,
-    softmax_attention,
-)
+from harness.contestants import BUILD_RECORD, Contestant, Refusal
 
 from fairseq_fastweights import ops
 
@@ -53,7 +44,7 @@ def check(contestant: Contestant, length: str) -> None:
 @pytest.mark.parametrize("length", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_our_backends_get_all_gates_and_the_state(rule: str, length: str) -> None:
-    check(our_rules([rule])[1], length)
+    check(contestants.our_rules([rule])[1], length)
 
 
 def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,14 +52,14 @@ def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -
         raise ops.BackendUnavailable(f"build it with {ROOT}/tools/build.py")
 
     monkeypatch.setattr(ops, "sum_rule", unavailable)
-    work = our_rules(["sum"])[0].prepare(SHAPES["segment"], INPUTS["segment"])
+    work = contestants.our_rules(["sum"])[0].prepare(SHAPES["segment"], INPUTS["segment"])
     with pytest.raises(Refusal, match=r"'unavailable', 'build it with tools/build\.py'"):
         work.run_both()
 
 
 def test_attention_is_causal_and_as_wide_as_the_values() -> None:
     inputs = INPUTS["segment"]
-    [contestant] = softmax_attention()
+    [contestant] = contestants.softmax_attention()
     work = contestant.prepare(SHAPES["segment"], inputs)
     scores = torch.einsum("bthd,bshd->bhts", inputs.wide_q, inputs.wide_k) / 6**0.5
     weights = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf")).softmax(-1)
@@ -93,12 +84,12 @@ def test_causal_product_is_found_in_its_folder(tmp_path: Path, monkeypatch: pyte
     names = ("fast_transformers", "fast_transformers.causal_product")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    [contestant] = causal_product(tmp_path)
+    [contestant] = contestants.causal_product(tmp_path)
     try:
         check(contestant, "segment")
-        assert build_record() is None
+        assert contestants.build_record() is None
         (package / BUILD_RECORD).write_text(json.dumps({"flags": ["-O3"]}))
-        assert build_record() == {"flags": ["-O3"]}
+        assert contestants.build_record() == {"flags": ["-O3"]}
     finally:
         for name in names:
             sys.modules.pop(name, None)
@@ -107,12 +98,12 @@ def test_causal_product_is_found_in_its_folder(tmp_path: Path, monkeypatch: pyte
 def test_peers_are_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("fast_transformers", "fla"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
-    peers = {"build_causal_product.py builds it": causal_product(tmp_path)[0]}
-    peers["ModuleNotFoundError"] = flash_linear_attention(["sum"])[0]
+    peers = {"build_causal_product.py builds it": contestants.causal_product(tmp_path)[0]}
+    peers["ModuleNotFoundError"] = contestants.flash_linear_attention(["sum"])[0]
     for message, contestant in peers.items():
         with pytest.raises(Refusal, match=message):
             contestant.prepare(SHAPES["segment"], INPUTS["segment"])
-    assert build_record() is None
+    assert contestants.build_record() is None
 
 
 def stand_in(module: str, *names: str) -> Any:
@@ -141,12 +132,12 @@ def test_flash_linear_attention_is_called_for_our_rules(length: str, monkeypatch
         vars(module).update({f"{form}_{name}": stand_in(name, *names) for form in ("chunk", "fused_recurrent")})
         for known in (ModuleType("fla"), ModuleType("fla.ops"), module):
             monkeypatch.setitem(sys.modules, known.__name__, known)
-    contestants = flash_linear_attention(RULES)
-    assert len(contestants) == 10 and all(contestant.compiles for contestant in contestants)
-    for contestant in contestants:
+    functions = contestants.flash_linear_attention(RULES)
+    assert len(functions) == 10 and all(function.compiles for function in functions)
+    for contestant in functions:
         if contestant.same:
             check(contestant, length)
-    others = [contestant for contestant in contestants if not contestant.same]
+    others = [contestant for contestant in functions if not contestant.same]
     works = {c.name: c.prepare(SHAPES[length], INPUTS[length]) for c in others}
     assert {name: len(work.inputs) for name, work in works.items()} == {
         "fla chunk_gla": 4,
