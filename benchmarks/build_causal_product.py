@@ -10,7 +10,6 @@ minute. FOLDER/fast_transformers/BUILD.json says how it was built.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -21,16 +20,19 @@ import tempfile
 from pathlib import Path
 
 import torch
-from harness.peers.causal_product import BUILD_RECORD, DEFAULT_FOLDER, FLAGS, PACKAGE, VERSION
+from harness.contestants import BUILD_FLAGS, BUILD_RECORD, DEFAULT_FOLDER
+from harness.program import make_parser
 from torch.utils import cpp_extension
+
+PACKAGE = "pytorch-fast-transformers"
+VERSION = "0.4.0"
 
 
 def download(folder: Path) -> Path:
     """Fetches the package's source and returns the folder that it was unpacked to."""
     # Its setup.py, which pip runs for the metadata, asks for CUDA where it can start nvcc.
-    path = os.pathsep.join(
-        part for part in os.environ.get("PATH", "").split(os.pathsep) if not (Path(part) / "nvcc").exists()
-    )
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    path = os.pathsep.join(part for part in folders if not (Path(part) / "nvcc").exists())
     flags = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
     subprocess.run(
         [sys.executable, "-m", "pip", "download", *flags, str(folder), f"{PACKAGE}=={VERSION}"],
@@ -50,7 +52,7 @@ def build(source: Path, target: Path) -> None:
     cpp_extension.load(
         "causal_product_cpu",
         [str(source / "fast_transformers" / "causal_product" / "causal_product_cpu.cpp")],
-        extra_cflags=list(FLAGS),
+        extra_cflags=list(BUILD_FLAGS),
         extra_ldflags=["-fopenmp"],
         build_directory=str(compiled),
         with_cuda=False,
@@ -58,10 +60,8 @@ def build(source: Path, target: Path) -> None:
     )
     package = source / "fast_transformers"
     shutil.copy(compiled / "causal_product_cpu.so", package / "causal_product")
-    compiler = subprocess.run(
-        [os.environ.get("CXX", "c++"), "--version"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()[0]
-    record = {"flags": list(FLAGS), "compiler": compiler, "torch": torch.__version__}
+    compiler = subprocess.check_output([os.environ.get("CXX", "c++"), "--version"], text=True).splitlines()[0]
+    record = {"flags": list(BUILD_FLAGS), "compiler": compiler, "torch": torch.__version__}
     (package / BUILD_RECORD).write_text(json.dumps(record, indent=2) + "\n")
     shutil.rmtree(target / "fast_transformers", ignore_errors=True)
     target.mkdir(parents=True, exist_ok=True)
@@ -69,12 +69,12 @@ def build(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="default: %(default)s")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         build(download(Path(name)), options.folder.resolve())
-    print(f"{options.folder}: {PACKAGE} {VERSION}'s causal_product, compiled with {' '.join(FLAGS)}")
+    print(f"{options.folder}: {PACKAGE} {VERSION}'s causal_product, compiled with {' '.join(BUILD_FLAGS)}")
 
 
 if __name__ == "__main__":

@@ -9,59 +9,113 @@ should say can be read off the results.
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from harness import records
-from harness.cases import DTYPES, RULES, SHAPES, draw_inputs
-from harness.measuring import duration, list_of, positive
-from harness.plan_sweep import WAYS, asking, call_of, ways_of
+from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs
+from harness.program import make_parser
 from harness.tables import markdown, milliseconds, ratio
 from harness.timing import Budget, CudaClock, first_calls, time_in_turns
 
+from fairseq_fastweights.ops import native
+
+ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
+PASSES = ("forward", "backward")
 # What the chunked kernels are for comes first.
 ORDER = ("retnet", "long", "mt-big", "baevski-64", "attention", "mt-big-256", "mt-big-512", "gpt2-32", "lm-medium")
-ROUNDS = 5
+# What may be asked for; what is no plan of a call is left out.
+CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages": (1, 2), "threads": (128, 256)}
+SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
+
+Row = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shapes = shapes_in_order()
-    parser.add_argument(
-        "--shapes", type=list_of("shapes", shapes), default=shapes, metavar="LIST", help=f"of {','.join(shapes)}"
-    )
-    parser.add_argument(
-        "--rules", type=list_of("rules", RULES), default=RULES, metavar="LIST", help=f"of {','.join(RULES)}"
-    )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
-    parser.add_argument(
-        "--rounds", type=positive, default=ROUNDS, help="times that each is measured (default: %(default)s)"
-    )
-    parser.add_argument("--budget", type=duration, metavar="SECONDS", help="cut rounds, then calls, to take no longer")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to this JSON file")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("torch sees no GPU, and there is nothing to choose on a CPU")
+@dataclass(frozen=True)
+class Way:
+    """A way to do a call: the plan in full, None for step by step, and what asks for it."""
 
-    budget = Budget(options.budget)
-    make_record = partial(records.describe_run, "cuda_plans", "cuda")
-    rows: list[dict[str, Any]] = []
-    cases = list(itertools.product(options.shapes, options.rules, WAYS))
-    for number, (name, rule, way) in enumerate(cases):
-        if budget.left <= 0:
-            budget.cut.append(f"{name}, {rule}, {way}: not measured")
-            continue
-        rows += measure(name, rule, way, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number))
-        if options.out is not None:
-            records.write(make_record(cut=budget.cut, rows=rows), options.out)
-    print(render(rows))
-    for line in budget.cut:
-        print(f"- cut to keep to the budget: {line}")
+    plan: dict[str, int] | None
+    environment: dict[str, str]
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return "recurrent"
+        text = "{chunk} steps x {columns} values, stages {stages}, threads {threads}".format(**self.plan)
+        return text + (f", segments {self.plan['segments']}" if self.plan["segments"] > 1 else "")
+
+
+@contextmanager
+def asking(environment: dict[str, str]) -> Iterator[None]:
+    """Asks the kernels for a way, and for none afterwards."""
+    before = {name: os.environ.pop(name) for name in (ALGORITHM, PLAN) if name in os.environ}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in environment:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator: its name, and batch, time, heads, key_dim, value_dim and steps between kept states."""
+
+    operation: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    rule: str
+    run: Callable[[], Any]
+
+
+def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
+    """The operator that a pass of a rule comes down to, with the states that training keeps."""
+    native.require(rule, inputs.v.device.type, inputs.v.dtype, shape.key_dim)
+    given = inputs.q, inputs.k, inputs.v
+    interval = native._interval(inputs.k, inputs.v)
+    family, middle = "delta", inputs.gates["delta"]
+    if rule != "delta":
+        gate, decays = (inputs.gates[rule] if rule == own else [None] * n for own, n in (("gated", 1), ("decay", 2)))
+        family, middle = "diagonal", [*gate, rule == "gated", *decays]
+    forward, backward = (getattr(torch.ops.fairseq_fastweights, f"{family}_{each}") for each in PASSES)
+    run = partial(forward, *given, *middle, None, interval)
+    if kind == "backward":
+        states = run()[2]
+        run = partial(backward, inputs.d_out, None, *given, *middle, None, states, interval)
+    sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, interval)
+    return Call(f"{family}_{kind}", sizes, inputs.v.dtype, rule, run)
+
+
+def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
+    """The ways to do a call, first the one that is taken if nobody asks; other segments for the ordinary plan alone."""
+    kind = {"gated": call.rule == "gated", "separate_decays": call.rule == "decay"}
+
+    def found(**environment: str) -> Way:
+        with asking(environment):
+            return Way(native.cuda_plan(call.operation, call.sizes, call.dtype, capability, **kind), environment)
+
+    ways = [found(), found(**{ALGORITHM: "recurrent"}), found(**{ALGORITHM: "chunked"})]
+    plans: list[dict[str, int]] = [
+        dict(zip(CHOICES, numbers, strict=True)) for numbers in itertools.product(*CHOICES.values())
+    ]
+    ordinary = ways[2].plan
+    if ordinary is not None:
+        plans += [{**{name: ordinary[name] for name in CHOICES}, "segments": segments} for segments in SEGMENTS]
+    # What cannot be had falls back to step by step, which is there already.
+    texts = [" ".join(f"{name}={number}" for name, number in plan.items()) for plan in plans]
+    ways += [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
+    unique: dict[Any, Way] = {}
+    for way in ways:
+        unique.setdefault(way.plan and tuple(way.plan.items()), way)
+    return list(unique.values())
 
 
 def shapes_in_order() -> list[str]:
@@ -70,49 +124,63 @@ def shapes_in_order() -> list[str]:
     return sorted(shapes, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
 
-def measure(name: str, rule: str, way: str, dtype: torch.dtype, rounds: int, allowed: float) -> list[dict[str, Any]]:
+def measure(name: str, rule: str, kind: str, dtype: torch.dtype, rounds: int, allowed: float) -> list[Row]:
     """A row for each way to do a call."""
-    shape = SHAPES[name]
-    call = call_of(shape, rule, way, draw_inputs(shape, dtype, "cuda"))
-    ways = ways_of(call, torch.cuda.get_device_capability())
+    call = call_of(SHAPES[name], rule, kind, draw_inputs(SHAPES[name], dtype, "cuda"))
+    ways = {str(way): way for way in ways_of(call, torch.cuda.get_device_capability())}
 
-    def asked(environment: dict[str, str]) -> Any:
-        with asking(environment):
+    def asked(way: Way) -> Any:
+        with asking(way.environment):
             return call.run()
 
-    calls = {str(way): partial(asked, way.environment) for way in ways}
+    calls = {label: partial(asked, way) for label, way in ways.items()}
     first = {label: first_calls(make, torch.cuda.synchronize) for label, make in calls.items()}
     warm, hosts = ({label: seconds[i] for label, seconds in first.items()} for i in (1, 2))
     measured, _ = time_in_turns(calls, warm, CudaClock(), hosts=hosts, rounds=rounds, allowed=allowed)
+    sizes = dict(zip(("batch", "time", "heads", "key_dim", "value_dim", "interval"), call.sizes, strict=True))
+    common = {"shape": name, "rule": rule, "operation": call.operation, "sizes": sizes}
     return [
-        {
-            "shape": name,
-            "rule": rule,
-            "operation": call.operation,
-            "sizes": dict(zip(("batch", "time", "heads", "key_dim", "value_dim", "interval"), call.sizes, strict=True)),
-            "way": str(way),
-            "plan": way.plan,
-            "chosen": way is ways[0],
-            "seconds": measured[str(way)],
-        }
-        for way in ways
+        {**common, "way": label, "plan": way.plan, "chosen": not number, "seconds": measured[label]}
+        for number, (label, way) in enumerate(ways.items())
     ]
 
 
-def render(rows: list[dict[str, Any]]) -> str:
+def render(rows: list[Row]) -> str:
     """By call: what is chosen, what is the fastest, and how many times as long the former takes."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['shape']}, {row['rule']}, {row['operation'].partition('_')[2]}", []).append(row)
     lines = []
-    for (shape, operation, rule), group in itertools.groupby(
-        rows, key=lambda row: (row["shape"], row["operation"], row["rule"])
-    ):
-        ways = list(group)
+    for call, ways in groups.items():
         chosen = next(row for row in ways if row["chosen"])
         best = min(ways, key=lambda row: row["seconds"]["median"])
         medians = [row["seconds"]["median"] for row in (chosen, best)]
         times = [milliseconds(median) for median in medians]
-        passed = operation.partition("_")[2]
-        lines.append([f"{shape}, {rule}, {passed}", chosen["way"], best["way"], *times, ratio(medians[0] / medians[1])])
+        lines.append([call, chosen["way"], best["way"], *times, ratio(medians[0] / medians[1])])
     return markdown(["call", "chosen", "fastest", "chosen", "fastest", "chosen over fastest"], lines, left=3)
+
+
+def main() -> None:
+    lists = {"shapes": shapes_in_order(), "rules": RULES}
+    parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, **lists)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU, and there is nothing to choose on a CPU")
+
+    budget = Budget(options.budget)
+    rows: list[Row] = []
+    cases = list(itertools.product(options.shapes, options.rules, PASSES))
+    for number, (name, rule, kind) in enumerate(cases):
+        if budget.left <= 0:
+            budget.cut.append(f"{name}, {rule}, {kind}: not measured")
+            continue
+        rows += measure(name, rule, kind, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number))
+        if options.out is not None:
+            records.write(records.describe_run("cuda_plans", "cuda", cut=budget.cut, rows=rows), options.out)
+    print(render(rows))
+    for line in budget.cut:
+        print(f"- cut to keep to the budget: {line}")
 
 
 if __name__ == "__main__":

@@ -11,18 +11,19 @@ optional one on a GPU, comes from PyPI. Who cannot take part is listed with the 
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 
-from harness import records, targets
-from harness.allocation import keep_freed_memory
-from harness.cases import DTYPES, QUICK_SHAPES, SHAPES, Pass, Shape
-from harness.kernel_tables import render
-from harness.measuring import Case, add_options, add_peer_options, all_contestants, list_of, measure_all, set_up
-from harness.peers.causal_product import build_record
+from harness import records
+from harness.cases import DTYPES, QUICK_SHAPES, RULES, SHAPES, Pass, Shape
+from harness.comparison import Case, all_contestants, measure_all
+from harness.contestants import build_record
+from harness.memory import keep_freed_memory
+from harness.program import COMMON, add_list, finish, make_parser, parse
 
 # Slower calls are not worth waiting for, in seconds.
 LONGEST_CALL = 3.0
+# Of a budget that ends early the targets come first: on a GPU training in bfloat16 at all shapes, then in float32.
+ORDER_ON_GPU = ("forward+backward", "step", "forward")
 
 
 def passes(shape: Shape) -> tuple[Pass, ...]:
@@ -30,40 +31,24 @@ def passes(shape: Shape) -> tuple[Pass, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    add_peer_options(parser)
-    parser.add_argument("--shapes", type=list_of("shapes", list(SHAPES)), metavar="LIST", help=f"of {','.join(SHAPES)}")
-    parser.add_argument(
-        "--dtypes",
-        type=list_of("dtypes", list(DTYPES)),
-        metavar="LIST",
-        help=f"of {','.join(DTYPES)} (default: both on a GPU; on a CPU float32, and bfloat16 at lm-small)",
-    )
-    options = parser.parse_args()
-    set_up(options)
-    if options.device == "cpu":
+    parser = make_parser(__doc__, *COMMON, "--peers", rules=RULES, shapes=tuple(SHAPES))
+    add_list(parser, "--dtypes", tuple(DTYPES), "both on a GPU; on a CPU float32, and bfloat16 at lm-small")
+    options = parse(parser)
+    on_cpu = options.device == "cpu"
+    if on_cpu:
         keep_freed_memory()
 
-    shapes = [SHAPES[name] for name in options.shapes or SHAPES]
-    if options.quick:
-        shapes = list(QUICK_SHAPES.values())
-        options.rounds = min(options.rounds, 2)
-    dtypes = options.dtypes or (("bfloat16", "float32") if options.device == "cuda" else ("float32",))
-    cases = [
-        Case(shape.at(options.device), dtype, kind) for shape in shapes for dtype in dtypes for kind in passes(shape)
-    ]
-    if options.device == "cuda":
-        # Of a budget that ends early the targets come first: training in bfloat16 at all shapes, then in float32.
-        order: list[Pass] = ["forward+backward", "step", "forward"]
-        cases.sort(key=lambda case: (order.index(case.kind), dtypes.index(case.dtype)))
-    if options.device == "cpu" and options.dtypes is None and not options.quick:
-        cases += [Case(shape.at("cpu"), "bfloat16", kind) for shape in shapes[:1] for kind in passes(shape)]
-    contestants = all_contestants(options)
+    shapes = list(QUICK_SHAPES) if options.quick else [SHAPES[name] for name in options.shapes]
+    dtypes = options.dtypes or (("float32",) if on_cpu else ("bfloat16", "float32"))
+    pairs = [(shape, dtype) for shape in shapes for dtype in dtypes]
+    if on_cpu and options.dtypes is None and not options.quick:
+        pairs.append((shapes[0], "bfloat16"))
+    cases = [Case(shape.at(options.device), dtype, kind) for shape, dtype in pairs for kind in passes(shape)]
+    if not on_cpu:
+        cases.sort(key=lambda case: (ORDER_ON_GPU.index(case.kind), dtypes.index(case.dtype)))
+    contestants = all_contestants(options)  # before the build's record, for it makes the peer importable
     make_record = partial(records.describe_run, "kernels", options.device, causal_product=build_record())
-    record = measure_all(cases, contestants, options, LONGEST_CALL, make_record)
-    print(render(record))
-    print(targets.render(targets.evaluate_one(record)))
+    finish(measure_all(cases, contestants, options, LONGEST_CALL, make_record), options)
 
 
 if __name__ == "__main__":

@@ -15,79 +15,54 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, records, targets
-from harness.measuring import add_options, list_of, positive, set_up
-from harness.spread import summarize
+from harness import records
+from harness.commands import binarise, fairseq
+from harness.program import COMMON, finish, make_parser, parse, positive
 from harness.tables import count
-from harness.timing import Budget
-from harness.training_tables import SOFTMAX, render
+from harness.timing import Budget, summarize
 
+SOFTMAX = "softmax"
 MODELS = (SOFTMAX, "delta", "decay", "gated", "sum")
 SETTINGS = {"types": 267_735, "batch": 96, "length": 256, "updates": 60, "warm-up": 20, "log interval": 5}
 QUICK_SETTINGS = {"types": 50, "batch": 2, "length": 16, "updates": 4, "warm-up": 2, "log interval": 1}
-ARCHITECTURE = "--arch fast_weight_lm_wiki103_small --criterion adaptive_loss --ddp-backend legacy_ddp".split()
+ARCHITECTURE = "--arch fast_weight_lm_wiki103_small --criterion adaptive_loss --ddp-backend legacy_ddp"
 QUICK_ARCHITECTURE = """--arch fast_weight_lm --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16
-    --decoder-output-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2
-    --share-decoder-input-output-embed""".split()
-
-
-def fairseq(command: str, *arguments: str) -> str:
-    """Runs `fairseq-<command>` and returns what it printed; ends this program where it fails."""
-    start = f"import sys; from fairseq_cli.{command} import cli_main; sys.exit(cli_main())"
-    result = subprocess.run(
-        [sys.executable, "-c", start, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
-    if result.returncode != 0:
-        sys.exit(f"fairseq-{command} failed:\n{result.stdout[-2000:]}")
-    return result.stdout
+    --decoder-output-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2 --share-decoder-input-output-embed"""
 
 
 def prepare(folder: Path, settings: dict[str, int]) -> Path:
     """Makes a text with all word types in it, and as many words as the updates read."""
-    draw = random.Random(1)
     words = [f"w{i}" for i in range(settings["types"])]
     size = settings["batch"] * settings["length"] * (settings["updates"] + 1)
     # Word frequencies as in a language: by Zipf's law, without which the adaptive softmax would have no use.
     frequencies = [1 / (rank + 1) for rank in range(len(words))]
-    text = draw.choices(words, weights=frequencies, k=size)
-    (folder / "train.txt").write_text(" ".join(text) + "\n" + " ".join(words) + "\n")
-    (folder / "valid.txt").write_text(" ".join(text[: settings["length"]]) + "\n")  # fairseq-train opens it
-    prefixes = ["--trainpref", str(folder / "train.txt"), "--validpref", str(folder / "valid.txt")]
-    fairseq("preprocess", "--only-source", "--destdir", str(folder / "bin"), *prefixes)
-    return folder / "bin"
+    text = random.Random(1).choices(words, weights=frequencies, k=size)
+    return binarise(folder, train=[*text, "\n", *words], valid=text[: settings["length"]])  # fairseq-train opens it
 
 
 def training_flags(model: str, settings: dict[str, int], options: argparse.Namespace) -> list[str]:
     """What `fairseq-train` is told beside the data."""
-    attention = ["--softmax-attention-layers", "all"] if model == SOFTMAX else ["--update-rule", model]
-    if model != SOFTMAX:
-        attention += ["--fast-weight-backend", options.backend]
-    device = ["--cpu"] if options.device == "cpu" else []
-    precision = [] if options.precision == "fp32" else [f"--{options.precision}"]
-    return [
-        *"--user-dir fairseq_fastweights --task fast_weight_language_modeling".split(),
-        *(QUICK_ARCHITECTURE if options.quick else ARCHITECTURE),
-        *attention,
-        *device,
-        # Of several GPUs fairseq-train would take all, and the record speaks of one.
-        *"--distributed-world-size 1".split(),
-        *precision,
-        *f"--tokens-per-sample {settings['length']} --batch-size {settings['batch']}".split(),
-        *f"--max-update {settings['updates']} --log-interval {settings['log interval']}".split(),
-        *"--required-batch-size-multiple 1 --optimizer adam --lr 0.00025 --clip-norm 0.25".split(),
-        *"--disable-validation --no-save --num-workers 0 --log-format json --no-progress-bar".split(),
-    ]
+    fast = f"--update-rule {model} --fast-weight-backend {options.backend}"
+    # Of several GPUs fairseq-train would take all, and the record speaks of one.
+    return f"""--user-dir fairseq_fastweights --task fast_weight_language_modeling
+        {QUICK_ARCHITECTURE if options.quick else ARCHITECTURE}
+        {"--softmax-attention-layers all" if model == SOFTMAX else fast}
+        {"--cpu" if options.device == "cpu" else ""} --distributed-world-size 1
+        {"" if options.precision == "fp32" else f"--{options.precision}"}
+        --tokens-per-sample {settings["length"]} --batch-size {settings["batch"]} --required-batch-size-multiple 1
+        --max-update {settings["updates"]} --log-interval {settings["log interval"]}
+        --optimizer adam --lr 0.00025 --clip-norm 0.25
+        --disable-validation --no-save --num-workers 0 --log-format json --no-progress-bar""".split()
 
 
 def train(data: Path, model: str, settings: dict[str, int], options: argparse.Namespace) -> list[float]:
     """Trains for some updates and returns the words per second that fairseq logged, after the warm-up."""
-    log = fairseq("train", str(data), *training_flags(model, settings, options))
+    log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
     return words_per_second(log, settings["warm-up"])
 
 
@@ -105,43 +80,28 @@ def words_per_second(log: str, warm_up: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.set_defaults(rounds=2)
-    parser.add_argument("--backend", default="auto", help="of the fast weight models (default: %(default)s)")
-    parser.add_argument(
-        "--models", type=list_of("models", MODELS), default=MODELS, metavar="LIST", help=f"of {','.join(MODELS)}"
-    )
+    parser = make_parser(__doc__, *COMMON, "--backend", rounds=2, models=MODELS)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
     parser.add_argument("--batch-size", type=positive, help="rows of a batch (default: the paper's)")
-    options = parser.parse_args()
-    set_up(options)
+    options = parse(parser)
     settings = dict(QUICK_SETTINGS if options.quick else SETTINGS)
     if options.batch_size is not None:
         settings["batch"] = options.batch_size
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
 
-    models = list(dict.fromkeys([SOFTMAX, *options.models]))
     budget = Budget(options.budget)
-    speeds: dict[str, list[float]] = {model: [] for model in models}
+    speeds: dict[str, list[float]] = {model: [] for model in (SOFTMAX, *options.models)}
 
     def make_record() -> dict[str, Any]:
         rows = [{"model": model, "words per second": summarize(known)} for model, known in speeds.items() if known]
-        return records.describe_run(
-            "training",
-            options.device,
-            settings=settings,
-            precision=options.precision,
-            backend=options.backend,
-            cut=budget.cut,
-            rows=rows,
-        )
+        facts = {"settings": settings, "precision": options.precision, "backend": options.backend}
+        return records.describe_run("training", options.device, **facts, cut=budget.cut, rows=rows)
 
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), settings)
         for number in range(options.rounds):
-            for model in models:
+            for model in speeds:
                 if number and budget.left <= 0:
                     budget.cut.append(f"{model}: {count(number, 'round')} of {options.rounds}")
                     continue
@@ -149,11 +109,7 @@ def main() -> None:
                 print(f"{model}: {speeds[model][-1]:,.0f} words/s", file=sys.stderr, flush=True)
                 if options.out is not None:  # one that fails, or is stopped, leaves what was measured before it
                     records.write(make_record(), options.out)
-    record = make_record()
-    print(render(record))
-    print(targets.render(targets.evaluate_one(record)))
-    if options.out is not None:
-        records.write(record, options.out)
+    finish(make_record(), options)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
 """The next token of a translation, by how many there are before it, with fairseq's Transformer for attention.
 
-Models of one size, step by step as fairseq's `SequenceGenerator` goes: the hypotheses change places, in the decoder's
-state and in the encoder's output; the decoder reads the last token of each; the search takes the best of what may
-follow. The state is the one after that many tokens. The Transformer's is its key-value cache, filled with random keys
-and values of that length; a fast weight model's has the size that it has after any token. Sources are of one length,
-or as long as the target is by then.
-
-Whole translations by `SequenceGenerator` itself, encoder and all, say whether the steps add up. Takes up to 5 GB of
-memory.
+Models of one size, step by step as fairseq's `SequenceGenerator` goes, with its state after that many tokens: the
+Transformer's cache is filled with random keys and values of that length. Sources are of one length, or as long as the
+target is by then. Whole translations by `SequenceGenerator` itself, encoder and all, say whether the steps add up. The
+page says what is measured. Takes up to 5 GB of memory.
 
     python benchmarks/translation.py [--out results.json]
 """
@@ -16,55 +12,47 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
-from harness import records, targets
-from harness.measuring import add_options, list_of, positive, set_up
+from harness import records
 from harness.memory import held, peak
-from harness.rolling import fill_cache, time_tokens
-from harness.timing import FEWEST_ROUNDS, Budget, clock_for, time_in_turns
-from harness.translation_models import build_translation_model
-from harness.translation_tables import render
+from harness.models import build_model, fill_cache
+from harness.program import COMMON, finish, make_parser, parse, positive
+from harness.timing import FEWEST_ROUNDS, Budget, clock_for, time_in_turns, time_tokens
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 TRANSFORMER = "transformer"
 # What the fast weight models are built with. Heads of 128 give 128, 512 and 256 features.
 MAPS = {
-    "elu": ["--feature-map", "elu"],
-    "dpfp-2": ["--feature-map", "dpfp", "--dpfp-nu", "2"],
-    "favor-128": ["--feature-map", "favor", "--favor-features", "128"],
+    "elu": {"feature-map": "elu"},
+    "dpfp-2": {"feature-map": "dpfp", "dpfp-nu": 2},
+    "favor-128": {"feature-map": "favor", "favor-features": 128},
 }
 # 1 comes first, because fairseq tells a model of larger beams only.
 BEAMS = (1, 4)
 LENGTHS = (64, 256, 1024, 2048)
 # The size is that of fairseq's iwslt_de_en. There are `hypotheses` in all, of fewer sentences where the beam is wider.
 # `source` and `whole` count tokens: of a source, of a whole translation.
-SETTINGS = {
-    **{"layers": 6, "width": 512, "heads": 4, "feed-forward": 1024, "words": 8000},
-    **{"hypotheses": 8, "source": 64, "whole": 256},
-}
-QUICK_SETTINGS = {
-    **{"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20},
-    **{"hypotheses": 8, "source": 4, "whole": 5},
-}
+SETTINGS = {"layers": 6, "width": 512, "heads": 4, "feed-forward": 1024, "words": 8000}
+SETTINGS |= {"hypotheses": 8, "source": 64, "whole": 256}
+QUICK_SETTINGS = {"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20}
+QUICK_SETTINGS |= {"hypotheses": 8, "source": 4, "whole": 5}
 
 
 def build(name: str, settings: dict[str, int], longest: int) -> tuple[Any, Dictionary]:
     """fairseq's Transformer, or the model with fast weights in place of all its attention; and the dictionary."""
-    flags = ["--share-decoder-input-output-embed"]
+    flags: dict[str, object] = {f"max-{side}-positions": longest + 2 for side in ("source", "target")}
     for side in ("encoder", "decoder"):
-        flags += [f"--{side}-layers", str(settings["layers"]), f"--{side}-attention-heads", str(settings["heads"])]
-        flags += [f"--{side}-embed-dim", str(settings["width"])]
-        flags += [f"--{side}-ffn-embed-dim", str(settings["feed-forward"])]
-    for side in ("source", "target"):
-        flags += [f"--max-{side}-positions", str(longest + 2)]
+        flags |= {f"{side}-layers": settings["layers"], f"{side}-attention-heads": settings["heads"]}
+        flags |= {f"{side}-embed-dim": settings["width"], f"{side}-ffn-embed-dim": settings["feed-forward"]}
     arch = "transformer_iwslt_de_en" if name == TRANSFORMER else "fast_weight_transformer_iwslt_de_en"
-    return build_translation_model(arch, flags + MAPS.get(name, []), settings["words"])
+    return build_model("translation", arch, flags | MAPS.get(name, {}), settings["words"])
 
 
 def build_generator(model: Any, dictionary: Dictionary, beam: int, length: int) -> SequenceGenerator:
@@ -91,29 +79,18 @@ class Hypotheses:
 
     def clone(self) -> Hypotheses:
         """The same, with outputs and states of its own."""
-
-        def own(x: Any) -> Any:
-            if isinstance(x, dict):
-                return {name: own(value) for name, value in x.items()}
-            if isinstance(x, list):
-                return [own(value) for value in x]
-            return x.clone() if isinstance(x, Tensor) else x
-
-        return Hypotheses(self.tokens, self.scores, self.order, own(self.encoder_outs), own(self.states))
+        own = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (self.encoder_outs, self.states))
+        return replace(self, encoder_outs=own[0], states=own[1])
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the states and of the encoder's outputs, all hypotheses together."""
-        outputs = [tensor for output in self.encoder_outs for tensors in output.values() for tensor in tensors]
-        return {"state bytes": sum(map(held, self.states)), "encoder bytes": sum(map(held, outputs))}
+        return {"state bytes": held(self.states), "encoder bytes": held(self.encoder_outs)}
 
 
 def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, length: int, rows: int) -> Hypotheses:
-    """What the generator holds after `length` tokens, of random values.
+    """What the generator of the model `name` holds after `length` tokens, of random values, in so many hypotheses.
 
-    Args:
-        name: of the model.
-        source: (source length,), which is that of all sentences: it is encoded once.
-        rows: number of hypotheses, a multiple of the beam.
+    All sentences have the one source, which is encoded once.
     """
     ensemble, device = generator.model, source.device
     tokens = torch.randint(4, generator.vocab_size, (rows, length + 1), device=device)
@@ -174,26 +151,21 @@ def measure_steps(
     options: argparse.Namespace,
     allowed: float,
 ) -> tuple[list[dict[str, Any]], int]:
-    """A row for each model and case, and the rounds that were made. All models and cases take turns.
+    """A row for each model and case, all in turns, and the rounds that were made.
 
-    Args:
-        cases: lengths of a source and of what there is of its translation.
-        allowed: seconds for it.
+    A case is the length of a source and of what there is of its translation.
     """
     budget = Budget(allowed)
-    take_ups: dict[str, Callable[[], Any]] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    take_ups, rows = {}, {}
     for source_length, length in cases:
         source = draw_source(settings, source_length, options.device)
         for name, generator in generators.items():
             key = f"{name} {source_length} {length}"
             hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
             take_ups[key] = partial(take_up, generator, hypotheses)
-            rows[key] = {
-                **{"model": name, "beam": generator.beam_size, "source": source_length, "length": length},
-                **hypotheses.sizes(),
-                "peak bytes": peak_memory(generator, hypotheses, options.device),
-            }
+            rows[key] = {"model": name, "beam": generator.beam_size, "source": source_length, "length": length}
+            most = peak_memory(generator, hypotheses, options.device)
+            rows[key] |= {**hypotheses.sizes(), "peak bytes": most}
     seconds, made = time_tokens(take_ups, options.device, options.rounds, budget)
     return [row | {"seconds": seconds[key]} for key, row in rows.items()], made
 
@@ -226,29 +198,17 @@ def measure_whole(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.add_argument(
-        "--maps", type=list_of("maps", tuple(MAPS)), default=tuple(MAPS), metavar="LIST", help=f"of {','.join(MAPS)}"
-    )
-    parser.add_argument(
-        "--whole", type=positive, metavar="TOKENS", help=f"of a whole translation (default: {SETTINGS['whole']})"
-    )
-    options = parser.parse_args()
-    set_up(options)
+    parser = make_parser(__doc__, *COMMON, maps=tuple(MAPS))
+    text = f"of a whole translation (default: {SETTINGS['whole']})"
+    parser.add_argument("--whole", type=positive, metavar="TOKENS", help=text)
+    options = parse(parser)
 
-    lengths, settings = LENGTHS, SETTINGS
-    if options.quick:
-        lengths, settings = (4, 8), QUICK_SETTINGS
-        options.rounds = min(options.rounds, 2)
+    lengths, settings = ((4, 8), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
     if options.whole is not None:
         settings = settings | {"whole": options.whole}
     budget = Budget(options.budget)
     longest = max(*lengths, settings["whole"])
-    models = {}
-    for name in (TRANSFORMER, *options.maps):
-        model, dictionary = build(name, settings, longest)
-        models[name] = model.to(options.device)
+    models = {name: build(name, settings, longest) for name in (TRANSFORMER, *options.maps)}
     sources = {
         "sources of one length": [(settings["source"], length) for length in lengths],
         "sources as long as the target": [(length, length) for length in lengths if length != settings["source"]],
@@ -257,22 +217,17 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for beam in BEAMS:
         generators = {
-            name: build_generator(model, dictionary, beam, settings["whole"]) for name, model in models.items()
+            name: build_generator(model.to(options.device), dictionary, beam, settings["whole"])
+            for name, (model, dictionary) in models.items()
         }
         for what, cases in sources.items():
             measured, made = measure_steps(generators, cases, settings, options, budget.share(parts))
             parts -= 1
             rows += measured
-            if made < options.rounds:
-                budget.cut.append(f"beam {beam}, {what}: {made} rounds of {options.rounds}")
+            budget.note(f"beam {beam}, {what}", made, options.rounds)
     whole = measure_whole(generators, beam, settings, options)
-    record = records.describe_run(
-        "translation", options.device, settings=settings, cut=budget.cut, rows=rows, whole=whole
-    )
-    print(render(record))
-    print(targets.render(targets.evaluate_one(record)))
-    if options.out is not None:
-        records.write(record, options.out)
+    facts = {"settings": settings, "cut": budget.cut, "rows": rows, "whole": whole}
+    finish(records.describe_run("translation", options.device, **facts), options)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,7 +24,6 @@ class Shape:
     Attributes:
         batch, heads, time, key_dim, value_dim: sizes of (batch, time, heads, dim).
         cpu_batch: the batch where it is measured on a CPU, so that a call takes milliseconds and not seconds.
-        origin: the experiment that has this shape.
     """
 
     name: str
@@ -32,7 +33,6 @@ class Shape:
     key_dim: int
     value_dim: int
     cpu_batch: int
-    origin: str
 
     @property
     def steps(self) -> bool:
@@ -43,48 +43,35 @@ class Shape:
         """The shape with the batch that is measured on this kind of device ("cpu", "cuda")."""
         return replace(self, batch=self.cpu_batch) if device == "cpu" else self
 
-    def sizes(self) -> dict[str, int]:
-        return {
-            "batch": self.batch,
-            "heads": self.heads,
-            "time": self.time,
-            "key_dim": self.key_dim,
-            "value_dim": self.value_dim,
-        }
-
 
 # In the order in which they are measured: what a target depends on comes before what may be cut.
+# They are those of Schlag et al. (small and medium language models, WMT14, with DPFP or FAVOR+ where keys are longer),
+# of Mao (GPT-2, and WikiText-103), of Choi's RetNet, of generation, and of contexts of 1024 and 16384 steps.
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("lm-small", 96, 8, 256, 16, 16, 48, "Schlag et al., small language models"),
-        Shape("lm-medium", 56, 8, 384, 32, 32, 28, "Schlag et al., medium language models"),
-        Shape("mt-big", 56, 16, 64, 64, 64, 28, "Schlag et al., WMT14"),
-        Shape("attention", 8, 8, 1024, 64, 64, 4, "softmax attention at T = 1024, d = 64"),
-        Shape("step-8", 8, 8, 1, 64, 64, 8, "generation"),
-        Shape("gpt2-16", 32, 12, 1024, 16, 64, 4, "Mao, GPT-2"),
-        Shape("baevski-64", 26, 8, 512, 64, 128, 4, "Mao, WikiText-103"),
-        Shape("lm-small-dpfp", 96, 8, 256, 32, 16, 48, "Schlag et al., small, DPFP"),
-        Shape("mt-big-256", 56, 16, 64, 256, 64, 7, "Schlag et al., WMT14, DPFP or FAVOR+"),
-        Shape("retnet", 4, 4, 2048, 256, 512, 1, "Choi, RetNet"),
-        Shape("long", 1, 8, 16384, 64, 64, 1, "a long context"),
-        Shape("gpt2-32", 32, 12, 1024, 32, 64, 4, "Mao, GPT-2"),
-        Shape("baevski-32", 26, 8, 512, 32, 128, 4, "Mao, WikiText-103"),
-        Shape("mt-big-512", 56, 16, 64, 512, 64, 4, "Schlag et al., WMT14, DPFP or FAVOR+"),
-        Shape("gpt2-4", 32, 12, 1024, 4, 64, 4, "Mao, GPT-2"),
-        Shape("step-1", 1, 8, 1, 64, 64, 1, "generation"),
-        Shape("step-64", 64, 8, 1, 64, 64, 64, "generation"),
+    name: Shape(name, *sizes)
+    for name, *sizes in (
+        ("lm-small", 96, 8, 256, 16, 16, 48),
+        ("lm-medium", 56, 8, 384, 32, 32, 28),
+        ("mt-big", 56, 16, 64, 64, 64, 28),
+        ("attention", 8, 8, 1024, 64, 64, 4),
+        ("step-8", 8, 8, 1, 64, 64, 8),
+        ("gpt2-16", 32, 12, 1024, 16, 64, 4),
+        ("baevski-64", 26, 8, 512, 64, 128, 4),
+        ("lm-small-dpfp", 96, 8, 256, 32, 16, 48),
+        ("mt-big-256", 56, 16, 64, 256, 64, 7),
+        ("retnet", 4, 4, 2048, 256, 512, 1),
+        ("long", 1, 8, 16384, 64, 64, 1),
+        ("gpt2-32", 32, 12, 1024, 32, 64, 4),
+        ("baevski-32", 26, 8, 512, 32, 128, 4),
+        ("mt-big-512", 56, 16, 64, 512, 64, 4),
+        ("gpt2-4", 32, 12, 1024, 4, 64, 4),
+        ("step-1", 1, 8, 1, 64, 64, 1),
+        ("step-64", 64, 8, 1, 64, 64, 64),
     )
 }
 
 # One of each kind, small: to see that a program runs.
-QUICK_SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("quick", 2, 2, 48, 8, 16, 1, "to see that the program runs"),
-        Shape("quick-step", 2, 2, 1, 8, 16, 1, "to see that the program runs"),
-    )
-}
+QUICK_SHAPES = (Shape("quick", 2, 2, 48, 8, 16, 1), Shape("quick-step", 2, 2, 1, 8, 16, 1))
 
 
 @dataclass(frozen=True)
@@ -94,56 +81,38 @@ class Inputs:
     Attributes:
         q, k: (batch, time, heads, key_dim). k is normalised to length 1, as the delta rule needs it.
         v, d_out: (batch, time, heads, value_dim); d_out is the gradient that arrives at the output.
-        log_gate, beta: (batch, time, heads).
-        log_key_decay, log_value_decay: (batch, time, heads, key_dim) and (batch, time, heads, value_dim).
-        state: (batch, heads, key_dim, value_dim), float32; only for a shape of one step.
         wide_q, wide_k: (batch, time, heads, value_dim), what softmax attention of this head size reads.
+        gates: by rule what it takes beside q, k and v, in order.
+        state: (batch, heads, key_dim, value_dim), float32; only for a shape of one step.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     d_out: Tensor
-    log_gate: Tensor
-    beta: Tensor
-    log_key_decay: Tensor
-    log_value_decay: Tensor
     wide_q: Tensor
     wide_k: Tensor
+    gates: dict[str, list[Tensor]]
     state: Tensor | None
-
-    def gates(self, rule: str) -> list[Tensor]:
-        """What the rule takes beside q, k and v, in order."""
-        return {
-            "sum": [],
-            "gated": [self.log_gate],
-            "decay": [self.log_key_decay, self.log_value_decay],
-            "delta": [self.beta],
-        }[rule]
 
 
 def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
     """Random inputs of all rules. Gates are of the inputs' dtype."""
     generator = torch.Generator(device).manual_seed(seed)
-    steps = (shape.batch, shape.time, shape.heads)
 
-    def normal(*dims: int) -> Tensor:
-        return torch.randn(*steps, *dims, generator=generator, device=device)
+    def normal(*dims: int, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        sizes = (shape.batch, shape.time, shape.heads, *dims)
+        return change(torch.randn(sizes, generator=generator, device=device)).to(dtype)
+
+    def decay(x: Tensor) -> Tensor:
+        return F.logsigmoid(x + 3)
 
     keys, values = shape.key_dim, shape.value_dim
-    tensors = {
-        "q": normal(keys),
-        "k": F.normalize(normal(keys), dim=-1),
-        "v": normal(values),
-        "d_out": normal(values),
-        "log_gate": F.logsigmoid(normal() + 3),
-        "beta": normal().sigmoid(),
-        "log_key_decay": F.logsigmoid(normal(keys) + 3),
-        "log_value_decay": F.logsigmoid(normal(values) + 3),
-        "wide_q": normal(values),
-        "wide_k": normal(values),
-    }
+    q, k, v, d_out = normal(keys), normal(keys, change=partial(F.normalize, dim=-1)), normal(values), normal(values)
+    gates = {"sum": [], "gated": [normal(change=decay)], "delta": [normal(change=torch.sigmoid)]}
+    gates["decay"] = [normal(keys, change=decay), normal(values, change=decay)]
+    wide_q, wide_k = normal(values), normal(values)
     state = None
     if shape.steps:
         state = torch.randn(shape.batch, shape.heads, keys, values, generator=generator, device=device)
-    return Inputs(**{name: tensor.to(dtype) for name, tensor in tensors.items()}, state=state)
+    return Inputs(q, k, v, d_out, wide_q, wide_k, gates, state)

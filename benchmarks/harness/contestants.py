@@ -1,22 +1,28 @@
-"""What takes part in a comparison."""
+"""What takes part in a comparison: this project's rules and other implementations, each in the layout that suits it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from fairseq_fastweights import ops
+from harness import ROOT
 from harness.cases import Inputs, Shape
 
 
-class Unavailable(Exception):
-    """This contestant cannot do what is asked here; the message says why."""
-
-
-class Unsuitable(Exception):
-    """The case is none of this contestant's: nobody would look for it there."""
+class Refusal(Exception):
+    """A contestant does not take part: its status and the reason. Without, the case is none of its own."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +50,23 @@ class Work:
         return torch.autograd.grad(self.forward(), self.inputs, self.d_out)
 
 
+Prepare = Callable[[Shape, Inputs], Work]
+
+
 @dataclass(frozen=True)
 class Contestant:
     """An implementation of a rule.
 
     Attributes:
-        name: the implementation; with `rule` it names the contestant.
-        rule: one of `cases.RULES`, or "softmax" for attention.
-        prepare: makes its work from a shape and its inputs; raises `Unavailable` where it cannot take part.
+        name, rule: the implementation, and one of `cases.RULES` or "softmax" for attention.
+        prepare: makes its work from a shape and its inputs; raises `Refusal` where it cannot take part.
         same: whether it computes what the reference computes, so that outputs can be compared.
         compiles: whether its first call at a shape takes long, so that under a budget the others are measured before.
     """
 
     name: str
     rule: str
-    prepare: Callable[[Shape, Inputs], Work]
+    prepare: Prepare
     same: bool = True
     compiles: bool = False
 
@@ -70,3 +78,146 @@ class Contestant:
 def leaf(x: Tensor) -> Tensor:
     """A contiguous copy of x that gets a gradient."""
     return x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+
+
+def _leaves(rule: str, inputs: Inputs) -> list[Tensor]:
+    return [leaf(x) for x in (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])]
+
+
+def _heads_first(call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, inputs: Inputs) -> Work:
+    """The work of a call that gets the layout (batch, heads, time, dim): no transposition is timed."""
+    tensors = [leaf(x.transpose(1, 2)) for x in (q, k, inputs.v)]
+    d_out = inputs.d_out.transpose(1, 2).contiguous()
+    return Work(lambda: call(*tensors), tensors, d_out, lambda out: out.transpose(1, 2))
+
+
+# The reference is a loop over time: for one step it is what "auto" took before there were kernels.
+BACKENDS = ("native", "chunkwise", "reference")
+
+
+def our_rules(rules: Iterable[str]) -> list[Contestant]:
+    """Each rule on each backend of this project, backend by backend."""
+    return [Contestant(backend, rule, _prepare_ours(backend, rule)) for backend in BACKENDS for rule in rules]
+
+
+def _prepare_ours(backend: str, rule: str) -> Prepare:
+    def prepare(shape: Shape, inputs: Inputs) -> Work:
+        if backend == "reference" and not shape.steps:
+            raise Refusal
+        tensors = _leaves(rule, inputs)
+
+        def forward() -> Tensor:
+            try:
+                return getattr(ops, f"{rule}_rule")(*tensors, initial_state=inputs.state, backend=backend)[0]
+            except ops.BackendUnavailable as error:
+                raise Refusal("unavailable", str(error).replace(f"{ROOT}{os.sep}", "")) from error
+
+        return Work(forward, tensors, inputs.d_out)
+
+    return prepare
+
+
+# The peer that the rules replace: torch's causal attention. Its head dimension is value_dim, for keys too: what a
+# Transformer of the same width has.
+SOFTMAX = "SDPA"
+
+
+def softmax_attention() -> list[Contestant]:
+    def prepare(shape: Shape, inputs: Inputs) -> Work:
+        if shape.steps:
+            raise Refusal  # a token's time depends on how many there are before it: see generation.py
+        attend = partial(F.scaled_dot_product_attention, is_causal=True)
+        return _heads_first(attend, inputs.wide_q, inputs.wide_k, inputs)
+
+    return [Contestant(SOFTMAX, "softmax", prepare, same=False)]
+
+
+# The peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. It is optional.
+# build_causal_product.py puts it into a folder of its own, compiled for this machine; an installed package is found as
+# well, but nobody knows what flags it was compiled with.
+CAUSAL_PRODUCT = "causal_product"
+BUILD_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp")
+BUILD_RECORD = "BUILD.json"
+DEFAULT_FOLDER = ROOT / "build" / "peers"
+
+
+def build_record() -> dict[str, Any] | None:
+    """How causal_product was compiled; None if it was not by build_causal_product.py, or is not there."""
+    try:
+        import fast_transformers
+    except ImportError:
+        return None
+    path = Path(fast_transformers.__file__).parent / BUILD_RECORD
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def causal_product(folder: Path) -> list[Contestant]:
+    """The peer, looked for in `folder` and then among the installed packages."""
+    if (folder / "fast_transformers").is_dir() and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+    def prepare(shape: Shape, inputs: Inputs) -> Work:
+        if inputs.v.dtype != torch.float32 or shape.steps:  # it has no other dtype and no state to start from
+            raise Refusal
+        try:
+            from fast_transformers.causal_product import causal_dot_product
+        except ImportError as error:
+            raise Refusal("unavailable", f"{error}; benchmarks/build_causal_product.py builds it") from error
+        return _heads_first(causal_dot_product, inputs.q, inputs.k, inputs)
+
+    return [Contestant(CAUSAL_PRODUCT, "sum", prepare)]
+
+
+# The peer flash-linear-attention (Triton kernels on a GPU), optional, from PyPI: rule, module, function, the names of
+# the rule's gates that it takes ("": in its place), whether it is the rule. The gated rule is simple_gla with keys that
+# were multiplied by 1 - g. Of the decay rule chunk_gla has the key decays alone. retention, a gated rule whose gates
+# are fixed, does less than ours. Compiling them takes minutes: in the order in which they are missed where a budget
+# ends.
+FLASH_LINEAR_ATTENTION = "fla"
+_FUNCTIONS = (
+    ("delta", "delta_rule", "chunk_delta_rule", [""], True),
+    ("sum", "linear_attn", "chunk_linear_attn", [], True),
+    ("decay", "gla", "chunk_gla", [""], False),
+    ("gated", "simple_gla", "chunk_simple_gla", ["g"], True),
+    ("delta", "delta_rule", "fused_recurrent_delta_rule", [""], True),
+    ("sum", "linear_attn", "fused_recurrent_linear_attn", [], True),
+    ("decay", "gla", "fused_recurrent_gla", ["gk", "gv"], True),
+    ("gated", "simple_gla", "fused_recurrent_simple_gla", ["g"], True),
+    ("gated", "retention", "chunk_retention", [], False),
+    ("gated", "retention", "fused_recurrent_retention", [], False),
+)
+
+
+def flash_linear_attention(rules: Iterable[str]) -> list[Contestant]:
+    """The functions that are this project's rules, or next to them."""
+    rules = set(rules)
+    return [
+        Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, _prepare_fla(rule, module, name, gates), same, True)
+        for rule, module, name, gates, same in _FUNCTIONS
+        if rule in rules
+    ]
+
+
+def _prepare_fla(rule: str, module: str, name: str, gates: list[str]) -> Prepare:
+    def prepare(shape: Shape, inputs: Inputs) -> Work:
+        try:
+            function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+        except (ImportError, AttributeError) as error:
+            raise Refusal("unavailable", f"{type(error).__name__}: {error}") from error
+        tensors = _leaves(rule, inputs)[: 3 + len(gates)]
+        options: dict[str, Any] = {"normalize": False} if module == "linear_attn" else {}
+        if inputs.state is not None:
+            options |= {"initial_state": inputs.state, "output_final_state": True}
+
+        def forward() -> Tensor:
+            q, k, v, *given = tensors
+            if module == "simple_gla":
+                k = k * -torch.expm1(given[0]).unsqueeze(-1)
+            if gates != [""]:
+                named = dict(zip(gates, given, strict=True))
+                return function(q, k, v, scale=1.0, **named, **options)[0]
+            return function(q, k, v, *given, scale=1.0, **options)[0]
+
+        return Work(forward, tensors, inputs.d_out)
+
+    return prepare

@@ -2,95 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-COLOURS = {
-    "transformer": "black",
-    "softmax": "black",
-    "sum": "tab:blue",
-    "gated": "tab:green",
-    "decay": "tab:orange",
-    "delta": "tab:red",
-}
+from harness.records import replacing
+
+COLOURS = {"sum": "tab:blue", "gated": "tab:green", "decay": "tab:orange", "delta": "tab:red"}
+COLOURS |= {"transformer": "black", "softmax": "black"}
 STYLES = {"native": "-", "chunkwise": "--", "SDPA": "-", "causal_product": ":"}
 
 
 def draw_next_token(record: dict[str, Any], path: Path) -> None:
     """Time and peak memory of the next token against the number of tokens before it (Mao 2022, Fig. 1)."""
-    figure, (time, memory) = _axes(2, (10, 4.2))
-    for model in record["parameters"]:
-        rows = [row for row in record["rows"] if row["model"] == model]
-        lengths = [row["length"] for row in rows]
-        name = "attention (fairseq's Transformer)" if model == "transformer" else f"{model} rule"
-        colour = COLOURS[model]
-        _line(time, rows, lengths, colour, "-", name, 1e3)
-        memory.plot(lengths, [row["peak bytes"] / 2**20 for row in rows], "o-", color=colour, label=name)
-    time.set(ylabel="milliseconds", title="time of the next token")
-    memory.set(ylabel="MiB", title="peak memory beside the weights", yscale="log")
-    for axes in (time, memory):
-        axes.set(xlabel="tokens before it")
-        axes.grid(alpha=0.3)
-    time.set_ylim(bottom=0)
-    time.legend()
-    _save(figure, path)
+    with _figure(path, 2, (10, 4.2)) as (time, memory):
+        for model in record["parameters"]:
+            rows = [row for row in record["rows"] if row["model"] == model]
+            lengths = [row["length"] for row in rows]
+            name = "attention (fairseq's Transformer)" if model == "transformer" else f"{model} rule"
+            _line(time, rows, lengths, COLOURS[model], "-", name)
+            memory.plot(lengths, [row["peak bytes"] / 2**20 for row in rows], "o-", color=COLOURS[model], label=name)
+        time.set(xlabel="tokens before it", ylabel="milliseconds", title="time of the next token")
+        memory.set(xlabel="tokens before it", ylabel="MiB", title="peak memory beside the weights", yscale="log")
+        time.set_ylim(bottom=0)
+        time.legend()
 
 
 def draw_training_length(record: dict[str, Any], path: Path) -> None:
     """Time of forward and backward against T, with the tokens of a call constant."""
-    figure, [axes] = _axes(1, (9, 6))
-    rows = [row for row in record["rows"] if row["status"] == "measured"]
-    for implementation, rule in dict.fromkeys((row["implementation"], row["rule"]) for row in rows):
-        own = [row for row in rows if (row["implementation"], row["rule"]) == (implementation, rule)]
-        own.sort(key=lambda row: row["sizes"]["time"])
-        style = STYLES.get(implementation, ":" if "recurrent" in implementation else "-.")
-        _line(
-            axes,
-            own,
-            [row["sizes"]["time"] for row in own],
-            COLOURS[rule],
-            style,
-            f"{implementation}, {rule}" if rule != "softmax" else f"{implementation}, softmax attention",
-            1e3,
-        )
-    tokens = record["settings"]["tokens"]
-    axes.set(
-        xlabel="T",
-        ylabel="milliseconds",
-        xscale="log",
-        yscale="log",
-        title=f"forward and backward of {tokens:,} tokens",
-    )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
-    _save(figure, path)
+    rows = sorted((row for row in record["rows"] if row["status"] == "measured"), key=lambda row: row["sizes"]["time"])
+    with _figure(path, 1, (9, 6)) as [axes]:
+        for implementation, rule in dict.fromkeys((row["implementation"], row["rule"]) for row in rows):
+            own = [row for row in rows if (row["implementation"], row["rule"]) == (implementation, rule)]
+            style = STYLES.get(implementation, ":" if "recurrent" in implementation else "-.")
+            name = f"{implementation}, {rule}" + (" attention" if rule == "softmax" else "")
+            _line(axes, own, [row["sizes"]["time"] for row in own], COLOURS[rule], style, name)
+        title = f"forward and backward of {record['settings']['tokens']:,} tokens"
+        axes.set(xlabel="T", ylabel="milliseconds", yscale="log", title=title)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.legend(fontsize="small", ncols=2)
 
 
-def _axes(columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+@contextmanager
+def _figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[Any]:
+    """Axes to draw on; the figure is saved then."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
-    return figure, axes[0]
+    yield axes[0]
+    for each in axes[0]:
+        each.grid(alpha=0.3)
+    # Without the version of matplotlib in it, the same record gives the same file.
+    with replacing(path) as new:
+        figure.savefig(new, format="png", dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
 
 
-def _line(axes: Any, rows: list[Any], x: list[int], colour: str, style: str, name: str, scale: float) -> None:
-    """Medians as a line, quartiles as a band."""
-    median, lower, upper = ([row["seconds"][what] * scale for row in rows] for what in ("median", "lower", "upper"))
+def _line(axes: Any, rows: list[Any], x: list[int], colour: str, style: str, name: str) -> None:
+    """Medians in milliseconds as a line, quartiles as a band."""
+    median, lower, upper = ([row["seconds"][what] * 1e3 for row in rows] for what in ("median", "lower", "upper"))
     axes.plot(x, median, style, marker="o", markersize=4, color=colour, label=name)
     axes.fill_between(x, lower, upper, color=colour, alpha=0.15, linewidth=0)
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    # Without the version of matplotlib in it, the same record gives the same file.
-    figure.savefig(new, format="png", dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
-    new.replace(path)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from harness.cases import Inputs, Pass, Shape
 from harness.timing import Clock
@@ -26,33 +24,14 @@ _COPY_BYTES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
 _MATRIX = {"cpu": 2048, "cuda": 8192}
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The least that a case takes.
-
-    Attributes:
-        bytes: every input read once per pass, every output and gradient written once; a step's state both.
-        operations: by `OPERATIONS`; for softmax attention its matrix products over the causal half.
-        seconds: the larger of bytes over bandwidth and operations over rate.
-        binding: which of them it is, "bandwidth" or "arithmetic".
-    """
-
-    bytes: int
-    operations: int
-    seconds: float
-    binding: str
-
-
 def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, quick: bool = False) -> dict[str, Any]:
     """Measures this machine.
 
-    Returns:
-        "copy": bytes per second of a copy, by its bytes read and written ("268435456"); "matmul": operations per
-        second of a square matrix product by dtype, float32 in full precision.
+    "copy": bytes per second of a copy, by its bytes read and written ("268435456"); "matmul": operations per second of
+    a square matrix product by dtype, float32 in full precision.
     """
-    sizes = _COPY_BYTES[:1] if quick else _COPY_BYTES
-    if device == "cuda" and not quick:
-        sizes = (4 << 30,)  # far beyond the cache
+    # On a GPU far beyond the cache.
+    sizes = _COPY_BYTES[:1] if quick else (4 << 30,) if device == "cuda" else _COPY_BYTES
     patience = 0.05 if quick else 0.5
     copies = {}
     for size in sizes:
@@ -60,15 +39,11 @@ def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, qui
         target = torch.empty_like(source)
         copies[str(size)] = size / _best(lambda s=source, t=target: t.copy_(s), clock, patience)
     width = 128 if quick else _MATRIX[device]
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        products = {}
-        for name, dtype in dtypes.items():
-            a, b = (torch.randn(width, width, device=device).to(dtype) for _ in "ab")
-            products[name] = 2 * width**3 / _best(lambda a=a, b=b: a @ b, clock, patience)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision("highest")  # torch's default
+    products = {}
+    for name, dtype in dtypes.items():
+        a, b = (torch.randn(width, width, device=device).to(dtype) for _ in "ab")
+        products[name] = 2 * width**3 / _best(lambda a=a, b=b: a @ b, clock, patience)
     return {"copy": copies, "matmul": products}
 
 
@@ -82,45 +57,33 @@ def _best(call: Any, clock: Clock, patience: float) -> float:
     return min(times)
 
 
-def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> Limit:
-    """The limit of a case on a machine of these rates. `rule` may be "softmax"."""
-    moved = _bytes(rule, kind, inputs)
-    operations = _operations(shape, rule, kind)
-    by_bandwidth = moved / bandwidth(rates, moved)
-    by_arithmetic = operations / rates["matmul"][dtype]
-    binding = "bandwidth" if by_bandwidth >= by_arithmetic else "arithmetic"
-    return Limit(moved, operations, max(by_bandwidth, by_arithmetic), binding)
+def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> dict[str, Any]:
+    """The least that a case takes on a machine of these rates. `rule` may be "softmax".
+
+    "bytes", every input read once per pass, every output and gradient written once, a step's state both;
+    "operations", by `OPERATIONS`, for softmax attention its matrix products over the causal half; "seconds", the
+    larger of bytes over bandwidth and operations over rate; "binding", which it is: "bandwidth" or "arithmetic".
+    """
+    softmax, both = rule == "softmax", kind == "forward+backward"
+    read = (inputs.wide_q, inputs.wide_k, inputs.v) if softmax else (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
+    given, out = sum(x.nbytes for x in read), inputs.d_out.nbytes
+    # Backward reads the inputs again and the output's gradient, and writes a gradient for each input.
+    moved = 3 * given + 2 * out if both else given + out
+    if inputs.state is not None:
+        moved += 2 * inputs.state.nbytes
+    if softmax:
+        # Two products forward, five backward (the scores once more), each over the pairs on and below the diagonal.
+        operations = shape.time * (shape.time + 1) // 2 * 2 * shape.value_dim * (7 if both else 2)
+    else:
+        operations = shape.time * shape.key_dim * shape.value_dim * sum(OPERATIONS[rule][: 1 + both])
+    operations *= shape.batch * shape.heads
+    seconds, binding = max(
+        (moved / bandwidth(rates, moved), "bandwidth"), (operations / rates["matmul"][dtype], "arithmetic")
+    )
+    return {"bytes": moved, "operations": operations, "seconds": seconds, "binding": binding}
 
 
 def bandwidth(rates: dict[str, Any], moved: int) -> float:
     """The rate of the measured copy whose size is next to this: a small one stays in the caches, as small inputs do."""
     size = min(rates["copy"], key=lambda size: abs(math.log(int(size) / moved)))
     return rates["copy"][size]
-
-
-def _size(*tensors: Tensor) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def _bytes(rule: str, kind: Pass, inputs: Inputs) -> int:
-    if rule == "softmax":
-        read = _size(inputs.wide_q, inputs.wide_k, inputs.v)
-    else:
-        read = _size(inputs.q, inputs.k, inputs.v, *inputs.gates(rule))
-    out = _size(inputs.d_out)
-    forward = read + out
-    if inputs.state is not None:
-        forward += 2 * _size(inputs.state)
-    # Backward reads the inputs again and the output's gradient, and writes a gradient for each input.
-    return forward if kind != "forward+backward" else forward + 2 * read + out
-
-
-def _operations(shape: Shape, rule: str, kind: Pass) -> int:
-    per_head = shape.batch * shape.heads
-    if rule == "softmax":
-        # Two products forward, five backward (the scores once more), each over the pairs on and below the diagonal.
-        pairs = shape.time * (shape.time + 1) // 2
-        return per_head * pairs * 2 * shape.value_dim * (7 if kind == "forward+backward" else 2)
-    forward, backward = OPERATIONS[rule]
-    per_entry = forward + (backward if kind == "forward+backward" else 0)
-    return per_head * shape.time * shape.key_dim * shape.value_dim * per_entry

@@ -1,9 +1,11 @@
-"""How much memory a call takes."""
+"""How much memory a call takes, and memory that calls free, kept by the process for the calls after them."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
 _MARK = "harness.memory.peak"
+# Of glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 
 def peak(prepare: Callable[[], T], call: Callable[[T], Any], device: str) -> int:
@@ -45,19 +51,26 @@ def peak(prepare: Callable[[], T], call: Callable[[T], Any], device: str) -> int
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     [start] = [event["ts"] for event in events if event["name"] == _MARK and event["ph"] == "X"]
-    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
-    size = sum(change for time, change in changes if time < start)
-    most = size
-    for _, change in sorted((item for item in changes if item[0] >= start), key=lambda item: item[0]):
-        size += change
-        most = max(most, size)
+    most = size = 0
+    for event in sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]):
+        size += event["args"]["Bytes"]
+        most = size if event["ts"] < start else max(most, size)
     return most
 
 
 def held(state: Any) -> int:
-    """Bytes of the tensors in nested dictionaries."""
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
-    if isinstance(state, dict):
-        return sum(held(value) for value in state.values())
-    return 0
+    """Bytes of the tensors in nested dictionaries and lists."""
+    return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
+
+
+def keep_freed_memory() -> bool:
+    """Tells glibc to give nothing back to the system; returns whether it was there to be told.
+
+    By default it gives large blocks back, and the system hands pages out again one by one, filled with zeros. To a call
+    that returns tens of megabytes this can add as much time as it takes itself; which calls it strikes depends on what
+    the contestants before them left.
+    """
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    return bool(library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)) and bool(library.mallopt(M_MMAP_MAX, 0))

@@ -1,54 +1,55 @@
-"""Language models as fairseq's command lines build them, without a corpus."""
+"""Models as fairseq's command lines build them, without a corpus, and what their attention remembers."""
 
 from __future__ import annotations
 
-import logging
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from fairseq import options, tasks
+from fairseq import options
+from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.tasks.translation import TranslationTask
 
 import fairseq_fastweights.models.fast_weight_lm
-import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
-
-TASK = "fast_weight_language_modeling"
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+import fairseq_fastweights.models.fast_weight_transformer  # noqa: F401
+from fairseq_fastweights.tasks.fast_weight_language_modeling import FastWeightLanguageModelingTask
 
 
-def build_language_model(arch: str, flags: list[str], words: int, seed: int = 0) -> Any:
-    """A model with random weights, for generation.
+def build_model(task: str, arch: str, flags: dict[str, object], words: int, seed: int = 0) -> tuple[Any, Dictionary]:
+    """A model with random weights, made ready for generation as `fairseq-generate` does, and its dictionary.
 
-    Args:
-        arch: "transformer_lm" (fairseq's) or "fast_weight_lm".
-        flags: what `fairseq-train` would be given.
-        words: size of the dictionary, without the special symbols.
+    `flags` are what `fairseq-train` would be given beside --share-decoder-input-output-embed; `words` does not count
+    the special symbols.
     """
-    with tempfile.TemporaryDirectory() as name:
-        dictionary = "".join(f"w{i} {words - i}\n" for i in range(words))
-        (Path(name) / "dict.txt").write_text(dictionary)
-        args = options.parse_args_and_arch(
-            options.get_training_parser(TASK), [name, "--task", TASK, "--arch", arch, *flags]
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fairseq's ways with hydra
-            config = convert_namespace_to_omegaconf(args)
-        with _quiet(logging.getLogger("fairseq")):
-            task = tasks.setup_task(config.task)
-            torch.manual_seed(seed)
-            model = task.build_model(config.model)
-    return model.eval().requires_grad_(False)
+    dictionary = Dictionary()
+    for i in range(words):
+        dictionary.add_symbol(f"w{i}")
+    given = ["no data", "--task", task, "--arch", arch, "--share-decoder-input-output-embed"]
+    given += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    args = options.parse_args_and_arch(options.get_training_parser(task), given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fairseq's ways with hydra
+        config = convert_namespace_to_omegaconf(args)
+    torch.manual_seed(seed)
+    if task == "translation":
+        owner = TranslationTask(config.task, dictionary, dictionary)
+    else:
+        owner = FastWeightLanguageModelingTask(config.task, dictionary)
+    model = owner.build_model(config.model).eval().requires_grad_(False)
+    if task == "translation":
+        model.prepare_for_inference_(config)
+    return model, dictionary
+
+
+def fill_cache(layers: Iterable[Any], state: dict[str, Any], rows: int, length: int, device: torch.device) -> None:
+    """Puts random keys and values of `length` tokens in the state, as the self-attention of these layers would.
+
+    fairseq's incremental decoding reads one token at a time: to read them all would take minutes.
+    """
+    for layer in layers:
+        attention = layer.self_attn
+        shape = (rows, attention.num_heads, length, attention.head_dim)
+        cache = {what: torch.randn(shape, device=device) for what in ("prev_key", "prev_value")}
+        attention._set_input_buffer(state, {**cache, "prev_key_padding_mask": None})

@@ -8,22 +8,14 @@ import json
 import os
 import platform
 import subprocess
-import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "fairseq",
-    "pytorch-fast-transformers",
-    "flash-linear-attention",
-    "fla-core",
-    "triton",
-)
+PACKAGES = "torch numpy fairseq pytorch-fast-transformers flash-linear-attention fla-core triton".split()
 
 # One more where a program measures something in another way than before; 1 for the others.
 METHODS = {"generation": 3, "kernels": 2}
@@ -46,17 +38,20 @@ def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
 def write(record: dict[str, Any], path: Path) -> None:
     """Writes a record whole or not at all. Numbers that JSON has no word for are refused."""
     text = _dump(record)
+    with replacing(path) as new:
+        new.write_text(text)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of the one at `path` if nothing goes wrong."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(handle, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -83,26 +78,21 @@ def _dump(record: dict[str, Any]) -> str:
 
 def _machine(device: str) -> dict[str, Any]:
     """Names and sizes; the load says whether the machine had other work when the run began."""
-    machine: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
+    capability = torch.backends.cpu.get_cpu_capability()
+    machine: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count(), "capability": capability}
     if hasattr(os, "getloadavg"):
         machine["load before"] = round(os.getloadavg()[0], 2)
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        machine["gpu"] = properties.name
-        machine["gpu memory"] = properties.total_memory
-        machine["compute capability"] = f"{properties.major}.{properties.minor}"
+        found = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": found.name, "gpu memory": found.total_memory}
+        machine["compute capability"] = f"{found.major}.{found.minor}"
     return machine
 
 
 def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
@@ -114,11 +104,7 @@ def _versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        versions["commit"] = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude", "*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+        folder = Path(__file__).parent
+        versions["commit"] = subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, text=True).strip()
     return versions

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-
-from harness.spread import summarize
 
 Call = Callable[[], Any]
 
@@ -21,36 +20,25 @@ SHORTEST_MEASUREMENT = 1e-3
 # more launches to make than the queue to the device holds, about a thousand, and waits for the device all the same.
 LEAD_MARGIN = 2.0
 MOST_FLUSHES = 64
+TOKENS_OF_A_TURN = 3
 
 
-class Clock(Protocol):
-    def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
-        """The time of one call, of `repeats` made.
-
-        Args:
-            host: the seconds in which the host gives the device the work of a call, if they are not to count.
-        """
-        ...
-
-    def repeats(self, seconds: float) -> int:
-        """How often to repeat a call that takes this long."""
-        ...
-
-
-class CpuClock:
+class Clock:
     """The time that passes."""
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
+        """The time of one call, of `repeats` made; `host` seconds, in which it gives the device work, may not count."""
         start = time.perf_counter()
         for _ in range(repeats):
             call()
         return (time.perf_counter() - start) / repeats
 
     def repeats(self, seconds: float) -> int:
+        """How often to repeat a call that takes this long."""
         return max(1, math.ceil(SHORTEST_MEASUREMENT / max(seconds, 1e-6)))
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Events around a call, after flushes: writing more than the second-level cache holds, again and again.
 
     While the GPU writes, the host gives it the whole call: what is timed is the device's work, unless a call makes the
@@ -80,6 +68,25 @@ class CudaClock:
         return 1
 
 
+class TurnClock(Clock):
+    """Times some tokens one after the other, of a generation that each turn takes up: a call gives what makes a token.
+
+    The token before them is not timed. It finds memory as the other contestants left it; in generation, a token finds
+    it as the token before left it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def seconds(self, call: Callable[[], Call], repeats: int, host: float = 0.0) -> float:
+        step = call()
+        step()
+        return self._clock.seconds(step, repeats, host)
+
+    def repeats(self, seconds: float) -> int:
+        return TOKENS_OF_A_TURN
+
+
 def flushes_ahead(host: float, flush: float) -> int:
     """How many flushes of so many seconds outlast `host` seconds with a margin; one where `MOST_FLUSHES` would not.
 
@@ -91,7 +98,7 @@ def flushes_ahead(host: float, flush: float) -> int:
 
 
 def clock_for(device: str) -> Clock:
-    return CudaClock() if device == "cuda" else CpuClock()
+    return CudaClock() if device == "cuda" else Clock()
 
 
 class Budget:
@@ -110,14 +117,16 @@ class Budget:
         """What each of so many parts to come may take."""
         return self.left / max(parts, 1)
 
+    def note(self, what: str, made: int, rounds: int) -> None:
+        """Says what was cut, if it was."""
+        if made < rounds:
+            self.cut.append(f"{what}: {made} rounds of {rounds}")
+
 
 def first_calls(call: Call, synchronize: Call, longest: float = math.inf) -> tuple[float, float, float]:
-    """The first two calls in seconds on the host's clock, each until the device has finished.
+    """The seconds of the first two calls, until the device has finished, and of the second until it had its work.
 
     Where the first takes longer than `longest` there is no second, and its time stands for both.
-
-    Returns:
-        the seconds of the first, of the second, and of the second until the host had given the device its work.
     """
 
     def seconds() -> tuple[float, float]:
@@ -141,15 +150,10 @@ def time_in_turns(
     rounds: int = ROUNDS,
     allowed: float = math.inf,
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Times calls against each other. They have been warmed up before.
+    """Times calls against each other that take about `warm` seconds, of which the host gives work for `hosts`.
 
-    Args:
-        warm: about how long each call takes, in seconds.
-        hosts: in how many of them the host has given the device its work; None where its time is to count too.
-        rounds: how often each is measured, if `allowed` seconds are enough for it; `FEWEST_ROUNDS` in any case.
-
-    Returns:
-        by name what `spread.summarize` makes of a contestant's times, and the number of rounds that were made.
+    Each is measured in `rounds` rounds if `allowed` seconds are enough for it, in `FEWEST_ROUNDS` in any case. Returns
+    by name what `summarize` makes of a contestant's times, and the number of rounds that were made.
     """
     repeats = {name: clock.repeats(warm[name]) for name in calls}
     a_round = sum(repeats[name] * warm[name] for name in calls)
@@ -162,12 +166,23 @@ def time_in_turns(
     return {name: summarize(measured) for name, measured in times.items()}, rounds
 
 
-def synchronizer(device: str) -> Call:
-    """What waits until the device has done what it was given."""
-    return torch.cuda.synchronize if device == "cuda" else lambda: None
+def time_tokens(
+    take_ups: dict[str, Callable[[], Call]], device: str, rounds: int, budget: Budget
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Times a token of generations against each other: a turn of each that does not count, and then the rounds.
+
+    `take_ups` are what `TurnClock` calls; the budget is for the first turn too.
+    """
+    clock = TurnClock(clock_for(device))
+    warm = {}
+    for name, take_up in take_ups.items():
+        start = time.perf_counter()
+        clock.seconds(take_up, TOKENS_OF_A_TURN)
+        warm[name] = (time.perf_counter() - start) / TOKENS_OF_A_TURN
+    return time_in_turns(take_ups, warm, clock, rounds=rounds, allowed=max(0.0, budget.left))
 
 
-def describe(error: BaseException) -> str:
-    """An error on one line, cut to a readable length."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 200 else f"{text[:197]}..."
+def summarize(times: Sequence[float]) -> dict[str, float]:
+    """Of some measurements, one at least: "rounds", "min", "lower" and "upper" quartile, "median"."""
+    lower, middle, upper = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
+    return {"rounds": len(times), "min": min(times), "lower": lower, "median": middle, "upper": upper}

@@ -1,109 +1,176 @@
-"""A comparison notes who cannot take part, who fails and who is wrong, and measures the others."""
+"""A comparison notes who cannot take part, who fails and who is wrong; of a budget that ends early, cases without who
+compiles come first, and what is left goes to whole comparisons."""
 
 from __future__ import annotations
 
 import json
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from harness import comparison, records, timing
 from harness.cases import Inputs, Pass, Shape
-from harness.comparison import compare
-from harness.contestants import Contestant, Unavailable, Unsuitable, Work, leaf
-from harness.kernel_tables import render
-from harness.peers import ours
-from harness.timing import Call, Clock, CpuClock
+from harness.comparison import NOT_COMPILED, Case, compare, measure_all
+from harness.contestants import Contestant, Refusal, Work, leaf
+from harness.timing import Call, Clock
 
-SHAPE = Shape("tiny", 2, 2, 8, 4, 4, 2, "a test")
+CASES = [Case(Shape(f"shape {i}", 1, 2, 4, 2, 2, 1), "float32", "forward") for i in range(3)]
 RATES = {"copy": {"4096": 1e9}, "matmul": {"float32": 1e9}}
 
 
-def contestant(name: str, factor: float = 1.0, error: Exception | None = None, compiles: bool = False) -> Contestant:
-    """The sum rule times a factor, or an error in its call."""
+class Machine(Clock):
+    """Its time passes in calls alone: a second in each, half a second more in the first, and a minute to compile."""
 
-    def prepare(shape: Shape, inputs: Inputs) -> Work:
-        q, k, v = (leaf(x) for x in (inputs.q, inputs.k, inputs.v))
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+        self.hosts: list[float] = []  # what the clock was told
 
-        def forward() -> torch.Tensor:
-            if error is not None:
-                raise error
-            return factor * ours.OPERATIONS["sum"](q, k, v, backend="reference")[0]
+    def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
+        self.hosts.append(host)
+        return super().seconds(call, repeats)
 
-        return Work(forward, [q, k, v], inputs.d_out)
+    def contestant(
+        self, name: str, factor: float = 1.0, error: Exception | None = None, compiles: bool = False
+    ) -> Contestant:
+        """Its output is v times a factor, or an error."""
+        compiled: set[str] = set()
 
-    return Contestant(name, "sum", prepare, compiles=compiles)
+        def prepare(shape: Shape, inputs: Inputs) -> Work:
+            v = leaf(inputs.v)
+
+            def forward() -> torch.Tensor:
+                self.now += 1.0 + (60.0 if compiles and shape.name not in compiled else 0.5 * (name not in self.calls))
+                self.calls.append(name)
+                compiled.add(shape.name)
+                if error is not None:
+                    raise error
+                return factor * v
+
+            return Work(forward, [v], inputs.d_out)
+
+        return Contestant(name, "sum", prepare, compiles=compiles)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    clock = SimpleNamespace(perf_counter=lambda: machine.now)
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(comparison, "time", clock)
+    monkeypatch.setattr(comparison, "Budget", lambda seconds: timing.Budget(seconds, now=lambda: machine.now))
+    monkeypatch.setattr(comparison, "measure_rates", lambda *_: RATES)
+    return machine
 
 
 def refuse(error: Exception) -> Contestant:
     def prepare(shape: Shape, inputs: Inputs) -> Work:
         raise error
 
-    return Contestant("refuses", "sum", prepare)
+    return Contestant("peer", "sum", prepare, compiles=True)
 
 
-def rows_of(
-    *others: Contestant, kind: Pass = "forward+backward", clock: Clock | None = None, **options: float
-) -> dict[str, dict]:
-    rows, _ = compare(
-        SHAPE,
-        "float32",
-        kind,
-        [*others, contestant("chunkwise")],
-        device="cpu",
-        clock=clock or CpuClock(),
-        rates=RATES,
-        rounds=2,
-        **options,
-    )
-    assert rows[-1]["implementation"] == "chunkwise"
+def rows_of(machine: Machine, other: Contestant, kind: Pass = "forward", **limits: float) -> dict[str, dict[str, Any]]:
+    case = Case(CASES[0].shape, "float32", kind)
+    machine.calls.append("chunkwise")  # whose first call was before
+    both = [other, machine.contestant("chunkwise")]
+    rows, _ = compare(case, both, device="cpu", clock=machine, rates=RATES, rounds=2, **limits)
+    assert rows[-1]["implementation"] == "chunkwise" and rows[-1]["status"] == "measured"
+    json.dumps(rows, allow_nan=False)  # they can be written
     return {row["implementation"]: row for row in rows}
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward+backward"])
-def test_who_agrees_is_measured(kind: Pass) -> None:
-    row = rows_of(contestant("peer"), kind=kind)["peer"]
-    assert row["status"] == "measured" and row["seconds"]["rounds"] == 2 and row["difference"] <= 1e-6
-    assert row["sizes"] == {"batch": 2, "heads": 2, "time": 8, "key_dim": 4, "value_dim": 4}
+def test_who_agrees_is_measured(machine: Machine, kind: Pass) -> None:
+    row = rows_of(machine, machine.contestant("peer", factor=1 + 1e-5), kind=kind)["peer"]
+    assert row["status"] == "measured" and row["difference"] == pytest.approx(1e-5, rel=0.1)
+    assert row["seconds"] == {"rounds": 2, "min": 1.0, "lower": 1.0, "median": 1.0, "upper": 1.0}
+    assert row["sizes"] == {"batch": 1, "heads": 2, "time": 4, "key_dim": 2, "value_dim": 2}
+    assert machine.hosts == [1.0] * 4 and set(row["limit"]) == {"bytes", "operations", "seconds", "binding"}
 
 
-def test_the_clock_is_told_what_the_host_takes() -> None:
-    hosts: list[float] = []
-
-    class NotingClock(CpuClock):
-        def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
-            hosts.append(host)
-            return super().seconds(call, repeats)
-
-    rows = rows_of(contestant("peer"), clock=NotingClock())
-    assert len(hosts) == 2 * len(rows) and all(0 < host < 1 for host in hosts)
-
-
-def test_who_is_wrong_is_not_measured() -> None:
-    row = rows_of(contestant("peer", factor=1.01))["peer"]
-    assert row["status"] == "failed" and "its output differs by 0.01" in row["message"]
-    row = rows_of(contestant("peer", factor=float("nan")))["peer"]
-    assert row["status"] == "failed" and "differs by nan" in row["message"]
-    json.dumps(row, allow_nan=False)  # it can be written
-
-
-def test_errors_are_results() -> None:
-    row = rows_of(contestant("peer", error=RuntimeError("no kernel\nfor T <= 8")))["peer"]
-    assert (row["status"], row["message"]) == ("failed", "RuntimeError: no kernel for T <= 8")
-    row = rows_of(refuse(Unavailable("it is not installed")))["refuses"]
-    assert (row["status"], row["message"]) == ("unavailable", "it is not installed")
-    assert "refuses" not in rows_of(refuse(Unsuitable()))
+@pytest.mark.parametrize(
+    ("make", "limits", "status", "message"),
+    [
+        (lambda m: m.contestant("peer", factor=1.01), {}, "failed", "wrong: its output differs by 0.01"),
+        (lambda m: m.contestant("peer", factor=math.nan), {}, "failed", "wrong: its output differs by nan"),
+        (lambda m: m.contestant("peer", error=RuntimeError("no\nkernel")), {}, "failed", "RuntimeError: no kernel"),
+        (lambda m: m.contestant("peer", error=ValueError("x" * 300)), {}, "failed", f"ValueError: {'x' * 185}..."),
+        (lambda m: refuse(Refusal("unavailable", "not installed")), {}, "unavailable", "not installed"),
+        (lambda m: m.contestant("peer"), {"longest_call": 1.2}, "left out", "a call takes 1.5 s, over 1.2 s"),
+        (lambda m: m.contestant("peer"), {"longest_call": 1.6}, "measured", None),
+        (lambda m: m.contestant("peer", compiles=True), {"compiling": 0.0}, "left out", NOT_COMPILED),
+        (lambda m: m.contestant("peer"), {"compiling": 0.0, "allowed": 0.0}, "measured", None),
+    ],
+)
+def test_who_takes_no_part_says_why(
+    make: Callable[[Machine], Contestant], limits: dict[str, float], status: str, message: str | None, machine: Machine
+) -> None:
+    row = rows_of(machine, make(machine), **limits)["peer"]
+    assert (row["status"], row.get("message")) == (status, message)
 
 
-def test_who_is_slow_is_left_out() -> None:
-    row = rows_of(contestant("peer"), longest_call=0.0)["peer"]
-    assert row["status"] == "left out" and "over 0 s" in row["message"]
-    rows = rows_of(contestant("peer"), contestant("compiler", compiles=True), allowed=0.0, compiling=0.0)
-    assert rows["compiler"]["status"] == "left out" and rows["compiler"]["message"] == "no time was left in the budget"
-    assert rows["peer"]["status"] == rows["chunkwise"]["status"] == "measured"
+def test_who_does_not_belong_is_not_named(machine: Machine) -> None:
+    assert list(rows_of(machine, refuse(Refusal()))) == ["chunkwise"]
 
 
-def test_the_tables_show_who_was_measured_and_why_others_were_not() -> None:
-    rows = rows_of(contestant("SDPA"), refuse(Unavailable("it is not installed")))
-    text = render({"rows": list(rows.values()), "rates": RATES, "cut": ["tiny, forward: not measured"]})
-    assert "| tiny  | 2 x 2, 8, 4, 4 | sum  | chunkwise |" in text
-    assert "- refuses, unavailable (sum, tiny, float32, forward+backward): it is not installed\n" in text
-    assert "- tiny, forward: not measured\n" in text
+def measure(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, *others: Contestant, budget: float | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The record, and those that were written on the way."""
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(records, "write", lambda record, path: written.append(record))
+    options = Namespace(budget=budget, device="cpu", quick=True, rounds=4, out=Path("record.json"))
+    record = measure_all(CASES, [machine.contestant("chunkwise"), *others], options, 100.0, lambda **facts: facts)
+    assert written[-1]["rows"] == record["rows"]
+    return record, written
+
+
+def told(record: dict[str, Any]) -> list[str]:
+    """Of each case the second contestant: whether it was measured or why not."""
+    return [row.get("message", row["status"]) for row in record["rows"] if row["implementation"] != "chunkwise"]
+
+
+def test_who_compiles_does_not_keep_others_from_being_measured(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, written = measure(machine, monkeypatch, machine.contestant("fla", compiles=True), budget=100.0)
+    assert [row["shape"] for row in record["rows"]] == [f"shape {i}" for i in (0, 0, 1, 1, 2, 2)]
+    assert [row["status"] for row in record["rows"][::2]] == ["measured"] * 3
+    # What is compared comes from one run, whose rounds were as many for both.
+    ours, peer = record["rows"][:2]
+    assert ours["seconds"]["rounds"] == peer["seconds"]["rounds"] == 3
+    assert record["cut"] == ["shape 0, float32, forward: 3 rounds of 4"]
+    assert [told(each) for each in written] == [
+        *([NOT_COMPILED] * number for number in (1, 2, 3)),
+        ["measured", NOT_COMPILED, NOT_COMPILED],
+    ]
+
+
+@pytest.mark.parametrize(("budget", "written"), [(1000.0, 6), (None, 3)])
+def test_all_are_measured_where_there_is_time_and_a_first_call_is_that_of_the_process(
+    budget: float | None, written: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, steps = measure(machine, monkeypatch, machine.contestant("fla", compiles=True), budget=budget)
+    assert [row["status"] for row in record["rows"]] == ["measured"] * 6 and record["cut"] == []
+    assert [(row["first call"], row["second call"]) for row in record["rows"][:2]] == [(1.5, 1.0), (61.0, 1.0)]
+    assert len(steps) == written
+
+
+def test_where_nobody_can_compile_nothing_is_measured_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, written = measure(machine, monkeypatch, refuse(Refusal("unavailable", "it is not installed")), budget=100.0)
+    assert told(record) == ["it is not installed"] * 3 and len(written) == len(CASES)
+
+
+def test_cases_that_a_budget_does_not_reach_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, _ = measure(machine, monkeypatch, budget=5.0)
+    assert [row["shape"] for row in record["rows"]] == ["shape 0"]
+    assert record["cut"] == [
+        "shape 0, float32, forward: 3 rounds of 4",
+        *(f"shape {i}, float32, forward: not measured" for i in (1, 2)),
+    ]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
+from typing import Any
 
 import cuda_plans
 import pytest
 import torch
-from harness import plan_sweep
-from harness.cases import SHAPES, Shape, draw_inputs
-from harness.plan_sweep import ALGORITHM, PLAN, Call, Way, asking, call_of, ways_of
+from cuda_plans import ALGORITHM, PLAN, Call, Way, asking, call_of, ways_of
+from harness import records
+from harness.cases import RULES, SHAPES, Shape, draw_inputs
+from harness.timing import Clock
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
+from tests.benchmarks.conftest import Run
 
-SMALL = Shape("small", 2, 3, 40, 8, 16, 2, "a test")
-NUMBERS = ("chunk", "columns", "stages", "threads", "segments")
+SMALL = Shape("small", 2, 3, 40, 8, 16, 2)
+NUMBERS = (*cuda_plans.CHOICES, "segments")
 
 
 def kernels(operation: str, sizes: tuple[int, ...], *_: object, **__: object) -> dict[str, int] | None:
@@ -28,58 +33,65 @@ def kernels(operation: str, sizes: tuple[int, ...], *_: object, **__: object) ->
     return {**plan, "blocks": 1, "shared": 1000} if possible else None
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+def test_each_way_is_found_once_and_asked_for_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "cuda_plan", kernels)
-    return Call("diagonal_forward", (2, 40, 3, 8, 16, 64), torch.bfloat16, False, False, lambda: None)
-
-
-def test_the_first_way_is_the_chosen_one_and_each_is_there_once(call: Call) -> None:
-    ways = ways_of(call, (9, 0))
+    monkeypatch.setenv(ALGORITHM, "recurrent")
+    ways = ways_of(Call("diagonal_forward", (2, 40, 3, 8, 16, 64), torch.bfloat16, "sum", lambda: None), (9, 0))
+    # The first is what is chosen if nobody asks.
     assert ways[0].environment == {} and ways[0].plan is not None and ways[0].plan["chunk"] == 64
     assert ways[1].plan is None and str(ways[1]) == "recurrent"
-    assert len({str(way) for way in ways}) == len(ways)
-    plans = {(way.plan["chunk"], way.plan["columns"], way.plan["segments"]) for way in ways if way.plan is not None}
+    plans = [(way.plan["chunk"], way.plan["columns"], way.plan["segments"]) for way in ways if way.plan is not None]
     tiles = {(chunk, columns, 4) for chunk in (32, 64) for columns in (16, 32)}
-    assert plans == tiles | {(64, 32, segments) for segments in plan_sweep.SEGMENTS}
-
-
-def test_a_way_is_asked_for_while_it_is_timed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ALGORITHM, "recurrent")
-    way = ways_of(call, (9, 0))[-1]
-    with asking(way.environment):
-        assert kernels("", ()) == way.plan
+    assert set(plans) == tiles | {(64, 32, segments) for segments in cuda_plans.SEGMENTS}
+    assert len({str(way) for way in ways}) == len(ways) == len(plans) + 1
+    with asking(ways[-1].environment):
+        assert kernels("", ()) == ways[-1].plan
     assert os.environ[ALGORITHM] == "recurrent" and PLAN not in os.environ
 
 
-@pytest.mark.parametrize("way", plan_sweep.WAYS)
-@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "delta"])
-def test_the_operator_that_is_timed_is_the_rule(rule: str, way: str) -> None:
+@pytest.mark.parametrize("kind", cuda_plans.PASSES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_operator_that_is_timed_is_the_rule(rule: str, kind: str) -> None:
     inputs = draw_inputs(SMALL, torch.float32, "cpu")
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates(rule))]
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])]
     out, _ = getattr(ops, f"{rule}_rule")(*leaves, backend="native")
-    expected = [out] if way == "forward" else torch.autograd.grad(out, leaves, inputs.d_out)
+    expected = [out] if kind == "forward" else torch.autograd.grad(out, leaves, inputs.d_out)
     for x in leaves:
         x.requires_grad_(False)
-    call = call_of(SMALL, rule, way, inputs)
+    call = call_of(SMALL, rule, kind, inputs)
     made = [x for x in call.run() if x.numel()]
-    assert call.operation == f"{'delta' if rule == 'delta' else 'diagonal'}_{way}"
-    assert call.sizes == (2, 40, 3, 8, 16, 64)
+    assert call.operation == f"{'delta' if rule == 'delta' else 'diagonal'}_{kind}"
+    assert (call.sizes, call.rule) == ((2, 40, 3, 8, 16, 64), rule)
     for actual, wanted in zip(made, expected, strict=False):
         torch.testing.assert_close(actual, wanted)
 
 
-def test_the_table_tells_what_the_choice_loses() -> None:
-    def row(way: str, seconds: float, chosen: bool, shape: str = "long") -> dict[str, object]:
-        names = {"shape": shape, "rule": "sum", "operation": "diagonal_forward", "way": way, "chosen": chosen}
-        return {**names, "seconds": {"median": seconds}}
+def test_a_call_is_timed_in_every_way_and_the_table_tells_what_the_choice_loses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """On a CPU that passes for a GPU on which the chosen way takes twice the time of the recurrent one."""
 
-    table = cuda_plans.render(
-        [row("64 x 64", 2e-3, True), row("recurrent", 1e-3, False), row("64 x 64", 3e-3, True, "mt-big")]
-    )
-    first, second = table.splitlines()[2:]
-    assert "long, sum, forward" in first and "recurrent" in first and "2.00 x" in first
-    assert "mt-big, sum, forward" in second and "1.00 x" in second
+    class FakeClock(Clock):
+        def seconds(self, call: Any, repeats: int, host: float = 0.0) -> float:
+            call()
+            return 1e-3 if str(call.args[0]) == "recurrent" else 2e-3
+
+    for name, value in (("is_available", True), ("get_device_capability", (9, 0)), ("synchronize", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(native, "cuda_plan", kernels)
+    monkeypatch.setattr(records, "_machine", lambda device: {})
+    monkeypatch.setattr(cuda_plans, "CudaClock", FakeClock)
+    monkeypatch.setattr(cuda_plans, "SHAPES", {"long": SMALL})
+    monkeypatch.setattr(cuda_plans, "draw_inputs", lambda *given: draw_inputs(*given[:2], "cpu"))
+    out, printed = tmp_path / "plans.json", []
+    monkeypatch.setattr("builtins.print", printed.append)
+    assert run("cuda_plans", "--rules", "sum", "--dtype", "float32", "--out", out) == ""
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["operation"] for row in rows if row["chosen"]] == ["diagonal_forward", "diagonal_backward"]
+    assert {row["seconds"]["rounds"] for row in rows} == {5} and rows[0]["sizes"]["interval"] == 64
+    first, second = printed[0].splitlines()[2:]
+    assert "long, sum, forward" in first and "recurrent" in first and "2.00 ms" in first and "2.00 x" in first
+    assert "long, sum, backward" in second
 
 
 def test_every_shape_has_its_turn_once_those_that_matter_first() -> None:
@@ -88,11 +100,9 @@ def test_every_shape_has_its_turn_once_those_that_matter_first() -> None:
     assert shapes[: len(cuda_plans.ORDER)] == list(cuda_plans.ORDER)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["cuda_plans.py"])
-    with pytest.raises(SystemExit, match="torch sees no GPU"):
-        cuda_plans.main()
+    assert "torch sees no GPU" in run("cuda_plans")
 
 
 def test_a_way_names_itself() -> None:

@@ -1,216 +1,162 @@
-"""The programs run, on tiny cases, and leave results that can be read; the committed page says what the results say."""
+"""The programs run, on tiny cases, leave results that can be read, and refuse what makes no sense."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import all_cpu
-import kernels
 import pytest
-import report
+import sliding_window
 import torch
+from harness import commands
+from harness.cases import RULES
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
+from tests.benchmarks.conftest import BENCHMARKS, Run
 
-
-def program(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT.parent,  # they work from anywhere
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+MEASURING = ("kernels", "generation", "translation", "training", "training_length")
 
 
 @pytest.mark.slow
-def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path) -> None:
+def test_all_results_of_a_cpu_are_made_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr("kernels.keep_freed_memory", lambda: True)  # of this process it is not to be kept
+    monkeypatch.setattr(all_cpu, "run", lambda name, *arguments: run(name.removesuffix(".py"), *arguments))
     page = tmp_path / "page.md"
-    result = program("all_cpu.py", "--quick", "--threads", 1, "--results", tmp_path, "--page", page)
-    assert result.returncode == 0, result.stderr
-    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(found) == {"kernels_cpu.json", "next_token.json", "training_length.json", "translation.json"}
-    for record in found.values():
+    assert run("all_cpu", "--quick", "--threads", 1, "--results", tmp_path, "--page", page) == ""
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert set(found) == {"kernels_cpu", "next_token", "training_length", "translation"}
+    for name, record in found.items():
         assert record["device"] == "cpu" and record["threads"] == 1 and record["cut"] == []
         assert record["machine"]["cpu"] and record["versions"]["torch"] == torch.__version__
+        assert f"]({name}.json)" in page.read_text()
 
-    rows = found["kernels_cpu.json"]["rows"]
-    assert {row["pass"] for row in rows} == {"forward", "forward+backward", "step"}
-    measured = {(row["implementation"], row["rule"]) for row in rows if row["status"] == "measured"}
-    for rule in ("sum", "gated", "decay", "delta"):
-        assert {("chunkwise", rule), ("reference", rule)} <= measured
-    assert ("SDPA", "softmax") in measured
-    for row in rows:  # who was not measured says why
-        assert row["status"] == "measured" or (row["status"] == "unavailable" and row["message"])
+    measured = set()
+    for row in found["kernels_cpu"]["rows"]:
         if row["status"] == "measured":
             seconds = row["seconds"]
             assert 0 < seconds["min"] <= seconds["lower"] <= seconds["median"] <= seconds["upper"]
             assert row["limit"]["seconds"] > 0
+            measured.add((row["pass"], row["implementation"], row["rule"]))
+        else:
+            assert row["status"] == "unavailable" and row["message"]
+    passes = ("forward", "forward+backward", "step")
+    expected = {*itertools.product(passes, ["chunkwise"], RULES), *itertools.product(["step"], ["reference"], RULES)}
+    assert expected | {(kind, "SDPA", "softmax") for kind in passes[:2]} <= measured
 
-    tokens = found["next_token.json"]["rows"]
-    assert {(row["model"], row["length"]) for row in tokens} == {
-        (model, length) for model in ("transformer", "delta", "decay", "sum") for length in (16, 32)
-    }
-    translation = found["translation.json"]
+    def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
+        return {tuple(row[key] for key in keys) for row in found[name]["rows"]}
+
     models = ("transformer", "elu", "dpfp-2", "favor-128")
-    assert {(row["model"], row["beam"], row["source"], row["length"]) for row in translation["rows"]} == {
+    assert columns("next_token", "model", "length") == set(
+        itertools.product(("transformer", "delta", "decay", "sum"), (16, 32))
+    )
+    assert columns("translation", "model", "beam", "source", "length") == {
         (model, beam, *case) for model in models for beam in (1, 4) for case in ((4, 4), (4, 8), (8, 8))
     }
-    assert [row["model"] for row in translation["whole"]] == list(models)
-    assert "](translation.json)" in page.read_text()
+    assert [row["model"] for row in found["translation"]["whole"]] == list(models)
     for name in ("next_token.png", "training_length.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-        assert f"]({name})" in page.read_text()
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
+
+
+def test_a_program_starts_from_anywhere(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, BENCHMARKS / "report.py", "--check"], check=True, cwd=tmp_path)
+
+
+def test_a_command_of_fairseq_is_timed_and_its_failure_ends_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        "#!/bin/sh\ni=0; while [ $i -lt 10000 ]; do i=$((i+1)); done\npwd; echo $2 $3 >&2; exit $CODE\n"
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    text, seconds = commands.fairseq("score", "well", CODE="0")
+    assert text.splitlines()[0] == str(BENCHMARKS.parent) and text.endswith(" well\n") and seconds > 0
+    with pytest.raises(SystemExit, match=r"fairseq-score failed:\n.*\n.*fairseq_cli\.score .* badly"):
+        commands.fairseq("score", "badly", CODE="3")
+
+
+def test_both_tasks_score_the_windows_that_a_sliding_window_is_timed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """Loss and ratios, of processes that used so many seconds."""
+    used = {False: 1.0, "language_modeling": 9.0, "fast_weight_language_modeling": 5.0}
+
+    def fairseq(command: str, *flags: str, **environment: str) -> tuple[str, float]:
+        if command != "eval_lm":
+            return "", 0.0
+        assert environment == {"OMP_NUM_THREADS": "1"}
+        return "| Loss (base 2): 3.5, Perplexity: 11", used[
+            "--context-window" in flags and flags[flags.index("--task") + 1]
+        ]
+
+    monkeypatch.setattr(sliding_window, "fairseq", fairseq)
+    monkeypatch.setattr("harness.commands.fairseq", fairseq)
+    assert run("sliding_window", "--tokens", 10, "--rounds", 2, "--json", tmp_path / "figures.json") == ""
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["loss (base 2)"] == {"fairseq": 3.5, "fairseq_fastweights": 3.5}
+    assert (figures["ratio, whole process"], figures["ratio, without that"]) == (9 / 5, 2.0)
 
 
 @pytest.mark.parametrize("given", [[], ["--results"], ["--page"], ["--results", "--page"]])
 @pytest.mark.parametrize("quick", [True, False])
 def test_tiny_cases_never_replace_what_was_measured(
-    quick: bool, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: bool, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     calls: dict[str, dict[str, Path]] = {}
 
     def note(name: str, *arguments: str) -> None:
-        values = dict(zip(arguments[::2], map(Path, arguments[1::2]), strict=False))  # --quick, the last, has none
-        calls[name] = {key: values[key] for key in ("--out", "--figure", "--results", "--page") if key in values}
+        values = zip(arguments[::2], map(Path, arguments[1::2]), strict=False)  # --quick, the last, has none
+        calls[name] = {key: value for key, value in values if key in ("--out", "--figure", "--results", "--page")}
 
     monkeypatch.setattr(all_cpu, "run", note)
-    chosen = {"--results": tmp_path / "results", "--page": tmp_path / "page.md"}
-    arguments = [word for option in given for word in (option, chosen[option])]
-    run_here(all_cpu.main, monkeypatch, *arguments, *(["--quick"] if quick else []))
-
+    places = {"--results": all_cpu.RESULTS, "--page": all_cpu.PAGE}
+    chosen = {option: tmp_path / option for option in given}
+    arguments = [word for option in chosen.items() for word in option]
+    run("all_cpu", *arguments, *(["--quick"] if quick else []))
     report_call = calls.pop("report.py")
-    written = {path.parent for call in calls.values() for path in call.values()}
-    assert written == {report_call["--results"]} and len(calls) == 4
-    usual = {"--results": all_cpu.RESULTS, "--page": all_cpu.PAGE}
+    assert {path.parent for call in calls.values() for path in call.values()} == {report_call["--results"]}
+    assert len(calls) == 4
     for option, place in report_call.items():
-        if option in given:
-            assert place == chosen[option]
-        elif quick:
-            assert ROOT not in place.parents and not place.exists()
+        if option in given or not quick:
+            assert place == (places | chosen)[option]
         else:
-            assert place == usual[option]
-
-
-@pytest.mark.slow
-def test_training_counts_the_words_that_fairseq_counts(tmp_path: Path) -> None:
-    out = tmp_path / "training.json"
-    arguments = ("--quick", "--rounds", 1, "--models", "delta", "--threads", 1, "--out", out)
-    result = program("training.py", *arguments)
-    assert result.returncode == 0, result.stderr
-    rows = {row["model"]: row["words per second"] for row in json.loads(out.read_text())["rows"]}
-    assert set(rows) == {"softmax", "delta"}
-    assert all(speed["min"] > 0 and speed["rounds"] == 2 for speed in rows.values())  # updates 3 and 4 of 4
-
-
-def run_here(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    """Runs a program in this process, which saves its start."""
-    monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
-    main()
-
-
-def test_the_page_says_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_here(report.main, monkeypatch, "--check")
-
-
-def test_a_page_out_of_date_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "page.md"
-    for old in (None, "old\n"):
-        if old is not None:
-            page.write_text(old)
-        with pytest.raises(SystemExit, match=r"report.py writes it"):
-            run_here(report.main, monkeypatch, "--check", "--page", page)
-    assert page.read_text() == "old\n"
-    run_here(report.main, monkeypatch, "--page", page)
-    run_here(report.main, monkeypatch, "--check", "--page", page)
+            assert BENCHMARKS.parent not in place.parents and not place.exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "values", "message"),
     [
-        (["--rules", "sum,product"], "no such rules: product"),
-        (["--shapes", "tiny"], "no such shapes: tiny"),
-        pytest.param(
-            ["--device", "cuda"],
-            "torch sees no GPU",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        (
+            [
+                *[(name, "--rounds") for name in (*MEASURING, "cuda_plans", "sliding_window")],
+                *[("kernels", "--threads"), ("all_cpu", "--threads"), ("translation", "--whole")],
+                *[("training", "--batch-size"), ("sliding_window", "--batch-size"), ("sliding_window", "--tokens")],
+            ],
+            ["0", "-1", "1.5", "many"],
+            "argument {option}: {value} is not a positive whole number",
         ),
+        (
+            [(name, "--budget") for name in (*MEASURING, "all_cpu", "cuda_plans")],
+            ["0", "-1", "nan", "inf", "long"],
+            "argument {option}: {value} is not a positive number of seconds",
+        ),
+        ([("kernels", "--rules"), ("generation", "--rules")], ["sum,product"], "no such rules: product"),
+        ([("kernels", "--shapes")], ["tiny"], "no such shapes: tiny"),
+        ([("kernels", "--device"), ("generation", "--device")], ["cuda"], "torch sees no GPU"),
     ],
 )
-def test_what_is_not_there_is_named(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_makes_no_sense_is_refused(
+    options: list[tuple[str, str]], values: list[str], message: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    with pytest.raises(SystemExit) as error:
-        run_here(kernels.main, monkeypatch, *arguments)
-    assert message in f"{error.value} {capsys.readouterr().err}"
-
-
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [
-        *[(name, "--rounds") for name in ("kernels", "generation", "translation", "training", "training_length")],
-        *[(name, "--threads") for name in ("kernels", "all_cpu")],
-        *[("cuda_plans", "--rounds"), ("translation", "--whole"), ("training", "--batch-size")],
-        *[("sliding_window", option) for option in ("--tokens", "--rounds", "--batch-size")],
-    ],
-)
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
-def test_counts_are_positive_whole_numbers(
-    name: str, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run_here(import_module(name).main, monkeypatch, option, value)
-    assert f"argument {option}: {value} is not a positive whole number" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "name", ["kernels", "generation", "translation", "training", "training_length", "all_cpu", "cuda_plans"]
-)
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "long"])
-def test_a_budget_is_a_positive_number_of_seconds(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run_here(import_module(name).main, monkeypatch, "--budget", value)
-    assert f"argument --budget: {value} is not a positive number of seconds" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"), [("missing", "missing, which is no folder"), ("empty", "empty, which holds no results")]
-)
-def test_a_page_is_not_made_of_nothing(
-    folder: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "other.json").write_text('{"tokens": 3}')
-    page = tmp_path / "page.md"
-    page.write_text("old\n")
-    with pytest.raises(SystemExit, match="2"):
-        run_here(report.main, monkeypatch, "--results", tmp_path / folder, "--page", page)
-    assert message in capsys.readouterr().err
-    assert page.read_text() == "old\n"
-
-
-def test_results_are_found_within_those_of_a_device(tmp_path: Path) -> None:
-    record = {"program": "kernels", "device": "cuda", "date": "2026-01-02"}
-    later = {"program": "training", "device": "cuda", "date": "2026-01-01"}
-    (tmp_path / "a.json").write_text(json.dumps({"tests": {"passed": 3}, "end to end": later, "kernels": record}))
-    (tmp_path / "b.json").write_text(json.dumps(record | {"device": "cpu"}))
-    (tmp_path / "c.json").write_text(json.dumps({"tokens": 3}))
-    found = [(path.name, record["device"], record["program"]) for path, record in report.find_records(tmp_path)]
-    assert found == [("b.json", "cpu", "kernels"), ("a.json", "cuda", "kernels"), ("a.json", "cuda", "training")]
-
-
-def test_what_was_measured_in_another_way_is_not_shown(tmp_path: Path) -> None:
-    old = {"program": "generation", "device": "cpu", "date": "2026-01-02T03:04:05", "rows": [{"model": "transformer"}]}
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    page = report.render(report.find_records(tmp_path), tmp_path / "page.md")
-    assert "unmeasured: generation.py was not run as it measures now" in page
-    assert "Not measured as generation.py measures now; [what it measured on 2026-01-02](old.json) says" in page
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, option in options:
+        for value in values:
+            assert message.format(option=option, value=value) in run(name, option, value), name

@@ -1,3 +1,5 @@
+"""Records are written whole or not at all, and of another method are not current."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,22 +18,19 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
+    path, folder = tmp_path / "record.json", tmp_path / "folder"
+    folder.mkdir()
     records.write({"rows": [1]}, path)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="Out of range float"):
         records.write({"rows": [float("nan")]}, path)
-    path_is_a_folder = tmp_path / "folder"
-    path_is_a_folder.mkdir()
-    with pytest.raises(OSError):
-        records.write({"rows": [2]}, path_is_a_folder)
-    assert records.read(path) == {"rows": [1]}
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "record.json"]
+    with pytest.raises(IsADirectoryError):
+        records.write({"rows": [2]}, folder)
+    assert records.read(path) == {"rows": [1]} and sorted(tmp_path.iterdir()) == [folder, path]
 
 
 def test_a_record_of_another_method_is_not_current() -> None:
     for program in ("kernels", "generation"):
         record = records.describe_run(program, "cpu")
-        assert records.is_current(record)
-        assert not records.is_current(record | {"method": record["method"] + 1})
+        assert records.is_current(record) and not records.is_current(record | {"method": record["method"] + 1})
     # What was written before there were methods is of the first.
     assert records.is_current({"program": "training"}) and not records.is_current({"program": "generation"})

@@ -1,17 +1,17 @@
+"""Contestants take turns within a budget, and what is timed is a call, on a GPU without its launches."""
+
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import timing
-from harness.spread import summarize
-from harness.timing import MOST_FLUSHES, Budget, CpuClock, CudaClock, first_calls, flushes_ahead, time_in_turns
+from harness.timing import TOKENS_OF_A_TURN, Budget, Clock, CudaClock, TurnClock, first_calls, time_in_turns
 
 
-class FakeClock:
+class FakeClock(Clock):
     """Calls take the time that they return."""
 
     def seconds(self, call: Callable[[], Any], repeats: int, host: float = 0.0) -> float:
@@ -23,18 +23,11 @@ class FakeClock:
 
 def test_contestants_take_turns() -> None:
     order: list[str] = []
-
-    def contestant(name: str, seconds: float) -> Callable[[], float]:
-        def call() -> float:
-            order.append(name)
-            return seconds
-
-        return call
-
-    calls = {"a": contestant("a", 1.0), "b": contestant("b", 0.5), "c": contestant("c", 3.0)}
-    result, made = time_in_turns(calls, {"a": 1.0, "b": 0.5, "c": 3.0}, FakeClock(), rounds=3)
+    warm = {"a": 1.0, "b": 0.5, "c": 3.0}
+    calls = {name: lambda name=name: order.append(name) or warm[name] for name in warm}
+    result, made = time_in_turns(calls, warm, FakeClock(), rounds=3)
     assert order == ["a", "b", "b", "c"] * 3 and made == 3
-    assert {name: values["median"] for name, values in result.items()} == {"a": 1.0, "b": 0.5, "c": 3.0}
+    assert {name: values["median"] for name, values in result.items()} == warm
 
 
 @pytest.mark.parametrize(
@@ -46,17 +39,24 @@ def test_rounds_are_cut_to_the_time_that_is_allowed_but_not_below_three(allowed:
     assert result[1] == made and result[0]["a"]["rounds"] == made
 
 
-def test_a_call_that_takes_too_long_is_made_once() -> None:
-    calls: list[str] = []
-    first, second, host = first_calls(lambda: calls.append("call"), lambda: calls.append("wait"), longest=-1.0)
-    assert calls == ["wait", "call", "wait"] and first == second and 0 < host < second
-    first_calls(lambda: calls.append("call"), lambda: calls.append("wait"))
-    assert calls[3:] == ["wait", "call", "wait"] * 2
+@pytest.mark.parametrize(("allowed", "rounds"), [(float("inf"), 5), (0.0, 3)])
+def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
+    allowed: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
 
+    class CountingClock(Clock):
+        def seconds(self, call: Callable[[], Any], repeats: int, host: float = 0.0) -> float:
+            made.append("timed")
+            return super().seconds(call, repeats)
 
-def test_the_hosts_time_is_that_without_the_wait() -> None:
-    first, second, host = first_calls(lambda: None, lambda: time.sleep(0.02))
-    assert min(first, second) >= 0.02 and host < 0.01
+    monkeypatch.setattr(timing, "clock_for", lambda device: CountingClock())
+    take_ups = {name: lambda name=name: made.append("taken up") or (lambda: made.append(name)) for name in "ab"}
+    seconds, rounds_made = timing.time_tokens(take_ups, "cpu", 5, Budget(allowed))
+    turns = [["taken up", name, "timed", *[name] * TOKENS_OF_A_TURN] for name in "ab"]
+    assert made == (turns[0] + turns[1]) * (rounds + 1)
+    assert rounds_made == rounds and [seconds[name]["rounds"] for name in "ab"] == [rounds] * 2
+    assert TurnClock(Clock()).repeats(1e-6) == TurnClock(Clock()).repeats(10.0) == TOKENS_OF_A_TURN
 
 
 class SimulatedGpu:
@@ -108,56 +108,56 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     return gpu
 
 
-@pytest.mark.parametrize("launches", [1, 13, 75, 300])
-def test_a_short_call_on_a_gpu_is_timed_without_its_launches(gpu: SimulatedGpu, launches: int) -> None:
+# Where no lead is long enough, the launches are timed too.
+@pytest.mark.parametrize(
+    ("launches", "each", "flushes"), [(1, 2e-6, 1), (14, 2e-6, 5), (300, 2e-6, 64), (1000, 10e-6, 1)]
+)
+def test_a_short_call_on_a_gpu_is_timed_without_its_launches(
+    gpu: SimulatedGpu, launches: int, each: float, flushes: int
+) -> None:
     def call() -> None:
         for _ in range(launches):
             gpu.launch(2e-6)
 
     warm, host = first_calls(call, gpu.synchronize)[1:]
-    assert host == pytest.approx(launches * gpu.LAUNCH)
-    measured, _ = time_in_turns({"call": call}, {"call": warm}, CudaClock(), hosts={"call": host})
-    assert measured["call"]["min"] == pytest.approx(launches * 2e-6) == measured["call"]["upper"]
-
-
-def test_where_no_lead_is_long_enough_the_launches_are_timed_too(gpu: SimulatedGpu) -> None:
-    def call() -> None:
-        for _ in range(1000):
-            gpu.launch(2e-6)
-
+    assert host == pytest.approx(launches * gpu.LAUNCH)  # without the wait
     clock = CudaClock()
     gpu.flushes = 0
-    assert clock.seconds(call, 1, host=1000 * gpu.LAUNCH) == pytest.approx(1000 * gpu.LAUNCH, rel=0.01)
-    assert gpu.flushes == 1
+    measured, _ = time_in_turns({"call": call}, {"call": warm}, clock, hosts={"call": host}, rounds=3)
+    assert measured["call"]["min"] == pytest.approx(launches * each, rel=0.01) == measured["call"]["upper"]
+    assert gpu.flushes == 3 * flushes
 
 
-def test_a_lead_outlasts_the_host_with_a_margin_and_is_bounded() -> None:
-    assert flushes_ahead(0.0, 65e-6) == flushes_ahead(30e-6, 65e-6) == 1
-    assert flushes_ahead(130e-6, 65e-6) == 4 and flushes_ahead(750e-6, 65e-6) == 24
-    assert flushes_ahead(0.75 * MOST_FLUSHES * 65e-6, 65e-6) == MOST_FLUSHES
-    assert flushes_ahead(1.25 * MOST_FLUSHES * 65e-6, 65e-6) == 1
+def test_a_call_that_takes_too_long_is_made_once(gpu: SimulatedGpu) -> None:
+    calls: list[str] = []
+    for longest, made in ((1e-6, 1), (1.0, 2)):
+        calls.clear()
+        first, second, _ = first_calls(lambda: calls.append("call") or gpu.launch(1e-3), gpu.synchronize, longest)
+        assert len(calls) == made and first == pytest.approx(second) and first > 1e-3
 
 
 def test_short_calls_are_repeated_within_a_measurement() -> None:
-    clock = CpuClock()
+    clock, made = Clock(), []
     assert clock.repeats(1e-4) == 10 and clock.repeats(1.0) == 1
-    made = []
-    assert 0 < clock.seconds(lambda: made.append(1), 7) < 1 and len(made) == 7
+    assert clock.seconds(lambda: made.append(1), 7) > 0 and len(made) == 7
 
 
 def test_a_budget_is_shared_by_what_is_to_come() -> None:
-    time = [100.0]
-    budget = Budget(60.0, now=lambda: time[0])
+    now = [100.0]
+    budget = Budget(60.0, now=lambda: now[0])
     assert budget.share(6) == 10.0
-    time[0] = 130.0
+    now[0] = 130.0
     assert budget.share(3) == 10.0
-    time[0] = 170.0
-    assert budget.left < 0
-    assert Budget(None).share(3) == float("inf")
+    now[0] = 170.0
+    assert budget.left < 0 and Budget(None).share(3) == float("inf")
 
 
 def test_a_summary_has_the_median_and_the_quartiles() -> None:
-    assert summarize([5.0, 1.0, 3.0, 2.0, 4.0]) == {"rounds": 5, "min": 1.0, "lower": 2.0, "median": 3.0, "upper": 4.0}
-    assert summarize([2.0]) == {"rounds": 1, "min": 2.0, "lower": 2.0, "median": 2.0, "upper": 2.0}
-    with pytest.raises(ValueError, match="times is empty"):
-        summarize([])
+    assert timing.summarize([5.0, 1.0, 3.0, 2.0, 4.0]) == {
+        "rounds": 5,
+        "min": 1.0,
+        "lower": 2.0,
+        "median": 3.0,
+        "upper": 4.0,
+    }
+    assert timing.summarize([2.0]) == {"rounds": 1, "min": 2.0, "lower": 2.0, "median": 2.0, "upper": 2.0}

@@ -2,58 +2,69 @@
 
 from __future__ import annotations
 
+import io
 import json
-import random
+import logging
 import sys
 from argparse import Namespace
+from importlib import import_module, reload
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import training
+from harness import commands
+from harness.cases import RULES
 
-from tests.conftest import ROOT, binarise, command
+from tests.benchmarks.conftest import Run
+from tests.conftest import ROOT, command
 
 # The paper's model and batch, for a second of one core: of options that are given twice the last one counts.
 SMALLER = """--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2
     --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20 --batch-size 2 --tokens-per-sample 16
-    --max-update 2 --log-interval 1""".split()
+    --max-update 4 --log-interval 1""".split()
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Binarised text of 40 word types."""
-    folder = tmp_path_factory.mktemp("training")
-    draw = random.Random(0)
-    for split, size in (("train", 500), ("valid", 20)):
-        (folder / f"{split}.txt").write_text(" ".join(draw.choices([f"w{i}" for i in range(40)], k=size)) + "\n")
-    return binarise(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "fairseq", command)
+        return training.prepare(tmp_path_factory.mktemp("training"), training.QUICK_SETTINGS)
 
 
-@pytest.mark.parametrize("model", training.MODELS)
-def test_the_training_that_is_measured_is_one_that_fairseq_makes(
+@pytest.mark.parametrize("model", ["softmax", "delta"])
+def test_the_training_that_is_measured_is_one_that_fairseq_makes_and_logs(
     data: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # where --user-dir is
     options = Namespace(device="cpu", precision="fp32", backend="auto", quick=False)
     flags = training.training_flags(model, training.SETTINGS, options)
-    command("train", str(data), *flags, *SMALLER)
+    with mock.patch("logging.basicConfig") as configure:
+        reload(import_module("fairseq_cli.train"))
+    log = io.StringIO()  # as in a process of its own
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter(configure.call_args.kwargs["format"]))
+    logging.getLogger().addHandler(handler)
+    try:
+        command("train", str(data), *flags, *SMALLER)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    speeds = training.words_per_second(log.getvalue(), warm_up=1)
+    assert len(speeds) == 3 and min(speeds) > 0  # of updates 2 to 4
+    with pytest.raises(ValueError, match="no speed in it after update 4"):
+        training.words_per_second(log.getvalue(), warm_up=4)
 
 
 def test_a_training_is_on_one_gpu() -> None:
     options = Namespace(device="cuda", precision="bf16", backend="auto", quick=False)
     flags = training.training_flags("delta", training.SETTINGS, options)
-    assert flags[flags.index("--distributed-world-size") + 1] == "1" and "--cpu" not in flags
+    assert flags[flags.index("--distributed-world-size") + 1] == "1" and "--cpu" not in flags and "--bf16" in flags
+    assert set(training.MODELS) == {"softmax", *RULES}
 
 
-@pytest.mark.parametrize(
-    ("done", "left"),
-    [
-        (2, {"softmax": 1, "delta": 1}),
-        (5, {"softmax": 2, "delta": 2, "sum": 1}),
-    ],
-)
+@pytest.mark.parametrize(("done", "left"), [(2, {"softmax": 1, "delta": 1}), (5, {"softmax": 2, "delta": 2, "sum": 1})])
 def test_a_training_that_fails_leaves_what_was_measured_before(
-    done: int, left: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    done: int, left: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     trained: list[str] = []
 
@@ -66,11 +77,6 @@ def test_a_training_that_fails_leaves_what_was_measured_before(
     monkeypatch.setattr(training, "prepare", lambda folder, settings: folder)
     monkeypatch.setattr(training, "train", train)
     out = tmp_path / "training.json"
-    monkeypatch.setattr(
-        sys, "argv", ["training.py", "--quick", "--models", "delta,sum", "--rounds", "2", "--out", str(out)]
-    )
-    with pytest.raises(SystemExit, match="fairseq-train failed"):
-        training.main()
+    assert "train failed" in run("training", "--quick", "--models", "delta,sum", "--rounds", 2, "--out", out)
     rows = {row["model"]: row["words per second"]["rounds"] for row in json.loads(out.read_text())["rows"]}
-    assert rows == left
-    assert [path.name for path in tmp_path.iterdir()] == ["training.json"]
+    assert rows == left and list(tmp_path.iterdir()) == [out]

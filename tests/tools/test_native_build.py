@@ -318,25 +318,6 @@ class TestLoad:
         change_record(built, torch="2.4.1")
         assert libraries_of(built).load("cpu") is None
 
-    @pytest.mark.parametrize(
-        ("architectures", "capability", "runs"),
-        [
-            (["sm_80"], (8, 0), True),
-            (["sm_80"], (8, 9), True),
-            (["sm_86"], (8, 0), False),
-            (["sm_80"], (9, 0), False),
-            (["sm_80", "compute_80"], (9, 0), True),
-            (["compute_90"], (8, 6), False),
-            (["sm_90a"], (9, 0), True),
-            (["sm_90a", "compute_90a"], (10, 0), False),
-            (["sm_75", "sm_90", "compute_90"], (12, 0), True),
-            (["sm_100"], (10, 3), True),
-            ([], (8, 0), False),
-        ],
-    )
-    def test_which_gpus_run_what(self, architectures: list[str], capability: tuple[int, int], runs: bool) -> None:
-        assert real_libraries.runs_on(architectures, capability) is runs
-
 
 class TestCuda:
     """What the CUDA part needs, with a script in the place of nvcc."""

@@ -1,0 +1,209 @@
+"""The results of every program as Markdown: tables by column, and what stands beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from harness.cases import RULES
+from harness.contestants import CAUSAL_PRODUCT, FLASH_LINEAR_ATTENTION, SOFTMAX
+from harness.tables import count, markdown, mebibytes, ratio, significant, spread, table
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+PEERS = ("chunkwise", "reference", CAUSAL_PRODUCT, SOFTMAX, FLASH_LINEAR_ATTENTION)
+
+
+def render(record: Record) -> str:
+    """What a record says, as the page shows it."""
+    return "\n".join(part for part in _PARTS[record["program"]](record) if part)
+
+
+def _kernels(record: Record) -> Iterator[str]:
+    """A table for each dtype and pass; after them the machine's rates, who took no part, and what was cut."""
+    for dtype, kind in _unique((row["dtype"], row["pass"]) for row in record["rows"]):
+        rows = [row for row in record["rows"] if (row["dtype"], row["pass"]) == (dtype, kind)]
+        yield f"**{kind}, {dtype}**\n\n{_rules(rows)}"
+    rates = record["rates"]
+    copies = ", ".join(f"{_giga(rate)}B/s for {int(size) >> 20:,} MiB" for size, rate in rates["copy"].items())
+    products = ", ".join(f"{_giga(rate)}FLOP/s in {dtype}" for dtype, rate in rates["matmul"].items())
+    yield (
+        f"The machine, measured in the same run: a copy moves {copies} (read and written); a matrix product does "
+        f"{products}.\n"
+    )
+    yield _absent(record["rows"])
+    if record["cut"]:
+        yield "Cut to keep to the budget:\n\n" + "".join(f"- {line}\n" for line in record["cut"])
+
+
+def _rules(rows: Sequence[Row]) -> str:
+    """Rules by shape: the native kernels where they ran, chunkwise elsewhere, and the others' time over it."""
+    header = ["shape", "B x H, T, K, V", "rule", "backend", "median (quartiles), ms", "of the limit", *PEERS]
+    lines = []
+    for shape in _unique(row["shape"] for row in rows):
+        for rule in RULES:
+            here = [row for row in rows if row["shape"] == shape and row["rule"] in (rule, "softmax")]
+            done = {row["implementation"]: row for row in here if row["status"] == "measured"}
+            own = done.get("native", done.get("chunkwise"))
+            if own is None:
+                continue
+            limit, sizes = own["limit"], own["sizes"]
+            lines.append(
+                [
+                    shape,
+                    f"{sizes['batch']} x {sizes['heads']}, {sizes['time']:,}, {sizes['key_dim']}, {sizes['value_dim']}",
+                    rule,
+                    own["implementation"],
+                    spread(own["seconds"], 1e3),
+                    f"{limit['seconds'] / _median(own) * 100:.0f}% of {limit['binding']}",
+                    *(_times_as_long(name, own, done.values()) for name in PEERS),
+                ]
+            )
+    # A peer that nowhere took part has no column.
+    kept = [i for i in range(len(header)) if header[i] not in PEERS or any(line[i] != "–" for line in lines)]
+    return markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines], left=4)
+
+
+def _times_as_long(name: str, own: Row, rows: Iterable[Row]) -> str:
+    """How many times as long the fastest function of an implementation takes."""
+    others = [row for row in rows if row is not own and f"{row['implementation']} ".startswith(f"{name} ")]
+    if not others:
+        return "–"
+    best = min(others, key=_median)
+    function = best["implementation"].removeprefix(name).strip()
+    return ratio(_median(best) / _median(own)) + (f" ({function})" if function else "")
+
+
+def _absent(rows: Sequence[Row]) -> str:
+    """Who took no part, why, and where, one line for each reason."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "measured":
+            key = row["implementation"], row["status"], row["message"]
+            places.setdefault(key, []).append(f"{row['rule']}, {row['shape']}, {row['dtype']}, {row['pass']}")
+    every = len({(row["shape"], row["dtype"], row["pass"]) for row in rows})
+    lines = []
+    for (implementation, status, message), where in places.items():
+        at = where[0] if len(where) == 1 else f"{len(where)} cases of {every} comparisons, such as {where[0]}"
+        lines.append(f"- {implementation}, {status} ({at}): {message}\n")
+    return "Who took no part:\n\n" + "".join(lines) if lines else ""
+
+
+def _generation(record: Record) -> Iterator[str]:
+    """Time and memory of the next token by model and length, and the Transformer's time over each.
+
+    Expected is what that would be if the Transformer's tokens took longer only by the time that its cache takes to be
+    copied and read, and the others' did not take longer. A median beside other lengths is of a stretch without the
+    Transformer, in which a model's lengths take turns.
+    """
+    base = {row["length"]: row for row in record["rows"] if row["model"] == "transformer"}
+    fewest = {row["model"]: _median(row) for row in record["rows"] if row["length"] == min(base)}
+
+    def expected(row: Row) -> str:
+        moved = _median(base[row["length"]], "cache seconds") - _median(base[min(base)], "cache seconds")
+        return ratio((fewest["transformer"] + moved) / fewest[row["model"]])
+
+    def of_others(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: "–" if row["model"] == "transformer" else cell(row)
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "model": lambda row: row["model"],
+        "tokens before (first – last timed)": lambda row: f"{row['length']:,} ({row['first']:,} – {row['last']:,})",
+        "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
+        "Transformer over it": lambda row: ratio(_median(base[row["length"]]) / _median(row)),
+        "expected": of_others(expected),
+        "median beside other lengths, ms": of_others(
+            lambda row: significant(_median(row, "seconds beside other lengths") * 1e3)
+        ),
+        "state": lambda row: mebibytes(row["state bytes"]),
+        "peak": lambda row: mebibytes(row["peak bytes"]),
+    }
+    yield table(columns, sorted(record["rows"], key=lambda row: list(record["parameters"]).index(row["model"])))
+    yield _cut(record)
+
+
+def _translation(record: Record) -> Iterator[str]:
+    """A table for each beam, one of whole translations, and what was cut."""
+    rows, settings = record["rows"], record["settings"]
+    models = _unique(row["model"] for row in rows)
+    # All lengths with the one source, then those with a source of their own.
+    rows = sorted(rows, key=lambda row: (models.index(row["model"]), row["source"] != settings["source"]))
+    base = {(row["beam"], row["source"], row["length"]): _median(row) for row in rows if row["model"] == "transformer"}
+    columns: dict[str, Callable[[Row], str]] = {
+        "model": lambda row: row["model"],
+        "source": lambda row: f"{row['source']:,}",
+        "tokens before": lambda row: f"{row['length']:,}",
+        "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
+        "Transformer over it": lambda row: ratio(base[row["beam"], row["source"], row["length"]] / _median(row)),
+        "state of a hypothesis": lambda row: mebibytes(row["state bytes"] / settings["hypotheses"]),
+        "its encoder output": lambda row: mebibytes(row["encoder bytes"] / settings["hypotheses"]),
+        "peak of all": lambda row: mebibytes(row["peak bytes"]),
+    }
+    for beam in sorted({row["beam"] for row in rows}, reverse=True):
+        yield f"**Beam {beam}**\n\n{table(columns, [row for row in rows if row['beam'] == beam])}"
+    whole = record["whole"]
+    [alone] = [_median(row) for row in whole if row["model"] == "transformer"]
+    beam, source, length = (whole[0][name] for name in ("beam", "source", "length"))
+    columns = {
+        "model": lambda row: row["model"],
+        "median (quartiles), s": lambda row: spread(row["seconds"], 1),
+        "ms for a token": lambda row: significant(_median(row) / row["length"] * 1e3),
+        "Transformer over it": lambda row: ratio(alone / _median(row)),
+    }
+    yield (
+        f"**Whole translations, beam {beam}**: {count(settings['hypotheses'] // beam, 'sentence')} of "
+        f"{count(source, 'token')}, {count(length, 'token')} each\n\n{table(columns, whole)}"
+    )
+    yield _cut(record)
+
+
+def _training_length(record: Record) -> Iterator[str]:
+    """Medians by contestant and length, who took no part, and what was cut."""
+    times = {
+        (f"{row['implementation']}, {row['rule']}", row["sizes"]["time"]): significant(_median(row) * 1e3)
+        for row in record["rows"]
+        if row["status"] == "measured"
+    }
+    lengths = sorted({length for _, length in times})
+    lines = [[who, *(times.get((who, length), "–") for length in lengths)] for who in _unique(who for who, _ in times)]
+    yield markdown(["ms at T =", *(f"{length:,}" for length in lengths)], lines)
+    yield _absent(record["rows"])
+    yield _cut(record)
+
+
+def _training(record: Record) -> Iterator[str]:
+    """Words per second by attention, and over that of softmax."""
+    what = "words per second"
+    [softmax_speed] = [_median(row, what) for row in record["rows"] if row["model"] == "softmax"]
+    columns: dict[str, Callable[[Row], str]] = {
+        "attention": lambda row: row["model"],
+        "words/s (quartiles)": lambda row: spread(row[what], 1),
+        "over softmax": lambda row: ratio(_median(row, what) / softmax_speed),
+    }
+    yield table(columns, record["rows"])
+
+
+_PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
+    "kernels": _kernels,
+    "generation": _generation,
+    "translation": _translation,
+    "training_length": _training_length,
+    "training": _training,
+}
+
+
+def _median(row: Row, what: str = "seconds") -> float:
+    return row[what]["median"]
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))
+
+
+def _giga(rate: float) -> str:
+    return f"{significant(rate / 1e9)} G"
+
+
+def _cut(record: Record) -> str:
+    return "".join(f"- cut to keep to the budget: {line}\n" for line in record["cut"])

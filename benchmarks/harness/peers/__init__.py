@@ -1,1 +1,0 @@
-"""Who is compared: this project's rules and other implementations, each in the layout that suits it."""

@@ -1,0 +1,100 @@
+"""What the programs share: the options of their command lines, and what becomes of a record."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import pages, records, targets
+from harness.contestants import DEFAULT_FOLDER
+from harness.timing import ROUNDS
+
+
+def positive(text: str) -> int:
+    """A positive whole number of the command line."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
+
+
+def duration(text: str) -> float:
+    """A positive number of seconds of the command line."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return seconds
+
+
+# The options that several programs have.
+_FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: %(default)s"},
+    "--threads": {"type": positive, "help": "threads on the CPU (default: torch's)"},
+    "--budget": {"type": duration, "metavar": "SECONDS", "help": "cut rounds, then cases, to take no longer"},
+    "--rounds": {"type": positive, "help": "times that each call is measured (default: %(default)s)"},
+    "--out": {**_FILE, "help": "write the results to this JSON file"},
+    "--quick": {"action": "store_true", "help": "tiny cases, to see that the program runs"},
+    "--figure": {**_FILE, "help": "draw the figure to this PNG"},
+    "--backend": {"default": "auto", "help": "of the fast weight models (default: %(default)s)"},
+    "--peers": {
+        **{"type": Path, "metavar": "FOLDER", "default": DEFAULT_FOLDER},
+        "help": "where build_causal_product.py put its kernel (default: build/peers)",
+    },
+}
+COMMON = ("--device", "--threads", "--budget", "--rounds", "--out", "--quick")
+
+
+def make_parser(doc: str | None, *options: str, rounds: int = ROUNDS, **lists: Sequence[str]) -> ArgumentParser:
+    """A parser with some of `OPTIONS`, and for each of the lists an option to choose of its words."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    for option in options:
+        parser.add_argument(option, **OPTIONS[option])
+    parser.set_defaults(rounds=rounds)
+    for name, words in lists.items():
+        add_list(parser, f"--{name}", words)
+    return parser
+
+
+def add_list(parser: ArgumentParser, option: str, names: Sequence[str], default: str | None = None) -> None:
+    """An option for some of these names; without it there are all, or None where the default is told."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(word.strip() for word in text.split(","))
+        unknown = ", ".join(word for word in chosen if word not in names)
+        if unknown:
+            raise ArgumentTypeError(f"no such {option[2:]}: {unknown}; there are {', '.join(names)}")
+        return chosen
+
+    text = f"of {','.join(names)}" + (f" (default: {default})" if default else "")
+    parser.add_argument(option, type=parse, default=None if default else tuple(names), metavar="LIST", help=text)
+
+
+def parse(parser: ArgumentParser) -> Namespace:
+    """Parses, sets threads, and ends the program where the device that was asked for is not there."""
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = min(options.rounds, 2)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device is cuda, and torch sees no GPU")
+    return options
+
+
+def finish(record: dict[str, Any], options: Namespace, draw: Callable[..., None] | None = None) -> None:
+    """Shows a record, its targets and its figure, and writes it."""
+    print(pages.render(record))
+    print(targets.render(targets.evaluate_one(record)))
+    if options.out is not None:
+        records.write(record, options.out)
+    if draw is not None and options.figure is not None:
+        draw(record, options.figure)

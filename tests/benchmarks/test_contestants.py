@@ -1,0 +1,148 @@
+"""Contestants get inputs in their own layout and do what they are compared with. Stand-ins with their signatures are
+used where the packages are not: what is tested is how they are called."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from harness import ROOT, contestants
+from harness.cases import RULES, Shape, draw_inputs
+from harness.contestants import BUILD_RECORD, Contestant, Refusal
+
+from fairseq_fastweights import ops
+
+SHAPES = {"segment": Shape("tiny", 2, 3, 5, 4, 6, 2), "step": Shape("step", 2, 3, 1, 4, 6, 2)}
+INPUTS = {name: draw_inputs(shape, torch.float32, "cpu") for name, shape in SHAPES.items()}
+TENSORS = {"sum": 3, "gated": 4, "decay": 5, "delta": 4}
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # other ways to the same sums, in float32
+
+
+def check(contestant: Contestant, length: str) -> None:
+    shape, inputs, rule = SHAPES[length], INPUTS[length], contestant.rule
+    work = contestant.prepare(shape, inputs)
+    arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
+    operation = getattr(ops, f"{rule}_rule")
+    same(
+        work.as_reference(work.run_forward()),
+        operation(*arguments, initial_state=inputs.state, backend="reference")[0],
+    )
+    assert len(work.inputs) == TENSORS[rule]
+    if not shape.steps:
+        assert [g.shape for g in work.run_both()] == [x.shape for x in work.inputs]
+        assert all(x.is_contiguous() for x in (*work.inputs, work.d_out))
+
+
+@pytest.mark.parametrize("length", SHAPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_our_backends_get_all_gates_and_the_state(rule: str, length: str) -> None:
+    check(contestants.our_rules([rule])[1], length)
+
+
+def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(*arguments: Any, **options: Any) -> Any:
+        raise ops.BackendUnavailable(f"build it with {ROOT}/tools/build.py")
+
+    monkeypatch.setattr(ops, "sum_rule", unavailable)
+    work = contestants.our_rules(["sum"])[0].prepare(SHAPES["segment"], INPUTS["segment"])
+    with pytest.raises(Refusal, match=r"'unavailable', 'build it with tools/build\.py'"):
+        work.run_both()
+
+
+def test_attention_is_causal_and_as_wide_as_the_values() -> None:
+    inputs = INPUTS["segment"]
+    [contestant] = contestants.softmax_attention()
+    work = contestant.prepare(SHAPES["segment"], inputs)
+    scores = torch.einsum("bthd,bshd->bhts", inputs.wide_q, inputs.wide_k) / 6**0.5
+    weights = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf")).softmax(-1)
+    same(work.as_reference(work.run_forward()), torch.einsum("bhts,bshd->bthd", weights, inputs.v))
+    assert not contestant.same
+
+
+STAND_IN = """
+import torch
+def causal_dot_product(q, k, v):
+    assert all(x.is_contiguous() and x.shape[:3] == (2, 3, 5) for x in (q, k, v))
+    return (q @ k.transpose(-1, -2)).tril() @ v
+"""
+
+
+def test_causal_product_is_found_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "fast_transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "causal_product.py").write_text(STAND_IN)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names = ("fast_transformers", "fast_transformers.causal_product")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    [contestant] = contestants.causal_product(tmp_path)
+    try:
+        check(contestant, "segment")
+        assert contestants.build_record() is None
+        (package / BUILD_RECORD).write_text(json.dumps({"flags": ["-O3"]}))
+        assert contestants.build_record() == {"flags": ["-O3"]}
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def test_peers_are_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("fast_transformers", "fla"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    peers = {"build_causal_product.py builds it": contestants.causal_product(tmp_path)[0]}
+    peers["ModuleNotFoundError"] = contestants.flash_linear_attention(["sum"])[0]
+    for message, contestant in peers.items():
+        with pytest.raises(Refusal, match=message):
+            contestant.prepare(SHAPES["segment"], INPUTS["segment"])
+    assert contestants.build_record() is None
+
+
+def stand_in(module: str, *names: str) -> Any:
+    """A function of flash-linear-attention's that follows its equations, with the gates in place or by these names."""
+
+    def call(q: Any, k: Any, v: Any, *given: Any, scale: float, initial_state: Any = None, **named: Any) -> Any:
+        assert scale == 1.0 and named.pop("output_final_state", False) == (initial_state is not None)
+        assert module != "linear_attn" or named.pop("normalize") is False
+        gates = [*given, *(named.pop(name) for name in names if name in named)]
+        assert not named
+        if module == "simple_gla":
+            gates = [gates[0].unsqueeze(-1).expand_as(k)]
+        rule = {"linear_attn": ops.sum_rule, "delta_rule": ops.delta_rule}.get(module, ops.decay_rule)
+        if rule is ops.decay_rule:
+            gates = [*gates, None, None][:2]
+        return rule(q, k, v, *gates, initial_state=initial_state)
+
+    return call
+
+
+@pytest.mark.parametrize("length", SHAPES)
+def test_flash_linear_attention_is_called_for_our_rules(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = {"linear_attn": (), "gla": ("gk", "gv"), "simple_gla": ("g",), "delta_rule": (), "retention": ()}
+    for name, names in gates.items():
+        module = ModuleType(f"fla.ops.{name}")
+        vars(module).update({f"{form}_{name}": stand_in(name, *names) for form in ("chunk", "fused_recurrent")})
+        for known in (ModuleType("fla"), ModuleType("fla.ops"), module):
+            monkeypatch.setitem(sys.modules, known.__name__, known)
+    functions = contestants.flash_linear_attention(RULES)
+    assert len(functions) == 10 and all(function.compiles for function in functions)
+    for contestant in functions:
+        if contestant.same:
+            check(contestant, length)
+    others = [contestant for contestant in functions if not contestant.same]
+    works = {c.name: c.prepare(SHAPES[length], INPUTS[length]) for c in others}
+    assert {name: len(work.inputs) for name, work in works.items()} == {
+        "fla chunk_gla": 4,
+        "fla chunk_retention": 3,
+        "fla fused_recurrent_retention": 3,
+    }
+    for work in works.values():
+        work.run_forward()

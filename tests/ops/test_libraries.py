@@ -1,0 +1,89 @@
+"""Which compiled library is loaded where, and what is asked of it, without a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fairseq_fastweights.ops import libraries, native
+
+GPUS = [
+    (["sm_80"], (8, 0), True),
+    (["sm_80"], (8, 9), True),
+    (["sm_86"], (8, 0), False),
+    (["sm_80"], (9, 0), False),
+    (["sm_80", "compute_80"], (9, 0), True),
+    (["compute_90"], (8, 6), False),
+    (["sm_90a"], (9, 0), True),
+    (["sm_90a"], (9, 1), False),
+    (["sm_90a", "compute_90a"], (10, 0), False),
+    (["sm_75", "sm_90", "compute_90"], (12, 0), True),
+    (["sm_100"], (10, 3), True),
+    (["sm_88"], (9, 8), False),
+    ([], (8, 0), False),
+]
+
+
+@pytest.mark.parametrize(("architectures", "capability", "runs"), GPUS)
+def test_which_gpus_run_what(architectures: list[str], capability: tuple[int, int], runs: bool) -> None:
+    assert libraries.runs_on(architectures, capability) is runs
+
+
+def test_a_gpu_that_does_not_run_what_was_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0), (8, 6)][device])
+    assert libraries._wrong_gpu(["sm_86", "sm_90"]) is None
+    reason = libraries._wrong_gpu(["sm_90"])
+    assert reason is not None
+    assert "were built for sm_90, which GPU 1 of compute capability 8.6 does not run" in reason
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert libraries._wrong_gpu(["sm_90"]) == "the CUDA kernels were built, but torch sees no GPU"
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "\x00"])
+def test_a_record_that_is_none_is_no_build(text: str | None, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "PACKAGE", tmp_path)
+    if text is not None:
+        (tmp_path / libraries.RECORD).write_text(text)
+    assert libraries.record() == {}
+    assert "were not built" in str(libraries.why_not("cpu", str(torch.__version__)))
+    (tmp_path / libraries.RECORD).write_text(json.dumps({"cpu": {"state": "missing", "reason": "no compiler"}}))
+    assert str(libraries.why_not("cpu", str(torch.__version__))).endswith("were not built: no compiler")
+
+
+def test_a_plan_is_asked_for_as_the_kernels_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def plan(*arguments: object) -> list[int]:
+        asked.append(arguments)
+        return [32, 64, 1, 2, 128, 4, 1000] if arguments[0] == "delta_forward" else []
+
+    monkeypatch.setitem(libraries._outcomes, "cuda", None)
+    monkeypatch.setattr(torch.ops.fairseq_fastweights, "cuda_plan", plan, raising=False)
+    sizes = (1, 100, 2, 64, 32, 64)
+    numbers = native.cuda_plan("delta_forward", sizes, torch.bfloat16, (9, 3))
+    names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "shared")
+    assert numbers == dict(zip(names, (32, 64, 1, 2, 128, 4, 1000), strict=True))
+    assert native.cuda_plan("diagonal_forward", sizes, torch.float32, (8, 0), gated=True, separate_decays=True) is None
+    assert asked == [
+        ("delta_forward", sizes, torch.bfloat16, False, False, 93),
+        ("diagonal_forward", sizes, torch.float32, True, True, 80),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "can"),
+    [
+        (torch.zeros(2, 2, 3, 4), True),
+        (torch.zeros(2, 2, 4, 3).transpose(-1, -2), False),
+        (torch.zeros(2, 2, 3, 8)[..., :4], True),  # rows apart, but each of them whole
+        (torch.zeros(2, 2, 3, 4)[..., ::2], False),
+        (torch.zeros(2, 2, 3, 4)[..., ::4], True),  # of one column there is no stride
+        (torch.zeros(2, 2, 3, 0), True),
+    ],
+)
+def test_a_state_is_changed_where_it_lies_if_its_rows_are_whole(state: torch.Tensor, can: bool) -> None:
+    assert native.can_change(state) is can
