@@ -16,6 +16,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.modules.memory_attention import keeps_rows
 from fairseq_fastweights.modules.update_rules import UPDATE_RULES
 
 # Head dim 8. 13 steps are a prime, and enough for the normaliser of one step to differ from that of
@@ -307,6 +308,27 @@ def test_reordering_before_the_first_token_does_nothing():
     module = STATES[0].build()
     incremental: dict[str, Any] = {}
     assert module.reorder_incremental_state(incremental, torch.tensor([0, 0])) == {}
+
+
+@cases(STATES)
+@torch.no_grad()
+def test_a_step_changes_the_state_where_it_lies_and_an_order_that_keeps_rows_copies_nothing(case):
+    module, x = case.build().eval(), sequence()
+    incremental: dict[str, Any] = {}
+    in_pieces(module, x[:2], [1, 1], incremental=incremental)
+    before = state_of(incremental)
+    in_pieces(module, x[2:3], [1], incremental=incremental)
+    module.reorder_incremental_state(incremental, torch.arange(BATCH))
+    assert state_of(incremental) is before or state_of(incremental).data_ptr() == before.data_ptr()
+    module.reorder_incremental_state(incremental, torch.arange(BATCH - 1))
+    assert len(state_of(incremental)) == BATCH - 1
+
+
+@pytest.mark.parametrize(
+    ("order", "rows", "kept"), [([0, 1, 2], 3, True), ([0, 1], 3, False), ([0, 1, 2], 2, False), ([1, 0], 2, False)]
+)
+def test_which_orders_keep_rows(order, rows, kept):
+    assert keeps_rows(torch.tensor(order), rows) is kept
 
 
 def test_two_modules_keep_their_states_apart_in_one_dictionary():

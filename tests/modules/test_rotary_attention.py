@@ -174,5 +174,7 @@ def test_bad_arguments_are_named(options, message):
 
 
 def test_it_is_self_attention():
-    with pytest.raises(ValueError, match="must be None or query itself"):
-        build()(draw(), draw(), draw())
+    x = draw()
+    for key, value in ((x.clone(), x), (x, x.clone()), (None, x.clone()), (x.clone(), None)):
+        with pytest.raises(ValueError, match="must be None or query itself"):
+            build()(x, key, value)

@@ -11,6 +11,7 @@ from fairseq_fastweights.modules.update_rules import (
     NORMALIZATIONS,
     UPDATE_RULES,
     known_to_diverge,
+    known_to_fail_when_carried,
     lookup,
     parse_normalization,
     retention,
@@ -188,3 +189,19 @@ def test_divergence_is_told_with_its_source(rule, feature_map, normalization, so
         assert reason is None
     else:
         assert reason is not None and source in reason
+
+
+@pytest.mark.parametrize(
+    ("rule", "feature_map", "normalization", "reason"),
+    [
+        ("sum", "elu", "attention", "Table 4"),
+        ("delta", "elu", "sum removal", "Table 4"),
+        ("delta", "elu", "sum", None),
+        ("gated", "elu", "attention", None),  # its normaliser decays
+        ("decay", "elu", "attention", None),
+        ("delta", "favor", "sum", "new features for every training batch"),
+    ],
+)
+def test_what_fails_when_states_are_carried_is_told(rule, feature_map, normalization, reason):
+    told = known_to_fail_when_carried(rule, feature_map, frozenset(normalization.split()))
+    assert told is None if reason is None else reason in told
