@@ -16,9 +16,7 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fffu};
     return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
-inline float __bfloat162float(__nv_bfloat16 value) {
-    return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
-}
+inline float __bfloat162float(__nv_bfloat16 value) { return __uint_as_float(static_cast<uint32_t>(value.bits) << 16); }
 inline __nv_bfloat16 __float2bfloat16(float value) { return __float2bfloat16_rn(value); }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
     return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};

@@ -26,14 +26,10 @@ struct dim3 {
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-#define EMULATED_VECTORS(name, type)                                                                  \
-    struct alignas(2 * sizeof(type)) name##2 {                                                        \
-        type x, y;                                                                                    \
-    };                                                                                                \
-    struct alignas(4 * sizeof(type) < 16 ? 4 * sizeof(type) : 16) name##4 {                           \
-        type x, y, z, w;                                                                              \
-    };                                                                                                \
-    inline name##2 make_##name##2(type x, type y) { return {x, y}; }                                  \
+#define EMULATED_VECTORS(name, type)                                                            \
+    struct alignas(2 * sizeof(type)) name##2 { type x, y; };                                    \
+    struct alignas(4 * sizeof(type) < 16 ? 4 * sizeof(type) : 16) name##4 { type x, y, z, w; }; \
+    inline name##2 make_##name##2(type x, type y) { return {x, y}; }                            \
     inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 EMULATED_VECTORS(float, float)
 EMULATED_VECTORS(double, double)

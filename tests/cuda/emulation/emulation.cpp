@@ -234,7 +234,7 @@ struct Handlers {
         alternative.ss_sp = stack;
         alternative.ss_size = sizeof stack;
         sigaltstack(&alternative, &stack_before);
-        struct sigaction action {};
+        struct sigaction action{};
         action.sa_sigaction = handle_signal;
         action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
         for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &action, &before[i]);
@@ -341,9 +341,9 @@ cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t bytes, cons
     const uint64_t count = static_cast<uint64_t>(block.x) * block.y * block.z;
     if (count == 0 || count > kMostThreads || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffffu ||
         grid.y > 65535 || grid.z > 65535 || bytes > most) {
-        error = "launch of (" + std::to_string(grid.x) + ", " + std::to_string(grid.y) + ", " +
-                std::to_string(grid.z) + ") blocks of " + std::to_string(count) + " threads with " +
-                std::to_string(bytes) + " bytes of shared memory";
+        error = "launch of (" + std::to_string(grid.x) + ", " + std::to_string(grid.y) + ", " + std::to_string(grid.z) +
+                ") blocks of " + std::to_string(count) + " threads with " + std::to_string(bytes) +
+                " bytes of shared memory";
         return cudaErrorInvalidConfiguration;
     }
     block_dim = block;
@@ -558,21 +558,11 @@ const char* cudaGetErrorString(cudaError_t) { return emulation::error.c_str(); }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     switch (attribute) {
-        case cudaDevAttrMultiProcessorCount:
-            *value = 132;
-            return cudaSuccess;
-        case cudaDevAttrComputeCapabilityMajor:
-            *value = emulation::capability / 10;
-            return cudaSuccess;
-        case cudaDevAttrComputeCapabilityMinor:
-            *value = emulation::capability % 10;
-            return cudaSuccess;
-        case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-            *value = emulation::shared_limit + 1024;
-            return cudaSuccess;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-            *value = emulation::shared_limit;
-            return cudaSuccess;
+        case cudaDevAttrMultiProcessorCount: *value = 132; return cudaSuccess;
+        case cudaDevAttrComputeCapabilityMajor: *value = emulation::capability / 10; return cudaSuccess;
+        case cudaDevAttrComputeCapabilityMinor: *value = emulation::capability % 10; return cudaSuccess;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = emulation::shared_limit + 1024; return cudaSuccess;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = emulation::shared_limit; return cudaSuccess;
     }
     return cudaErrorInvalidValue;
 }

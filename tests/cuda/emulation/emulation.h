@@ -9,7 +9,6 @@
 #include <functional>
 #include <vector>
 
-
 namespace emulation {
 
 struct Copy {
@@ -25,7 +24,7 @@ struct Thread {
     const uint64_t* phase;  // waits until *phase is no longer `seen`; null: may run
     uint64_t seen;
     void* stack_pointer;
-    std::vector<Copy> open;                   // asynchronous copies since the last commit
+    std::vector<Copy> open;                    // asynchronous copies since the last commit
     std::vector<std::vector<Copy>> committed;  // oldest first
 };
 

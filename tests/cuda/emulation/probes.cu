@@ -43,24 +43,16 @@ __global__ void probe(float* out, const float* in, int which) {
             else
                 out[self] = __shfl_xor_sync(kAllLanes, in[self], 1);
             break;
-        case kBeyondShared:
-            out[self] = shared[self + 1];
-            break;
-        case kBeforeShared:
-            shared[self - 1] = in[self];
-            break;
-        case kMisaligned:
-            *reinterpret_cast<float4*>(shared + 1) = make_float4(0, 0, 0, 0);
-            break;
+        case kBeyondShared: out[self] = shared[self + 1]; break;
+        case kBeforeShared: shared[self - 1] = in[self]; break;
+        case kMisaligned: *reinterpret_cast<float4*>(shared + 1) = make_float4(0, 0, 0, 0); break;
         case kMissingWait:
             copy_async<4>(shared + self, in + self);
             copies_commit();
             out[self] = shared[self];
             copies_wait<0>();
             break;
-        case kUninitialised:
-            out[self] = shared[self];
-            break;
+        case kUninitialised: out[self] = shared[self]; break;
         case kAbsentLane:
             if (self < 16) out[self] = __shfl_xor_sync(0xffffu, in[self], 16);
             break;
