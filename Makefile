@@ -13,7 +13,7 @@ DATA_WORD = '$(subst ','\'',$(value DATA))'
 # What clang-format looks after.
 KERNELS := $(wildcard $(foreach suffix,cpp h cu cuh,$(addsuffix /*.$(suffix),cpu cuda tests/cuda/emulation)))
 
-.PHONY: help setup test test-fast lint coverage mutation gpu-check demo demo-translation demo-synthetic clean
+.PHONY: help setup test test-fast test-emulated test-sanitized lint coverage mutation gpu-check demo demo-translation demo-synthetic clean
 
 help:
 	@echo 'make setup             make the environment .venv, with torch, fairseq and this project in it'
@@ -22,6 +22,8 @@ help:
 	@echo 'make demo-synthetic    see what memories of key-value pairs can hold and replace'
 	@echo 'make test              check style and types, run all tests'
 	@echo 'make test-fast         run the tests that are not marked slow'
+	@echo 'make test-emulated     run the long tests of the CUDA kernels in the emulator, and put that on record'
+	@echo 'make test-sanitized    run the CPU kernels under sanitizers, and put that on record'
 	@echo 'make lint              check style and types'
 	@echo 'make coverage          run all tests, say which lines of the package they left out'
 	@echo 'make mutation          put faults into the package and the kernels, count those that the tests notice (hours)'
@@ -36,10 +38,14 @@ setup:
 
 test: lint
 	.venv/bin/python -m pytest -n auto
-	.venv/bin/python tools/check_sanitizers.py -n auto
+	.venv/bin/python tools/recorded_passes.py
 
 test-fast: setup
-	.venv/bin/python -m pytest -n auto -m 'not slow'
+	.venv/bin/python -m pytest -n auto -m 'not slow and not emulated'
+
+# The two long checks; `make test` runs those whose files are not the recorded ones.
+test-emulated test-sanitized: setup
+	.venv/bin/python tools/recorded_passes.py --record $(@:test-%=%)
 
 lint: setup
 	.venv/bin/ruff format --check .

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 
-from tests.cuda.emulated import SHIM, Emulator, build, compiler
+from tests.cuda.build import ROOT, SHIM, build, compiler
+from tests.cuda.emulated import Emulator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """To compile all kernels takes minutes."""
+    for item in items:
+        if "emulator" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +29,6 @@ def emulator(cxx: str) -> Emulator:
 
 
 @pytest.fixture(scope="session")
-def probes(cxx: str) -> ctypes.CDLL:
-    """emulation/probes.cu, beside an emulator of its own."""
-    return Emulator(build((SHIM / "probes.cu",))).library
+def small_emulator(cxx: str) -> Emulator:
+    """Of what compiles in seconds: the kernels of a step and emulation/probes.cu."""
+    return Emulator(build((ROOT / "cuda" / "step.cu", SHIM / "probes.cu")))
