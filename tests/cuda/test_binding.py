@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cuda.emulated import ROOT
+from tests.cuda.build import ROOT
 
 # Intervals that no GPU's kernels take, and what takes the emulator longest.
 OTHERS = "how_many_states and (-16] or -32] or -48])"
@@ -18,7 +18,7 @@ SLOW = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.emulated
 @pytest.mark.parametrize("algorithm", ["", "chunked"], ids=["as-chosen", "chunked"])
 @pytest.mark.parametrize("file", ["test_backends", "test_checks", "test_divided", "test_native"])
 def test_operations_pass_their_tests_through_the_binding(cxx: str, file: str, algorithm: str) -> None:

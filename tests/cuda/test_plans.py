@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from tests.cuda.emulated import OPERATIONS, Emulator
-from tests.cuda.test_chunked import CHUNKED, DECAYS, TOLERANCE, expected, run
-from tests.ops.rules import RULE, assert_close
+from tests.cuda.emulated import OPERATIONS, Emulator, check, long
+from tests.cuda.test_sequences import CHUNKED, DECAYS
+from tests.ops.rules import Rule, deal, label
 
 PLANS = [
     f"chunk={chunk} columns={columns} stages={stages} threads={threads}"
@@ -58,21 +58,38 @@ def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(
     assert plan.shared <= 113 * 1024 and plan.segments == segments
 
 
-@pytest.mark.parametrize("text", [*PLANS, "segments=3", "chunk=16 segments=2"])
-@pytest.mark.parametrize("name", [name for name in CHUNKED if name not in DECAYS])
-def test_every_plan_is_right(emulator: Emulator, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    T, K, V, interval = 131, 20, 90, 128
+BY_HEAD = [rule for rule in CHUNKED if rule not in DECAYS]
+# Each chunk, number of columns, of buffers and of threads in some plan.
+FEW = ["chunk=16 columns=96 stages=2 threads=256", "chunk=32 columns=16 stages=1 threads=256"] + [
+    f"chunk=64 columns={columns} stages=2 threads=128" for columns in (16, 48)
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    long(
+        list(itertools.product(BY_HEAD, [*PLANS, "segments=3", "chunk=16 segments=2"])),
+        list(itertools.product(BY_HEAD, FEW)),
+    ),
+    ids=label,
+)
+def test_every_plan_is_right(emulator: Emulator, rule: Rule, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
     dtype = torch.bfloat16 if asked(text).get("threads") == 128 else torch.float32
-    inputs = RULE[name].inputs(B=1, T=T, H=2, K=K, V=V, dtype=dtype)
-    assert_close(run(emulator, RULE[name], inputs, interval), expected(RULE[name], inputs), TOLERANCE[dtype])
+    T = 67 if text in FEW else 131
+    check(emulator, rule, "chunked", 128, B=1, T=T, H=1 if text in FEW else 2, K=20, V=90, dtype=dtype)
 
 
-@pytest.mark.parametrize("text", ["columns=16", "columns=48", "columns=96", "columns=48 segments=3"])
-@pytest.mark.parametrize("name", DECAYS)
+BY_DIMENSION = ["columns=16", "columns=48", "columns=96", "columns=48 segments=3"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "T"),
+    long(list(itertools.product(DECAYS, BY_DIMENSION, [75])), deal(DECAYS, BY_DIMENSION[::3], [75])),
+    ids=label,
+)
 def test_every_plan_of_decays_is_right(
-    emulator: Emulator, name: str, text: str, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, rule: Rule, text: str, T: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
-    inputs = RULE[name].inputs(B=1, T=75, H=1, K=20, V=90)
-    assert_close(run(emulator, RULE[name], inputs, 32), expected(RULE[name], inputs), 1e-5)
+    check(emulator, rule, "chunked", 32, B=1, T=T, H=1, K=20, V=90)

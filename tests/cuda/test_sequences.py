@@ -82,7 +82,9 @@ def test_steps_in_any_order_of_threads(emulator: Emulator, rule: Rule, T: int, K
             assert_same(emulator.run(inputs, interval=6), first, f"in order {seed}")
 
 
-REGIMES = [("recurrent", rule, torch.float32) for rule in RULES] + [("chunked", *case) for case in product(CHUNKED, HALVES)]
+REGIMES = [("recurrent", rule, torch.float32) for rule in RULES] + [
+    ("chunked", *case) for case in product(CHUNKED, HALVES)
+]
 
 
 @pytest.mark.parametrize(("algorithm", "rule", "dtype"), REGIMES, ids=label)
@@ -93,7 +95,9 @@ def test_every_regime(emulator: Emulator, algorithm: str, rule: Rule, dtype: tor
     assert_close(parts(actual, rule.regimes), parts(wanted, rule.regimes), TOLERANCE[algorithm][dtype])
 
 
-@pytest.mark.parametrize(("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], HALVES)], ids=label)
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], HALVES)], ids=label
+)
 def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, algorithm: str, dtype: torch.dtype) -> None:
     """The same log decay for every key dimension."""
     rule = RULE["gated"]
@@ -140,7 +144,7 @@ def test_how_many_states_are_kept_changes_no_bit(
     emulator: Emulator, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are computed again are those that the forward pass had."""
-    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16")
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16 segments=1")
     inputs = rule.inputs(B=1, T=150, H=1, K=9, V=10, dtype=torch.bfloat16)
     first = emulator.run(inputs, interval=16, algorithm="chunked")
     for interval in (64, 128, 512):
@@ -180,7 +184,7 @@ def test_few_heads_are_divided_in_time(emulator: Emulator, rule: Rule, times: tu
 
 @pytest.mark.parametrize("rule", DECAYS, ids=label)
 def test_segments_of_every_regime(emulator: Emulator, rule: Rule) -> None:
-    inputs = rule.in_regimes(rule.regimes, B=1, T=400, H=1, K=3, V=4)
+    inputs = rule.in_regimes(rule.regimes, B=1, T=400, H=2, K=3, V=4)
     actual, wanted = emulator.run(inputs, interval=64), expected(rule, inputs)
     assert_close(parts(actual, rule.regimes), parts(wanted, rule.regimes), TOLERANCE["recurrent"][torch.float32])
     assert emulator.workspaces["diagonal_forward"] > 0
