@@ -4,7 +4,8 @@
 
 Each fault is a file, a piece of its text and what stands there instead. Faults of `cpu/` are compiled for the best
 instruction set of this processor and tried against `tests/ops`; those of `cuda/` are compiled for the emulator and
-tried against `tests/cuda`: against the tests that `make test-fast` runs first, then against the others. A fault whose
+tried against `tests/cuda`: against the short tests first (of the CPU's kernels, those that `make test-fast` runs; of the
+GPU's, those that `make test` always runs), then against the others. A fault whose
 text is not there any more, or stands there twice, is an error, so that the table keeps up with the kernels.
 """
 
@@ -29,7 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "kernel-faults"
 LONGEST = 20 * 60
 """Seconds that a run of tests may take: a fault that hangs is one that was noticed."""
-MARKS = {"fast": "not slow and not emulated", "slow": "slow or emulated"}
+MARKS = {
+    "tests/ops": {"short": "not slow", "long": "slow"},
+    "tests/cuda": {"short": "not emulated", "long": "emulated"},
+}
 
 
 @dataclass(frozen=True)
@@ -271,16 +275,20 @@ class CpuKernels:
 
 
 def outcome(fault: Fault, copy: Path, kernels: CpuKernels | None) -> str:
-    """What notices the fault: "fast" tests, "slow" ones, or nothing ("survived")."""
+    """What notices the fault: "short" tests, "long" ones, or nothing ("survived")."""
     shutil.rmtree(copy, ignore_errors=True)
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
     shutil.copytree(ROOT, copy, ignore=ignored)
     fault.apply(copy)
-    # The emulator's tests compile for themselves.
+    # The emulator's tests compile for themselves, and each file once for what is in it.
+    compiled = ROOT / "build" / "emulation"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (copy / "build").mkdir()
+    (copy / "build" / "emulation").symlink_to(compiled)
     changes = kernels.build(copy, fault) if kernels else {}
     environment = os.environ | changes | {"PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tools'}", "OMP_NUM_THREADS": "1"}
     tests = "tests/ops" if kernels else "tests/cuda"
-    for kind, marks in MARKS.items():
+    for kind, marks in MARKS[tests].items():
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, tests]
         with (copy / "output.txt").open("w") as output:
             try:
@@ -316,8 +324,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         with ThreadPoolExecutor(options.jobs) as pool:
             found = Counter(pool.map(tried, FAULTS[part]))
-        count, fast = found.total(), found["fast"]
-        print(f"{part}: of {count} faults fast tests catch {fast}, all tests {count - found['survived']}", flush=True)
+        count, short = found.total(), found["short"]
+        print(f"{part}: of {count} faults short tests catch {short}, all tests {count - found['survived']}", flush=True)
     return 0
 
 

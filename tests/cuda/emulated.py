@@ -132,7 +132,7 @@ class Emulator:
         ask.restype = c_size_t
         return ask(ctypes.byref(params))
 
-    def _ask(self, name: str, operation: str, sizes: tuple, dtype: torch.dtype, *others: int):  # noqa: ANN202
+    def _ask(self, name: str, operation: str, sizes: tuple, dtype: torch.dtype, *others: int):
         ask = getattr(self.library, f"fastweights_{name}")
         return ask(OPERATIONS.index(operation), ctypes.byref(Sizes(*sizes)), DTYPES[dtype], *others)
 

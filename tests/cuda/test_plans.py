@@ -59,6 +59,7 @@ def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(
 
 
 BY_HEAD = [rule for rule in CHUNKED if rule not in DECAYS]
+ALL = [*PLANS, "segments=3", "chunk=16 segments=2"]
 # Each chunk, number of columns, of buffers and of threads in some plan.
 FEW = ["chunk=16 columns=96 stages=2 threads=256", "chunk=32 columns=16 stages=1 threads=256"] + [
     f"chunk=64 columns={columns} stages=2 threads=128" for columns in (16, 48)
