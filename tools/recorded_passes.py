@@ -2,9 +2,9 @@
 
     python tools/recorded_passes.py [--record] [emulated|sanitized ...]
 
-A check takes minutes and depends on few files, so that tests/recorded_passes.json, committed with them, keeps the digest
-of their contents at its last pass. Without names it runs the checks whose files have changed since, and says which it
-left out. With names it runs these; with --record it writes down those that passed.
+A check takes minutes and depends on few files: tests/recorded_passes.json, which is committed with them, keeps the
+digest of their contents at its last pass. Without names it runs the checks whose files have changed since, and says
+which it left out. With names it runs these; with --record it writes down those that passed.
 """
 
 from __future__ import annotations

@@ -78,3 +78,8 @@ def test_says_what_it_takes(emulator: Emulator, operation: str, decays: bool) ->
     assert not supports(torch.float32, 90, interval=24), "chunks do not end at 24"
     if decays:
         assert not any(supports(torch.bfloat16, 90, keys) for keys in (513, 1000)), "more keys than threads hold"
+
+
+def test_decays_of_512_keys_in_float32_do_not_fit(emulator: Emulator) -> None:
+    for way in ("forward", "backward"):
+        assert not emulator.supports(f"diagonal_{way}", (1, 40, 1, 512, 512, 16), torch.float32, separate_decays=True)

@@ -1,4 +1,4 @@
-"""How the chunked kernels divide their work, and that results are right however a benchmark asks them to."""
+"""How the chunked kernels divide their work, and what a benchmark can ask of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.cuda.emulated import OPERATIONS, Emulator, check, long
-from tests.cuda.test_sequences import CHUNKED, DECAYS
-from tests.ops.rules import Rule, deal, label
+from tests.cuda.emulated import OPERATIONS, Emulator
 
 PLANS = [
     f"chunk={chunk} columns={columns} stages={stages} threads={threads}"
@@ -56,41 +54,3 @@ def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(
     """8 heads on 132 multiprocessors, whose shared memory has room for two blocks of either type."""
     plan = emulator.plan("delta_backward", (1, 16384, 8, 64, 64, 128), dtype)
     assert plan.shared <= 113 * 1024 and plan.segments == segments
-
-
-BY_HEAD = [rule for rule in CHUNKED if rule not in DECAYS]
-ALL = [*PLANS, "segments=3", "chunk=16 segments=2"]
-# Each chunk, number of columns, of buffers and of threads in some plan.
-FEW = ["chunk=16 columns=96 stages=2 threads=256", "chunk=32 columns=16 stages=1 threads=256"] + [
-    f"chunk=64 columns={columns} stages=2 threads=128" for columns in (16, 48)
-]
-
-
-@pytest.mark.parametrize(
-    ("rule", "text"),
-    long(
-        list(itertools.product(BY_HEAD, [*PLANS, "segments=3", "chunk=16 segments=2"])),
-        list(itertools.product(BY_HEAD, FEW)),
-    ),
-    ids=label,
-)
-def test_every_plan_is_right(emulator: Emulator, rule: Rule, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
-    dtype = torch.bfloat16 if asked(text).get("threads") == 128 else torch.float32
-    T = 67 if text in FEW else 131
-    check(emulator, rule, "chunked", 128, B=1, T=T, H=1 if text in FEW else 2, K=20, V=90, dtype=dtype)
-
-
-BY_DIMENSION = ["columns=16", "columns=48", "columns=96", "columns=48 segments=3"]
-
-
-@pytest.mark.parametrize(
-    ("rule", "text", "T"),
-    long(list(itertools.product(DECAYS, BY_DIMENSION, [75])), deal(DECAYS, BY_DIMENSION[::3], [75])),
-    ids=label,
-)
-def test_every_plan_of_decays_is_right(
-    emulator: Emulator, rule: Rule, text: str, T: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
-    check(emulator, rule, "chunked", 32, B=1, T=T, H=1, K=20, V=90)
