@@ -4,9 +4,9 @@
 
 Each fault is a file, a piece of its text and what stands there instead. Faults of `cpu/` are compiled for the best
 instruction set of this processor and tried against `tests/ops`; those of `cuda/` are compiled for the emulator and
-tried against `tests/cuda`: against the short tests first, then against the others. Short are those that `make test-fast`
-runs, or, of `tests/cuda`, that `make test` always runs. A fault whose text is not there any more, or stands there twice,
-is an error, so that the table keeps up with the kernels.
+tried against `tests/cuda`: against the short tests first, then against the others. Short are those that `make
+test-fast` runs; of `tests/cuda`, those that `make test` always runs. A fault whose text is not there any more, or
+stands there twice, is an error, so that the table keeps up with the kernels.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_an_unknown_check_is_refused(root: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_projects_own_record_is_readable_and_its_files_are_there() -> None:
-    assert recorded_passes.recorded(ROOT).keys() == CHECKS.keys()
+    assert recorded_passes.recorded(ROOT).keys() <= CHECKS.keys()
     digests = {check.digest(ROOT) for check in CHECKS.values()}
     assert len(digests) == len(CHECKS)
     for check in CHECKS.values():
