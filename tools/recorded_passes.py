@@ -56,7 +56,10 @@ CHECKS = {
     ),
     "sanitized": Check(
         ("tools/check_sanitizers.py", "-n", "auto"),
-        ("cpu/*.h", "cpu/*.cpp", "tools/check_sanitizers.py", "tests/ops/rules.py", "tests/ops/test_native*.py"),
+        (
+            *("cpu/*.h", "cpu/*.cpp", "tools/check_sanitizers.py", "tests/ops/rules.py"),
+            *("tests/ops/test_native*.py", "tests/ops/test_backends.py"),
+        ),
     ),
 }
 
