@@ -2,9 +2,9 @@
 
     python tools/check_sanitizers.py [PYTEST OPTIONS ...]
 
-Builds the kernels with both into build/sanitized, and runs on them those tests of tests/ops that take a way of their own
-through the kernels; those of threads start threads of their own. What was never written reads as NaN. The first error
-of either sanitizer ends the run. Leaks are not looked for: Python frees little of what it holds at its end.
+Builds the kernels with both into build/sanitized, and runs on them those tests of tests/ops that take a way of their
+own through the kernels; those of threads start threads of their own. What was never written reads as NaN. The first
+error of either sanitizer ends the run. Leaks are not looked for: Python frees little of what it holds at its end.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ Sizes, StridedSequence, StepState, ChunkedPlan = (KINDS[x] for x in ("Sizes", "S
 
 
 def long(cases: Sequence[tuple], short: Sequence[tuple] = ()) -> list:
-    """The cases, all but those that are `short` as well marked for `make test-emulated`."""
-    return [pytest.param(*case, marks=() if case in short else pytest.mark.emulated) for case in cases]
+    """Each case once, all but those that are `short` as well marked for `make test-emulated`."""
+    return [pytest.param(*case, marks=() if case in short else pytest.mark.emulated) for case in dict.fromkeys(cases)]
 
 
 class EmulationError(RuntimeError):

@@ -32,7 +32,7 @@ DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
 WAYS = [("recurrent", rule) for rule in PRINCIPAL] + [("chunked", rule) for rule in CHUNKED]
 
 F32, F16, BF16, F64 = EVERY_DTYPE = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-HALVES = [F32, BF16]
+TWO_DTYPES = [F32, BF16]
 
 # Of time, keys, values and the interval between kept states. Each tile of the recurrent kernels, one step, fewer steps
 # than an interval, intervals that do not divide the time, none, more columns than a block takes.
@@ -126,13 +126,13 @@ CHUNKS = [(67, 6, 7, 64), (100, 20, 9, 64), (540, 12, 10, 128)]
 REGIMES = [
     *product(["recurrent"], RULES, STEPS[:1], [F32]),
     *product(["recurrent"], DECAYS, STEPS[1:], [F32]),
-    *product(["chunked"], CHUNKED, CHUNKS[:1], HALVES),
+    *product(["chunked"], CHUNKED, CHUNKS[:1], TWO_DTYPES),
 ]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "rule", "sizes", "dtype"),
-    long([*REGIMES, *product(["chunked"], CHUNKED, CHUNKS[1:], HALVES)], short=REGIMES),
+    long([*REGIMES, *product(["chunked"], CHUNKED, CHUNKS[1:], TWO_DTYPES)], short=REGIMES),
     ids=label,
 )
 def test_every_regime(emulator: Emulator, algorithm: str, rule: Rule, sizes: tuple, dtype: torch.dtype) -> None:
@@ -143,7 +143,7 @@ def test_every_regime(emulator: Emulator, algorithm: str, rule: Rule, sizes: tup
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], HALVES)], ids=label
+    ("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], TWO_DTYPES)], ids=label
 )
 def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, algorithm: str, dtype: torch.dtype) -> None:
     """The same log decay for every key dimension."""
@@ -267,7 +267,7 @@ def strided(x: Tensor | None, how: str) -> Tensor | None:
 
 
 @pytest.mark.parametrize("how", ["time first", "padded", "odd"])
-@pytest.mark.parametrize("dtype", HALVES, ids=label)
+@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=label)
 @pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
 def test_strides_do_not_change_a_bit(
     emulator: Emulator, algorithm: str, rule: Rule, dtype: torch.dtype, how: str, monkeypatch: pytest.MonkeyPatch
@@ -312,7 +312,7 @@ def test_dimensions_beyond_the_kernels_are_refused(emulator: Emulator, rule: Rul
         emulator.run(rule.inputs(B=1, T=2, K=K, V=V), interval=2)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=label)
+@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=label)
 @pytest.mark.parametrize("rule", CHUNKED, ids=label)
 def test_a_nan_is_passed_on_in_its_column_alone(emulator: Emulator, rule: Rule, dtype: torch.dtype) -> None:
     """The NaN that a GPU makes, whose bits are all ones: to round it as if it were a number would make it 0. (The steps
