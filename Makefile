@@ -20,7 +20,7 @@ help:
 	@echo 'make demo              train and compare three small language models (DATA=folder: on your text)'
 	@echo 'make demo-translation  train two small models to translate numbers, score and compare them'
 	@echo 'make demo-synthetic    see what memories of key-value pairs can hold and replace'
-	@echo 'make test              check style and types, run all tests'
+	@echo 'make test              check style and types, run all tests, the long ones below where their files have changed'
 	@echo 'make test-fast         run the tests that are not marked slow'
 	@echo 'make test-emulated     run the long tests of the CUDA kernels in the emulator, and put that on record'
 	@echo 'make test-sanitized    run the CPU kernels under sanitizers, and put that on record'
