@@ -37,7 +37,7 @@ setup:
 	@$(PYTHON) tools/setup_environment.py --torch=$(TORCH) $(ANY)
 
 test: lint
-	.venv/bin/python -m pytest -n auto -q --durations=20 -m 'not emulated'
+	.venv/bin/python -m pytest -n auto -q --durations=20
 	.venv/bin/python tools/recorded_passes.py --changed emulated sanitized
 
 test-fast: setup

@@ -44,6 +44,7 @@ def test_the_text_has_all_of_it(capsys) -> None:
         assert f"{row['sequence']} / {row['step']}" in line
 
 
+@pytest.mark.slow
 def test_a_bare_clone_works_on_chunkwise_and_says_how_to_build(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     built = shutil.ignore_patterns("_native_*", "__pycache__")
@@ -70,6 +71,7 @@ def test_a_reason_is_passed_on(part: str, monkeypatch: pytest.MonkeyPatch, capsy
     assert "were built for torch 1; build them again" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(libraries.load("cpu") is not None, reason="the CPU kernels were not built")
 def test_an_instruction_set_that_is_not_there_is_shown_as_such() -> None:
     command = [sys.executable, "-m", "fairseq_fastweights.env"]
@@ -81,6 +83,7 @@ def test_an_instruction_set_that_is_not_there_is_shown_as_such() -> None:
     assert "sum, cpu" in result.stdout
 
 
+@pytest.mark.slow
 def test_imports_no_fairseq() -> None:
     program = "import sys, fairseq_fastweights.env; sys.exit('fairseq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

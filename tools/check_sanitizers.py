@@ -2,9 +2,9 @@
 
     python tools/check_sanitizers.py [PYTEST OPTIONS ...]
 
-Builds the kernels with both into build/sanitized, and runs the tests of tests/ops that have "native" in their names on
-them; those of threads start threads of their own. What was never written reads as NaN. The first error of either
-sanitizer ends the run. Leaks are not looked for: Python frees little of what it holds at its end.
+Builds the kernels with both into build/sanitized, and runs on them those tests of tests/ops that take a way of their
+own through the kernels; those of threads start threads of their own. What was never written reads as NaN. The first
+error of either sanitizer ends the run. Leaks are not looked for: Python frees little of what it holds at its end.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ LONGEST = 25 * 60
 """Seconds; it takes a few minutes on two cores."""
 NOT_RUN = 77
 """The exit status that automake's tests have for this."""
+FILES = ("tests/ops/test_native.py", "tests/ops/test_native_cpu.py", "tests/ops/test_backends.py")
+# Sizes and what fills chunks; dtypes, regimes and what is not finite; strides, threads, steps and instruction sets.
+PATHS = (
+    *("papers_sizes", "fill_chunks", "empty_batches", "states_are_kept"),
+    *("dtype", "regime", "magnitude", "gates_and_write_strengths", "not_finite"),
+    *("strides", "windows", "where_they_lie", "threads", "step", "instruction_set"),
+)
+ELSEWHERE = ("compile", "per_step", "4096_steps", "chunkwise")
 # All memory starts as NaN, torch's too: a result that was not written everywhere, or was made from what was not, fails
 # its test.
 ASAN_OPTIONS = "detect_leaks=0:halt_on_error=1:abort_on_error=0:max_malloc_fill_size=2147483647:malloc_fill_byte=255"
@@ -72,7 +80,8 @@ def main(arguments: list[str]) -> int:
         "import sys, torch; from fairseq_fastweights.ops import libraries; "
         "sys.exit(libraries.load('cpu') or (None if torch.empty(1000).isnan().all() else 'memory is not NaN'))"
     )
-    pytest = ["-m", "pytest", "tests/ops", "-k", "native", "-q", "-x", "-p", "no:cacheprovider"]
+    chosen = f"({' or '.join(PATHS)}) and not ({' or '.join(ELSEWHERE)})"
+    pytest = ["-m", "pytest", *FILES, "-k", chosen, "-q", "-x", "-p", "no:cacheprovider"]
     for command in (["-c", probe], [*pytest, *arguments]):
         try:
             run = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(preloaded), timeout=LONGEST)

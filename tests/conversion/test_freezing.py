@@ -156,6 +156,7 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], part:
     return {not torch.equal(x, after[name]) for name, x in before.items() if part in name}
 
 
+@pytest.mark.slow
 def test_what_is_frozen_for_good_stays_equal_to_the_bit(corpus, source, tmp_path):
     flags = [*MODEL, *HARD, "--transfer-from", str(source), "--freeze", "embeddings,feed-forward"]
     log = train(corpus, tmp_path, *flags)

@@ -35,6 +35,7 @@ def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_without_swapping_evaluation_is_the_sources(corpus, source, tmp_path):
     flags = [*BAEVSKI, "--transfer-from", str(source), "--softmax-attention-layers", "all"]
     train(corpus, tmp_path, *flags, "--max-update", "1", "--lr", "1e-30")

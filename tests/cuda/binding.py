@@ -10,7 +10,7 @@ import os
 import pytest
 
 from fairseq_fastweights.ops import native
-from tests.cuda.emulated import build
+from tests.cuda.build import build
 from tests.ops.rules import CPU_KERNELS
 
 os.environ["FASTWEIGHTS_NATIVE_CPU"] = str(build(binding=True))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
+import recorded_passes
 
-from tests.cuda.emulated import SHIM, Emulator, build, compiler
+from tests.cuda.build import ROOT, SHIM, build, compiler
+from tests.cuda.emulated import Emulator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """To compile all kernels takes minutes: `make test-fast` does it only if they are not those that last passed."""
+    if recorded_passes.is_recorded("emulated"):
+        for item in items:
+            if "emulator" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -18,12 +26,11 @@ def cxx() -> str:
 
 
 @pytest.fixture(scope="session")
-def emulator(request: pytest.FixtureRequest, cxx: str) -> Emulator:
-    """Optimised for the long form alone, which gets back what a compiler takes for it."""
-    return Emulator(build(optimized=any(item.get_closest_marker("emulated") for item in request.session.items)))
+def emulator(cxx: str) -> Emulator:
+    return Emulator(build())
 
 
 @pytest.fixture(scope="session")
-def probes(cxx: str) -> ctypes.CDLL:
-    """emulation/probes.cu, beside an emulator of its own."""
-    return Emulator(build((SHIM / "probes.cu",))).library
+def small_emulator(cxx: str) -> Emulator:
+    """Of what compiles in seconds: the kernels of a step and emulation/probes.cu."""
+    return Emulator(build((ROOT / "cuda" / "step.cu", SHIM / "probes.cu")))

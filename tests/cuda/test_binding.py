@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cuda.emulated import ROOT
+from tests.cuda.build import ROOT
 
 # Intervals that no GPU's kernels take, and what takes the emulator longest.
 OTHERS = "how_many_states and (-16] or -32] or -48])"

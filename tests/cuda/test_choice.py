@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
-from tests.cuda.emulated import OPERATIONS, Emulator
+from tests.cuda.emulated import DTYPES, OPERATIONS, Emulator
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -54,11 +56,30 @@ def test_a_benchmark_can_ask_for_either(
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("size", [1, 16, 64, 512])
 @pytest.mark.parametrize("capability", [70, 80, 86, 90])
-def test_what_is_chosen_is_supported(emulator: Emulator, operation: str, size: int, capability: int) -> None:
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        sizes = (2, 2048, 4, size, size, 64)
-        for decays in (False, True) if operation.startswith("diagonal") else (False,):
-            if emulator.choose(operation, sizes, dtype, capability, decays) == "chunked":
-                assert emulator.supports(operation, sizes, dtype, capability, decays)
+def test_what_is_chosen_is_supported(emulator: Emulator, operation: str, capability: int) -> None:
+    decays = (False, True) if operation.startswith("diagonal") else (False,)
+    for size, dtype, by_dimension in product((1, 16, 64, 512), DTYPES, decays):
+        asked = (operation, (2, 2048, 4, size, size, 64), dtype, capability, by_dimension)
+        assert emulator.choose(*asked) == "recurrent" or emulator.supports(*asked), asked
+
+
+@pytest.mark.parametrize(
+    ("operation", "decays"),
+    [*((operation, False) for operation in OPERATIONS), ("diagonal_forward", True), ("diagonal_backward", True)],
+)
+def test_says_what_it_takes(emulator: Emulator, operation: str, decays: bool) -> None:
+    def supports(dtype: torch.dtype, capability: int, keys: int = 64, interval: int = 64) -> bool:
+        return emulator.supports(operation, (1, 100, 2, keys, 64, interval), dtype, capability, decays)
+
+    assert supports(torch.bfloat16, 80)
+    assert not supports(torch.bfloat16, 75), "no tf32 before compute capability 8.0"
+    assert not supports(torch.float64, 90)
+    assert not supports(torch.float32, 90, interval=24), "chunks do not end at 24"
+    if decays:
+        assert not any(supports(torch.bfloat16, 90, keys) for keys in (513, 1000)), "more keys than threads hold"
+
+
+def test_decays_of_512_keys_in_float32_do_not_fit(emulator: Emulator) -> None:
+    for way in ("forward", "backward"):
+        assert not emulator.supports(f"diagonal_{way}", (1, 40, 1, 512, 512, 16), torch.float32, separate_decays=True)

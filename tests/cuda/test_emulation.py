@@ -7,6 +7,8 @@ import ctypes
 import numpy as np
 import pytest
 
+from tests.cuda.emulated import Emulator
+
 PROBES = (
     "right",
     "missing barrier",
@@ -24,6 +26,11 @@ THREADS = 64
 
 def pointer(x: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(x.ctypes.data)
+
+
+@pytest.fixture
+def probes(small_emulator: Emulator) -> ctypes.CDLL:
+    return small_emulator.library
 
 
 def run(probes: ctypes.CDLL, name: str, schedule: int = 0) -> tuple[int, str, np.ndarray]:

@@ -2,75 +2,60 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.emulated import Emulator
-from tests.ops.rules import RULE, RULES, Inputs, Rule, assert_close, definition, label, state_dtype
+from tests.cuda.emulated import Emulator, long
+from tests.ops.rules import RULE, RULES, Rule, assert_close, deal, definition, label, state_dtype
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float64: 1e-14}
 
 
-def step(emulator: Emulator, rule: Rule, inputs: Inputs, state: Tensor, complement: bool = True) -> Tensor:
-    q, k, v = (inputs[name] for name in ("q", "k", "v"))
-    assert q is not None and k is not None and v is not None
-    if rule.operation == "delta_rule":
-        return emulator.delta_step_(q, k, v, inputs["beta"], state)  # type: ignore[arg-type]
-    gates = [inputs.get(name) for name in ("log_gate", "log_key_decay", "log_value_decay")]
-    return emulator.diagonal_step_(q, k, v, gates[0], gates[0] is not None and complement, *gates[1:], state)
+# Of keys and values, and of the tensor of sevens that the state is a part of.
+SIZES = [
+    *[(1, 1, (2, 4)), (3, 5, (4, 8)), (16, 16, (17, 19)), (64, 64, (65, 67)), (33, 70, (34, 73)), (300, 9, (301, 12))],
+    *[(512, 40, (513, 43)), (4, 512, (5, 515)), (64, 64, (64, 64)), (12, 20, (12, 20))],
+]
 
 
-def wide_state(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """A view with the initial state, and the wider tensor, of sevens, that it is a part of."""
-    state = inputs["initial_state"]
-    assert state is not None
-    B, H, K, V = state.shape
-    whole = torch.full((B, H, K + 1, V + 3), 7.0, dtype=state.dtype)
-    part = whole[:, :, :K, 1 : V + 1]
-    part.copy_(state)
-    return part, whole
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=label)
-@pytest.mark.parametrize("rule", RULES, ids=label)
-@pytest.mark.parametrize(("K", "V"), [(1, 1), (3, 5), (16, 16), (64, 64), (33, 70), (300, 9), (512, 40), (4, 512)])
-def test_every_shape(emulator: Emulator, rule: Rule, dtype: torch.dtype, K: int, V: int) -> None:
+@pytest.mark.parametrize(
+    ("rule", "size", "dtype"),
+    long(list(product(RULES, SIZES, TOLERANCE)), short=deal(RULES, SIZES, list(TOLERANCE))),
+    ids=label,
+)
+def test_every_shape(small_emulator: Emulator, rule: Rule, size: tuple, dtype: torch.dtype) -> None:
+    K, V, (rows, columns) = size
     inputs = rule.inputs(B=3, T=1, K=K, V=V, dtype=dtype, requires_grad=False)
-    state, whole = wide_state(inputs)
-    out = step(emulator, rule, inputs, state)
+    whole = torch.full((3, 2, rows, columns), 7.0, dtype=state_dtype(dtype))
+    before = int(columns > V)
+    state = whole[:, :, :K, before : V + before].copy_(inputs["initial_state"])  # type: ignore[arg-type]
+    out = small_emulator.step_(inputs, state)
     assert_close({"out": out, "final_state": state}, definition(rule, inputs, None), TOLERANCE[dtype])
     state.fill_(7)
     assert bool((whole == 7).all()), "written outside the state"
 
 
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (12, 20)])
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_a_contiguous_state(emulator: Emulator, rule: Rule, K: int, V: int) -> None:
-    inputs = rule.inputs(B=2, T=1, K=K, V=V, requires_grad=False)
-    state = inputs["initial_state"].clone()  # type: ignore[union-attr]
-    out = step(emulator, rule, inputs, state)
-    assert_close({"out": out, "final_state": state}, definition(rule, inputs, None), TOLERANCE[torch.float32])
-
-
 @pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], RULE["delta"]], ids=label)
-def test_steps_add_up_to_a_sequence(emulator: Emulator, rule: Rule) -> None:
+def test_steps_add_up_to_a_sequence(small_emulator: Emulator, rule: Rule) -> None:
     inputs = rule.inputs(T=9, K=20, V=12, requires_grad=False)
     state = inputs["initial_state"].clone()  # type: ignore[union-attr]
     outs = []
     for t in range(9):
         token = {n: x if x is None or n == "initial_state" else x[:, t : t + 1] for n, x in inputs.items()}
-        outs.append(step(emulator, rule, token, state))
+        outs.append(small_emulator.step_(token, state))
     actual: dict[str, Tensor | None] = {"out": torch.cat(outs, dim=1), "final_state": state}
     assert_close(actual, definition(rule, inputs, None), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("regime", RULE["gated"].regimes, ids=label)
 @pytest.mark.parametrize("complement", [True, False])
-def test_every_gate(emulator: Emulator, regime: str, complement: bool) -> None:
+def test_every_gate(small_emulator: Emulator, regime: str, complement: bool) -> None:
     inputs = RULE["gated"].inputs(T=1, K=6, V=5, regime=regime, requires_grad=False)
     state = inputs["initial_state"].clone()  # type: ignore[union-attr]
-    out = step(emulator, RULE["gated"], inputs, state, complement)
+    out = small_emulator.step_(inputs, state, complement)
     if complement:
         expected = definition(RULE["gated"], inputs, None)
     else:
@@ -81,19 +66,19 @@ def test_every_gate(emulator: Emulator, regime: str, complement: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", [RULE["decay"], RULE["delta"]], ids=label)
-def test_threads_may_run_in_any_order(emulator: Emulator, rule: Rule) -> None:
+def test_threads_may_run_in_any_order(small_emulator: Emulator, rule: Rule) -> None:
     inputs = rule.inputs(T=1, K=100, V=40, requires_grad=False)
     results = []
     for seed in (0, 1, 7):
         state = inputs["initial_state"].clone()  # type: ignore[union-attr]
-        with emulator.schedule(seed):
-            results.append((step(emulator, rule, inputs, state), state))
+        with small_emulator.schedule(seed):
+            results.append((small_emulator.step_(inputs, state), state))
     for out, state in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(state, results[0][1])
 
 
-def test_no_batch(emulator: Emulator) -> None:
+def test_no_batch(small_emulator: Emulator) -> None:
     rule = RULE["delta"]
     inputs = rule.inputs(B=0, T=1, requires_grad=False)
     state = torch.zeros(0, 2, 5, 3, dtype=state_dtype(torch.float32))
-    assert step(emulator, rule, inputs, state).shape == (0, 1, 2, 3)
+    assert small_emulator.step_(inputs, state).shape == (0, 1, 2, 3)

@@ -64,6 +64,7 @@ def test_options_that_cannot_work_are_named(corpus, tmp_path, flags, message):
     assert not list(tmp_path.rglob("*.pt"))
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_not_there_is_named(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTWEIGHTS_NATIVE_CPU", str(tmp_path / "lost.so"))
     flags = [*SMALL_MODEL, *QUIET, "--optimizer", "adam", "--batch-size", "2", "--tokens-per-sample", "16"]
@@ -74,6 +75,7 @@ def test_a_backend_that_is_not_there_is_named(corpus, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.pt"))
 
 
+@pytest.mark.slow
 def test_streams_need_a_batch_size(corpus, tmp_path):
     flags = [*SMALL_MODEL, *QUIET, "--optimizer", "adam", "--max-tokens", "64", "--tokens-per-sample", "16", CARRY]
     result = spawn("train", str(corpus), *TASK, *flags, "--save-dir", str(tmp_path / "new"))
@@ -120,6 +122,7 @@ def test_an_empty_corpus_is_named(corpus, tmp_path, flags):
         train(data, tmp_path / "new", *flags, "--max-update", "1")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_rule_size_or_dictionary_is_refused_and_kept(corpus, trained, tmp_path):
     (tmp_path / "train.txt").write_text(" ".join(f"w{i}" for i in reversed(range(40))) + "\n")
     (tmp_path / "valid.txt").write_text("w1\n")
@@ -153,6 +156,7 @@ class Hostile:
 
 
 # fairseq-train starts anew where there is no checkpoint.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("eval_lm", "hostile")]

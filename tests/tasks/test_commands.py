@@ -200,6 +200,7 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path, f
     assert math.isfinite(losses[0]) and losses[0] != losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beam", [1, 4])
 def test_interactive_continues_a_text(corpus, trained, monkeypatch, capsys, beam):
     monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2 w3\nw5\n"))
@@ -221,6 +222,7 @@ def long_winded(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint_last.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "size"),
     [
@@ -247,6 +249,7 @@ def test_no_sequence_of_words_comes_twice_in_a_text(
         assert bool(found) != bool(option)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contexts", ["--sample-break-mode eos", "--carry-over-state"])
 def test_generate_scores_as_evaluation_does(corpus, trained, capsys, contexts):
     # A reference scored token by token is the line as the language model sees it after a line end, or the text so far.
@@ -259,6 +262,7 @@ def test_generate_scores_as_evaluation_does(corpus, trained, capsys, contexts):
     assert -sum(values) / len(values) == pytest.approx(loss, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_an_old_checkpoint_with_a_namespace_loads(corpus, trained, tmp_path):
     state = torch.load(trained, weights_only=True)
     model, task = state["cfg"]["model"], state["cfg"]["task"]

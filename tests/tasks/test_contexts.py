@@ -88,6 +88,7 @@ def test_a_window_as_long_as_the_text_is_one_pass(corpus, models):
     assert 2**loss == pytest.approx(2 ** one_pass(corpus, models["delta"]), rel=2e-5)
 
 
+@pytest.mark.slow
 def test_sliding_takes_fairseqs_models_too(corpus, tmp_path):
     stock = ["transformer_lm" if word == "fast_weight_lm" else word for word in SMALL_MODEL]
     optimizer = "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --max-update 3".split()
@@ -221,6 +222,7 @@ def test_two_processes_share_the_streams(corpus, models, tmp_path):
     assert len(valid) > 2 and valid == pytest.approx([wanted[1]] * len(valid), abs=6e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_taken_up_at_an_epochs_end_goes_on_as_if_it_had_not_stopped(corpus, tmp_path):
     flags = [*NO_POSITIONS, *CARRY, "--max-update", "0", "--lr", "0.001"]
     whole = train(corpus, tmp_path / "whole", *flags, "--max-epoch", "2")

@@ -65,6 +65,7 @@ def test_the_exit_code_is_not_zero(pairs, tmp_path):
 # ---------------------------------------------------------------------------------- alignments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -87,6 +88,7 @@ def test_a_memory_does_not_align_words(pairs, translator, tmp_path, capsys, flag
 # ----------------------------------------------------------------------------------- positions
 
 
+@pytest.mark.slow
 def test_sources_longer_than_the_model_are_named(pairs, tmp_path, capsys):
     train_translation(pairs.data, tmp_path, "--max-source-positions", "6", "--max-update", "1")
     path = tmp_path / "checkpoint_last.pt"
@@ -176,6 +178,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_kept(pairs, translator, t
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_overrides_of_what_the_weights_were_made_for_are_refused(pairs, translator, tmp_path):
     path = translator / "checkpoint_last.pt"
     for overrides, message in (

@@ -53,6 +53,7 @@ def assert_all_translated(corpus, found, nbest: int = 1) -> None:
 # ------------------------------------------------------------------------------------ training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["delta", *map(slow, ("sum", "gated", "decay"))])
 def test_every_rule_learns(pairs, tmp_path, rule):
     log = train_translation(
@@ -95,6 +96,7 @@ def test_half_types_learn_the_same(pairs, tmp_path, flag):
     assert len(plain) == 4 and changed == pytest.approx(plain, rel=2e-2 if flag == "--bf16" else 2e-3)
 
 
+@pytest.mark.slow
 def test_layers_are_dropped_in_training_and_pruned_in_generation(pairs, tmp_path):
     drop = "--encoder-layerdrop 0.5 --decoder-layerdrop 0.5 --encoder-layers 3 --decoder-layers 3".split()
     assert all(math.isfinite(x) for x in losses(train_translation(pairs.data, tmp_path, *drop)))
@@ -237,6 +239,7 @@ def under_old_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return old
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["new", "old"])
 def test_training_starts_from_a_transformer(pairs, transformer, tmp_path, layout):
     path, state = transformer, load(transformer)
@@ -265,6 +268,7 @@ def assert_same(found, expected) -> None:
             assert hypothesis.token_scores == pytest.approx(other.token_scores, abs=2e-4)  # both are rounded
 
 
+@pytest.mark.slow
 def test_an_old_checkpoint_with_a_namespace_translates_the_same(pairs, translator, tmp_path):
     path = translator / "checkpoint_last.pt"
     old = in_old_layout(load(path))
@@ -329,6 +333,7 @@ def test_averages_of_half_precision_translate(pairs, translator, tmp_path):
 # --------------------------------------------------------------------------------- generation
 
 
+@pytest.mark.slow
 def test_there_is_a_line_for_every_line(pairs, translator, tmp_path):
     sources = pairs.lines("test", "en")
     assert "" in sources
@@ -340,6 +345,7 @@ def test_there_is_a_line_for_every_line(pairs, translator, tmp_path):
         assert_same(generate(pairs.data, path, tmp_path / size, "--batch-size", size), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "nbest"),
     [
@@ -378,6 +384,7 @@ def test_no_sequence_of_words_comes_twice(our_fairseq, pairs, translator, tmp_pa
         assert any(repeated(x, size) for x in words) != bool(option)
 
 
+@pytest.mark.slow
 def test_ensembles_translate(pairs, translator, tmp_path):
     train_translation(pairs.data, tmp_path / "softmax", "--fast-weight-attention", "none")
     paths = [translator / "checkpoint_last.pt", tmp_path / "softmax" / "checkpoint_last.pt"]
@@ -439,6 +446,7 @@ def test_softmax_attention_to_the_source_aligns_words(pairs, tmp_path, capsys, p
     assert sorted(hypotheses_in(capsys.readouterr().out)) == [0]
 
 
+@pytest.mark.slow
 def test_alignments_are_trained_with_softmax_attention_to_the_source(pairs, pair_text, tmp_path):
     points = {
         f"{split}.align": [" ".join(f"{i}-{i}" for i in range(len(line.split()))) for line in pair_text[f"{split}.en"]]

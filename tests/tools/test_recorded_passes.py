@@ -19,7 +19,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with one check, which ends with what the file `status` says."""
     for name in ("tests", "cuda/part"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "cuda/step.cu").write_text("a\n")
+    for name in ("step.cu", "choice.cu", "part/old.h"):
+        (tmp_path / "cuda" / name).write_text("a\n")
     (tmp_path / "status").write_text("0")
     check = Check(("cuda/*.cu", "cuda/**/*.h"), ("-c", WORDS))
     monkeypatch.setattr(recorded_passes, "CHECKS", {"emulated": check})
@@ -89,6 +90,12 @@ def test_a_damaged_record_is_named(root: Path, text: str, capsys) -> None:
     (root / recorded_passes.RECORD).write_text(text)
     assert not ran(root, "--changed", status=1)
     assert "tests/recorded_passes.json is damaged" in capsys.readouterr().err
+
+
+def test_a_pattern_that_finds_nothing_is_named(root: Path, capsys) -> None:
+    (root / "cuda/part/old.h").unlink()
+    assert not ran(root, status=1)
+    assert "no file is called cuda/**/*.h any more" in capsys.readouterr().err
 
 
 def test_a_record_keeps_what_others_wrote(root: Path) -> None:

@@ -473,50 +473,49 @@ float cut_off_sum(float c, const double (&products)[Count]) {
     return static_cast<float>(static_cast<double>(sum / step * step) / digits);
 }
 
-void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, const float* c, bool bfloat16) {
-    uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
-    const Slot* slots = meet(0xffffffffu, bfloat16 ? 6 : 7, mine, sizeof mine);
-    const auto element = [&](int lane, int reg, int half) {
-        uint32_t word;
-        std::memcpy(&word, slots[lane].bytes + 4 * reg, 4);
-        const auto bits = static_cast<uint16_t>(half ? word >> 16 : word);
-        return bfloat16 ? __bfloat162float(__ushort_as_bfloat16(bits)) : __half2float(__ushort_as_half(bits));
+// d = a b + c of a warp, of which each lane brings its factors as the fragments have them: `Depth` of a, half as many of b.
+// at(k) is where of a row's or a column's: the lane of its four, and the number among that lane's.
+template <int Depth, typename At>
+void multiply(float* d, const float (&mine)[Depth / 4 * 3], const float* c, int kind, At at) {
+    const Slot* slots = meet(0xffffffffu, kind, mine, sizeof mine);
+    const auto element = [&](int lane, int number) {
+        float value;
+        std::memcpy(&value, slots[lane].bytes + sizeof(float) * number, sizeof value);
+        return static_cast<double>(value);
     };
     const int group = lane() / 4, member = lane() % 4;
     float sums[4];
     for (int i = 0; i < 4; ++i) {
-        const int row = group + (i >= 2 ? 8 : 0), column = 2 * member + i % 2;
-        double products[16];
-        for (int k = 0; k < 16; ++k) {
-            const int holder = k % 8 / 2;
-            const double x = element(row % 8 * 4 + holder, (row >= 8 ? 1 : 0) + (k >= 8 ? 2 : 0), k % 2);
-            products[k] = x * element(column * 4 + holder, 4 + (k >= 8 ? 1 : 0), k % 2);
+        double products[Depth];
+        for (int k = 0; k < Depth; ++k) {
+            const auto [holder, of_a, of_b] = at(k, i / 2);
+            products[k] = element(group * 4 + holder, of_a) * element((2 * member + i % 2) * 4 + holder, of_b);
         }
         sums[i] = cut_off_sum(c[i], products);
     }
     for (int i = 0; i < 4; ++i) d[i] = sums[i];
 }
 
-void mma_m16n8k8_tf32(float* d, const uint32_t* a, const uint32_t* b, const float* c) {
-    uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
-    const Slot* slots = meet(0xffffffffu, 8, mine, sizeof mine);
-    const auto element = [&](int lane, int reg) {
-        uint32_t word;
-        std::memcpy(&word, slots[lane].bytes + 4 * reg, 4);
-        return __uint_as_float(word & ~0x1fffu);
-    };
-    const int group = lane() / 4, member = lane() % 4;
-    float sums[4];
-    for (int i = 0; i < 4; ++i) {
-        const int row = group + (i >= 2 ? 8 : 0), column = 2 * member + i % 2;
-        double products[8];
-        for (int k = 0; k < 8; ++k) {
-            const double x = element(row % 8 * 4 + k % 4, (row >= 8 ? 1 : 0) + (k >= 4 ? 2 : 0));
-            products[k] = x * element(column * 4 + k % 4, 4 + (k >= 4 ? 1 : 0));
-        }
-        sums[i] = cut_off_sum(c[i], products);
+struct Place {
+    int lane, of_a, of_b;
+};
+
+void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, const float* c, bool bfloat16) {
+    float mine[12];
+    for (int i = 0; i < 12; ++i) {
+        const uint32_t word = i < 8 ? a[i / 2] : b[i / 2 - 4];
+        const auto bits = static_cast<uint16_t>(i % 2 ? word >> 16 : word);
+        mine[i] = bfloat16 ? __bfloat162float(__ushort_as_bfloat16(bits)) : __half2float(__ushort_as_half(bits));
     }
-    for (int i = 0; i < 4; ++i) d[i] = sums[i];
+    multiply<16>(d, mine, c, bfloat16 ? 6 : 7, [](int k, int lower) {
+        return Place{k % 8 / 2, 2 * (lower + k / 8 * 2) + k % 2, 8 + k / 8 * 2 + k % 2};
+    });
+}
+
+void mma_m16n8k8_tf32(float* d, const uint32_t* a, const uint32_t* b, const float* c) {
+    float mine[6];
+    for (int i = 0; i < 6; ++i) mine[i] = __uint_as_float((i < 4 ? a[i] : b[i - 4]) & ~0x1fffu);
+    multiply<8>(d, mine, c, 8, [](int k, int lower) { return Place{k % 4, lower + k / 4 * 2, 4 + k / 4}; });
 }
 
 uint32_t to_tf32(float x) {

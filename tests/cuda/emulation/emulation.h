@@ -42,7 +42,7 @@ void block_barrier();
 void warp_barrier(unsigned mask);
 
 // What every lane of `mask` put in, by lane. `kind` tells operations apart: lanes must meet in the same one.
-constexpr int kSlotBytes = 32;
+constexpr int kSlotBytes = 48;
 struct Slot {
     alignas(16) unsigned char bytes[kSlotBytes];
 };

@@ -1,0 +1,395 @@
+"""The CUDA kernels for sequences, emulated, against the float64 reference: outputs, final states and all gradients."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.emulated import GATES, TOLERANCE, EmulationError, Emulator, check, expected, long, weights_for
+from tests.cuda.test_plans import PLANS
+from tests.ops.rules import (
+    PRINCIPAL,
+    RULE,
+    RULES,
+    RULES_AND_REGIMES,
+    Inputs,
+    Rule,
+    assert_close,
+    assert_same,
+    deal,
+    definition,
+    label,
+    parts,
+    relative_error,
+)
+
+CHUNKED = [rule for rule in RULES if rule.name != "decay of neither"]  # which is a sum, for the kernels as well
+BY_HEAD = [RULE[name] for name in ("sum", "gated", "delta")]
+DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
+WAYS = [("recurrent", rule) for rule in PRINCIPAL] + [("chunked", rule) for rule in CHUNKED]
+
+F32, F16, BF16, F64 = EVERY_DTYPE = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+TWO_DTYPES = [F32, BF16]
+
+# Of time, keys, values and the interval between kept states. Each tile of the recurrent kernels, one step, fewer steps
+# than an interval, intervals that do not divide the time, none, more columns than a block takes.
+RECURRENT = [
+    *[(1, 1, 1, 0), (2, 3, 5, 1), (17, 16, 16, 4), (67, 33, 20, 16), (20, 64, 64, 64), (40, 4, 70, 7)],
+    *[(9, 130, 33, 3), (7, 512, 18, 4), (19, 5, 7, 8), (19, 16, 24, 8)],
+]
+PAPERS = [
+    *[(4, 64), (16, 16), (16, 64), (32, 32), (32, 128), (64, 64), (64, 128), (256, 64), (512, 64), (256, 512)],
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes", "dtype"),
+    long(
+        [*product(RULES, RECURRENT, EVERY_DTYPE), *product(PRINCIPAL, [(70, *size, 32) for size in PAPERS], [F32])],
+        short=deal(RULES, RECURRENT, EVERY_DTYPE),
+    ),
+    ids=label,
+)
+def test_every_shape_step_by_step(emulator: Emulator, rule: Rule, sizes: tuple, dtype: torch.dtype) -> None:
+    T, K, V, interval = sizes
+    check(emulator, rule, "recurrent", interval, B=1, T=T, K=K, V=V, dtype=dtype)
+
+
+# Sizes, and what plan the chunked kernels are asked for, so that few steps take every way. Chunks of 16 steps and what
+# does not fill them, padded keys and values, one, two and four tiles of a state to a warp, several blocks of columns,
+# states that are put down within an interval, time divided among blocks.
+WAYS_BY_CHUNKS = [
+    *[((1, 1, 1, 64), ""), ((17, 33, 20, 16), ""), ((33, 16, 40, 32), "columns=16"), ((40, 16, 33, 64), "chunk=16")],
+    *[((20, 130, 16, 16), ""), ((18, 260, 20, 16), ""), ((100, 16, 9, 128), "chunk=16")],
+    *[((70, 20, 17, 32), "chunk=16 segments=3"), ((66, 16, 16, 64), "")],
+]
+# Each chunk, number of columns, of buffers and of threads.
+FEW_PLANS = ["chunk=16 columns=96 stages=2 threads=256", "chunk=32 columns=16 stages=1 threads=256"] + [
+    f"chunk=64 columns={columns} stages=2 threads=128" for columns in (16, 48)
+]
+# About multiples of 16, 32 and 64 steps, intervals of one chunk, of several, and longer than the sequence.
+SHAPES = [
+    *[(1, 1, 1, 64), (15, 3, 16, 64), (16, 16, 3, 16), (17, 33, 32, 16), (63, 32, 33, 64), (64, 64, 64, 64)],
+    *[(65, 16, 128, 32), (130, 64, 32, 64), (130, 32, 64, 128), (66, 128, 1, 64), (33, 16, 144, 32)],
+    *[(390, 16, 32, 256), (70, 33, 130, 64), (100, 200, 64, 64)],
+]
+LARGE = [(80, 256, 64, 16), (40, 512, 512, 16), (40, 257, 130, 32), (520, 8, 8, 64), (40, 512, 16, 64)]
+SHORT = [
+    *deal(CHUNKED, WAYS_BY_CHUNKS, EVERY_DTYPE[:3]),
+    *deal(BY_HEAD, [((67, 20, 90, 128), plan) for plan in FEW_PLANS], [F32, BF16]),
+    *[(rule, ((18, 512, 24, 16), ""), dtype) for rule in DECAYS for dtype in (F16, BF16)],
+]
+LONG = [
+    *product(CHUNKED, [(sizes, "") for sizes in SHAPES], EVERY_DTYPE[:3]),
+    *product(CHUNKED, [(sizes, "") for sizes in LARGE], [BF16]),
+    # Decays of 512 keys in float32 do not fit.
+    *product(BY_HEAD, [(sizes, "") for sizes in LARGE], [F32]),
+    *product(DECAYS, [(sizes, "") for sizes in LARGE if sizes[1] < 512], [F32]),
+    # 16 chunks to an interval: states are put down, taken up again, and marched from, the next chunk on its way.
+    *product(CHUNKED, [((390, 16, 33, 256), plan) for plan in ("chunk=16", "chunk=16 segments=3")], [BF16]),
+    *deal(BY_HEAD, [((131, 20, 90, 128), plan) for plan in [*PLANS, "segments=3"]], [BF16, F32]),
+    *product(
+        DECAYS, [((75, 20, 90, 32), plan) for plan in ("columns=16", "columns=48 segments=3", "columns=96")], [F32]
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "way", "dtype"), long(SHORT + LONG, short=SHORT), ids=label)
+def test_every_way_by_chunks_in_any_order_of_threads(
+    emulator: Emulator, rule: Rule, way: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (T, K, V, interval), plan = way
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
+    inputs = rule.inputs(B=1, T=T, H=1, K=K, V=V, dtype=dtype)
+    first = emulator.run(inputs, interval=interval, algorithm="chunked")
+    assert_close(first, expected(rule, inputs), TOLERANCE["chunked"][dtype])
+    with emulator.schedule(1):
+        assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, "in another order")
+
+
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize(("T", "K", "V"), [(21, 20, 40), (21, 100, 36), (390, 3, 5)])
+def test_steps_in_any_order_of_threads(emulator: Emulator, rule: Rule, T: int, K: int, V: int) -> None:
+    inputs = rule.inputs(B=1, T=T, H=1 if T > 300 else 2, K=K, V=V)
+    first = emulator.run(inputs, interval=6)
+    for seed in (1, 7):
+        with emulator.schedule(seed):
+            assert_same(emulator.run(inputs, interval=6), first, f"in order {seed}")
+
+
+# The second divides time among blocks.
+STEPS = [(67, 6, 7, 16), (384, 3, 4, 64)]
+CHUNKS = [(67, 6, 7, 64), (100, 20, 9, 64), (540, 12, 10, 128)]
+REGIMES = [
+    *product(["recurrent"], RULES, STEPS[:1], [F32]),
+    *product(["recurrent"], DECAYS, STEPS[1:], [F32]),
+    *product(["chunked"], CHUNKED, CHUNKS[:1], TWO_DTYPES),
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rule", "sizes", "dtype"),
+    long([*REGIMES, *product(["chunked"], CHUNKED, CHUNKS[1:], TWO_DTYPES)], short=REGIMES),
+    ids=label,
+)
+def test_every_regime(emulator: Emulator, algorithm: str, rule: Rule, sizes: tuple, dtype: torch.dtype) -> None:
+    T, K, V, interval = sizes
+    inputs = rule.in_regimes(rule.regimes, B=1, T=T, H=1, K=K, V=V, dtype=dtype, extras_dtype=torch.float32)
+    actual, wanted = emulator.run(inputs, interval=interval, algorithm=algorithm), expected(rule, inputs)
+    assert_close(parts(actual, rule.regimes), parts(wanted, rule.regimes), TOLERANCE[algorithm][dtype])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], TWO_DTYPES)], ids=label
+)
+def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, algorithm: str, dtype: torch.dtype) -> None:
+    """The same log decay for every key dimension."""
+    rule = RULE["gated"]
+    inputs = rule.in_regimes(rule.regimes, B=1, T=67, H=1, K=6, V=9, dtype=dtype, extras_dtype=torch.float32)
+    actual = emulator.run(inputs, interval=64, algorithm=algorithm, complement=False)
+    gate = inputs["log_gate"].detach()[..., None].requires_grad_()  # type: ignore[union-attr]
+    arguments = {**inputs, "log_key_decay": gate, "log_value_decay": None}
+    del arguments["log_gate"]
+    wanted = expected(RULE["decay"], arguments)
+    wanted["gradient of log_gate"] = wanted.pop("gradient of log_key_decay").squeeze(-1)  # type: ignore[union-attr]
+    wanted = {name: wanted[name] for name in actual}
+    assert_close(parts(actual, rule.regimes), parts(wanted, rule.regimes), TOLERANCE[algorithm][dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=label)
+@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], RULE["delta"]], ids=label)
+def test_gates_in_float32(emulator: Emulator, rule: Rule, dtype: torch.dtype) -> None:
+    # The gates' own gradients are held to the inputs' tolerance: v and k are rounded to it.
+    inputs = rule.inputs(T=19, K=9, V=12, dtype=dtype, extras_dtype=torch.float32)
+    tolerance = 1e-6 if dtype == torch.float64 else TOLERANCE["recurrent"][dtype]
+    assert_close(emulator.run(inputs, interval=8), expected(rule, inputs), tolerance)
+
+
+@pytest.mark.parametrize("use", ["out", "final_state"])
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
+def test_without_an_initial_state_and_with_either_gradient_alone(
+    emulator: Emulator, algorithm: str, rule: Rule, use: str
+) -> None:
+    inputs = rule.inputs(B=1, T=21, H=2, K=17, V=9, initial_state=False)
+    d_out, d_final = weights_for(inputs)
+    weights = (d_out, None) if use == "out" else (torch.zeros_like(d_out), d_final)
+    actual = emulator.run(inputs, interval=16, algorithm=algorithm, weights=weights)
+    assert_close(actual, definition(rule, inputs, weights), TOLERANCE[algorithm][torch.float32])
+
+
+@pytest.mark.parametrize("interval", [0, 1, 2, 16, 31, 40, 70])
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_every_interval(emulator: Emulator, rule: Rule, interval: int) -> None:
+    check(emulator, rule, "recurrent", interval, B=1, T=70, H=1, K=5, V=7)
+
+
+@pytest.mark.parametrize("rule", CHUNKED, ids=label)
+def test_how_many_states_are_kept_changes_no_bit(
+    emulator: Emulator, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are computed again are those that the forward pass had."""
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16 segments=1")
+    inputs = rule.inputs(B=1, T=150, H=1, K=9, V=10, dtype=torch.bfloat16)
+    first = emulator.run(inputs, interval=16, algorithm="chunked")
+    for interval in (64, 128, 512):
+        assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, f"at interval {interval}")
+
+
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
+def test_kept_states_are_those_before_their_steps(emulator: Emulator, algorithm: str, rule: Rule) -> None:
+    T, interval = (23, 5) if algorithm == "recurrent" else (49, 16)
+    inputs = rule.inputs(T=T, K=6, V=10, requires_grad=False)
+    states = emulator.forward(inputs, interval, algorithm)["states"]
+    wanted = []
+    for end in range(interval, T, interval):
+        prefix = {name: x if x is None or name == "initial_state" else x[:, :end] for name, x in inputs.items()}
+        wanted.append(definition(rule, prefix, None)["final_state"])
+    assert len(wanted) > 2
+    wanted_states: Inputs = {"states": torch.stack(wanted, dim=2)}  # type: ignore[arg-type]
+    assert_close({"states": states}, wanted_states, TOLERANCE[algorithm][torch.float32])
+
+
+# Steps of few heads, divided in time without being asked: for decays by dimension alone.
+
+
+def check_divided(emulator: Emulator, rule: Rule, interval: int, **shape: object) -> None:
+    check(emulator, rule, "recurrent", interval, **shape)
+    assert emulator.workspaces["diagonal_forward"] > 0
+    assert emulator.workspaces["diagonal_backward"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "times", "dtype"), deal(DECAYS, [(384, 128), (391, 64), (512, 96), (520, 5)], EVERY_DTYPE), ids=label
+)
+def test_few_heads_are_divided_in_time(emulator: Emulator, rule: Rule, times: tuple, dtype: torch.dtype) -> None:
+    """One head leaves most of the emulated device's multiprocessors idle: its steps are worked on in segments."""
+    check_divided(emulator, rule, times[1], B=1, T=times[0], H=1, K=5, V=7, dtype=dtype)
+
+
+@pytest.mark.parametrize("rule", DECAYS, ids=label)
+def test_segments_of_states_that_several_blocks_share(emulator: Emulator, rule: Rule) -> None:
+    check_divided(emulator, rule, 128, B=1, T=400, H=1, K=36, V=40, initial_state=False)
+
+
+@pytest.mark.parametrize(
+    ("T", "heads", "interval", "forward", "backward"),
+    [(400, 1, 64, True, True), (380, 1, 64, False, False), (400, 1, 0, True, False), (384, 355, 64, False, False)],
+    ids=["divided", "too short", "no state to start the way back from", "enough heads"],
+)
+def test_nothing_is_divided_without_need(
+    emulator: Emulator, T: int, heads: int, interval: int, forward: bool, backward: bool
+) -> None:
+    for way, divided in (("forward", forward), ("backward", backward)):
+        sizes = (1, T, heads, 2, 2, interval)
+        assert divided == bool(emulator.workspace(f"diagonal_{way}", "recurrent", sizes, torch.float32, GATES[1:])), way
+
+
+# Layouts, sizes and devices.
+
+
+def strided(x: Tensor | None, how: str) -> Tensor | None:
+    """The values of a (batch, time, heads[, dim]) tensor within a larger one that is NaN elsewhere."""
+    if x is None:
+        return None
+    if how == "time first":  # as fairseq has it: (time, batch, heads * dim)
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    rest = x.shape[3:]
+    # "padded": whole vectors fit before and behind; "odd": every row starts at another alignment.
+    before, more = (8, 8) if how == "padded" else (1, 2)
+    B, T, H = x.shape[:3]
+    shape = (B, T + 2, H, rest[0] + before + more) if rest else (B, T + 2, H + 1)
+    wide = torch.full(shape, torch.nan, dtype=x.dtype)
+    view = wide[:, :T, :, before : before + rest[0]] if rest else wide[:, :T, :H]
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize("how", ["time first", "padded", "odd"])
+@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=label)
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
+def test_strides_do_not_change_a_bit(
+    emulator: Emulator, algorithm: str, rule: Rule, dtype: torch.dtype, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16")
+    inputs = rule.inputs(B=2, T=35, H=2, K=8, V=16, dtype=dtype, requires_grad=False)
+    d_out, d_final = weights_for(inputs)
+    first = emulator.run(inputs, interval=16, algorithm=algorithm)
+    views = {name: x if name == "initial_state" else strided(x, how) for name, x in inputs.items()}
+    weights = (strided(d_out, how), d_final)
+    assert_same(emulator.run(views, interval=16, algorithm=algorithm, weights=weights), first, how)
+
+
+@pytest.mark.parametrize(("capability", "shared_memory"), [(70, 96), (75, 64), (80, 163), (86, 99)])
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
+def test_devices_with_less_shared_memory(
+    emulator: Emulator, algorithm: str, rule: Rule, capability: int, shared_memory: int
+) -> None:
+    T, size, interval = (70, 64, 64) if algorithm == "recurrent" else (17, 128, 32)
+    family, by_dimension = "delta" if rule.name == "delta" else "diagonal", rule in DECAYS
+    with emulator.device(capability, shared_memory * 1024):
+        if algorithm == "chunked":
+            for way in ("forward", "backward"):
+                sizes = (1, T, 1, size, size, interval)
+                taken = emulator.supports(f"{family}_{way}", sizes, torch.float32, capability, by_dimension)
+                assert taken == (capability >= 80)
+            if not taken:
+                return
+        check(emulator, rule, algorithm, interval, B=1, T=T, H=1, K=size, V=size)
+
+
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+def test_no_batch(emulator: Emulator, rule: Rule) -> None:
+    actual = emulator.run(rule.inputs(B=0, T=5), interval=2)
+    assert all(x is None or x.numel() == 0 for x in actual.values())
+
+
+@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize(("K", "V"), [(513, 4), (4, 513)])
+def test_dimensions_beyond_the_kernels_are_refused(emulator: Emulator, rule: Rule, K: int, V: int) -> None:
+    with pytest.raises(EmulationError, match="returned 1"):
+        emulator.run(rule.inputs(B=1, T=2, K=K, V=V), interval=2)
+
+
+@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=label)
+@pytest.mark.parametrize("rule", CHUNKED, ids=label)
+def test_a_nan_is_passed_on_in_its_column_alone(emulator: Emulator, rule: Rule, dtype: torch.dtype) -> None:
+    """The NaN that a GPU makes, whose bits are all ones: to round it as if it were a number would make it 0. (The steps
+    before it in its chunk may get it too: it is multiplied by 0 there.)"""
+    inputs = rule.inputs(B=1, T=35, H=1, K=16, V=16, dtype=dtype, initial_state=False, requires_grad=False)
+    bits, integers = (0x7FFF, torch.int16) if dtype == torch.bfloat16 else (0x7FFFFFFF, torch.int32)
+    inputs["v"].view(integers)[0, 20, 0, 5] = bits  # type: ignore[union-attr]
+    found = emulator.forward(inputs, 32, "chunked")["out"][0, :, 0].isnan()
+    assert bool(found[20:, 5].all()) and not bool(found[:, :5].any()) and not bool(found[:, 6:].any())
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    long(
+        list(product(CHUNKED, [(40, 64, 64), (40, 128, 96), (64, 256, 128), (40, 512, 512)])),
+        short=[(rule, (40, 64, 64)) for rule in CHUNKED],
+    ),
+    ids=label,
+)
+def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator: Emulator, rule: Rule, shape: tuple) -> None:
+    """Results are rounded, which makes an error of 0.0017, and so is what products read of states and scores. States
+    are read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it, and
+    so do those of decays by dimension, which scale what is written."""
+    T, K, V = shape
+    inputs = rule.inputs(B=1, T=T, H=1, K=K, V=V, dtype=torch.bfloat16)
+    actual, wanted = emulator.run(inputs, interval=64, algorithm="chunked"), expected(rule, inputs)
+    operation = f"{'delta' if rule.name == 'delta' else 'diagonal'}_backward"
+    gates = {"gated": rule.name == "gated", "separate_decays": rule in DECAYS}
+    blocks = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16, **gates).blocks
+    of_states = 2e-3 if rule.name == "delta" else 3e-3 if rule in DECAYS else 4e-6
+    for key, value in wanted.items():
+        allowed = of_states if key.endswith("_state") else 0.004 + 0.0003 * (blocks - 1)
+        assert value is None or relative_error(actual[key], value) <= allowed, key
+
+
+# Of 4096 steps: what is allowed of results, and of states and their gradients. With repeated keys the state's gradient
+# grows in directions that no key erases, while what is read of it along keys stays small.
+THOUSANDS = [
+    *(("recurrent", rule, regime, "", F32, 1e-5, 1e-5) for rule, regime in RULES_AND_REGIMES),
+    *(
+        ("chunked", RULE[name], regime, plan, F32, 1e-5, 1e-5)
+        for name, regime in [
+            *(("sum", "ordinary"), ("gated", "tiny"), ("gated", "near one"), ("gated", "ordinary or erased")),
+            *(("decay", "near one"), ("decay", "ordinary or erased"), ("delta", "one"), ("delta", "repeated keys")),
+        ]
+        for plan in ("", "segments=1")
+    ),
+    *(
+        ("chunked", RULE[name], regime, "segments=1", BF16, results, states)
+        for name, regime, results, states in [
+            *[("sum", "ordinary", 4e-3, 1e-5), ("gated", "near one", 4e-3, 3e-5), ("decay", "near one", 4e-3, 3e-3)],
+            *[("delta", "near one", 8e-3, 8e-3), ("delta", "repeated keys", 8e-3, 4e-3)],
+            *[("delta", "repeated keys, one", 8e-3, 8e-3)],
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rule", "regime", "plan", "dtype", "results", "states"), long(THOUSANDS), ids=label
+)
+def test_thousands_of_steps(
+    emulator: Emulator,
+    algorithm: str,
+    rule: Rule,
+    regime: str,
+    plan: str,
+    dtype: torch.dtype,
+    results: float,
+    states: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What tensor cores cut off a sum is always towards zero; in states it would add up to more than is allowed."""
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
+    size, interval = (4, 64) if algorithm == "recurrent" else (16, 128)
+    inputs = rule.inputs(B=1, T=4096, H=1, K=size, V=size, dtype=dtype, extras_dtype=F32, regime=regime)
+    actual, wanted = emulator.run(inputs, interval=interval, algorithm=algorithm), expected(rule, inputs)
+    for key, value in wanted.items():
+        allowed = states if key.endswith("_state") else results
+        assert value is None or relative_error(actual[key], value) <= allowed, key
