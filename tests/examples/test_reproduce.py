@@ -1,0 +1,511 @@
+"""examples/reproduce.py: the command lines of the papers' rows, what is refused, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+
+from tests.conftest import import_plugin
+
+from .conftest import EXAMPLES, Reproduce, options, reproduce_command, tiny
+
+papers = sys.modules["papers"]
+ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
+
+SMALL = ("schlag-table2", "small-delta-network")
+CARRIED = ("schlag-table4", "delta-network")
+LINEAR = ("schlag-table1", "linear")
+GPT2 = ("mao-table1", "decay-no-feature-map")
+MAO = ("mao-table3", "decay-32")
+FFN = ("choi-table2", "400m-ffn-retnet")
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    """Folders with nothing but the names that the command looks for."""
+    for folder, names in (
+        ("converted", ("model.pt", "dict.txt")),
+        ("trained", ("checkpoint_best.pt", "checkpoint_last.pt", "dict.txt")),
+        ("unfinished", ("checkpoint_best.pt",)),
+        ("data", ("dict.txt", "preparation.json")),
+        ("bpe", ("subwords.codes",)),
+        ("other", ("dict.txt",)),
+    ):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).touch()
+    (tmp_path / "other" / "dict.txt").write_text("of another model 1\n")
+    (tmp_path / "bpe" / "preparation.json").write_text('{"made from": {"target": "de"}}')
+    return {path.name.upper(): path for path in [*tmp_path.iterdir(), tmp_path / "out"]}
+
+
+def printed(reproduce: Reproduce, *words: object, **env: str) -> list[list[str]]:
+    """The commands in words, the programs without their folder."""
+    status, out, err = reproduce("--print", *words, **env)
+    assert status == 0, err
+    commands = [shlex.split(line) for line in out.splitlines()]
+    return [[Path(first).name, *others] for first, *others in commands]
+
+
+# --- the command lines
+
+LM = "--user-dir fairseq_fastweights --task fast_weight_language_modeling"
+LOGS = "--no-epoch-checkpoints --log-format json --log-interval 100"
+ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --optimizer adam"
+LM_EVALUATION = "--distributed-world-size 1 --no-progress-bar"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "lines"),
+    [
+        (
+            "schlag-table2 small-delta-network train D O --fp16 --seed 2",
+            {"GPUS": "2", "UPDATE_FREQ": "3"},
+            [
+                f"fairseq-train D --save-dir O {LM} --update-rule delta --feature-map elu --normalization sum"
+                " --tokens-per-sample 256 --batch-size 16 --required-batch-size-multiple 1"
+                f" --arch fast_weight_lm_wiki103_small {ADAPTIVE} --clip-norm 0.25 --lr 0.00025"
+                " --lr-scheduler cosine --warmup-updates 2000 --max-update 500000"
+                f" --distributed-world-size 2 --update-freq 3 {LOGS} --fp16 --seed 2"
+            ],
+        ),
+        (
+            "schlag-table4 delta-network train D O",
+            {},
+            [
+                f"fairseq-train D --save-dir O {LM} --update-rule delta --feature-map elu"
+                " --no-token-positional-embeddings --normalization sum"
+                " --tokens-per-sample 384 --batch-size 56 --required-batch-size-multiple 1"
+                f" --arch fast_weight_lm_wiki103_medium {ADAPTIVE} --clip-norm 0.25 --lr 0.00025"
+                " --lr-scheduler cosine --warmup-updates 2000 --max-update 400000"
+                " --carry-over-state --batch-size-valid 1"
+                f" --distributed-world-size 1 --update-freq 1 {LOGS}"
+            ],
+        ),
+        (
+            "schlag-table2 medium-transformer evaluate D O --fp16",
+            {},
+            [
+                f"fairseq-eval-lm D --path O/checkpoint_best.pt --gen-subset {split} {LM}"
+                f" --tokens-per-sample 384 --context-window 383 {LM_EVALUATION} --fp16"
+                for split in ("valid", "test")
+            ],
+        ),
+        (
+            "schlag-table3 positions-no-normalization-no evaluate D O",
+            {"MODE": "carried", "SPLITS": "test", "CHECKPOINT": "checkpoint_last.pt"},
+            [
+                f"fairseq-eval-lm D --path O/checkpoint_last.pt --gen-subset test {LM}"
+                f" --tokens-per-sample 384 --carry-over-state {LM_EVALUATION}"
+            ],
+        ),
+        (
+            "mao-table3 base train S D O",
+            {"GPUS": "2"},
+            [
+                f"fairseq-train D --save-dir O {LM} --softmax-attention-layers all --lr 0 --max-update 1"
+                " --no-save-optimizer-state --tokens-per-sample 512 --batch-size 13 --required-batch-size-multiple 1"
+                f" --transfer-from S --arch fast_weight_lm_baevski_wiki103 {ADAPTIVE} --clip-norm 0.1"
+                f" --distributed-world-size 2 --update-freq 1 {LOGS}"
+            ],
+        ),
+        (
+            "mao-table3 decay-64 train S D O",
+            {},
+            [
+                f"fairseq-train D --save-dir O {LM} --update-rule decay --feature-map identity --normalization none"
+                " --feature-dim 64 --lr 0.0001 --lr-scheduler cosine --min-lr 2e-06 --warmup-updates 4000"
+                " --max-update 100000 --tokens-per-sample 512 --batch-size 26 --required-batch-size-multiple 1"
+                f" --transfer-from S --arch fast_weight_lm_baevski_wiki103 {ADAPTIVE} --clip-norm 0.1"
+                f" --distributed-world-size 1 --update-freq 1 {LOGS}"
+            ],
+        ),
+        (
+            "mao-table3 decay-32 evaluate D O",
+            {},
+            [
+                # "At the end of the training", says the paper of what is scored.
+                f"fairseq-eval-lm D --path O/checkpoint_last.pt --gen-subset {split} {LM}"
+                f" --tokens-per-sample 512 --context-window {context} {LM_EVALUATION}"
+                for context in (0, 480)
+                for split in ("valid", "test")
+            ],
+        ),
+        (
+            "mao-table1 delta-baseline train S D O",
+            {},
+            [
+                f"fairseq-train D --save-dir O {LM} --update-rule delta --feature-map relu"
+                " --normalization sum,attention --feature-dim 4 --fp16"
+                " --tokens-per-sample 1024 --batch-size 32 --required-batch-size-multiple 1"
+                " --transfer-from S --arch fast_weight_lm_gpt2_small --optimizer adam --clip-norm 1.0"
+                " --lr 0.0006 --lr-scheduler cosine --min-lr 1.2e-05 --warmup-updates 4000 --max-update 100000"
+                " --validate-interval 1000000 --save-interval 1000000 --keep-interval-updates 1"
+                " --validate-interval-updates 4000 --save-interval-updates 4000"
+                f" --distributed-world-size 1 --update-freq 1 {LOGS}"
+            ],
+        ),
+        (
+            "mao-table2 gpt2 evaluate D O",
+            {},
+            [
+                f"fairseq-eval-lm D --path O/checkpoint_best.pt --gen-subset valid {LM}"
+                f" --tokens-per-sample 1024 --context-window 0 {LM_EVALUATION}"
+            ],
+        ),
+        (
+            "choi-table3 wo-lit train S D O --unfreeze-interval 500",
+            {"GPUS": "8", "UPDATE_FREQ": "16", "PRECISION": "fp16"},
+            [
+                f"fairseq-train D --save-dir O {LM} --arch fast_weight_lm_retnet_430m --transfer-from S"
+                " --transfer embeddings,output,feed-forward,output-projection"
+                " --freeze embeddings,output,feed-forward,output-projection"
+                " --unfreeze-threshold 0.01 --unfreeze-patience 1 --unfreeze-interval 1000"
+                " --fp16 --fp16-no-flatten-grads"
+                " --tokens-per-sample 2048 --batch-size 8 --required-batch-size-multiple 1"
+                " --optimizer adam --adam-betas '(0.9, 0.95)' --weight-decay 0.1 --clip-norm 1.0"
+                " --lr 0.0003 --lr-scheduler cosine --min-lr 3e-05 --warmup-updates 2000 --warmup-init-lr 0"
+                " --lr-period-updates 141000"
+                " --validate-interval 1000000 --save-interval 1000000 --keep-interval-updates 1"
+                " --validate-interval-updates 1000 --save-interval-updates 1000 --max-update 75000"
+                f" --distributed-world-size 8 --update-freq 16 {LOGS} --unfreeze-interval 500"
+            ],
+        ),
+        (
+            "choi-table2 1b-attention-hybrid evaluate D O --bf16",
+            {},
+            [
+                f"fairseq-eval-lm D --path O/checkpoint_best.pt --gen-subset valid {LM}"
+                f" --tokens-per-sample 2048 --context-window 0 {LM_EVALUATION} --bf16"
+            ],
+        ),
+        (
+            "schlag-table1 dpfp-256 train D O --cpu",
+            {"GPUS": "3"},
+            [
+                "fairseq-train D --save-dir O --user-dir fairseq_fastweights --task translation"
+                " --arch fast_weight_transformer_wmt_en_de_big --share-all-embeddings"
+                " --fast-weight-attention encoder,decoder,cross --update-rule sum --normalization attention"
+                " --feature-map dpfp --dpfp-nu 2 --max-tokens 3584 --max-tokens-valid 3584"
+                " --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 0 --dropout 0.3"
+                " --lr 0.0005 --lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-07 --max-epoch 45"
+                " --criterion label_smoothed_cross_entropy --label-smoothing 0.1 --eval-bleu"
+                """ --eval-bleu-args '{"beam": 4, "lenpen": 0.6, "max_len_a": 1, "max_len_b": 50}'"""
+                " --best-checkpoint-metric bleu --maximize-best-checkpoint-metric"
+                f" --eval-bleu-remove-bpe sentencepiece --distributed-world-size 3 --update-freq 16 {LOGS} --cpu"
+            ],
+        ),
+        ("schlag-table1 standard evaluate D O --cpu", {}, ["bash examples/wmt14/generate.sh D O --cpu"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_row_is_this_command_line(words: str, env: dict[str, str], lines: list[str], reproduce: Reproduce) -> None:
+    """Written by hand. S stands for a SOURCE that is a checkpoint."""
+    wanted = [shlex.split(line.replace("--transfer-from S", "--transfer-from README.md")) for line in lines]
+    assert printed(reproduce, *words.replace(" S ", " README.md ").split(), **env) == wanted
+
+
+MEMORY = ("--update-rule", "--feature-map", "--normalization", "--feature-dim", "--favor-features", "--dpfp-nu")
+OWN = (*MEMORY, "--softmax-attention-layers", "--fast-weight-attention", "--arch", "--transfer", "--freeze")
+
+
+def wanted_of_a_name(table: str, row: str) -> dict[str, str]:
+    """What a row must ask for, by its name and the papers."""
+    parts, asked = row.split("-"), {}
+    if table == "schlag-table1":
+        asked["--arch"] = "fast_weight_transformer_wmt_en_de_big"
+        if row == "standard":
+            return asked | {"--fast-weight-attention": "none"}
+        memory = {"linear": {"--feature-map": "elu"}}
+        # Table 6, and d_dot = 2 m or 2 nu d_key with d_key = 64.
+        for features in (64, 256, 512):
+            memory[f"performer-{features}"] = {"--feature-map": "favor", "--favor-features": str(features // 2)}
+            memory[f"dpfp-{features}"] = {"--feature-map": "dpfp", "--dpfp-nu": str(features // 128)}
+        rule = {"--update-rule": "sum", "--normalization": "attention"}
+        return asked | {"--fast-weight-attention": "encoder,decoder,cross"} | rule | memory[row]
+    if table.startswith("schlag"):
+        small = "small" in parts or table == "schlag-table5"
+        asked["--arch"] = f"fast_weight_lm_wiki103_{'small' if small else 'medium'}"
+        if parts[1:] == ["transformer"]:
+            return asked | {"--softmax-attention-layers": "all"}
+        rule = "delta" if "delta" in parts or table == "schlag-table3" else "sum"
+        feature_map = {"performer": "favor", "dpfp": "dpfp"}.get(parts[-2], "elu")
+        normalization = "sum" if rule == "delta" or row.endswith("no-normalization") else "attention"
+        if row.endswith("normalization-yes"):
+            normalization = "sum,attention,removal"
+        asked |= {"--update-rule": rule, "--feature-map": feature_map, "--normalization": normalization}
+        if feature_map == "favor":
+            asked["--favor-features"] = "8" if row.startswith("small") else "16"
+        return asked | ({"--dpfp-nu": "1"} if feature_map == "dpfp" else {})
+    if table.startswith("mao"):
+        asked["--arch"] = f"fast_weight_lm_{'baevski_wiki103' if table == 'mao-table3' else 'gpt2_small'}"
+        if row in ("base", "gpt2"):
+            return asked | {"--softmax-attention-layers": "all"}
+        rule, *how = parts
+        keys = "4" if table == "mao-table1" else how[0]
+        asked |= {"--update-rule": {"add": "sum"}.get(rule, rule), "--feature-dim": keys}
+        asked["--feature-map"] = "relu" if how in (["baseline"], ["no", "normalization"]) else "identity"
+        normalization = ["sum"] * (rule == "delta") + ["attention"] * (how == ["baseline"])
+        return asked | {"--normalization": ",".join(normalization) or "none"}
+    size, what, model = parts if table == "choi-table2" else ("400m", parts[0], "retnet")
+    pythia, retnet = {"400m": ("pythia_410m", "retnet_430m"), "1b": ("pythia_1b", "retnet_1b")}[size]
+    asked["--arch"] = f"fast_weight_lm_{pythia if model == 'mha' else retnet}"
+    layers = {"mha": "all", "hybrid": {"400m": "2,12", "1b": "2,8"}[size]}.get(model)
+    asked |= {"--softmax-attention-layers": layers} if layers else {}
+    groups = {"ffn": ",feed-forward", "wo": ",feed-forward,output-projection", "attention": ",feed-forward,attention"}
+    if what != "scratch":
+        asked["--transfer"] = f"embeddings,output{groups.get(what, '')}"
+    return asked | ({"--freeze": asked["--transfer"]} if table == "choi-table3" else {})
+
+
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
+def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: Reproduce) -> None:
+    recipe = papers.TABLES[table].rows[row].recipe
+    (train,) = printed(reproduce, table, row, "train", *["S"] * recipe.sources, "D", "O")
+    asked = options(train)
+    assert {name: asked[name] for name in OWN if name in asked} == wanted_of_a_name(table, row)
+    assert ("--no-token-positional-embeddings" in asked) == ("positions-no" in row or table == "schlag-table4")
+    assert ("--unfreeze-threshold" in asked) == (row == "wo-lit")
+    assert ("--transfer-from" in asked) == (recipe.sources and "scratch" not in row)
+    if table.startswith("choi"):
+        assert asked["--max-update"] == ("50000" if row.startswith("1b") else "75000")
+    given = [word for word in train if word.startswith("--")]
+    assert len(given) == len(set(given))  # none overrides another
+
+
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
+def test_fairseq_takes_a_rows_options_and_builds_its_model(
+    table: str, row: str, reproduce: Reproduce, tmp_path: Path
+) -> None:
+    from fairseq import options as fairseq_options
+    from fairseq import tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    for name in ("dict.txt", "dict.en.txt", "dict.de.txt"):
+        (tmp_path / name).write_text("".join(f"w{i} 1\n" for i in range(128)))
+    languages = ["--source-lang", "en", "--target-lang", "de"] if table == "schlag-table1" else []
+    sources = ["S"] * papers.TABLES[table].rows[row].recipe.sources
+    (train,) = printed(reproduce, table, row, "train", *sources, tmp_path, "O", *languages, *tiny(table, row))
+    import_plugin()
+    cfg = convert_namespace_to_omegaconf(
+        fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), train[1:])
+    )
+    for name, value in options(train).items():
+        if name in MEMORY:
+            assert str(cfg.model[name[2:].replace("-", "_")]) == value
+    model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    assert sum(p.numel() for p in model.parameters()) < 200_000
+
+
+# --- other settings of the environment
+
+
+@pytest.mark.parametrize(
+    ("row", "env", "expected"),
+    [
+        (SMALL, {}, ("1", "1", "96")),
+        (SMALL, {"GPUS": "8", "UPDATE_FREQ": "4"}, ("8", "4", "3")),
+        (CARRIED, {"GPUS": "2"}, ("2", "1", "28")),
+        (LINEAR, {}, ("1", "48", "3584")),
+        (LINEAR, {"GPUS": "8"}, ("8", "6", "3584")),
+        (LINEAR, {"UPDATE_FREQ": "8"}, ("1", "8", "21504")),
+        (LINEAR, {"GPUS": "7", "UPDATE_FREQ": "4"}, ("7", "4", "6144")),
+    ],
+)
+def test_the_batch_is_divided_among_gpus_and_accumulated_batches(
+    row: tuple[str, str], env: dict[str, str], expected: tuple[str, str, str], reproduce: Reproduce
+) -> None:
+    asked = options(printed(reproduce, *row, "train", "D", "O", **env)[0])
+    batch = asked.get("--batch-size", asked.get("--max-tokens"))
+    assert (asked["--distributed-world-size"], asked["--update-freq"], batch) == expected
+
+
+@pytest.mark.parametrize("row", [GPT2, FFN])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_precision_is_chosen(row: tuple[str, str], precision: str, reproduce: Reproduce) -> None:
+    asked = options(printed(reproduce, *row, "train", "S", "D", "O", PRECISION=precision)[0])
+    assert [flag for flag in ("--fp16", "--bf16") if flag in asked] == [f"--{precision}"] * (precision != "fp32")
+
+
+def test_bpe_is_undone_for_the_bleu_of_validations(places: dict[str, Path], reproduce: Reproduce) -> None:
+    asked = options(printed(reproduce, *LINEAR, "train", places["BPE"], "O")[0])
+    assert asked["--eval-bleu-remove-bpe"] == "" and asked["--eval-bleu-detok"] == "moses"
+    assert json.loads(asked["--eval-bleu-detok-args"]) == {"source_lang": "de", "target_lang": "de"}
+
+
+@pytest.mark.parametrize(("place", "name"), [("CONVERTED", "model.pt"), ("TRAINED", "checkpoint_best.pt")])
+def test_a_source_is_a_converted_model_or_a_trained_one(place, name: str, places, reproduce: Reproduce) -> None:
+    asked = options(printed(reproduce, *GPT2, "train", places[place], "D", "O")[0])
+    assert asked["--transfer-from"] == str(places[place] / name)
+
+
+# --- what is shown, and what is refused
+
+
+@pytest.mark.parametrize("table", papers.TABLES)
+def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Reproduce) -> None:
+    status, out, _ = reproduce("--list", table)
+    listed = [line for line in out.splitlines() if line.startswith("|")]
+    assert status == 0 and len(listed) > 2 + 2
+    assert "\n".join(listed) in (EXAMPLES / papers.TABLES[table].folder / "README.md").read_text()
+    assert out in reproduce("--list")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        ([], {}, "it takes TABLE ROW train|evaluate"),
+        (["--list", "mao"], {}, "TABLE is mao; it must be one of schlag-table1, schlag-table2, "),
+        (["mao", "decay-32", "train", "DATA", "OUT"], {}, "TABLE is mao; it must be one of schlag-table1, "),
+        (["mao-table3", "gpt2", "train", "DATA", "OUT"], {}, "ROW is gpt2; it must be one of base, decay-32, decay-64"),
+        ([*SMALL, "learn", "DATA", "OUT"], {}, "after ROW comes learn; it must be train or evaluate"),
+        ([*SMALL, "train", "DATA"], {}, "schlag-table2 small-delta-network train takes DATA OUT [OPTION ...]"),
+        ([*SMALL, "train", "DATA", "--cpu"], {}, "train takes DATA OUT [OPTION ...]"),
+        ([*GPT2, "train", "DATA", "OUT"], {}, "mao-table1 decay-no-feature-map train takes SOURCE DATA OUT"),
+        ([*SMALL, "train", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt; prepare.sh makes it"),
+        ([*SMALL, "evaluate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
+        ([*LINEAR, "train", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no preparation.json"),
+        ([*LINEAR, "evaluate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no preparation.json"),
+        ([*SMALL, "evaluate", "DATA", "OUT"], {}, "out, which holds no checkpoint_best.pt"),
+        ([*LINEAR, "evaluate", "DATA", "OUT"], {}, "out, which holds no checkpoint_best.pt"),
+        ([*MAO, "evaluate", "DATA", "UNFINISHED"], {}, "unfinished, which holds no checkpoint_last.pt"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "x.pt"}, "trained, which holds no x.pt"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "a/x.pt"}, "it must be the name of a file in OUT"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "folded"}, "MODE is folded; it must be sliding, carried or"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "context-"}, "MODE is context-; it must be"),
+        ([*MAO, "evaluate", "DATA", "TRAINED"], {"MODE": "context-512"}, "N a number below the length, 512"),
+        ([*SMALL, "train", "DATA", "OUT"], {"GPUS": "two"}, "GPUS is two; it must be a positive number"),
+        ([*SMALL, "train", "DATA", "OUT"], {"UPDATE_FREQ": "0"}, "UPDATE_FREQ is 0; it must be a positive number"),
+        ([*SMALL, "train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS x UPDATE_FREQ is 5; it must divide the batch of 96"),
+        ([*CARRIED, "train", "DATA", "OUT"], {"UPDATE_FREQ": "2"}, "with state carried over it must be 1"),
+        ([*LINEAR, "train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS is 5; it must divide 48, or UPDATE_FREQ must"),
+        ([*LINEAR, "train", "DATA", "OUT"], {"UPDATE_FREQ": "5"}, "must divide the batch of 172032 tokens"),
+        ([*GPT2, "train", "TRAINED", "DATA", "OUT"], {"PRECISION": "half"}, "it must be fp16, bf16 or fp32"),
+        ([*FFN, "train", "CONVERTED", "DATA", "OUT"], {"PRECISION": "half"}, "it must be bf16, fp16 or fp32"),
+        ([*GPT2, "train", "nowhere", "DATA", "OUT"], {}, "SOURCE is nowhere; it must be a folder with model.pt or"),
+        ([*GPT2, "train", "DATA", "DATA", "OUT"], {}, "it must be a folder with model.pt or checkpoint_best.pt"),
+        ([*GPT2, "train", "UNFINISHED", "DATA", "OUT"], {}, "its training is not finished"),
+        ([*MAO, "train", "UNFINISHED", "DATA", "OUT"], {}, "there is no dict.txt beside"),
+        ([*FFN, "train", "CONVERTED", "OTHER", "OUT"], {}, "whose dict.txt is not that of SOURCE"),
+        (
+            ["choi-table2", "400m-scratch-mha", "train", "CONVERTED", "OTHER", "OUT"],
+            {},
+            "whose dict.txt is not that of SOURCE",
+        ),
+    ],
+)
+def test_wrong_use_is_refused_and_leaves_nothing_behind(
+    words: list[str], env: dict[str, str], message: str, places: dict[str, Path], reproduce: Reproduce
+) -> None:
+    status, out, err = reproduce(*(places.get(word, word) for word in words), **env)
+    assert status == 1 and message in err and not out
+    assert not places["OUT"].exists() and len(list(places["TRAINED"].iterdir())) == 3
+
+
+# --- what is run, with programs that leave what is told of them
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch, reproduce: Reproduce) -> Namespace:
+    """In the place of `stream`: what the programs `say`, their exit `status`, and the `calls` of them."""
+    fake = Namespace(say="x | Loss (base 2): 5.0, Perplexity: 32.00\n", status=0, calls=[])
+
+    def stream(words: list[str], *sinks: BinaryIO) -> int:
+        fake.calls.append(options(words))
+        for sink in sinks:
+            sink.write(fake.say.encode())
+        return fake.status
+
+    monkeypatch.setattr(reproduce_command, "stream", stream)
+    return fake
+
+
+def make_newer(checkpoint: Path) -> None:
+    """As more training would."""
+    later = checkpoint.stat().st_mtime + 100
+    os.utime(checkpoint, (later, later))
+
+
+def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(places, programs, reproduce) -> None:
+    out = places["TRAINED"]
+
+    def scored(**env: str) -> list[tuple[str, str]]:
+        programs.calls.clear()
+        status, said, _ = reproduce(*SMALL, "evaluate", places["DATA"], out, MODE="context-0", **env)
+        assert status == 0 and said.count("Perplexity: 32.00") == len(env.get("SPLITS", "valid test").split())
+        return [(Path(call["--path"]).name, call["--gen-subset"]) for call in programs.calls]
+
+    for name, logs in (
+        ("checkpoint_best.pt", {"context-0-valid.log", "context-0-test.log"}),
+        ("checkpoint_last.pt", {"context-0-valid.checkpoint_last.log", "context-0-test.checkpoint_last.log"}),
+    ):
+        before = set(out.glob("*.log"))
+        env = {} if name == "checkpoint_best.pt" else {"CHECKPOINT": name}
+        assert scored(**env) == [(name, "valid"), (name, "test")]
+        assert {log.name for log in set(out.glob("*.log")) - before} == logs
+        assert scored(**env) == scored(**env, SPLITS="test") == []
+    make_newer(out / "checkpoint_best.pt")
+    assert scored(CHECKPOINT="checkpoint_last.pt") == []
+    assert scored(SPLITS="valid") == [("checkpoint_best.pt", "valid")]
+    assert not list(out.glob("*.unfinished"))
+
+
+def test_an_evaluation_that_fails_shows_why_and_is_not_taken_for_done(places, programs, reproduce) -> None:
+    out = places["TRAINED"]
+    programs.status, programs.say = 1, "one\ntwo\nthree\nfour\n"
+    status, _, err = reproduce(*SMALL, "evaluate", places["DATA"], out)
+    assert status == 1 and len(programs.calls) == 1
+    assert err.startswith("two\nthree\nfour\n") and "sliding-valid.log.unfinished says more" in err
+    assert not list(out.glob("*.log"))
+    programs.status = 0
+    status, said, _ = reproduce(*SMALL, "evaluate", places["DATA"], out, SPLITS="valid")
+    assert status == 0 and f"no perplexity; delete {out / 'sliding-valid.log'} and run again" in said
+
+
+def test_the_target_can_be_a_source_when_its_training_is_done(places, programs, reproduce) -> None:
+    call = ["mao-table2", "gpt2", "train", places["CONVERTED"], places["DATA"], places["OUT"]]
+    programs.say, programs.status = "cut off\n", 1
+    status, said, err = reproduce(*call)
+    assert status == 1 and "cut off" in said and "fairseq-train failed" in err
+    programs.say, programs.status = "cut off again\n", 0
+    assert reproduce(*call)[0] == 0 and not (places["OUT"] / "dict.txt").exists()
+    programs.say = "2026-01-01 00:00:00 | INFO | fairseq_cli.train | done training in 1.0 seconds\n"
+    assert reproduce(*call)[0] == 0 and (places["OUT"] / "dict.txt").exists()
+    assert (places["OUT"] / "train.log").read_text() == f"cut off\ncut off again\n{programs.say}"
+
+
+def test_translations_are_generated_by_the_script_that_other_models_use_too(places, programs, reproduce) -> None:
+    programs.say = "BLEU\n"
+    status, said, _ = reproduce(*LINEAR, "evaluate", places["DATA"], places["TRAINED"], "--cpu")
+    assert (status, said, programs.calls) == (0, "BLEU\n", [{"--cpu": ""}])
+
+
+# --- the schedule of Choi's rows
+
+
+@pytest.mark.parametrize("row", ["400m-ffn-retnet", "1b-ffn-retnet"])
+def test_a_row_stops_at_the_learning_rate_that_is_told(row: str, reproduce: Reproduce) -> None:
+    """ "The same schedule as the pythia paper but stopped early": that has 143,000 updates."""
+    from fairseq.optim.lr_scheduler.cosine_lr_scheduler import CosineLRSchedule, CosineLRScheduleConfig
+    from fairseq.optim.sgd import SGD
+
+    asked = options(printed(reproduce, "choi-table2", row, "train", "S", "D", "O")[0])
+    names = ("min-lr", "warmup-updates", "warmup-init-lr", "lr-period-updates", "max-update")
+    settings = {option.replace("-", "_"): float(asked[f"--{option}"]) for option in names}
+    cfg = CosineLRScheduleConfig(lr=[float(asked["--lr"])], **settings)
+    sgd = Namespace(lr=cfg.lr, momentum=0, weight_decay=0)
+    scheduler = CosineLRSchedule(cfg, SGD(sgd, [torch.zeros(1, requires_grad=True)]))
+    assert scheduler.step_update(2000) == pytest.approx(0.0003)
+    assert scheduler.step_update(143_000 - 1) == pytest.approx(0.00003, abs=1e-9)
+    readme = (EXAMPLES / "xatl" / "README.md").read_text()
+    (told,) = re.findall(rf"([\d.]+) where {'400M' if '400m' in row else '1B'} rows", readme)
+    assert f"{scheduler.step_update(int(asked['--max-update'])):.6f}" == told.ljust(8, "0")
