@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +50,12 @@ def options(words: list[str]) -> dict[str, str]:
             value = words[i + 1] if i + 1 < len(words) else "--"
             found[word] = "" if value.startswith("--") else value
     return found
+
+
+def make_newer(checkpoint: Path) -> None:
+    """As more training would."""
+    later = checkpoint.stat().st_mtime + 100
+    os.utime(checkpoint, (later, later))
 
 
 TINY = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -14,9 +13,7 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from tests.conftest import import_plugin
-
-from .conftest import EXAMPLES, Reproduce, options, reproduce_command, tiny
+from .conftest import EXAMPLES, Reproduce, make_newer, options, reproduce_command
 
 papers = sys.modules["papers"]
 ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
@@ -235,7 +232,7 @@ def wanted_of_a_name(table: str, row: str) -> dict[str, str]:
     if table.startswith("schlag"):
         small = "small" in parts or table == "schlag-table5"
         asked["--arch"] = f"fast_weight_lm_wiki103_{'small' if small else 'medium'}"
-        if parts[1:] == ["transformer"]:
+        if parts[1:] == ["transformer"] and table == "schlag-table2":
             return asked | {"--softmax-attention-layers": "all"}
         rule = "delta" if "delta" in parts or table == "schlag-table3" else "sum"
         feature_map = {"performer": "favor", "dpfp": "dpfp"}.get(parts[-2], "elu")
@@ -280,30 +277,6 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: 
         assert asked["--max-update"] == ("50000" if row.startswith("1b") else "75000")
     given = [word for word in train if word.startswith("--")]
     assert len(given) == len(set(given))  # none overrides another
-
-
-@pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
-def test_fairseq_takes_a_rows_options_and_builds_its_model(
-    table: str, row: str, reproduce: Reproduce, tmp_path: Path
-) -> None:
-    from fairseq import options as fairseq_options
-    from fairseq import tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-    for name in ("dict.txt", "dict.en.txt", "dict.de.txt"):
-        (tmp_path / name).write_text("".join(f"w{i} 1\n" for i in range(128)))
-    languages = ["--source-lang", "en", "--target-lang", "de"] if table == "schlag-table1" else []
-    sources = ["S"] * papers.TABLES[table].rows[row].recipe.sources
-    (train,) = printed(reproduce, table, row, "train", *sources, tmp_path, "O", *languages, *tiny(table, row))
-    import_plugin()
-    cfg = convert_namespace_to_omegaconf(
-        fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), train[1:])
-    )
-    for name, value in options(train).items():
-        if name in MEMORY:
-            assert str(cfg.model[name[2:].replace("-", "_")]) == value
-    model = tasks.setup_task(cfg.task).build_model(cfg.model)
-    assert sum(p.numel() for p in model.parameters()) < 200_000
 
 
 # --- other settings of the environment
@@ -427,12 +400,6 @@ def programs(monkeypatch: pytest.MonkeyPatch, reproduce: Reproduce) -> Namespace
 
     monkeypatch.setattr(reproduce_command, "stream", stream)
     return fake
-
-
-def make_newer(checkpoint: Path) -> None:
-    """As more training would."""
-    later = checkpoint.stat().st_mtime + 100
-    os.utime(checkpoint, (later, later))
 
 
 def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(places, programs, reproduce) -> None:

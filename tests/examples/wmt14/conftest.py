@@ -18,7 +18,6 @@ from tests.examples.conftest import ROOT, run_script
 WMT14 = ROOT / "examples" / "wmt14"
 PREPARE, GENERATE, MULTI30K = WMT14 / "prepare.sh", WMT14 / "generate.sh", WMT14 / "multi30k.sh"
 SUMMARIZE = WMT14 / "summarize.py"
-ROWS = {row.stem: row for row in sorted((WMT14 / "table1").glob("*.sh"))}
 
 sys.path.append(str(WMT14))  # as when one of its programs is started
 corpus, preparation, score, subwords = map(import_module, ("corpus", "preparation", "score", "subwords"))
