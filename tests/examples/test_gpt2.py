@@ -16,10 +16,6 @@ from .conftest import DOCUMENTS, ROOT, encode, run_script, write_documents
 GPT2 = ROOT / "examples" / "gpt2"
 PREPARE = GPT2 / "prepare.sh"
 
-
-# Head dimension 32: keys of 4 and 16 numbers are folded, those of 32 are not.
-
-
 # fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

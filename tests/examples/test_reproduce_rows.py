@@ -7,27 +7,40 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from .conftest import EXAMPLES, TRAINING, WIKITEXT103, Reproduce, reproduce_command, run_script, tiny
+from tests.conftest import import_plugin
+
+from .conftest import EXAMPLES, TRAINING, WIKITEXT103, Reproduce, options, reproduce_command, run_script, tiny
 
 TABLES = reproduce_command.TABLES
 TARGET, BASE = ("mao-table2", "gpt2"), ("mao-table3", "base")
 LIT = ("choi-table3", "wo-lit")
 EVALUATION = ["--cpu", "--num-workers", "0", "--tokens-per-sample", "16"]
 SUMMARIZE = WIKITEXT103 / "summarize.py"
-SOURCES = {"wikitext103": ["data"], "gpt2": ["target", "gpt2_data"], "xatl": ["pythia", "pythia_data"]}
-"""The fixtures that a call of `train` takes, by the folder of a table."""
+PLACES = {
+    "wikitext103": ["data"],
+    "gpt2": ["target", "gpt2_data"],
+    "xatl": ["pythia", "pythia_data"],
+    "wmt14": ["parallel"],
+}
 Train = Callable[..., str]
 
 # fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
+
+
+def places(table: str) -> list[str]:
+    """The fixtures that a call of `train` takes."""
+    return ["published", "numbered"] if table == "mao-table3" else PLACES[TABLES[table].folder]
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -38,9 +51,8 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def train(request: pytest.FixtureRequest, reproduce: Reproduce) -> Train:
     """Trains a small model of a row in `out` for two updates; returns the log."""
 
-    def run(table: str, row: str, out: Path, *options: object, places: list[str] | None = None, **env: str) -> str:
-        usual = ["published", "numbered"] if table == "mao-table3" else SOURCES[TABLES[table].folder]
-        folders = [request.getfixturevalue(name) for name in places or usual]
+    def run(table: str, row: str, out: Path, *options: object, of: list[str] | None = None, **env: str) -> str:
+        folders = [request.getfixturevalue(name) for name in of or places(table)]
         status, log, err = reproduce(table, row, "train", *folders, out, *TRAINING, *tiny(table, row), *options, **env)
         assert status == 0, err
         return log
@@ -59,24 +71,67 @@ def target(gpt2: Path, gpt2_data: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
-ROWS = [
-    (name, row)
-    for name, table in TABLES.items()
-    for row in table.rows
-    if table.folder != "wmt14" and (name, row) not in (TARGET, BASE, LIT)
-]
+ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
+
+
+@pytest.fixture(scope="module")
+def parse() -> Callable[[list[str]], Namespace]:
+    """Parses a command line as fairseq-train does; command lines of the same kind share a parser, which is dear."""
+    from fairseq import options as fairseq_options
+
+    import_plugin()
+    parsers: dict[tuple[str | None, ...], ArgumentParser] = {}
+
+    def run(words: list[str]) -> Namespace:
+        kind = tuple(options(words).get(name) for name in ("--arch", "--task", "--lr-scheduler"))
+        if kind not in parsers:  # to which parse_args_and_arch adds what these have
+            parsers[kind] = fairseq_options.get_training_parser()
+            fairseq_options.parse_args_and_arch(parsers[kind], words)
+        return parsers[kind].parse_args(words)
+
+    return run
+
+
+@pytest.fixture
+def parallel(tmp_path: Path) -> Path:
+    """Enough of two languages to build a model for them."""
+    for language in ("en", "de"):
+        (tmp_path / f"dict.{language}.txt").write_text("a 1\nb 1\n")
+    return tmp_path
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
-def test_a_row_trains(table: str, row: str, train: Train, tmp_path: Path) -> None:
-    """Choi's in bfloat16, as there."""
-    train(table, row, tmp_path / "out", **({} if table.startswith("choi") else {"PRECISION": "fp32"}))
+def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, parse, reproduce, request, tmp_path) -> None:
+    """A small one, of the weights that the row starts from."""
+    from fairseq import tasks
+
+    folders = [request.getfixturevalue("gpt2" if name == "target" else name) for name in places(table)]
+    languages = "--source-lang en --target-lang de".split() if table == "schlag-table1" else []
+    call = [table, row, "train", *folders, tmp_path, *tiny(table, row), *languages]
+    status, line, err = reproduce("--print", *call)
+    assert status == 0, err
+    args = parse(shlex.split(line)[1:])
+    model = tasks.setup_task(args).build_model(args)
+    if table in ("mao-table1", "mao-table2"):  # of two heads, of 32 numbers unless keys are folded to fewer
+        folded = row.endswith("no-feature-map") or (table == "mao-table2" and row != "gpt2")
+        size = {"16": 16, "32": 32}.get(row.split("-")[-1], 4) if folded else 32
+        assert model.decoder.layers[0].self_attn.k_proj.weight.shape == (2 * size, 64)
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("schlag-table3", "positions-no-normalization-yes"),
+        ("schlag-table5", "dpfp-sum"),
+        ("mao-table1", "delta-baseline"),
+        ("mao-table2", "decay-16"),
+    ],
+)
+def test_a_row_of_each_table_trains(table: str, row: str, train: Train, tmp_path: Path) -> None:
+    """Of the tables that the other tests leave."""
+    train(table, row, tmp_path / "out", PRECISION="fp32")
     trained = weights(tmp_path / "out" / "checkpoint_best.pt")
     assert all(x.isfinite().all() for x in trained.values() if x.is_floating_point())
-    if table in ("mao-table1", "mao-table2"):  # of two heads, of 32 numbers unless keys are folded to fewer
-        folded = row.endswith("no-feature-map") or table == "mao-table2"
-        size = {"16": 16, "32": 32}.get(row.split("-")[-1], 4) if folded else 32
-        assert trained["decoder.layers.0.self_attn.k_proj.weight"].shape == (2 * size, 64)
 
 
 @pytest.mark.parametrize("row", ["400m-scratch-retnet", "1b-attention-hybrid", "ffn-frozen"])
@@ -127,11 +182,11 @@ def test_the_published_checkpoint_is_scored_as_it_is(published: Path, train: Tra
 
 def test_words_that_are_numbered_otherwise_than_the_checkpoints_are_refused(train: Train, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in another order than a freshly made one"):
-        train("mao-table3", "decay-32", tmp_path / "out", places=["published", "data"])
+        train("mao-table3", "decay-32", tmp_path / "out", of=["published", "data"])
 
 
 @pytest.mark.parametrize(
-    ("table", "row", "data", "options", "count"),
+    ("table", "row", "text", "options", "count"),
     [
         ("schlag-table2", "small-delta-network", "data", ["--context-window", "15"], 2),
         ("schlag-table4", "delta-network", "data", [], 2),
@@ -141,12 +196,12 @@ def test_words_that_are_numbered_otherwise_than_the_checkpoints_are_refused(trai
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_trained_row_is_scored_once(
-    table: str, row: str, data: str, options: list[str], count: int, train, reproduce, request, tmp_path: Path
+    table: str, row: str, text: str, options: list[str], count: int, train, reproduce, request, tmp_path: Path
 ) -> None:
     """In segments as short as an untrained model of this size was trained on."""
     out = tmp_path / "out"
     train(table, row, out, PRECISION="fp32")
-    call = [table, row, "evaluate", request.getfixturevalue(data), out, *EVALUATION, *options]
+    call = [table, row, "evaluate", request.getfixturevalue(text), out, *EVALUATION, *options]
     status, first, err = reproduce(*call)
     assert status == 0 and first.count("Perplexity: ") == first.count(": scoring ") == count, err
     status, again, _ = reproduce(*call)

@@ -19,7 +19,6 @@ from .conftest import WIKITEXT103, make_newer, run_script
 PREPARE, WIKITEXT2 = WIKITEXT103 / "prepare.sh", WIKITEXT103 / "wikitext2.sh"
 SUMMARIZE = WIKITEXT103 / "summarize.py"
 
-
 # fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

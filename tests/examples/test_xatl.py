@@ -24,12 +24,8 @@ XATL = ROOT / "examples" / "xatl"
 sys.path.append(str(XATL))  # as when its program is started
 lambada = import_module("lambada")
 
-# As sources.NEOX, with heads of 8, of which 2 dimensions are turned; retention has 4 or 8 heads.
-
-
 # fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
 
 PASSAGES = ["the cat sat on the mat", "that is the  theme", "and the other cats sat there:"]
 
