@@ -58,6 +58,20 @@ def make_newer(checkpoint: Path) -> None:
     os.utime(checkpoint, (later, later))
 
 
+def write_training(folder: Path, updates: int, finished: bool = True, *first: str) -> Path:
+    """A training's log as fairseq writes it: a report every 10 updates, a validation every 20."""
+    folder.mkdir(parents=True)
+    lines = [*first, "fairseq_cli.train | num. shared model params: 1,234,567 (num. trained: 1,234,567)"]
+    for update in range(10, updates + 1, 10):
+        report = {"num_updates": str(update), "ppl": str(900 / update), "wps": "1000"}
+        lines.append(f"train_inner | {json.dumps(report)}")
+        if update % 20 == 0:
+            lines.append(f"valid | {json.dumps({'valid_num_updates': str(update), 'valid_ppl': str(999 / update)})}")
+    lines += ["fairseq_cli.train | done training in 1.0 seconds"] * finished
+    (folder / "train.log").write_text("".join(f"2026-01-01 00:00:00 | INFO | {line}\n" for line in lines))
+    return folder
+
+
 TINY = {
     "wikitext103": """--decoder-layers 1 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
         --decoder-ffn-embed-dim 8 --decoder-attention-heads 2 --adaptive-input-cutoff 50,100

@@ -211,57 +211,67 @@ def test_a_row_is_this_command_line(words: str, env: dict[str, str], lines: list
     assert printed(reproduce, *words.replace(" S ", " README.md ").split(), **env) == wanted
 
 
-MEMORY = ("--update-rule", "--feature-map", "--normalization", "--feature-dim", "--favor-features", "--dpfp-nu")
-OWN = (*MEMORY, "--softmax-attention-layers", "--fast-weight-attention", "--arch", "--transfer", "--freeze")
+SOFTMAX = "1 standard|2 (small|medium)-transformer|mao.* (base|gpt2)$"
+WANTED = [
+    ("--arch", "schlag-table1", "fast_weight_transformer_wmt_en_de_big"),
+    ("--arch", "small|schlag-table5", "fast_weight_lm_wiki103_small"),
+    ("--arch", "schlag", "fast_weight_lm_wiki103_medium"),
+    ("--arch", "mao-table3", "fast_weight_lm_baevski_wiki103"),
+    ("--arch", "mao", "fast_weight_lm_gpt2_small"),
+    ("--arch", "mha", "fast_weight_lm_pythia_410m"),
+    ("--arch", "1b", "fast_weight_lm_retnet_1b"),
+    ("--arch", "choi", "fast_weight_lm_retnet_430m"),
+    ("--fast-weight-attention", "standard", "none"),
+    ("--fast-weight-attention", "schlag-table1", "encoder,decoder,cross"),
+    ("--softmax-attention-layers", "schlag-table1", None),
+    ("--softmax-attention-layers", f"{SOFTMAX}|mha", "all"),
+    ("--softmax-attention-layers", "400m.*hybrid", "2,12"),
+    ("--softmax-attention-layers", "1b.*hybrid", "2,8"),
+    ("--update-rule", f"{SOFTMAX}|choi", None),
+    ("--update-rule", "schlag-table3|delta", "delta"),
+    ("--update-rule", "mao.*(decay|gated)", r"\1"),
+    ("--update-rule", "", "sum"),
+    ("--feature-map", f"{SOFTMAX}|choi", None),
+    ("--feature-map", "performer", "favor"),
+    ("--feature-map", "dpfp", "dpfp"),
+    ("--feature-map", "schlag", "elu"),
+    ("--feature-map", "baseline|no-normalization", "relu"),
+    ("--feature-map", "", "identity"),
+    ("--normalization", f"{SOFTMAX}|choi", None),
+    ("--normalization", "normalization-yes", "sum,attention,removal"),
+    ("--normalization", "delta-baseline", "sum,attention"),
+    ("--normalization", "schlag-table3|delta|schlag.*no-normalization", "sum"),
+    ("--normalization", "schlag|baseline", "attention"),
+    ("--normalization", "", "none"),
+    ("--feature-dim", SOFTMAX, None),
+    ("--feature-dim", "mao-table1", "4"),
+    ("--feature-dim", r"mao.*-(\d+)", r"\1"),
+    # Table 6, and d_dot = 2 m or 2 nu d_key with d_key = 64.
+    ("--favor-features", "schlag-table1 performer-64", "32"),
+    ("--favor-features", "schlag-table1 performer-256", "128"),
+    ("--favor-features", "schlag-table1 performer-512", "256"),
+    ("--favor-features", "small-performer", "8"),
+    ("--favor-features", "performer", "16"),
+    ("--dpfp-nu", "dpfp-256", "2"),
+    ("--dpfp-nu", "dpfp-512", "4"),
+    ("--dpfp-nu", "dpfp", "1"),
+    ("--transfer", "choi.*embeddings", "embeddings,output"),
+    ("--transfer", "choi.*ffn", "embeddings,output,feed-forward"),
+    ("--transfer", "choi.*wo", "embeddings,output,feed-forward,output-projection"),
+    ("--transfer", "choi.*attention", "embeddings,output,feed-forward,attention"),
+    ("--freeze", "choi-table3 ffn", "embeddings,output,feed-forward"),
+    ("--freeze", "choi-table3 wo", "embeddings,output,feed-forward,output-projection"),
+    ("--max-update", "choi.*1b", "50000"),
+    ("--max-update", "choi", "75000"),
+]
+"""What a row must ask for by its name and the papers: of an option's lines the first that fits "TABLE ROW"."""
 
 
-def wanted_of_a_name(table: str, row: str) -> dict[str, str]:
-    """What a row must ask for, by its name and the papers."""
-    parts, asked = row.split("-"), {}
-    if table == "schlag-table1":
-        asked["--arch"] = "fast_weight_transformer_wmt_en_de_big"
-        if row == "standard":
-            return asked | {"--fast-weight-attention": "none"}
-        memory = {"linear": {"--feature-map": "elu"}}
-        # Table 6, and d_dot = 2 m or 2 nu d_key with d_key = 64.
-        for features in (64, 256, 512):
-            memory[f"performer-{features}"] = {"--feature-map": "favor", "--favor-features": str(features // 2)}
-            memory[f"dpfp-{features}"] = {"--feature-map": "dpfp", "--dpfp-nu": str(features // 128)}
-        rule = {"--update-rule": "sum", "--normalization": "attention"}
-        return asked | {"--fast-weight-attention": "encoder,decoder,cross"} | rule | memory[row]
-    if table.startswith("schlag"):
-        small = "small" in parts or table == "schlag-table5"
-        asked["--arch"] = f"fast_weight_lm_wiki103_{'small' if small else 'medium'}"
-        if parts[1:] == ["transformer"] and table == "schlag-table2":
-            return asked | {"--softmax-attention-layers": "all"}
-        rule = "delta" if "delta" in parts or table == "schlag-table3" else "sum"
-        feature_map = {"performer": "favor", "dpfp": "dpfp"}.get(parts[-2], "elu")
-        normalization = "sum" if rule == "delta" or row.endswith("no-normalization") else "attention"
-        if row.endswith("normalization-yes"):
-            normalization = "sum,attention,removal"
-        asked |= {"--update-rule": rule, "--feature-map": feature_map, "--normalization": normalization}
-        if feature_map == "favor":
-            asked["--favor-features"] = "8" if row.startswith("small") else "16"
-        return asked | ({"--dpfp-nu": "1"} if feature_map == "dpfp" else {})
-    if table.startswith("mao"):
-        asked["--arch"] = f"fast_weight_lm_{'baevski_wiki103' if table == 'mao-table3' else 'gpt2_small'}"
-        if row in ("base", "gpt2"):
-            return asked | {"--softmax-attention-layers": "all"}
-        rule, *how = parts
-        keys = "4" if table == "mao-table1" else how[0]
-        asked |= {"--update-rule": {"add": "sum"}.get(rule, rule), "--feature-dim": keys}
-        asked["--feature-map"] = "relu" if how in (["baseline"], ["no", "normalization"]) else "identity"
-        normalization = ["sum"] * (rule == "delta") + ["attention"] * (how == ["baseline"])
-        return asked | {"--normalization": ",".join(normalization) or "none"}
-    size, what, model = parts if table == "choi-table2" else ("400m", parts[0], "retnet")
-    pythia, retnet = {"400m": ("pythia_410m", "retnet_430m"), "1b": ("pythia_1b", "retnet_1b")}[size]
-    asked["--arch"] = f"fast_weight_lm_{pythia if model == 'mha' else retnet}"
-    layers = {"mha": "all", "hybrid": {"400m": "2,12", "1b": "2,8"}[size]}.get(model)
-    asked |= {"--softmax-attention-layers": layers} if layers else {}
-    groups = {"ffn": ",feed-forward", "wo": ",feed-forward,output-projection", "attention": ",feed-forward,attention"}
-    if what != "scratch":
-        asked["--transfer"] = f"embeddings,output{groups.get(what, '')}"
-    return asked | ({"--freeze": asked["--transfer"]} if table == "choi-table3" else {})
+def wanted(name: str, option: str) -> str | None:
+    for this, pattern, value in WANTED:
+        if this == option and (found := re.search(pattern, name)):
+            return value and found.expand(value)
+    return None
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
@@ -269,12 +279,11 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: 
     recipe = papers.TABLES[table].rows[row].recipe
     (train,) = printed(reproduce, table, row, "train", *["S"] * recipe.sources, "D", "O")
     asked = options(train)
-    assert {name: asked[name] for name in OWN if name in asked} == wanted_of_a_name(table, row)
+    names = {option for option, _, _ in WANTED if table.startswith("choi") or option != "--max-update"}
+    assert {name: asked.get(name) for name in names} == {name: wanted(f"{table} {row}", name) for name in names}
     assert ("--no-token-positional-embeddings" in asked) == ("positions-no" in row or table == "schlag-table4")
     assert ("--unfreeze-threshold" in asked) == (row == "wo-lit")
     assert ("--transfer-from" in asked) == (recipe.sources and "scratch" not in row)
-    if table.startswith("choi"):
-        assert asked["--max-update"] == ("50000" if row.startswith("1b") else "75000")
     given = [word for word in train if word.startswith("--")]
     assert len(given) == len(set(given))  # none overrides another
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -206,7 +204,7 @@ def test_a_trained_row_is_scored_once(
     assert status == 0 and first.count("Perplexity: ") == first.count(": scoring ") == count, err
     status, again, _ = reproduce(*call)
     assert status == 0 and again == "".join(line for line in first.splitlines(True) if "Perplexity: " in line)
-    summary = subprocess.run([sys.executable, SUMMARIZE, tmp_path], capture_output=True, text=True)
+    summary = run_script(SUMMARIZE, tmp_path)
     assert summary.returncode == 0 and not summary.stderr and "| 2 |" in summary.stdout
 
 
@@ -223,5 +221,5 @@ def test_the_target_is_the_converted_model_trained_on_and_scored(target: Path, g
     validations = [line for line in log.splitlines() if "| valid | " in line]
     in_training = float(json.loads(validations[-1].split("| valid | ")[1])["valid_ppl"])
     assert scored == pytest.approx(in_training, abs=0.02)  # both are rounded
-    summary = subprocess.run([sys.executable, SUMMARIZE, target.parent], capture_output=True, text=True)
+    summary = run_script(SUMMARIZE, target.parent)
     assert "valid, context 0" in summary.stdout and f"{scored:.2f}" in summary.stdout and not summary.stderr

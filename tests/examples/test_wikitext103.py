@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import runpy
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import WIKITEXT103, make_newer, run_script
+from .conftest import WIKITEXT103, make_newer, run_script, write_training
 
 PREPARE, WIKITEXT2 = WIKITEXT103 / "prepare.sh", WIKITEXT103 / "wikitext2.sh"
 SUMMARIZE = WIKITEXT103 / "summarize.py"
@@ -63,8 +62,7 @@ def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp
     again = run_script(WIKITEXT2, data, tmp_path / "out", "sum", env={"UPDATES": "2"})
     assert again.returncode == 0 and "training" not in again.stdout
 
-    command = [sys.executable, SUMMARIZE, tmp_path / "out", "--markdown", tmp_path / "t.md"]
-    summary = subprocess.run([*command, "--figure", tmp_path / "t.png"], capture_output=True, text=True)
+    summary = summarize(tmp_path / "out", "--markdown", tmp_path / "t.md", "--figure", tmp_path / "t.png")
     assert summary.returncode == 0, summary.stderr
     assert summary.stdout == (tmp_path / "t.md").read_text()
     table = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in summary.stdout.splitlines()}
@@ -97,22 +95,8 @@ def test_the_comparison_scores_a_model_again_that_was_trained_again(tmp_path: Pa
 # --- summarize.py
 
 
-def write_training(folder: Path, updates: int, finished: bool = True) -> Path:
-    """A training's log as fairseq writes it: a report every 10 updates, a validation every 20."""
-    folder.mkdir(parents=True)
-    lines = ["fairseq_cli.train | num. shared model params: 1,234,567 (num. trained: 1,234,567)"]
-    for update in range(10, updates + 1, 10):
-        report = {"num_updates": str(update), "ppl": str(900 / update), "wps": "1000"}
-        lines.append(f"train_inner | {json.dumps(report)}")
-        if update % 20 == 0:
-            lines.append(f"valid | {json.dumps({'valid_num_updates': str(update), 'valid_ppl': str(999 / update)})}")
-    lines += ["fairseq_cli.train | done training in 1.0 seconds"] * finished
-    (folder / "train.log").write_text("".join(f"2026-01-01 00:00:00 | INFO | {line}\n" for line in lines))
-    return folder
-
-
 def summarize(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SUMMARIZE), *map(str, arguments)], capture_output=True, text=True)
+    return run_script(SUMMARIZE, *arguments)
 
 
 def test_a_summary_tells_the_best_validation_and_the_scores(tmp_path: Path) -> None:
