@@ -55,160 +55,17 @@ def printed(reproduce: Reproduce, *words: object, **env: str) -> list[list[str]]
 
 # --- the command lines
 
-LM = "--user-dir fairseq_fastweights --task fast_weight_language_modeling"
-LOGS = "--no-epoch-checkpoints --log-format json --log-interval 100"
-ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --optimizer adam"
-LM_EVALUATION = "--distributed-world-size 1 --no-progress-bar"
-
 
 @pytest.mark.parametrize(
-    ("words", "env", "lines"),
-    [
-        (
-            "schlag-table2 small-delta-network train D O --fp16 --seed 2",
-            {"GPUS": "2", "UPDATE_FREQ": "3"},
-            [
-                f"fairseq-train D --save-dir O {LM} --update-rule delta --feature-map elu --normalization sum"
-                " --tokens-per-sample 256 --batch-size 16 --required-batch-size-multiple 1"
-                f" --arch fast_weight_lm_wiki103_small {ADAPTIVE} --clip-norm 0.25 --lr 0.00025"
-                " --lr-scheduler cosine --warmup-updates 2000 --max-update 500000"
-                f" --distributed-world-size 2 --update-freq 3 {LOGS} --fp16 --seed 2"
-            ],
-        ),
-        (
-            "schlag-table4 delta-network train D O",
-            {},
-            [
-                f"fairseq-train D --save-dir O {LM} --update-rule delta --feature-map elu"
-                " --no-token-positional-embeddings --normalization sum"
-                " --tokens-per-sample 384 --batch-size 56 --required-batch-size-multiple 1"
-                f" --arch fast_weight_lm_wiki103_medium {ADAPTIVE} --clip-norm 0.25 --lr 0.00025"
-                " --lr-scheduler cosine --warmup-updates 2000 --max-update 400000"
-                " --carry-over-state --batch-size-valid 1"
-                f" --distributed-world-size 1 --update-freq 1 {LOGS}"
-            ],
-        ),
-        (
-            "schlag-table2 medium-transformer evaluate D O --fp16",
-            {},
-            [
-                f"fairseq-eval-lm D --path O/checkpoint_best.pt --gen-subset {split} {LM}"
-                f" --tokens-per-sample 384 --context-window 383 {LM_EVALUATION} --fp16"
-                for split in ("valid", "test")
-            ],
-        ),
-        (
-            "schlag-table3 positions-no-normalization-no evaluate D O",
-            {"MODE": "carried", "SPLITS": "test", "CHECKPOINT": "checkpoint_last.pt"},
-            [
-                f"fairseq-eval-lm D --path O/checkpoint_last.pt --gen-subset test {LM}"
-                f" --tokens-per-sample 384 --carry-over-state {LM_EVALUATION}"
-            ],
-        ),
-        (
-            "mao-table3 base train S D O",
-            {"GPUS": "2"},
-            [
-                f"fairseq-train D --save-dir O {LM} --softmax-attention-layers all --lr 0 --max-update 1"
-                " --no-save-optimizer-state --tokens-per-sample 512 --batch-size 13 --required-batch-size-multiple 1"
-                f" --transfer-from S --arch fast_weight_lm_baevski_wiki103 {ADAPTIVE} --clip-norm 0.1"
-                f" --distributed-world-size 2 --update-freq 1 {LOGS}"
-            ],
-        ),
-        (
-            "mao-table3 decay-64 train S D O",
-            {},
-            [
-                f"fairseq-train D --save-dir O {LM} --update-rule decay --feature-map identity --normalization none"
-                " --feature-dim 64 --lr 0.0001 --lr-scheduler cosine --min-lr 2e-06 --warmup-updates 4000"
-                " --max-update 100000 --tokens-per-sample 512 --batch-size 26 --required-batch-size-multiple 1"
-                f" --transfer-from S --arch fast_weight_lm_baevski_wiki103 {ADAPTIVE} --clip-norm 0.1"
-                f" --distributed-world-size 1 --update-freq 1 {LOGS}"
-            ],
-        ),
-        (
-            "mao-table3 decay-32 evaluate D O",
-            {},
-            [
-                # "At the end of the training", says the paper of what is scored.
-                f"fairseq-eval-lm D --path O/checkpoint_last.pt --gen-subset {split} {LM}"
-                f" --tokens-per-sample 512 --context-window {context} {LM_EVALUATION}"
-                for context in (0, 480)
-                for split in ("valid", "test")
-            ],
-        ),
-        (
-            "mao-table1 delta-baseline train S D O",
-            {},
-            [
-                f"fairseq-train D --save-dir O {LM} --update-rule delta --feature-map relu"
-                " --normalization sum,attention --feature-dim 4 --fp16"
-                " --tokens-per-sample 1024 --batch-size 32 --required-batch-size-multiple 1"
-                " --transfer-from S --arch fast_weight_lm_gpt2_small --optimizer adam --clip-norm 1.0"
-                " --lr 0.0006 --lr-scheduler cosine --min-lr 1.2e-05 --warmup-updates 4000 --max-update 100000"
-                " --validate-interval 1000000 --save-interval 1000000 --keep-interval-updates 1"
-                " --validate-interval-updates 4000 --save-interval-updates 4000"
-                f" --distributed-world-size 1 --update-freq 1 {LOGS}"
-            ],
-        ),
-        (
-            "mao-table2 gpt2 evaluate D O",
-            {},
-            [
-                f"fairseq-eval-lm D --path O/checkpoint_best.pt --gen-subset valid {LM}"
-                f" --tokens-per-sample 1024 --context-window 0 {LM_EVALUATION}"
-            ],
-        ),
-        (
-            "choi-table3 wo-lit train S D O --unfreeze-interval 500",
-            {"GPUS": "8", "UPDATE_FREQ": "16", "PRECISION": "fp16"},
-            [
-                f"fairseq-train D --save-dir O {LM} --arch fast_weight_lm_retnet_430m --transfer-from S"
-                " --transfer embeddings,output,feed-forward,output-projection"
-                " --freeze embeddings,output,feed-forward,output-projection"
-                " --unfreeze-threshold 0.01 --unfreeze-patience 1 --unfreeze-interval 1000"
-                " --fp16 --fp16-no-flatten-grads"
-                " --tokens-per-sample 2048 --batch-size 8 --required-batch-size-multiple 1"
-                " --optimizer adam --adam-betas '(0.9, 0.95)' --weight-decay 0.1 --clip-norm 1.0"
-                " --lr 0.0003 --lr-scheduler cosine --min-lr 3e-05 --warmup-updates 2000 --warmup-init-lr 0"
-                " --lr-period-updates 141000"
-                " --validate-interval 1000000 --save-interval 1000000 --keep-interval-updates 1"
-                " --validate-interval-updates 1000 --save-interval-updates 1000 --max-update 75000"
-                f" --distributed-world-size 8 --update-freq 16 {LOGS} --unfreeze-interval 500"
-            ],
-        ),
-        (
-            "choi-table2 1b-attention-hybrid evaluate D O --bf16",
-            {},
-            [
-                f"fairseq-eval-lm D --path O/checkpoint_best.pt --gen-subset valid {LM}"
-                f" --tokens-per-sample 2048 --context-window 0 {LM_EVALUATION} --bf16"
-            ],
-        ),
-        (
-            "schlag-table1 dpfp-256 train D O --cpu",
-            {"GPUS": "3"},
-            [
-                "fairseq-train D --save-dir O --user-dir fairseq_fastweights --task translation"
-                " --arch fast_weight_transformer_wmt_en_de_big --share-all-embeddings"
-                " --fast-weight-attention encoder,decoder,cross --update-rule sum --normalization attention"
-                " --feature-map dpfp --dpfp-nu 2 --max-tokens 3584 --max-tokens-valid 3584"
-                " --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 0 --dropout 0.3"
-                " --lr 0.0005 --lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-07 --max-epoch 45"
-                " --criterion label_smoothed_cross_entropy --label-smoothing 0.1 --eval-bleu"
-                """ --eval-bleu-args '{"beam": 4, "lenpen": 0.6, "max_len_a": 1, "max_len_b": 50}'"""
-                " --best-checkpoint-metric bleu --maximize-best-checkpoint-metric"
-                f" --eval-bleu-remove-bpe sentencepiece --distributed-world-size 3 --update-freq 16 {LOGS} --cpu"
-            ],
-        ),
-        ("schlag-table1 standard evaluate D O --cpu", {}, ["bash examples/wmt14/generate.sh D O --cpu"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    "block", (Path(__file__).parent / "commands.txt").read_text().split("\n\n"), ids=lambda block: block.split("\n")[0]
 )
-def test_a_row_is_this_command_line(words: str, env: dict[str, str], lines: list[str], reproduce: Reproduce) -> None:
-    """Written by hand. S stands for a SOURCE that is a checkpoint."""
-    wanted = [shlex.split(line.replace("--transfer-from S", "--transfer-from README.md")) for line in lines]
-    assert printed(reproduce, *words.replace(" S ", " README.md ").split(), **env) == wanted
+def test_a_row_is_these_command_lines(block: str, reproduce: Reproduce) -> None:
+    """Written by hand. S, a SOURCE that is a checkpoint, is a file that is there."""
+    call, *lines = [
+        ["README.md" if word == "S" else word for word in shlex.split(line)] for line in block.strip().split("\n")
+    ]
+    env = dict(word.split("=") for word in call[1:] if "=" in word)
+    assert printed(reproduce, *call[1 + len(env) :], **env) == lines
 
 
 SOFTMAX = "1 standard|2 (small|medium)-transformer|mao.* (base|gpt2)$"
