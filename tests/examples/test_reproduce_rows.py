@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from tests.conftest import import_plugin
 
-from .conftest import EXAMPLES, TRAINING, WIKITEXT103, Reproduce, options, reproduce_command, run_script, tiny
+from .conftest import EXAMPLES, TRAINING, WIKITEXT103, Reproduce, reproduce_command, run_script, tiny
 
 TABLES = reproduce_command.TABLES
 TARGET, BASE = ("mao-table2", "gpt2"), ("mao-table3", "base")
@@ -72,24 +71,6 @@ def target(gpt2: Path, gpt2_data: Path, tmp_path_factory: pytest.TempPathFactory
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
 
 
-@pytest.fixture(scope="module")
-def parse() -> Callable[[list[str]], Namespace]:
-    """Parses a command line as fairseq-train does; command lines of the same kind share a parser, which is dear."""
-    from fairseq import options as fairseq_options
-
-    import_plugin()
-    parsers: dict[tuple[str | None, ...], ArgumentParser] = {}
-
-    def run(words: list[str]) -> Namespace:
-        kind = tuple(options(words).get(name) for name in ("--arch", "--task", "--lr-scheduler"))
-        if kind not in parsers:  # to which parse_args_and_arch adds what these have
-            parsers[kind] = fairseq_options.get_training_parser()
-            fairseq_options.parse_args_and_arch(parsers[kind], words)
-        return parsers[kind].parse_args(words)
-
-    return run
-
-
 @pytest.fixture
 def parallel(tmp_path: Path) -> Path:
     """Enough of two languages to build a model for them."""
@@ -99,9 +80,9 @@ def parallel(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
-def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, parse, reproduce, request, tmp_path) -> None:
+def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduce, request, tmp_path) -> None:
     """A small one, of the weights that the row starts from."""
-    from fairseq import tasks
+    from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     folders = [request.getfixturevalue("gpt2" if name == "target" else name) for name in places(table)]
@@ -109,7 +90,8 @@ def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, parse, r
     call = [table, row, "train", *folders, tmp_path, *tiny(table, row), *languages]
     status, printed, err = reproduce("--print", *call)
     assert status == 0, err
-    args = parse(shlex.split(printed.splitlines()[-1])[1:])
+    import_plugin()
+    args = options.parse_args_and_arch(options.get_training_parser(), shlex.split(printed.splitlines()[-1])[1:])
     model = tasks.setup_task(args).build_model(convert_namespace_to_omegaconf(args).model)
     if table in ("mao-table1", "mao-table2"):  # of two heads, of 32 numbers unless keys are folded to fewer
         folded = row.endswith("no-feature-map") or (table == "mao-table2" and row != "gpt2")
