@@ -166,9 +166,10 @@ def _open_text(path: Path) -> Iterator[TextIO]:
                 yield stack.enter_context(open(process.stdout.fileno(), closefd=False, **how))
                 if process.wait():
                     raise TextError(f"{path} is damaged, or not what its name says")
+            elif path.suffix == ".gz":
+                yield stack.enter_context(gzip.open(path, "rt", **how))
             else:
-                opened = gzip.open if path.suffix == ".gz" else open
-                yield stack.enter_context(opened(path, "rt", **how))
+                yield stack.enter_context(path.open(**how))
         except UnicodeDecodeError:
             raise TextError(f"{path} is not text in UTF-8") from None
         except FileNotFoundError:

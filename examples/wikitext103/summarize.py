@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes a table, and curves, of what wikitext2.sh or the scripts of the tables' rows left in OUT, here or in ../gpt2.
+"""Makes a table, and curves, of what wikitext2.sh, or ../reproduce.py for rows of the papers' tables, left in OUT.
 
     summarize.py OUT [MODEL ...] [--markdown FILE] [--figure FILE]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes a table, and curves, of what multi30k.sh or the scripts of Table 1's rows left in RUNS.
+"""Makes a table, and curves, of what multi30k.sh, or ../reproduce.py for the rows of Table 1, left in RUNS.
 
     summarize.py RUNS [MODEL ...] [--markdown FILE] [--figure FILE]
 
@@ -19,18 +19,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.summaries import Run, draw_curves
+from papers.schlag_table1 import TABLE
 
 SUBSETS = ("valid", "test")
-PAPER = {
-    # Table 1: BLEU on valid and on test.
-    "standard": (26.6, 27.7),
-    "linear": (25.5, 26.8),
-    "performer-64": (24.2, 24.4),
-    "performer-256": (24.9, 25.3),
-    "performer-512": (26.7, 27.7),
-    "dpfp-256": (26.2, 26.9),
-    "dpfp-512": (26.2, 27.1),
-}
+PAPER = {name: tuple(map(float, row.numbers)) for name, row in TABLE.rows.items()}
+"""Table 1: BLEU on valid and on test."""
 ORDER = ("softmax", *PAPER, "favor", "dpfp")
 """Of the table's rows, with the models of multi30k.sh among them."""
 PAPERS_ARCHITECTURE = "fast_weight_transformer_wmt_en_de_big"

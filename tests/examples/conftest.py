@@ -1,30 +1,40 @@
-"""A small corpus in WikiText's format, and a way to see what the example scripts would run."""
+"""Small corpora and models for the examples, and ways to see and to run what their commands would."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
+import torch
 
-from tests.conftest import import_plugin
+from tests.conftest import command, import_plugin
 
 ROOT = Path(__file__).resolve().parents[2]
-WIKITEXT103 = ROOT / "examples" / "wikitext103"
+EXAMPLES = ROOT / "examples"
+WIKITEXT103 = EXAMPLES / "wikitext103"
+
+sys.path += [str(EXAMPLES), str(EXAMPLES / "gpt2")]  # as when their programs are started
+encode, reproduce_command = import_module("encode"), import_module("reproduce")
 
 Commands = Callable[..., list[list[str]]]
+Reproduce = Callable[..., tuple[int, str, str]]
 
 
 def run_script(script: Path, *arguments: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess:
     """Runs a script in the repository's root, with this Python's fairseq."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return subprocess.run(
-        ["bash", str(script), *map(str, arguments)],
+        [sys.executable if script.suffix == ".py" else "bash", str(script), *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
         capture_output=True,
@@ -32,14 +42,154 @@ def run_script(script: Path, *arguments: object, env: Mapping[str, str] | None =
     )
 
 
-def options(command: list[str]) -> dict[str, str]:
+def options(words: list[str]) -> dict[str, str]:
     """The options of a call by name; the last one of a kind counts, as for argparse."""
     found = {}
-    for i, word in enumerate(command):
+    for i, word in enumerate(words):
         if word.startswith("--"):
-            value = command[i + 1] if i + 1 < len(command) else "--"
+            value = words[i + 1] if i + 1 < len(words) else "--"
             found[word] = "" if value.startswith("--") else value
     return found
+
+
+def make_newer(checkpoint: Path) -> None:
+    """As more training would."""
+    later = checkpoint.stat().st_mtime + 100
+    os.utime(checkpoint, (later, later))
+
+
+def write_training(folder: Path, updates: int, finished: bool = True, *first: str) -> Path:
+    """A training's log as fairseq writes it: a report every 10 updates, a validation every 20."""
+    folder.mkdir(parents=True)
+    lines = [*first, "fairseq_cli.train | num. shared model params: 1,234,567 (num. trained: 1,234,567)"]
+    for update in range(10, updates + 1, 10):
+        report = {"num_updates": str(update), "ppl": str(900 / update), "wps": "1000"}
+        lines.append(f"train_inner | {json.dumps(report)}")
+        if update % 20 == 0:
+            lines.append(f"valid | {json.dumps({'valid_num_updates': str(update), 'valid_ppl': str(999 / update)})}")
+    lines += ["fairseq_cli.train | done training in 1.0 seconds"] * finished
+    (folder / "train.log").write_text("".join(f"2026-01-01 00:00:00 | INFO | {line}\n" for line in lines))
+    return folder
+
+
+TINY = {
+    "wikitext103": """--decoder-layers 1 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
+        --decoder-ffn-embed-dim 8 --decoder-attention-heads 2 --adaptive-input-cutoff 50,100
+        --adaptive-softmax-cutoff 50,100""".split(),
+    "gpt2": """--decoder-layers 2 --decoder-embed-dim 64 --decoder-attention-heads 2 --decoder-ffn-embed-dim 256
+        --max-target-positions 24""".split(),
+    # Heads of 8, of which 2 dimensions are turned; retention has 4 or 8 heads.
+    "xatl": """--decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 28 --decoder-attention-heads 2
+        --rotary-dim 2 --max-target-positions 24""".split(),
+    "wmt14": """--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32
+        --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2
+        --decoder-attention-heads 2""".split(),
+}
+"""Small models by the folder of a table: at a call's end these options override what the call sets."""
+TRAINING = "--cpu --num-workers 0 --warmup-updates 1 --max-update 2 --batch-size 2 --tokens-per-sample 16".split()
+
+
+def tiny(table: str, row: str) -> list[str]:
+    """The options that make a row's model small."""
+    flags = list(TINY[reproduce_command.TABLES[table].folder])
+    if "hybrid" in row:  # of two layers, the second has softmax
+        flags += ["--softmax-attention-layers", "2"]
+    if table == "mao-table3" and row != "base":  # a head of this size has keys of 16
+        flags += ["--feature-dim", "8"]
+    return flags
+
+
+# --- programs that only note how they were called
+
+
+class Programs:
+    """Runs scripts with programs that note how they were called."""
+
+    def __init__(self, folder: Path, bodies: Mapping[str, str]) -> None:
+        """`bodies` are what the programs do besides, in bash, by name."""
+        self.folder = folder
+        folder.mkdir()
+        for name, body in bodies.items():
+            note = 'printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"'
+            (folder / name).write_text(f"#!/bin/bash\n{note}\n{body}\n")
+            (folder / name).chmod(0o755)
+
+    def run(
+        self, script: Path, *arguments: object, env: Mapping[str, object] | None = None
+    ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+        """The result, and the calls in their order."""
+        calls = self.folder / "calls"
+        calls.mkdir()
+        path = [str(self.folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        variables = {"PATH": os.pathsep.join(path), "CALLS": str(calls), **(env or {})}
+        try:
+            result = subprocess.run(
+                ["bash", str(script), *map(str, arguments)],
+                cwd=ROOT,
+                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+                capture_output=True,
+                text=True,
+            )
+            return result, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
+        finally:
+            shutil.rmtree(calls)
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Commands:
+    """Runs a script to the end with nothing in the place of fairseq, and returns its calls."""
+    programs = Programs(tmp_path / "programs", {"fairseq-train": "", "fairseq-eval-lm": ""})
+
+    def collect(script: Path, *arguments: object, env: Mapping[str, str] | None = None) -> list[list[str]]:
+        result, calls = programs.run(script, *arguments, env=env)
+        assert result.returncode == 0, result.stderr
+        return calls
+
+    return collect
+
+
+# --- fairseq within this process, which saves the seconds that it takes to start
+
+
+@pytest.fixture
+def fairseq(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], str]:
+    """Runs a call of one of fairseq's programs, and returns its log."""
+    monkeypatch.chdir(ROOT)
+
+    def call(words: list[str]) -> str:
+        return command(Path(words[0]).name.removeprefix("fairseq-").replace("-", "_"), *words[1:])
+
+    return call
+
+
+@pytest.fixture
+def reproduce(
+    fairseq: Callable[[list[str]], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Reproduce:
+    """Runs reproduce.py, and returns its status and what it wrote to stdout and stderr."""
+
+    def stream(words: list[str], *sinks: BinaryIO) -> int:
+        log = fairseq(words)
+        for sink in sinks:
+            sink.write("".join(f"x | {line}\n" for line in log.splitlines()).encode())
+        return 0
+
+    monkeypatch.setattr(reproduce_command, "stream", stream)
+    for name in ("GPUS", "UPDATE_FREQ", "PRECISION", "CHECKPOINT", "SPLITS", "MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*words: object, **env: str) -> tuple[int, str, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            status = reproduce_command.main([str(word) for word in words])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+# --- WikiText
 
 
 @pytest.fixture(scope="session")
@@ -60,55 +210,103 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tokens` as prepare.sh leaves them."""
-    out = tmp_path_factory.mktemp("data") / "bin"
-    result = run_script(WIKITEXT103 / "prepare.sh", out, tokens, env={"SKIP_COUNTS": "1", "LC_ALL": "C"})
-    assert result.returncode == 0, result.stderr
+    return binarise_tokens(tokens, tmp_path_factory.mktemp("data") / "bin")
+
+
+def binarise_tokens(tokens: Path, out: Path, *flags: str) -> Path:
+    prefixes = [
+        word for split in ("train", "valid", "test") for word in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")
+    ]
+    command("preprocess", "--only-source", "--destdir", str(out), *prefixes, *flags)
     return out
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Commands:
-    """Runs a script to the end with programs that only note how they were called, and returns these calls."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name in ("fairseq-train", "fairseq-eval-lm"):
-        (programs / name).write_text('#!/bin/bash\nprintf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"\n')
-        (programs / name).chmod(0o755)
+@pytest.fixture(scope="session")
+def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint of the published one's format, its dictionary in another order than a freshly made one."""
+    from fairseq import options as fairseq_options
+    from fairseq import tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    def collect(script: Path, *arguments: object, env: Mapping[str, str] | None = None) -> list[list[str]]:
-        calls = tmp_path / "calls"
-        calls.mkdir()
-        path = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
-        try:
-            result = subprocess.run(
-                ["bash", str(script), *map(str, arguments)],
-                cwd=ROOT,
-                env={**os.environ, "PATH": path, "CALLS": str(calls), **(env or {})},
-                capture_output=True,
-                text=True,
-            )
-            assert result.returncode == 0, result.stderr
-            return [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
-        finally:
-            shutil.rmtree(calls)
+    from tests.conversion.transfers import save_as_in_2019
 
-    return collect
+    folder = tmp_path_factory.mktemp("published")
+    words = (data / "dict.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "dict.txt").write_text("".join(reversed(words)), encoding="utf-8")
+    flags = ["--arch", "transformer_lm_baevski_wiki103", *TINY["wikitext103"], "--tokens-per-sample", "16"]
+    parser = fairseq_options.get_training_parser("language_modeling")
+    args = fairseq_options.parse_args_and_arch(parser, [str(folder), *flags])
+    torch.manual_seed(1)
+    model = tasks.setup_task(args).build_model(convert_namespace_to_omegaconf(args).model)
+    return save_as_in_2019(model, folder)
 
 
-@pytest.fixture
-def fairseq(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
-    """Runs a call that `commands` returned in this process, which saves the seconds that fairseq takes to start."""
-    monkeypatch.chdir(ROOT)
+@pytest.fixture(scope="session")
+def numbered(published: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tokens` in the numbers of the published dictionary."""
+    out = tmp_path_factory.mktemp("numbered") / "bin"
+    return binarise_tokens(tokens, out, "--srcdict", str(published / "dict.txt"))
 
-    def call(command: list[str]) -> None:
-        from fairseq import checkpoint_utils
-        from fairseq_cli import eval_lm, train
 
-        if "fairseq_fastweights" in sys.modules:  # otherwise it is left to --user-dir
-            import_plugin()
-        # Of all trainings in a process fairseq keeps only one best checkpoint.
-        monkeypatch.delattr(checkpoint_utils.save_checkpoint, "best", raising=False)
-        monkeypatch.setattr(sys, "argv", command)
-        {"fairseq-train": train, "fairseq-eval-lm": eval_lm}[command[0]].cli_main()
+# --- models of Hugging Face
 
-    return call
+DOCUMENTS = {
+    "train": [
+        "the cat sat on the mat,\nand the other cats sat there:\n\n  that is the theme",
+        "naïve – 日本 👩‍🔬\ttabs, \r\nand an end of text <|endoftext|> in the midst",
+        "the theme of cats " * 40,
+    ],
+    "valid": ["the mat of the cats\n" * 20, "is it?"],
+}
+
+
+def write_documents(folder: Path) -> Path:
+    """`DOCUMENTS`, in two of the forms that gpt2/prepare.sh takes."""
+    (folder / "train").mkdir(parents=True)
+    first, *others = DOCUMENTS["train"]
+    (folder / "train" / "00.txt").write_text(first + "\n", encoding="utf-8")
+    lines = [json.dumps({"text": text, "meta": {}}) + "\n" for text in others]
+    (folder / "train" / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    (folder / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
+    return folder
+
+
+def convert(folder: Path, neox: bool, **sizes: int) -> Path:
+    """A model with random weights, through the conversion; what it was made from is in `huggingface` beside it."""
+    import_plugin()
+    from fairseq_fastweights.conversion.huggingface import from_huggingface
+    from tests.conversion import sources
+
+    from_huggingface(sources.save(folder / "huggingface", sources.model(neox, **sizes)), folder / "converted")
+    return folder / "converted"
+
+
+def encode_documents(source: Path, folder: Path) -> Path:
+    """`DOCUMENTS` in a model's subwords, as gpt2/prepare.sh leaves them."""
+    assert encode.main([str(source), str(write_documents(folder / "text")), str(folder), "--workers", "1"]) == 0
+    prefixes = [word for split in DOCUMENTS for word in (f"--{split}pref", f"{folder}/{split}.bpe")]
+    flags = ["--only-source", "--srcdict", f"{source}/dict.txt", "--destdir", f"{folder}/bin", *prefixes]
+    command("preprocess", *flags)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted GPT-2. Head dimension 32: keys of 4 and 16 numbers are folded, those of 32 are not."""
+    return convert(tmp_path_factory.mktemp("gpt2"), neox=False, n_embd=64, n_head=2)
+
+
+@pytest.fixture(scope="session")
+def gpt2_data(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return encode_documents(gpt2, tmp_path_factory.mktemp("gpt2-data"))
+
+
+@pytest.fixture(scope="session")
+def pythia(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted GPT-NeoX."""
+    return convert(tmp_path_factory.mktemp("pythia"), neox=True)
+
+
+@pytest.fixture(scope="session")
+def pythia_data(pythia: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return encode_documents(pythia, tmp_path_factory.mktemp("pythia-data"))

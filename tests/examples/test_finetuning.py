@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def summarize(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SUMMARIZE), *map(str, arguments)], capture_output=True, text=True)
+    return run_script(SUMMARIZE, *arguments)
 
 
 @pytest.mark.slow

@@ -15,6 +15,6 @@ from .conftest import ROOT
 )
 def test_the_scripts_pass_shellcheck() -> None:
     scripts = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "examples").rglob("*.sh"))]
-    assert len(scripts) > 50
+    assert len(scripts) > 5
     result = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

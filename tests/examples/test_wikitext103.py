@@ -1,13 +1,8 @@
-"""The scripts of examples/wikitext103: each does what it says, and no flag in it has rotted.
-
-Cut down to a few updates of a tiny model: the options at a call's end override what the scripts set.
-"""
+"""The scripts of examples/wikitext103: the comparison on WikiText-2, its summary, and what prepares the text."""
 
 from __future__ import annotations
 
 import gzip
-import json
-import logging
 import os
 import runpy
 import shutil
@@ -17,301 +12,37 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.conversion.transfers import save_as_in_2019
-
-from .conftest import WIKITEXT103, options, run_script
+from .conftest import WIKITEXT103, make_newer, run_script, write_training
 
 PREPARE, WIKITEXT2 = WIKITEXT103 / "prepare.sh", WIKITEXT103 / "wikitext2.sh"
-EVALUATE, SUMMARIZE = WIKITEXT103 / "evaluate.sh", WIKITEXT103 / "summarize.py"
-ROWS = sorted(WIKITEXT103.glob("table*/*.sh"))
-MAO_ROWS = sorted((WIKITEXT103 / "mao-table3").glob("*.sh"))
-BASE, DECAY = WIKITEXT103 / "mao-table3" / "base.sh", WIKITEXT103 / "mao-table3" / "decay-32.sh"
-DELTA = WIKITEXT103 / "table2" / "small-delta-network.sh"
-CARRIED = WIKITEXT103 / "table4" / "delta-network.sh"
-
-TINY_MODEL = (
-    "--decoder-layers 1 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32 --decoder-ffn-embed-dim 8"
-    " --decoder-attention-heads 2 --adaptive-input-cutoff 50,100 --adaptive-softmax-cutoff 50,100"
-).split()
-TINY_TRAINING = "--cpu --num-workers 0 --warmup-updates 1 --max-update 2 --batch-size 2 --tokens-per-sample 16".split()
-TINY_EVALUATION = "--cpu --num-workers 0".split()
-
+SUMMARIZE = WIKITEXT103 / "summarize.py"
 
 # fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-
-def row_id(row: Path) -> str:
-    return f"{row.parent.name}/{row.stem}"
-
-
-# --- the rows of the tables
-
-
-def test_there_is_a_script_for_each_row_that_the_code_can_run() -> None:
-    sizes = [f"table2/{size}-{model}" for size in ("small", "medium") for model in (
-        "transformer", "linear-transformer", "delta-network", "performer-sum", "performer-delta")]  # fmt: skip
-    ablation = [f"table3/positions-{p}-normalization-{n}" for p in ("yes", "no") for n in ("yes", "no")]
-    carried = [f"table4/{m}" for m in ("linear-transformer", "linear-transformer-no-normalization", "delta-network")]
-    capacity = [f"table5/{name}-{rule}" for name in ("performer", "dpfp") for rule in ("sum", "delta")]
-    assert sorted(map(row_id, ROWS)) == sorted([*sizes, *ablation, *carried, *capacity])
-    assert all(os.access(row, os.X_OK) for row in ROWS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=row_id)
-def test_a_row_trains_and_is_scored(row: Path, data: Path, tmp_path: Path, commands, fairseq, caplog) -> None:
-    (train,) = commands(row, "train", data, tmp_path / "out", *TINY_TRAINING, *TINY_MODEL)
-    fairseq(train)
-    checkpoint = torch.load(tmp_path / "out" / "checkpoint_best.pt", weights_only=False)
-    model, asked = checkpoint["cfg"]["model"], options(train)
-    for option in ("--update-rule", "--feature-map", "--normalization", "--softmax-attention-layers"):
-        if option in asked:
-            assert str(model[option[2:].replace("-", "_")]) == asked[option]
-    assert model["no_token_positional_embeddings"] == ("positions-no" in row.stem or row.parent.name == "table4")
-
-    # An untrained model of this size is soon scored in segments as long as those it was trained on.
-    _, test = commands(row, "evaluate", data, tmp_path / "out", *TINY_EVALUATION, "--tokens-per-sample", 16)
-    if "--context-window" in test:
-        test += ["--context-window", "15"]
-    with caplog.at_level(logging.INFO):
-        fairseq(test)
-    assert "Perplexity: " in caplog.text
-
-
-@pytest.mark.parametrize("row", ROWS, ids=row_id)
-def test_a_row_has_the_settings_of_the_paper(row: Path, tmp_path: Path, commands) -> None:
-    (tmp_path / "dict.txt").touch()
-    (tmp_path / "checkpoint_best.pt").touch()
-    (train,) = commands(row, "train", tmp_path, tmp_path)
-    evaluations = commands(row, "evaluate", tmp_path, tmp_path)
-    small = "small" in row.stem or row.parent.name == "table5"
-    length, batch, updates = (256, 96, 500_000) if small else (384, 56, 400_000)
-    asked = options(train)
-    assert asked["--arch"] == f"fast_weight_lm_wiki103_{'small' if small else 'medium'}"
-    assert (asked["--tokens-per-sample"], asked["--batch-size"]) == (str(length), str(batch))
-    assert (asked["--lr"], asked["--warmup-updates"], asked["--max-update"]) == ("0.00025", "2000", str(updates))
-    assert [options(call)["--gen-subset"] for call in evaluations] == ["valid", "test"]
-    for call in evaluations:
-        scored = options(call)
-        assert scored["--tokens-per-sample"] == str(length)
-        if row.parent.name == "table4":
-            assert "--carry-over-state" in scored and "--carry-over-state" in asked
-        else:
-            assert scored["--context-window"] == str(length - 1) and "--carry-over-state" not in asked
-
-
-@pytest.mark.parametrize(("gpus", "update_freq"), [(1, 1), (2, 1), (2, 3), (8, 4)])
-def test_the_batch_is_divided_among_gpus_and_accumulated_batches(
-    gpus: int, update_freq: int, tmp_path: Path, commands
-) -> None:
-    (tmp_path / "dict.txt").touch()
-    env = {"GPUS": str(gpus), "UPDATE_FREQ": str(update_freq)}
-    (train,) = commands(DELTA, "train", tmp_path, tmp_path, env=env)
-    asked = options(train)
-    assert asked["--distributed-world-size"] == str(gpus) and asked["--update-freq"] == str(update_freq)
-    assert int(asked["--batch-size"]) * gpus * update_freq == 96
-
-
-@pytest.mark.slow
-def test_a_row_runs_from_the_first_command_to_the_last(data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = run_script(DELTA, "train", data, out, *TINY_TRAINING, *TINY_MODEL)
-    assert result.returncode == 0, result.stderr
-    assert "done training" in result.stdout and (out / "train.log").read_text() == result.stdout
-
-    short = [*TINY_EVALUATION, "--tokens-per-sample", "16", "--context-window", "15"]
-    result = run_script(DELTA, "evaluate", data, out, *short)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Perplexity: ") == 2
-    before = (out / "sliding-test.log").stat()
-    again = run_script(DELTA, "evaluate", data, out, *short)
-    assert "scoring" not in again.stdout and again.stdout.count("Perplexity: ") == 2
-    assert (out / "sliding-test.log").stat() == before
-
-    summary = subprocess.run([sys.executable, SUMMARIZE, tmp_path], capture_output=True, text=True)
-    assert summary.returncode == 0 and not summary.stderr
-    assert "valid, sliding" in summary.stdout and "| 2 |" in summary.stdout
-
-
-def make_newer(checkpoint: Path) -> None:
-    """As more training would."""
-    later = checkpoint.stat().st_mtime + 100
-    os.utime(checkpoint, (later, later))
-
-
-def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(tmp_path: Path, commands) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    for name in ("dict.txt", "checkpoint_best.pt", "checkpoint_last.pt"):
-        (out / name).touch()
-
-    def scored(**env: str) -> list[tuple[str, str]]:
-        calls = map(options, commands(EVALUATE, "context-0", 512, out, out, env=env))
-        return [(Path(call["--path"]).name, call["--gen-subset"]) for call in calls]
-
-    for name, logs in (
-        ("checkpoint_best.pt", {"context-0-valid.log", "context-0-test.log"}),
-        ("checkpoint_last.pt", {"context-0-valid.checkpoint_last.log", "context-0-test.checkpoint_last.log"}),
-    ):
-        before = set(out.glob("*.log"))
-        env = {} if name == "checkpoint_best.pt" else {"CHECKPOINT": name}
-        assert scored(**env) == [(name, "valid"), (name, "test")]
-        assert {log.name for log in set(out.glob("*.log")) - before} == logs
-        assert scored(**env) == scored(**env, SPLITS="test") == []
-    make_newer(out / "checkpoint_best.pt")
-    assert scored(CHECKPOINT="checkpoint_last.pt") == []
-    assert scored(SPLITS="valid") == [("checkpoint_best.pt", "valid")]
-    assert not list(out.glob("*.unfinished"))
+# --- wikitext2.sh
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "env", "message"),
+    ("arguments", "env", "message"),
     [
-        (DELTA, ["learn", "DATA", "OUT"], {}, "ROW.sh train DATA OUT"),
-        (DELTA, ["train"], {}, "ROW.sh train DATA OUT"),
-        (DELTA, ["train", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
-        (DELTA, ["evaluate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
-        (DELTA, ["evaluate", "DATA", "OUT"], {}, "OUT, which holds no checkpoint_best.pt"),
-        (DELTA, ["train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS x UPDATE_FREQ is 5; it must divide the batch of 96"),
-        (DELTA, ["train", "DATA", "OUT"], {"GPUS": "two"}, "GPUS is two; it must be a positive number"),
-        (CARRIED, ["train", "DATA", "OUT"], {"UPDATE_FREQ": "2"}, "with state carried over it must be 1"),
-        (WIKITEXT103 / "row.sh", ["huge", "sliding", "--", "train", "DATA", "OUT"], {}, "must be small or medium"),
-        (WIKITEXT103 / "row.sh", ["small", "folded", "--", "train", "DATA", "OUT"], {}, "must be sliding or carried"),
-        (EVALUATE, ["sliding", "256", "DATA"], {}, "evaluate.sh MODE LENGTH DATA OUT"),
-        (EVALUATE, ["folded", "256", "DATA", "OUT"], {}, "MODE is folded"),
-        (EVALUATE, ["sliding", "all", "DATA", "OUT"], {}, "LENGTH is all"),
-        (EVALUATE, ["context-512", "512", "DATA", "OUT"], {}, "N a number below LENGTH, 512"),
-        (EVALUATE, ["context-", "512", "DATA", "OUT"], {}, "MODE is context-; it must be context-N"),
-        (EVALUATE, ["context-0", "512", "DATA", "DATA"], {"CHECKPOINT": "x.pt"}, "data, which holds no x.pt"),
-        (EVALUATE, ["context-0", "512", "DATA", "DATA"], {"CHECKPOINT": "a/x.pt"}, "must be the name of a file in OUT"),
-        (DECAY, ["train", "DATA", "OUT"], {}, "ROW.sh train SOURCE DATA OUT"),
-        (DECAY, ["learn", "DATA", "DATA", "OUT"], {}, "ROW.sh train SOURCE DATA OUT"),
-        (DECAY, ["train", "nowhere", "DATA", "OUT"], {}, "SOURCE is nowhere; it must be a folder with model.pt"),
-        (DECAY, ["train", str(DECAY), "DATA", "OUT"], {}, "there is no dict.txt beside"),
-        (DECAY, ["train", "SOURCE", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
-        (DECAY, ["train", "SOURCE", "DATA", "OUT"], {"GPUS": "4"}, "it must divide the batch of 26"),
-        (DECAY, ["evaluate", "DATA", "DATA"], {}, "which holds no checkpoint_last.pt"),
-        (WIKITEXT103 / "mao-row.sh", ["all", "--", "train", "SOURCE", "DATA", "OUT"], {}, "M is all"),
-        (WIKITEXT2, ["DATA"], {}, "wikitext2.sh DATA OUT [MODEL ...]"),
-        (WIKITEXT2, ["nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
-        (WIKITEXT2, ["DATA", "OUT", "gamma"], {}, "MODEL is gamma; it must be one of softmax sum delta"),
-        (WIKITEXT2, ["DATA", "OUT"], {"UPDATES": "0"}, "UPDATES is 0; it must be a positive number"),
-        (WIKITEXT2, ["DATA", "OUT"], {"JOBS": "all"}, "JOBS is all; it must be a positive number"),
+        (["DATA"], {}, "wikitext2.sh DATA OUT [MODEL ...]"),
+        (["nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
+        (["DATA", "OUT", "gamma"], {}, "MODEL is gamma; it must be one of softmax sum delta"),
+        (["DATA", "OUT"], {"UPDATES": "0"}, "UPDATES is 0; it must be a positive number"),
+        (["DATA", "OUT"], {"JOBS": "all"}, "JOBS is all; it must be a positive number"),
     ],
 )
 def test_wrong_use_is_refused_and_leaves_nothing_behind(
-    script: Path, arguments: list[str], env: dict[str, str], message: str, tmp_path: Path
+    arguments: list[str], env: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    for folder, name in (("data", "dict.txt"), ("source", "dict.txt"), ("source", "model.pt")):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / name).touch()
-    places = {"DATA": str(tmp_path / "data"), "SOURCE": str(tmp_path / "source"), "OUT": str(tmp_path / "OUT")}
-    result = run_script(script, *(places.get(word, word) for word in arguments), env=env)
+    (tmp_path / "dict.txt").touch()
+    places = {"DATA": str(tmp_path), "OUT": str(tmp_path / "OUT")}
+    result = run_script(WIKITEXT2, *(places.get(word, word) for word in arguments), env=env)
     assert result.returncode != 0
     assert message in result.stderr
     assert not (tmp_path / "OUT").exists()
-
-
-# --- Mao's Table 3
-
-
-@pytest.fixture(scope="module")
-def published(tokens: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint of the published one's format, its dictionary in another order than a freshly made one."""
-    from fairseq import options as fairseq_options
-    from fairseq import tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-    folder = tmp_path_factory.mktemp("published")
-    words = (data / "dict.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / "dict.txt").write_text("".join(reversed(words)), encoding="utf-8")
-    flags = ["--arch", "transformer_lm_baevski_wiki103", *TINY_MODEL, "--tokens-per-sample", "16"]
-    parser = fairseq_options.get_training_parser("language_modeling")
-    args = fairseq_options.parse_args_and_arch(parser, [str(folder), *flags])
-    torch.manual_seed(1)
-    model = tasks.setup_task(args).build_model(convert_namespace_to_omegaconf(args).model)
-    return save_as_in_2019(model, folder)
-
-
-@pytest.fixture(scope="module")
-def numbered(published: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tokens` in the numbers of the published dictionary."""
-    out = tmp_path_factory.mktemp("numbered") / "bin"
-    env = {"SKIP_COUNTS": "1", "DICT": str(published / "dict.txt")}
-    result = run_script(PREPARE, out, tokens, env=env)
-    assert result.returncode == 0, result.stderr
-    return out
-
-
-def test_maos_rows_are_all_there() -> None:
-    assert [row.stem for row in MAO_ROWS] == ["base", "decay-32", "decay-64"]
-    assert all(os.access(row, os.X_OK) for row in MAO_ROWS)
-
-
-@pytest.mark.parametrize("row", MAO_ROWS, ids=lambda row: row.stem)
-def test_a_row_of_mao_has_the_settings_of_the_paper(row: Path, tmp_path: Path, commands) -> None:
-    for name in ("dict.txt", "model.pt", "checkpoint_last.pt"):
-        (tmp_path / name).touch()
-    (train,) = commands(row, "train", tmp_path, tmp_path, tmp_path, env={"GPUS": "2"})
-    asked = options(train)
-    assert asked["--arch"] == "fast_weight_lm_baevski_wiki103"
-    assert asked["--transfer-from"] == str(tmp_path / "model.pt")
-    assert (asked["--tokens-per-sample"], asked["--batch-size"], asked["--clip-norm"]) == ("512", "13", "0.1")
-    if row == BASE:
-        assert (asked["--softmax-attention-layers"], asked["--lr"], asked["--max-update"]) == ("all", "0", "1")
-    else:
-        assert (asked["--update-rule"], asked["--feature-dim"]) == ("decay", row.stem.removeprefix("decay-"))
-        assert (asked["--feature-map"], asked["--normalization"]) == ("identity", "none")
-        assert (asked["--lr"], asked["--lr-scheduler"], asked["--min-lr"]) == ("0.0001", "cosine", "2e-06")
-        assert (asked["--warmup-updates"], asked["--max-update"]) == ("4000", "100000")
-    evaluations = [options(call) for call in commands(row, "evaluate", tmp_path, tmp_path)]
-    kinds = [(scored["--gen-subset"], scored["--context-window"]) for scored in evaluations]
-    assert kinds == [("valid", "0"), ("test", "0"), ("valid", "480"), ("test", "480")]
-    assert {scored["--tokens-per-sample"] for scored in evaluations} == {"512"}
-    assert {scored["--path"] for scored in evaluations} == {str(tmp_path / "checkpoint_last.pt")}
-
-
-@pytest.mark.slow
-def test_the_checkpoint_itself_is_scored_as_it_is(published, numbered, tmp_path, commands, fairseq) -> None:
-    (train,) = commands(BASE, "train", published, numbered, tmp_path / "out", *TINY_TRAINING, *TINY_MODEL)
-    fairseq(train)
-    source, ours = (
-        torch.load(path, weights_only=False)["model"]
-        for path in (published / "model.pt", tmp_path / "out" / "checkpoint_last.pt")
-    )
-    _q, k, _v = source["decoder.layers.0.self_attn.in_proj_weight"].chunk(3)
-    assert torch.equal(ours["decoder.layers.0.self_attn.k_proj.weight"], k)
-    same = [name for name in source if name in ours]
-    assert len(same) > 10 and all(torch.equal(source[name], ours[name]) for name in same)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [row for row in MAO_ROWS if row != BASE], ids=lambda row: row.stem)
-def test_a_row_of_mao_is_fine_tuned_and_scored(row, published, numbered, data, tmp_path, commands, fairseq, caplog):
-    # A head of this size has keys of 16.
-    small = [*TINY_TRAINING, *TINY_MODEL, "--feature-dim", "8"]
-    (train,) = commands(row, "train", published, numbered, tmp_path / "out", *small)
-    fairseq(train)
-    checkpoint = torch.load(tmp_path / "out" / "checkpoint_last.pt", weights_only=False)
-    assert str(checkpoint["cfg"]["model"]["update_rule"]) == "decay"
-    assert checkpoint["model"]["decoder.layers.0.self_attn.k_proj.weight"].shape == (16, 32)
-
-    window = [*TINY_EVALUATION, "--tokens-per-sample", 16]
-    for context, test in enumerate(commands(row, "evaluate", numbered, tmp_path / "out", *window)[1::2]):
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            fairseq([*test, "--context-window", "12"] if context else test)
-        assert "Perplexity: " in caplog.text
-
-    (other,) = commands(row, "train", published, data, tmp_path / "other", *small)
-    with pytest.raises(ValueError, match="in another order than a freshly made one"):
-        fairseq(other)
-
-
-# --- wikitext2.sh
 
 
 @pytest.mark.slow
@@ -331,8 +62,7 @@ def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp
     again = run_script(WIKITEXT2, data, tmp_path / "out", "sum", env={"UPDATES": "2"})
     assert again.returncode == 0 and "training" not in again.stdout
 
-    command = [sys.executable, SUMMARIZE, tmp_path / "out", "--markdown", tmp_path / "t.md"]
-    summary = subprocess.run([*command, "--figure", tmp_path / "t.png"], capture_output=True, text=True)
+    summary = summarize(tmp_path / "out", "--markdown", tmp_path / "t.md", "--figure", tmp_path / "t.png")
     assert summary.returncode == 0, summary.stderr
     assert summary.stdout == (tmp_path / "t.md").read_text()
     table = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in summary.stdout.splitlines()}
@@ -365,22 +95,8 @@ def test_the_comparison_scores_a_model_again_that_was_trained_again(tmp_path: Pa
 # --- summarize.py
 
 
-def write_training(folder: Path, updates: int, finished: bool = True) -> Path:
-    """A training's log as fairseq writes it: a report every 10 updates, a validation every 20."""
-    folder.mkdir(parents=True)
-    lines = ["fairseq_cli.train | num. shared model params: 1,234,567 (num. trained: 1,234,567)"]
-    for update in range(10, updates + 1, 10):
-        report = {"num_updates": str(update), "ppl": str(900 / update), "wps": "1000"}
-        lines.append(f"train_inner | {json.dumps(report)}")
-        if update % 20 == 0:
-            lines.append(f"valid | {json.dumps({'valid_num_updates': str(update), 'valid_ppl': str(999 / update)})}")
-    lines += ["fairseq_cli.train | done training in 1.0 seconds"] * finished
-    (folder / "train.log").write_text("".join(f"2026-01-01 00:00:00 | INFO | {line}\n" for line in lines))
-    return folder
-
-
 def summarize(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SUMMARIZE), *map(str, arguments)], capture_output=True, text=True)
+    return run_script(SUMMARIZE, *arguments)
 
 
 def test_a_summary_tells_the_best_validation_and_the_scores(tmp_path: Path) -> None:

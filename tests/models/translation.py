@@ -34,7 +34,8 @@ SUBSETS = [",".join(chosen) for size in (3, 2, 1) for chosen in combinations(PLA
 # Copies of weights that fairseq's encoder layers keep for a fused kernel, and fill in loading. Nothing trains them.
 FUSED = [f"{name}_{kind}" for name in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
 
-POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive]
+# Not DPFP, whose products of ReLUs may be small or 0 in all features.
+POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive and name != "dpfp"]
 
 
 def dictionary(words: Iterable[str] = WORDS) -> Dictionary:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import conftest
 from tests.examples.conftest import ROOT, run_script
 
 WMT14 = ROOT / "examples" / "wmt14"
 PREPARE, GENERATE, MULTI30K = WMT14 / "prepare.sh", WMT14 / "generate.sh", WMT14 / "multi30k.sh"
 SUMMARIZE = WMT14 / "summarize.py"
-ROWS = {row.stem: row for row in sorted((WMT14 / "table1").glob("*.sh"))}
 
 sys.path.append(str(WMT14))  # as when one of its programs is started
 corpus, preparation, score, subwords = map(import_module, ("corpus", "preparation", "score", "subwords"))
@@ -102,36 +100,16 @@ done
 """
 
 
-class Programs:
-    """Runs scripts with programs that note how they were called."""
+class Programs(conftest.Programs):
+    """Those of `STUBS`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        for name, body in STUBS.items():
-            note = 'printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"'
-            (folder / name).write_text(f"#!/bin/bash\n{note}\n{OPTIONS}\n{body}\n")
-            (folder / name).chmod(0o755)
+        super().__init__(folder, {name: f"{OPTIONS}\n{body}" for name, body in STUBS.items()})
 
     def run(
         self, script: Path, *arguments: object, env: Mapping[str, object] | None = None
     ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-        """The result, and the calls in their order."""
-        calls = self.folder / "calls"
-        calls.mkdir()
-        path = [str(self.folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        variables = {"PATH": os.pathsep.join(path), "CALLS": str(calls), "SUMS": "/dev/null", **(env or {})}
-        try:
-            result = subprocess.run(
-                ["bash", str(script), *map(str, arguments)],
-                cwd=ROOT,
-                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-                capture_output=True,
-                text=True,
-            )
-            return result, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
-        finally:
-            shutil.rmtree(calls)
+        return super().run(script, *arguments, env={"SUMS": "/dev/null", **(env or {})})
 
     def prepare(self, *arguments: object, **env: object) -> subprocess.CompletedProcess[str]:
         """prepare.sh with a vocabulary for small texts, unless `env` has another."""
@@ -175,4 +153,4 @@ def generate(
 
 
 def summarize(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SUMMARIZE), *map(str, arguments)], capture_output=True, text=True)
+    return run_script(SUMMARIZE, *arguments)

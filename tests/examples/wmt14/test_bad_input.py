@@ -6,21 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.wmt14.conftest import GENERATE, MULTI30K, PREPARE, ROWS, Programs
+from tests.examples.wmt14.conftest import GENERATE, MULTI30K, PREPARE, Programs
 
 
 @pytest.mark.parametrize(
     ("script", "arguments", "env", "message"),
     [
-        (ROWS["linear"], ["learn", "DATA", "OUT"], {}, "ROW.sh train DATA OUT"),
-        (ROWS["linear"], ["train", "DATA"], {}, "ROW.sh train DATA OUT"),
-        (ROWS["linear"], ["train", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no preparation.json"),
-        (ROWS["linear"], ["generate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no preparation.json"),
-        (ROWS["linear"], ["generate", "DATA", "OUT"], {}, "OUT, which holds no checkpoint_best.pt"),
-        (ROWS["linear"], ["train", "DATA", "OUT"], {"GPUS": "two"}, "GPUS is two; it must be a positive number"),
-        (ROWS["linear"], ["train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS is 5; it must divide 48, or UPDATE_FREQ must"),
-        (ROWS["linear"], ["train", "DATA", "OUT"], {"UPDATE_FREQ": "0"}, "UPDATE_FREQ is 0; it must be a positive"),
-        (ROWS["linear"], ["train", "DATA", "OUT"], {"UPDATE_FREQ": "5"}, "it must divide the batch of 172032 tokens"),
         (GENERATE, ["DATA"], {}, "generate.sh DATA OUT [OPTION ...]"),
         (GENERATE, ["DATA", "MODEL", "--quiet"], {}, "OPTION is --quiet; it must not be given"),
         (GENERATE, ["DATA", "MODEL", "--remove-bpe=subword_nmt"], {}, "OPTION is --remove-bpe=subword_nmt"),

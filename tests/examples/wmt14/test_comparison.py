@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import options
+from tests.examples.conftest import options, write_training
 from tests.examples.wmt14.conftest import MULTI30K, SUMMARY, Programs, summarize
 
 # --- multi30k.sh
@@ -62,20 +62,8 @@ def test_a_training_of_the_comparison_that_was_cut_off_goes_on(
 
 
 def write_run(folder: Path, updates: int, finished: bool = True, arch: str = "", **results: float) -> Path:
-    """A run as fairseq and generate.sh leave it: a report every 10 updates, a validation every 20."""
-    folder.mkdir(parents=True)
-    lines = [
-        f"fairseq_cli.train | {{'model': Namespace(arch='{arch}', cpu=True)}}",
-        "fairseq_cli.train | num. shared model params: 1,234,567 (num. trained: 1,234,567)",
-    ]
-    for update in range(10, updates + 1, 10):
-        lines.append(
-            f"train_inner | {json.dumps({'num_updates': str(update), 'ppl': str(900 / update), 'wps': '1000'})}"
-        )
-        if update % 20 == 0:
-            lines.append(f"valid | {json.dumps({'valid_num_updates': str(update), 'valid_ppl': str(999 / update)})}")
-    lines += ["fairseq_cli.train | done training in 1.0 seconds"] * finished
-    (folder / "train.log").write_text("".join(f"2026-01-01 00:00:00 | INFO | {line}\n" for line in lines))
+    """A run as fairseq and generate.sh leave it."""
+    write_training(folder, updates, finished, f"fairseq_cli.train | {{'model': Namespace(arch='{arch}', cpu=True)}}")
     for subset, bleu in results.items():
         values = {"bleu": bleu, "signature": "tok:13a", "compound_split_bleu": bleu + 1, "tokens_per_second": 2345.6}
         values |= {"compound_split_signature": "tok:none", "options": ["--beam", "4"]}  # type: ignore[dict-item]

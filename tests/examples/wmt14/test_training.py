@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.conftest import options, run_script
+from tests.examples.conftest import EXAMPLES, TINY, Reproduce, run_script, tiny
 from tests.examples.wmt14.conftest import (
     MULTI30K,
     PREPARE,
-    ROWS,
     SUMMARY,
     Programs,
     corpus,
@@ -23,49 +22,37 @@ from tests.examples.wmt14.conftest import (
     summarize,
 )
 
-# At a call's end they override what the scripts set.
-TINY_MODEL = (
-    "--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32 --encoder-ffn-embed-dim 32"
-    " --decoder-ffn-embed-dim 32 --encoder-attention-heads 2 --decoder-attention-heads 2"
-).split()
+TABLE = "schlag-table1"
 TINY_TRAINING = "--cpu --num-workers 0 --max-update 1 --update-freq 1 --max-tokens 256".split()
 
 # fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_trains_the_model_that_it_names(
-    name: str, data: Path, tmp_path: Path, programs: Programs, fairseq: Callable[[list[str]], None]
-) -> None:
-    _, (train,) = programs.run(ROWS[name], "train", data, tmp_path / "out", *TINY_TRAINING, *TINY_MODEL)
-    (tmp_path / "out" / "checkpoint_last.pt").unlink()  # an empty one, of the program in fairseq's place
-    fairseq(train)
-    checkpoint = torch.load(tmp_path / "out" / "checkpoint_best.pt", weights_only=False)
-    model = vars(checkpoint["cfg"]["model"])
-    kind, _, size = name.partition("-")
-    assert model["fast_weight_attention"] == ("none" if name == "standard" else "encoder,decoder,cross")
-    if name != "standard":
-        assert str(model["feature_map"]) == {"linear": "elu", "performer": "favor", "dpfp": "dpfp"}[kind]
-    if kind == "performer":
-        assert 2 * model["favor_features"] == int(size)
-    if kind == "dpfp":
-        assert 2 * 64 * model["dpfp_nu"] == int(size)
-    assert model["share_all_embeddings"] and "best" in checkpoint["extra_state"]
-    assert checkpoint["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu"
+@pytest.fixture
+def train(reproduce: Reproduce, tmp_path: Path) -> Callable[..., str]:
+    """Trains a small model of a row in tmp_path / row for one update; returns the log."""
+
+    def run(row: str, data: Path, *options: str) -> str:
+        call = [TABLE, row, "train", data, tmp_path / row, *TINY_TRAINING, *tiny(TABLE, row), *options]
+        status, log, err = reproduce(*call)
+        assert status == 0 and "done training" in log, err
+        return log
+
+    return run
 
 
 @pytest.mark.slow
-def test_a_row_runs_from_raw_text_to_bleu_and_goes_on_where_it_stopped(data: Path, tmp_path: Path) -> None:
-    row, out = ROWS["linear"], tmp_path / "linear"
-    tiny = [*TINY_TRAINING, *TINY_MODEL]
-    result = run_script(row, "train", data, out, *tiny)
-    assert result.returncode == 0 and "done training" in result.stdout, result.stdout
-    result = run_script(row, "train", data, out, *tiny, "--max-update", "2", "--lr", "0.001", "--log-interval", "1")
-    assert "Loaded checkpoint" in result.stdout and '"num_updates": "2"' in result.stdout, result.stdout
+def test_a_row_runs_from_raw_text_to_bleu_and_goes_on_where_it_stopped(data: Path, train, tmp_path: Path) -> None:
+    train("linear", data)
+    checkpoint = torch.load(tmp_path / "linear" / "checkpoint_best.pt", weights_only=False)
+    assert checkpoint["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu" and "best" in checkpoint["extra_state"]
+    log = train("linear", data, "--max-update", "2", "--lr", "0.001", "--log-interval", "1")
+    assert "Loaded checkpoint" in log and '"num_updates": "2"' in log
 
-    result = run_script(row, "generate", data, out, "--cpu", "--max-len-b", "5", "--beam", "2")
+    out = tmp_path / "linear"
+    evaluate = [EXAMPLES / "reproduce.py", TABLE, "linear", "evaluate", data, out]
+    result = run_script(*evaluate, "--cpu", "--max-len-b", "5", "--beam", "2")
     assert result.returncode == 0, result.stderr
     for subset, count in (("valid", 6), ("test", 4)):
         assert len(corpus.read_text(out / f"generate-{subset}.hyp")) == count
@@ -81,16 +68,12 @@ def test_a_row_runs_from_raw_text_to_bleu_and_goes_on_where_it_stopped(data: Pat
 
 @pytest.mark.slow
 def test_moses_tokens_and_bpe_go_from_raw_text_to_bleu(
-    parallel: Path, tmp_path: Path, programs: Programs, fairseq: Callable[[list[str]], None]
+    parallel: Path, train: Callable[..., str], tmp_path: Path, programs: Programs
 ) -> None:
-    data, out = tmp_path / "data", tmp_path / "out"
+    data, out = tmp_path / "data", tmp_path / "standard"
     result = run_script(PREPARE, data, parallel, env={"VOCABULARY": "60", "SUBWORDS": "bpe"})
     assert result.returncode == 0, result.stderr
-    _, (train,) = programs.run(ROWS["standard"], "train", data, out, *TINY_TRAINING, *TINY_MODEL)
-    assert options(train)["--eval-bleu-detok"] == "moses" and options(train)["--eval-bleu-remove-bpe"] == ""
-    assert json.loads(options(train)["--eval-bleu-detok-args"])["target_lang"] == "de"
-    (out / "checkpoint_last.pt").unlink()
-    fairseq(train)
+    train("standard", data)
     # A generation that repeats the references.
     target = {f"H-{n}\t0\t{line}\n" for n, line in enumerate(subwords_of(data, "test.de"))}
     result, _ = generate(programs, data, out, [*target, SUMMARY])
@@ -125,7 +108,7 @@ def test_binarised_data_hold_each_line_and_nothing_unknown(data: Path, parallel:
 
 @pytest.mark.slow
 def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path) -> None:
-    tiny = ["--", "--max-tokens", "256", *TINY_MODEL]
+    tiny = ["--", "--max-tokens", "256", *TINY["wmt14"]]
     env = {"UPDATES": "2", "SUBSETS": "test"}
     result = run_script(MULTI30K, data, tmp_path / "out", "dpfp", *tiny, env=env)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,208 @@
+"""How the papers' language models are trained and scored."""
+
+from __future__ import annotations
+
+import filecmp
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from papers.rows import BEST, PACKAGE, Call, Places, RowError, positive, program, require, shown, training
+
+TASK = "fast_weight_language_modeling"
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A recipe of `fairseq-train` and `fairseq-eval-lm`.
+
+    Attributes:
+        options: of fairseq-train, for all rows.
+        batch: segments of an update; they are divided among GPUs and accumulated batches.
+        length: tokens of a segment.
+        modes: of evaluation. sliding: a window of `length` tokens that moves on by one token, the only one that is
+            scored; carried: segments, each starting with the state that the one before left; context-N: windows, of
+            which the first N tokens are only read, but for the text's first window.
+        splits: what is scored.
+        checkpoint: which of OUT is scored.
+        precisions: options by precision; the first is the default.
+        sources: whether a training starts from a model.
+        same_dictionary: whether the data must be cut into the source's subwords.
+        becomes_source: whether other models can start from a trained one.
+    """
+
+    options: str
+    batch: int
+    length: int
+    modes: tuple[str, ...]
+    splits: str = "valid test"
+    checkpoint: str = BEST
+    precisions: dict[str, str] = field(default_factory=dict)
+    sources: bool = False
+    same_dictionary: bool = False
+    becomes_source: bool = False
+
+    def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
+        gpus, update_freq = positive(env, "GPUS"), positive(env, "UPDATE_FREQ")
+        if self.batch % (gpus * update_freq):
+            raise RowError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {self.batch}")
+        if "carried" in self.modes and update_freq != 1:
+            raise RowError(
+                f"UPDATE_FREQ is {update_freq}; with state carried over it must be 1, because each of the "
+                f"{self.batch} streams has a row of the batch to itself"
+            )
+        # Without --required-batch-size-multiple fairseq cuts a batch that is no multiple of 8, as 28 to 24.
+        batch = f"--batch-size {self.batch // gpus // update_freq} --required-batch-size-multiple 1"
+        shared = f"{self._precision(env)} --tokens-per-sample {self.length} {batch} {self.options}"
+        return training(places, TASK, f"{row} {shared}", options, gpus, update_freq)
+
+    def _precision(self, env: Mapping[str, str]) -> str:
+        if not self.precisions:
+            return ""
+        chosen = env.get("PRECISION") or next(iter(self.precisions))
+        if chosen not in self.precisions:
+            *others, last = self.precisions
+            raise RowError(f"PRECISION is {chosen}; it must be {', '.join(others)} or {last}")
+        return self.precisions[chosen]
+
+    def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
+        checkpoint = self._scored(places, env)
+        modes = [env["MODE"]] if env.get("MODE") else self.modes
+        calls = []
+        for mode in modes:
+            for split in (env.get("SPLITS") or self.splits).split():
+                words = [program("fairseq-eval-lm"), str(places.data), "--path", str(checkpoint), "--gen-subset", split]
+                words += ["--user-dir", shown(PACKAGE), "--task", TASK]
+                words += ["--tokens-per-sample", str(self.length)]
+                # One process: with several, fairseq reports the perplexity of each one's share.
+                words += [*self._mode(mode), *"--distributed-world-size 1 --no-progress-bar".split(), *options]
+                name = f"{mode}-{split}" + ("" if checkpoint.name == BEST else f".{checkpoint.stem}")
+                calls.append(Call(words, places.out / f"{name}.log", checkpoint, f"{split}, {mode}"))
+        return calls
+
+    def _mode(self, mode: str) -> list[str]:
+        if mode == "sliding":
+            return ["--context-window", str(self.length - 1)]
+        if mode == "carried":
+            return ["--carry-over-state"]
+        context = mode.removeprefix("context-")
+        if context == mode or not (context.isascii() and context.isdecimal() and int(context) < self.length):
+            raise RowError(
+                f"MODE is {mode}; it must be sliding, carried or context-N, N a number below the length, {self.length}"
+            )
+        return ["--context-window", str(int(context))]
+
+    def _scored(self, places: Places, env: Mapping[str, str]) -> Path:
+        name = env.get("CHECKPOINT") or self.checkpoint
+        if Path(name).name != name:
+            raise RowError(f"CHECKPOINT is {name}; it must be the name of a file in OUT")
+        return places.out / name
+
+    def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
+        require("DATA", places.data, "dict.txt")
+        if verb == "evaluate":
+            checkpoint = self._scored(places, env)
+            if not checkpoint.exists():
+                raise RowError(f"OUT is {places.out}, which holds no {checkpoint.name}")
+        elif places.checkpoint is not None:
+            self._check_source(places, places.checkpoint)
+
+    def _check_source(self, places: Places, checkpoint: Path) -> None:
+        if not checkpoint.exists():
+            raise RowError(f"SOURCE is {places.source}; it must be a folder with model.pt or {BEST}, or a checkpoint")
+        dictionary = checkpoint.with_name("dict.txt")
+        if not dictionary.exists():
+            raise RowError(
+                f"SOURCE is {places.source}, but there is no dict.txt beside {checkpoint}: its training is not "
+                "finished, or the dictionary was left behind"
+            )
+        if self.same_dictionary and not filecmp.cmp(dictionary, places.data / "dict.txt", shallow=False):
+            raise RowError(
+                f"DATA is {places.data}, whose dict.txt is not that of SOURCE, {places.source}; prepare.sh takes SOURCE"
+            )
+
+    def finish(self, places: Places) -> None:
+        # A model can be SOURCE once its dictionary is beside it.
+        log = (places.out / "train.log").read_text(encoding="utf-8", errors="replace")
+        if self.becomes_source and "| done training in " in log:
+            (places.out / "dict.txt").write_bytes((places.data / "dict.txt").read_bytes())
+
+
+# adaptive_loss leaves the weights of bands that a batch does not touch without a gradient: only legacy_ddp takes that.
+_ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --optimizer adam"
+_WIKITEXT103 = f"{_ADAPTIVE} --clip-norm 0.25 --lr 0.00025 --lr-scheduler cosine --warmup-updates 2000"
+
+# Schlag et al. 2021, Sec. 6.3 and App. F.
+SMALL = LanguageModel(
+    f"--arch fast_weight_lm_wiki103_small {_WIKITEXT103} --max-update 500000",
+    batch=96,
+    length=256,
+    modes=("sliding",),
+)
+MEDIUM = LanguageModel(
+    f"--arch fast_weight_lm_wiki103_medium {_WIKITEXT103} --max-update 400000",
+    batch=56,
+    length=384,
+    modes=("sliding",),
+)
+# State that is carried over is validated as it is evaluated: as one stream.
+MEDIUM_CARRIED = LanguageModel(
+    f"{MEDIUM.options} --carry-over-state --batch-size-valid 1",
+    batch=MEDIUM.batch,
+    length=MEDIUM.length,
+    modes=("carried",),
+)
+
+# Mao 2022, Sec. 5 and App. B: the checkpoint of Baevski and Auli on WikiText-103. "At the end of the training", says
+# the paper of what is scored, and not at its best.
+BAEVSKI = LanguageModel(
+    f"--transfer-from SOURCE --arch fast_weight_lm_baevski_wiki103 {_ADAPTIVE} --clip-norm 0.1",
+    batch=26,
+    length=512,
+    modes=("context-0", "context-480"),
+    checkpoint="checkpoint_last.pt",
+    sources=True,
+)
+
+# Epochs' ends are no occasion to validate or save: how often they come depends on the size of the text.
+_SAVED = "--validate-interval 1000000 --save-interval 1000000 --keep-interval-updates 1"
+
+# Mao 2022, Sec. 4 and App. A. In float16 the plugin computes the normalisers of attention normalisation in float32, as
+# the paper does.
+GPT2 = LanguageModel(
+    "--transfer-from SOURCE --arch fast_weight_lm_gpt2_small --optimizer adam --clip-norm 1.0"
+    " --lr 0.0006 --lr-scheduler cosine --min-lr 1.2e-05 --warmup-updates 4000 --max-update 100000"
+    f" {_SAVED} --validate-interval-updates 4000 --save-interval-updates 4000",
+    batch=32,
+    length=1024,
+    modes=("context-0",),
+    splits="valid",
+    precisions={"fp16": "--fp16", "bf16": "--bf16", "fp32": ""},
+    sources=True,
+    becomes_source=True,
+)
+
+# Choi 2024, Sec. 4. The learning rate is Pythia's of 143,000 updates, "stopped early": the scheduler counts its period
+# after the warm-up.
+_XATL = (
+    "--optimizer adam --adam-betas '(0.9, 0.95)' --weight-decay 0.1 --clip-norm 1.0"
+    " --lr 0.0003 --lr-scheduler cosine --min-lr 3e-05 --warmup-updates 2000 --warmup-init-lr 0"
+    f" --lr-period-updates 141000 {_SAVED} --validate-interval-updates 1000 --save-interval-updates 1000"
+)
+
+
+def _xatl(updates: int) -> LanguageModel:
+    return LanguageModel(
+        f"{_XATL} --max-update {updates}",
+        batch=1024,
+        length=2048,
+        modes=("context-0",),
+        splits="valid",
+        # Gradients in one vector would move weights that are frozen for a time.
+        precisions={"bf16": "--bf16", "fp16": "--fp16 --fp16-no-flatten-grads", "fp32": ""},
+        sources=True,
+        same_dictionary=True,
+    )
+
+
+XATL_400M, XATL_1B = _xatl(75_000), _xatl(50_000)

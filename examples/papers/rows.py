@@ -1,0 +1,180 @@
+"""What a table of a paper is, and how a row of one is trained and scored."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "fairseq_fastweights"
+BEST = "checkpoint_best.pt"
+CONVERTED = "model.pt"
+
+
+class RowError(ValueError):
+    """What is wrong with a call; the message is for the person at the terminal."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The folders of a call.
+
+    Attributes:
+        data: as the experiment's prepare.sh leaves it.
+        out: for the checkpoints and logs of this model.
+        source: what a model starts from, a folder or a checkpoint, if it starts from one.
+    """
+
+    data: Path
+    out: Path
+    source: Path | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The one that `source` is or holds."""
+        if self.source is None or not self.source.is_dir():
+            return self.source
+        found = [path for name in (CONVERTED, BEST) if (path := self.source / name).exists()]
+        return found[0] if found else self.source / CONVERTED
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program that is to be run. People see its output, unless it scores a checkpoint.
+
+    Attributes:
+        words: its name and arguments.
+        log: what gets its output; None if it keeps logs of its own.
+        scored: the checkpoint that it scores.
+        title: what it scores, for people.
+    """
+
+    words: list[str]
+    log: Path | None = None
+    scored: Path | None = None
+    title: str = ""
+
+
+class Recipe(Protocol):
+    """How the rows of a table are trained and scored."""
+
+    sources: bool
+    """Whether a training starts from a model."""
+
+    def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
+        """The training of a row with these options; `options` are those of the command line.
+
+        Raises:
+            RowError: if a setting in the environment cannot be.
+        """
+
+    def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
+        """All that scores a trained model; raises as `training` does."""
+
+    def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
+        """Checks what is in the folders.
+
+        Raises:
+            RowError: if something is missing.
+        """
+
+    def finish(self, places: Places) -> None:
+        """Leaves in OUT what else a model needs there when its training has ended."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        model: for people, in the paper's words.
+        recipe: how it is trained and scored.
+        options: what fairseq-train is told besides; the word SOURCE stands for the checkpoint that it starts from.
+        numbers: the paper's, in the order of the table's measures.
+    """
+
+    model: str
+    recipe: Recipe
+    options: str
+    numbers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a paper.
+
+    Attributes:
+        title: paper, number and subject.
+        folder: of examples/, where the README says more.
+        measures: what the paper's numbers are.
+        rows: by their names on the command line.
+        others: rows that cannot be reproduced here, the model and the numbers.
+    """
+
+    title: str
+    folder: str
+    measures: tuple[str, ...]
+    rows: dict[str, Row]
+    others: tuple[tuple[str, ...], ...] = ()
+
+
+def training(places: Places, task: str, row: str, options: list[str], gpus: int, update_freq: int) -> Call:
+    """A call of fairseq-train.
+
+    Args:
+        row: options; the word SOURCE stands for the checkpoint that the model starts from.
+        options: those of the command line, which override the others.
+    """
+    words = [program("fairseq-train"), str(places.data), "--save-dir", str(places.out)]
+    words += ["--user-dir", shown(PACKAGE), "--task", task]
+    words += [str(places.checkpoint) if word == "SOURCE" else word for word in shlex.split(row)]
+    words += ["--distributed-world-size", str(gpus), "--update-freq", str(update_freq)]
+    words += ["--no-epoch-checkpoints", "--log-format", "json", "--log-interval", "100", *options]
+    return Call(words, places.out / "train.log")
+
+
+def positive(env: Mapping[str, str], name: str, default: int = 1) -> int:
+    """A setting in the environment.
+
+    Raises:
+        RowError: if it is none.
+    """
+    text = env.get(name) or str(default)
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise RowError(f"{name} is {text}; it must be a positive number")
+    return int(text)
+
+
+def require(place: str, folder: Path, name: str) -> None:
+    """Checks that a folder of data is prepared.
+
+    Raises:
+        RowError: if it is not.
+    """
+    if not (folder / name).exists():
+        raise RowError(f"{place} is {folder}, which holds no {name}; prepare.sh makes it")
+
+
+def program(name: str) -> str:
+    """Where a program is: beside this Python, or on the PATH.
+
+    Raises:
+        RowError: if it is not installed.
+    """
+    beside = Path(sys.executable).parent / name
+    found = shown(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise RowError(f"there is no {name} beside {sys.executable}; `make setup` installs it")
+    return found
+
+
+def shown(path: Path) -> str:
+    """A path as people type it where they are."""
+    here = Path(os.getcwd())
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

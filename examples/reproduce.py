@@ -1,0 +1,155 @@
+#!/usr/bin/env python
+"""Trains a row of a table of one of the papers, or scores it as the paper does.
+
+    reproduce.py TABLE ROW train [SOURCE] DATA OUT [OPTION ...]    called again, it goes on where it stopped
+    reproduce.py TABLE ROW evaluate DATA OUT [OPTION ...]          what is scored is not scored again
+    reproduce.py --print TABLE ROW ...                             the commands that this would run, to copy
+    reproduce.py --list [TABLE]                                    the tables and their rows, with the paper's numbers
+
+SOURCE  what the model starts from, in the tables where it does (Mao's and Choi's)
+DATA    text as the experiment's prepare.sh leaves it
+OUT     where checkpoints, logs and translations of this model go
+OPTION  of fairseq-train (--fp16, --cpu, --seed 2, ...), fairseq-eval-lm or fairseq-generate; it overrides the row's
+
+In the environment: GPUS, those that train (default 1); UPDATE_FREQ, batches that each of them adds up for one update
+(default 1, of translations 48 / GPUS), the paper's batch being divided among them; PRECISION of the training, where the
+table has one (fp16, bf16 or fp32); of what is scored, CHECKPOINT, its name in OUT, SPLITS and MODE (sliding, carried,
+context-N), and of translations SUBSETS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from common.command_line import run_to_the_end
+from common.tables import format_table
+from papers import TABLES
+from papers.rows import Call, Places, RowError, Table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", nargs="?", const="", metavar="TABLE", help="list all tables and rows, or one's")
+    parser.add_argument("--print", action="store_true", help="print the commands, run nothing")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="TABLE ROW ...")
+    options = parser.parse_args(arguments)
+    if options.list is not None:
+        return run_to_the_end(lambda: _list(options.list), RowError)
+    return run_to_the_end(lambda: _reproduce(options.words, options.print), RowError)
+
+
+def _list(name: str) -> None:
+    """Prints a table, or all."""
+    for known, table in TABLES.items() if not name else [(name, _find("TABLE", name, TABLES))]:
+        print(f"{known}: {table.title} (examples/{table.folder})\n\n{listing(table)}\n")
+
+
+def listing(table: Table) -> str:
+    """A table's rows and the paper's numbers, as its README has them too."""
+    rows = [[f"`{name}`", row.model, *row.numbers] for name, row in table.rows.items()]
+    return format_table(["row", "model", *table.measures], [*rows, *(["–", *other] for other in table.others)])
+
+
+def _find(kind: str, name: str, known: dict[str, Any]) -> Any:
+    if name not in known:
+        raise RowError(f"{kind} is {name}; it must be one of {', '.join(known)}")
+    return known[name]
+
+
+def _reproduce(words: list[str], only_print: bool) -> None:
+    """Does what the words on the command line say; nothing is done before all of it is known to be right."""
+    if len(words) < 3:
+        raise RowError("it takes TABLE ROW train|evaluate ...; --list shows tables and rows, --help says more")
+    table, name, verb, *rest = words
+    row = _find("ROW", name, _find("TABLE", table, TABLES).rows)
+    recipe = row.recipe
+    if verb not in ("train", "evaluate"):
+        raise RowError(f"after ROW comes {verb}; it must be train or evaluate")
+    names = [*(["SOURCE"] if recipe.sources and verb == "train" else []), "DATA", "OUT"]
+    folders, options = rest[: len(names)], rest[len(names) :]
+    if len(folders) < len(names) or any(folder.startswith("-") for folder in folders):
+        raise RowError(f"{table} {name} {verb} takes {' '.join(names)} [OPTION ...]")
+    *source, data, out = map(Path, folders)
+    places = Places(data, out, *source)
+    if verb == "train":
+        calls = [recipe.training(row.options, places, options, os.environ)]
+    else:
+        calls = recipe.evaluations(places, options, os.environ)
+    if only_print:
+        print("\n".join(shlex.join(call.words) for call in calls))
+        return
+    recipe.check(verb, places, os.environ)
+    out.mkdir(parents=True, exist_ok=True)
+    for call in calls:
+        _run(call, out)
+    if verb == "train":
+        recipe.finish(places)
+
+
+def _run(call: Call, out: Path) -> None:
+    """Runs a program as its kind wants it.
+
+    Raises:
+        RowError: if it fails.
+    """
+    terminal = sys.stdout.buffer
+    if call.log is None:
+        status = stream(call.words, terminal)
+    elif call.scored is None:
+        with call.log.open("ab") as log:
+            status = stream(call.words, terminal, log)
+    else:
+        status = _score(call.words, call.log, call.scored, f"{out}: scoring {call.title}")
+        if not status:
+            found = re.search(r"Perplexity: .*", call.log.read_text(encoding="utf-8", errors="replace"))
+            told = found[0] if found else f"no perplexity; delete {call.log} and run again"
+            print(f"{out}: {call.title}: {told}", flush=True)
+    if status:
+        raise RowError(f"{Path(call.words[0]).name} failed")
+
+
+def _score(words: list[str], log: Path, checkpoint: Path, title: str) -> int:
+    """An evaluation. One whose log is there is done, unless the checkpoint is newer."""
+    if log.exists() and log.stat().st_mtime_ns >= checkpoint.stat().st_mtime_ns:
+        return 0
+    print(title, flush=True)
+    unfinished = log.with_name(f"{log.name}.unfinished")
+    with unfinished.open("wb") as file:
+        status = stream(words, file)
+    if not status:
+        unfinished.replace(log)
+        return 0
+    last = unfinished.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
+    print(*last, f"{unfinished} says more", sep="\n", file=sys.stderr)
+    return status
+
+
+def stream(words: list[str], *sinks: BinaryIO) -> int:
+    """Runs a program, whose output goes to each sink as it comes; returns its exit status."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                for sink in sinks:
+                    sink.write(line)
+                    sink.flush()
+        except BaseException:  # it must not outlive this program
+            process.terminate()
+            raise
+    return process.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

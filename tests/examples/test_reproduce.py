@@ -1,0 +1,344 @@
+"""examples/reproduce.py: the command lines of the papers' rows, what is refused, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+
+from .conftest import EXAMPLES, Reproduce, make_newer, options, reproduce_command
+
+papers = sys.modules["papers"]
+ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
+
+SMALL = ("schlag-table2", "small-delta-network")
+CARRIED = ("schlag-table4", "delta-network")
+LINEAR = ("schlag-table1", "linear")
+GPT2 = ("mao-table1", "decay-no-feature-map")
+MAO = ("mao-table3", "decay-32")
+FFN = ("choi-table2", "400m-ffn-retnet")
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    """Folders with nothing but the names that the command looks for."""
+    for folder, names in (
+        ("converted", ("model.pt", "dict.txt")),
+        ("trained", ("checkpoint_best.pt", "checkpoint_last.pt", "dict.txt")),
+        ("unfinished", ("checkpoint_best.pt",)),
+        ("data", ("dict.txt", "preparation.json")),
+        ("bpe", ("subwords.codes",)),
+        ("other", ("dict.txt",)),
+    ):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).touch()
+    (tmp_path / "other" / "dict.txt").write_text("of another model 1\n")
+    (tmp_path / "bpe" / "preparation.json").write_text('{"made from": {"target": "de"}}')
+    return {path.name.upper(): path for path in [*tmp_path.iterdir(), tmp_path / "out"]}
+
+
+def printed(reproduce: Reproduce, *words: object, **env: str) -> list[list[str]]:
+    """The commands in words, the programs without their folder."""
+    status, out, err = reproduce("--print", *words, **env)
+    assert status == 0, err
+    commands = [shlex.split(line) for line in out.splitlines()]
+    return [[Path(first).name, *others] for first, *others in commands]
+
+
+# --- the command lines
+
+
+@pytest.mark.parametrize(
+    "block", (Path(__file__).parent / "commands.txt").read_text().split("\n\n"), ids=lambda block: block.split("\n")[0]
+)
+def test_a_row_is_these_command_lines(block: str, reproduce: Reproduce) -> None:
+    """Written by hand. S, a SOURCE that is a checkpoint, is a file that is there."""
+    call, *lines = [
+        ["README.md" if word == "S" else word for word in shlex.split(line)] for line in block.strip().split("\n")
+    ]
+    env = dict(word.split("=") for word in call[1:] if "=" in word)
+    assert printed(reproduce, *call[1 + len(env) :], **env) == lines
+
+
+SOFTMAX = "1 standard|2 (small|medium)-transformer|mao.* (base|gpt2)$"
+WANTED = [
+    ("--arch", "schlag-table1", "fast_weight_transformer_wmt_en_de_big"),
+    ("--arch", "small|schlag-table5", "fast_weight_lm_wiki103_small"),
+    ("--arch", "schlag", "fast_weight_lm_wiki103_medium"),
+    ("--arch", "mao-table3", "fast_weight_lm_baevski_wiki103"),
+    ("--arch", "mao", "fast_weight_lm_gpt2_small"),
+    ("--arch", "mha", "fast_weight_lm_pythia_410m"),
+    ("--arch", "1b", "fast_weight_lm_retnet_1b"),
+    ("--arch", "choi", "fast_weight_lm_retnet_430m"),
+    ("--fast-weight-attention", "standard", "none"),
+    ("--fast-weight-attention", "schlag-table1", "encoder,decoder,cross"),
+    ("--softmax-attention-layers", "schlag-table1", None),
+    ("--softmax-attention-layers", f"{SOFTMAX}|mha", "all"),
+    ("--softmax-attention-layers", "400m.*hybrid", "2,12"),
+    ("--softmax-attention-layers", "1b.*hybrid", "2,8"),
+    ("--update-rule", f"{SOFTMAX}|choi", None),
+    ("--update-rule", "schlag-table3|delta", "delta"),
+    ("--update-rule", "mao.*(decay|gated)", r"\1"),
+    ("--update-rule", "", "sum"),
+    ("--feature-map", f"{SOFTMAX}|choi", None),
+    ("--feature-map", "performer", "favor"),
+    ("--feature-map", "dpfp", "dpfp"),
+    ("--feature-map", "schlag", "elu"),
+    ("--feature-map", "baseline|no-normalization", "relu"),
+    ("--feature-map", "", "identity"),
+    ("--normalization", f"{SOFTMAX}|choi", None),
+    ("--normalization", "normalization-yes", "sum,attention,removal"),
+    ("--normalization", "delta-baseline", "sum,attention"),
+    ("--normalization", "schlag-table3|delta|schlag.*no-normalization", "sum"),
+    ("--normalization", "schlag|baseline", "attention"),
+    ("--normalization", "", "none"),
+    ("--feature-dim", SOFTMAX, None),
+    ("--feature-dim", "mao-table1", "4"),
+    ("--feature-dim", r"mao.*-(\d+)", r"\1"),
+    # Table 6, and d_dot = 2 m or 2 nu d_key with d_key = 64.
+    ("--favor-features", "schlag-table1 performer-64", "32"),
+    ("--favor-features", "schlag-table1 performer-256", "128"),
+    ("--favor-features", "schlag-table1 performer-512", "256"),
+    ("--favor-features", "small-performer", "8"),
+    ("--favor-features", "performer", "16"),
+    ("--dpfp-nu", "dpfp-256", "2"),
+    ("--dpfp-nu", "dpfp-512", "4"),
+    ("--dpfp-nu", "dpfp", "1"),
+    ("--transfer", "choi.*embeddings", "embeddings,output"),
+    ("--transfer", "choi.*ffn", "embeddings,output,feed-forward"),
+    ("--transfer", "choi.*wo", "embeddings,output,feed-forward,output-projection"),
+    ("--transfer", "choi.*attention", "embeddings,output,feed-forward,attention"),
+    ("--freeze", "choi-table3 ffn", "embeddings,output,feed-forward"),
+    ("--freeze", "choi-table3 wo", "embeddings,output,feed-forward,output-projection"),
+    ("--max-update", "choi.*1b", "50000"),
+    ("--max-update", "choi", "75000"),
+]
+"""What a row must ask for by its name and the papers: of an option's lines the first that fits "TABLE ROW"."""
+
+
+def wanted(name: str, option: str) -> str | None:
+    for this, pattern, value in WANTED:
+        if this == option and (found := re.search(pattern, name)):
+            return value and found.expand(value)
+    return None
+
+
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
+def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: Reproduce) -> None:
+    recipe = papers.TABLES[table].rows[row].recipe
+    (train,) = printed(reproduce, table, row, "train", *["S"] * recipe.sources, "D", "O")
+    asked = options(train)
+    names = {option for option, _, _ in WANTED if table.startswith("choi") or option != "--max-update"}
+    assert {name: asked.get(name) for name in names} == {name: wanted(f"{table} {row}", name) for name in names}
+    assert ("--no-token-positional-embeddings" in asked) == ("positions-no" in row or table == "schlag-table4")
+    assert ("--unfreeze-threshold" in asked) == (row == "wo-lit")
+    assert ("--transfer-from" in asked) == (recipe.sources and "scratch" not in row)
+    given = [word for word in train if word.startswith("--")]
+    assert len(given) == len(set(given))  # none overrides another
+
+
+# --- other settings of the environment
+
+
+@pytest.mark.parametrize(
+    ("row", "env", "expected"),
+    [
+        (SMALL, {}, ("1", "1", "96")),
+        (SMALL, {"GPUS": "8", "UPDATE_FREQ": "4"}, ("8", "4", "3")),
+        (CARRIED, {"GPUS": "2"}, ("2", "1", "28")),
+        (LINEAR, {}, ("1", "48", "3584")),
+        (LINEAR, {"GPUS": "8"}, ("8", "6", "3584")),
+        (LINEAR, {"UPDATE_FREQ": "8"}, ("1", "8", "21504")),
+        (LINEAR, {"GPUS": "7", "UPDATE_FREQ": "4"}, ("7", "4", "6144")),
+    ],
+)
+def test_the_batch_is_divided_among_gpus_and_accumulated_batches(
+    row: tuple[str, str], env: dict[str, str], expected: tuple[str, str, str], reproduce: Reproduce
+) -> None:
+    asked = options(printed(reproduce, *row, "train", "D", "O", **env)[0])
+    batch = asked.get("--batch-size", asked.get("--max-tokens"))
+    assert (asked["--distributed-world-size"], asked["--update-freq"], batch) == expected
+
+
+@pytest.mark.parametrize("row", [GPT2, FFN])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_precision_is_chosen(row: tuple[str, str], precision: str, reproduce: Reproduce) -> None:
+    asked = options(printed(reproduce, *row, "train", "S", "D", "O", PRECISION=precision)[0])
+    assert [flag for flag in ("--fp16", "--bf16") if flag in asked] == [f"--{precision}"] * (precision != "fp32")
+
+
+def test_bpe_is_undone_for_the_bleu_of_validations(places: dict[str, Path], reproduce: Reproduce) -> None:
+    asked = options(printed(reproduce, *LINEAR, "train", places["BPE"], "O")[0])
+    assert asked["--eval-bleu-remove-bpe"] == "" and asked["--eval-bleu-detok"] == "moses"
+    assert json.loads(asked["--eval-bleu-detok-args"]) == {"source_lang": "de", "target_lang": "de"}
+
+
+@pytest.mark.parametrize(("place", "name"), [("CONVERTED", "model.pt"), ("TRAINED", "checkpoint_best.pt")])
+def test_a_source_is_a_converted_model_or_a_trained_one(place, name: str, places, reproduce: Reproduce) -> None:
+    asked = options(printed(reproduce, *GPT2, "train", places[place], "D", "O")[0])
+    assert asked["--transfer-from"] == str(places[place] / name)
+
+
+# --- what is shown, and what is refused
+
+
+@pytest.mark.parametrize("table", papers.TABLES)
+def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Reproduce) -> None:
+    status, out, _ = reproduce("--list", table)
+    listed = [line for line in out.splitlines() if line.startswith("|")]
+    assert status == 0 and len(listed) > 2 + 2
+    assert "\n".join(listed) in (EXAMPLES / papers.TABLES[table].folder / "README.md").read_text()
+    assert out in reproduce("--list")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        ([], {}, "it takes TABLE ROW train|evaluate"),
+        (["--list", "mao"], {}, "TABLE is mao; it must be one of schlag-table1, schlag-table2, "),
+        (["mao", "decay-32", "train", "DATA", "OUT"], {}, "TABLE is mao; it must be one of schlag-table1, "),
+        (["mao-table3", "gpt2", "train", "DATA", "OUT"], {}, "ROW is gpt2; it must be one of base, decay-32, decay-64"),
+        ([*SMALL, "learn", "DATA", "OUT"], {}, "after ROW comes learn; it must be train or evaluate"),
+        ([*SMALL, "train", "DATA"], {}, "schlag-table2 small-delta-network train takes DATA OUT [OPTION ...]"),
+        ([*SMALL, "train", "DATA", "--cpu"], {}, "train takes DATA OUT [OPTION ...]"),
+        ([*GPT2, "train", "DATA", "OUT"], {}, "mao-table1 decay-no-feature-map train takes SOURCE DATA OUT"),
+        ([*SMALL, "train", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt; prepare.sh makes it"),
+        ([*SMALL, "evaluate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
+        ([*LINEAR, "train", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no preparation.json"),
+        ([*LINEAR, "evaluate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no preparation.json"),
+        ([*SMALL, "evaluate", "DATA", "OUT"], {}, "out, which holds no checkpoint_best.pt"),
+        ([*LINEAR, "evaluate", "DATA", "OUT"], {}, "out, which holds no checkpoint_best.pt"),
+        ([*MAO, "evaluate", "DATA", "UNFINISHED"], {}, "unfinished, which holds no checkpoint_last.pt"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "x.pt"}, "trained, which holds no x.pt"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "a/x.pt"}, "it must be the name of a file in OUT"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "folded"}, "MODE is folded; it must be sliding, carried or"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "context-"}, "MODE is context-; it must be"),
+        ([*MAO, "evaluate", "DATA", "TRAINED"], {"MODE": "context-512"}, "N a number below the length, 512"),
+        ([*SMALL, "train", "DATA", "OUT"], {"GPUS": "two"}, "GPUS is two; it must be a positive number"),
+        ([*SMALL, "train", "DATA", "OUT"], {"UPDATE_FREQ": "0"}, "UPDATE_FREQ is 0; it must be a positive number"),
+        ([*SMALL, "train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS x UPDATE_FREQ is 5; it must divide the batch of 96"),
+        ([*CARRIED, "train", "DATA", "OUT"], {"UPDATE_FREQ": "2"}, "with state carried over it must be 1"),
+        ([*LINEAR, "train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS is 5; it must divide 48, or UPDATE_FREQ must"),
+        ([*LINEAR, "train", "DATA", "OUT"], {"UPDATE_FREQ": "5"}, "must divide the batch of 172032 tokens"),
+        ([*GPT2, "train", "TRAINED", "DATA", "OUT"], {"PRECISION": "half"}, "it must be fp16, bf16 or fp32"),
+        ([*FFN, "train", "CONVERTED", "DATA", "OUT"], {"PRECISION": "half"}, "it must be bf16, fp16 or fp32"),
+        ([*GPT2, "train", "nowhere", "DATA", "OUT"], {}, "SOURCE is nowhere; it must be a folder with model.pt or"),
+        ([*GPT2, "train", "DATA", "DATA", "OUT"], {}, "it must be a folder with model.pt or checkpoint_best.pt"),
+        ([*GPT2, "train", "UNFINISHED", "DATA", "OUT"], {}, "its training is not finished"),
+        ([*MAO, "train", "UNFINISHED", "DATA", "OUT"], {}, "there is no dict.txt beside"),
+        ([*FFN, "train", "CONVERTED", "OTHER", "OUT"], {}, "whose dict.txt is not that of SOURCE"),
+        (
+            ["choi-table2", "400m-scratch-mha", "train", "CONVERTED", "OTHER", "OUT"],
+            {},
+            "whose dict.txt is not that of SOURCE",
+        ),
+    ],
+)
+def test_wrong_use_is_refused_and_leaves_nothing_behind(
+    words: list[str], env: dict[str, str], message: str, places: dict[str, Path], reproduce: Reproduce
+) -> None:
+    status, out, err = reproduce(*(places.get(word, word) for word in words), **env)
+    assert status == 1 and message in err and not out
+    assert not places["OUT"].exists() and len(list(places["TRAINED"].iterdir())) == 3
+
+
+# --- what is run, with programs that leave what is told of them
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch, reproduce: Reproduce) -> Namespace:
+    """In the place of `stream`: what the programs `say`, their exit `status`, and the `calls` of them."""
+    fake = Namespace(say="x | Loss (base 2): 5.0, Perplexity: 32.00\n", status=0, calls=[])
+
+    def stream(words: list[str], *sinks: BinaryIO) -> int:
+        fake.calls.append(options(words))
+        for sink in sinks:
+            sink.write(fake.say.encode())
+        return fake.status
+
+    monkeypatch.setattr(reproduce_command, "stream", stream)
+    return fake
+
+
+def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(places, programs, reproduce) -> None:
+    out = places["TRAINED"]
+
+    def scored(**env: str) -> list[tuple[str, str]]:
+        programs.calls.clear()
+        status, said, _ = reproduce(*SMALL, "evaluate", places["DATA"], out, MODE="context-0", **env)
+        assert status == 0 and said.count("Perplexity: 32.00") == len(env.get("SPLITS", "valid test").split())
+        return [(Path(call["--path"]).name, call["--gen-subset"]) for call in programs.calls]
+
+    for name, logs in (
+        ("checkpoint_best.pt", {"context-0-valid.log", "context-0-test.log"}),
+        ("checkpoint_last.pt", {"context-0-valid.checkpoint_last.log", "context-0-test.checkpoint_last.log"}),
+    ):
+        before = set(out.glob("*.log"))
+        env = {} if name == "checkpoint_best.pt" else {"CHECKPOINT": name}
+        assert scored(**env) == [(name, "valid"), (name, "test")]
+        assert {log.name for log in set(out.glob("*.log")) - before} == logs
+        assert scored(**env) == scored(**env, SPLITS="test") == []
+    make_newer(out / "checkpoint_best.pt")
+    assert scored(CHECKPOINT="checkpoint_last.pt") == []
+    assert scored(SPLITS="valid") == [("checkpoint_best.pt", "valid")]
+    assert not list(out.glob("*.unfinished"))
+
+
+def test_an_evaluation_that_fails_shows_why_and_is_not_taken_for_done(places, programs, reproduce) -> None:
+    out = places["TRAINED"]
+    programs.status, programs.say = 1, "one\ntwo\nthree\nfour\n"
+    status, _, err = reproduce(*SMALL, "evaluate", places["DATA"], out)
+    assert status == 1 and len(programs.calls) == 1
+    assert err.startswith("two\nthree\nfour\n") and "sliding-valid.log.unfinished says more" in err
+    assert not list(out.glob("*.log"))
+    programs.status = 0
+    status, said, _ = reproduce(*SMALL, "evaluate", places["DATA"], out, SPLITS="valid")
+    assert status == 0 and f"no perplexity; delete {out / 'sliding-valid.log'} and run again" in said
+
+
+def test_the_target_can_be_a_source_when_its_training_is_done(places, programs, reproduce) -> None:
+    call = ["mao-table2", "gpt2", "train", places["CONVERTED"], places["DATA"], places["OUT"]]
+    programs.say, programs.status = "cut off\n", 1
+    status, said, err = reproduce(*call)
+    assert status == 1 and "cut off" in said and "fairseq-train failed" in err
+    programs.say, programs.status = "cut off again\n", 0
+    assert reproduce(*call)[0] == 0 and not (places["OUT"] / "dict.txt").exists()
+    programs.say = "2026-01-01 00:00:00 | INFO | fairseq_cli.train | done training in 1.0 seconds\n"
+    assert reproduce(*call)[0] == 0 and (places["OUT"] / "dict.txt").exists()
+    assert (places["OUT"] / "train.log").read_text() == f"cut off\ncut off again\n{programs.say}"
+
+
+def test_translations_are_generated_by_the_script_that_other_models_use_too(places, programs, reproduce) -> None:
+    programs.say = "BLEU\n"
+    status, said, _ = reproduce(*LINEAR, "evaluate", places["DATA"], places["TRAINED"], "--cpu")
+    assert (status, said, programs.calls) == (0, "BLEU\n", [{"--cpu": ""}])
+
+
+# --- the schedule of Choi's rows
+
+
+@pytest.mark.parametrize("row", ["400m-ffn-retnet", "1b-ffn-retnet"])
+def test_a_row_stops_at_the_learning_rate_that_is_told(row: str, reproduce: Reproduce) -> None:
+    """ "The same schedule as the pythia paper but stopped early": that has 143,000 updates."""
+    from fairseq.optim.lr_scheduler.cosine_lr_scheduler import CosineLRSchedule, CosineLRScheduleConfig
+    from fairseq.optim.sgd import SGD
+
+    asked = options(printed(reproduce, "choi-table2", row, "train", "S", "D", "O")[0])
+    names = ("min-lr", "warmup-updates", "warmup-init-lr", "lr-period-updates", "max-update")
+    settings = {option.replace("-", "_"): float(asked[f"--{option}"]) for option in names}
+    cfg = CosineLRScheduleConfig(lr=[float(asked["--lr"])], **settings)
+    sgd = Namespace(lr=cfg.lr, momentum=0, weight_decay=0)
+    scheduler = CosineLRSchedule(cfg, SGD(sgd, [torch.zeros(1, requires_grad=True)]))
+    assert scheduler.step_update(2000) == pytest.approx(0.0003)
+    assert scheduler.step_update(143_000 - 1) == pytest.approx(0.00003, abs=1e-9)
+    readme = (EXAMPLES / "xatl" / "README.md").read_text()
+    (told,) = re.findall(rf"([\d.]+) where {'400M' if '400m' in row else '1B'} rows", readme)
+    assert f"{scheduler.step_update(int(asked['--max-update'])):.6f}" == told.ljust(8, "0")

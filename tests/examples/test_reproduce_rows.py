@@ -1,0 +1,211 @@
+"""The rows of the papers' tables, run by examples/reproduce.py on small models: they train, and are scored.
+
+The options at a call's end cut the models down.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import import_plugin
+
+from .conftest import EXAMPLES, TRAINING, WIKITEXT103, Reproduce, reproduce_command, run_script, tiny
+
+TABLES = reproduce_command.TABLES
+TARGET, BASE = ("mao-table2", "gpt2"), ("mao-table3", "base")
+LIT = ("choi-table3", "wo-lit")
+EVALUATION = ["--cpu", "--num-workers", "0", "--tokens-per-sample", "16"]
+SUMMARIZE = WIKITEXT103 / "summarize.py"
+PLACES = {
+    "wikitext103": ["data"],
+    "gpt2": ["target", "gpt2_data"],
+    "xatl": ["pythia", "pythia_data"],
+    "wmt14": ["parallel"],
+}
+Train = Callable[..., str]
+
+# fairseq and what it calls, attributed to the line that calls fairseq.
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
+
+
+def places(table: str) -> list[str]:
+    """The fixtures that a call of `train` takes."""
+    return ["published", "numbered"] if table == "mao-table3" else PLACES[TABLES[table].folder]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=False)["model"]
+
+
+@pytest.fixture
+def train(request: pytest.FixtureRequest, reproduce: Reproduce) -> Train:
+    """Trains a small model of a row in `out` for two updates; returns the log."""
+
+    def run(table: str, row: str, out: Path, *options: object, of: list[str] | None = None, **env: str) -> str:
+        folders = [request.getfixturevalue(name) for name in of or places(table)]
+        status, log, err = reproduce(table, row, "train", *folders, out, *TRAINING, *tiny(table, row), *options, **env)
+        assert status == 0, err
+        return log
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def target(gpt2: Path, gpt2_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target model of Mao's Tables 1 and 2, run as a person runs it."""
+    out = tmp_path_factory.mktemp("target") / "out"
+    words = [*TARGET, "train", gpt2, gpt2_data, out, *TRAINING, *tiny(*TARGET)]
+    result = run_script(EXAMPLES / "reproduce.py", *words, env={"PRECISION": "fp32"})
+    assert result.returncode == 0, result.stderr
+    assert "done training" in result.stdout and (out / "train.log").read_text() == result.stdout
+    return out
+
+
+ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
+
+
+@pytest.fixture
+def parallel(tmp_path: Path) -> Path:
+    """Enough of two languages to build a model for them."""
+    for language in ("en", "de"):
+        (tmp_path / f"dict.{language}.txt").write_text("a 1\nb 1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
+def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduce, request, tmp_path) -> None:
+    """A small one, of the weights that the row starts from."""
+    from fairseq import options, tasks
+    from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
+
+    folders = [request.getfixturevalue("gpt2" if name == "target" else name) for name in places(table)]
+    languages = "--source-lang en --target-lang de".split() if table == "schlag-table1" else []
+    call = [table, row, "train", *folders, tmp_path, *tiny(table, row), *languages]
+    status, printed, err = reproduce("--print", *call)
+    assert status == 0, err
+    import_plugin()
+    args = options.parse_args_and_arch(options.get_training_parser(), shlex.split(printed.splitlines()[-1])[1:])
+    # As the conversion to fairseq's configuration does, which takes longer than all else here.
+    defaults = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY[args.arch], Namespace)()
+    model = tasks.setup_task(args).build_model(Namespace(**{**vars(defaults), **vars(args), "_name": args.arch}))
+    if table in ("mao-table1", "mao-table2"):  # of two heads, of 32 numbers unless keys are folded to fewer
+        folded = row.endswith("no-feature-map") or (table == "mao-table2" and row != "gpt2")
+        size = {"16": 16, "32": 32}.get(row.split("-")[-1], 4) if folded else 32
+        assert model.decoder.layers[0].self_attn.k_proj.weight.shape == (2 * size, 64)
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("schlag-table3", "positions-no-normalization-yes"),
+        ("schlag-table5", "dpfp-sum"),
+        ("mao-table1", "delta-baseline"),
+        ("mao-table2", "decay-16"),
+    ],
+)
+def test_a_row_of_each_table_trains(table: str, row: str, train: Train, tmp_path: Path) -> None:
+    """Of the tables that the other tests leave."""
+    train(table, row, tmp_path / "out", PRECISION="fp32")
+    trained = weights(tmp_path / "out" / "checkpoint_best.pt")
+    assert all(x.isfinite().all() for x in trained.values() if x.is_floating_point())
+
+
+@pytest.mark.parametrize("row", ["400m-scratch-retnet", "1b-attention-hybrid", "ffn-frozen"])
+def test_a_row_of_each_kind_of_choi_trains_what_it_says(row: str, pythia: Path, train: Train, tmp_path: Path) -> None:
+    """One of each kind: from scratch, transferred into a hybrid, frozen."""
+    train("choi-table3" if "frozen" in row else "choi-table2", row, tmp_path / "out")
+    trained = weights(tmp_path / "out" / "checkpoint_best.pt")
+    assert "decoder.layers.0.self_attn.g_proj.weight" in trained
+    assert ("decoder.layers.1.self_attn.g_proj.weight" in trained) == ("hybrid" not in row)
+    # fairseq writes bfloat16 as float32.
+    source = {key: x.bfloat16().float() for key, x in weights(pythia / "model.pt").items()}
+    # A warm-up of one update, then 0.0003 in each: what was transferred is still near the source, or there.
+    distance = {
+        part: max((trained[key] - source[key]).abs().max().item() for key in source if part in key and key in trained)
+        for part in ("embed_tokens", "fc1.weight", "layers.0.self_attn.q_proj.w", "layers.1.self_attn.out_proj.w")
+    }
+    near = dict.fromkeys(distance, "scratch" not in row)
+    near["layers.0.self_attn.q_proj.w"] = False
+    near["layers.1.self_attn.out_proj.w"] = "attention" in row
+    assert {part: how < 0.01 for part, how in distance.items()} == near, distance
+    assert (distance["fc1.weight"] == 0) == ("frozen" in row)
+
+
+def test_what_is_transferred_stays_frozen_until_the_loss_no_longer_falls(pythia, pythia_data, train, tmp_path) -> None:
+    """A restart included."""
+    out = tmp_path / "out"
+    call = [*LIT, out, "--unfreeze-interval", 2, "--unfreeze-threshold", 0.99, "--log-interval", 1]
+    log = train(*call, "--max-update", 3, PRECISION="fp32")
+    assert f"transfer from {pythia / 'model.pt'}" in log and "done training" in log
+    source, frozen = weights(pythia / "model.pt"), weights(out / "checkpoint_best.pt")
+    names = [name for name in source if re.search(r"fc\d|out_proj|embed_tokens|output_projection", name)]
+    assert len(names) == 2 * 6 + 2
+    assert all(torch.equal(source[name], frozen[name]) for name in names)
+    log = train(*call, "--max-update", 6, PRECISION="fp32")
+    assert "frozen parameters are trained from here on: after 4 updates" in log
+    trained = weights(out / "checkpoint_last.pt")
+    assert not any(torch.equal(source[name], trained[name]) for name in names if name.endswith("weight"))
+
+
+def test_the_published_checkpoint_is_scored_as_it_is(published: Path, train: Train, tmp_path: Path) -> None:
+    train(*BASE, tmp_path / "out")
+    source, ours = weights(published / "model.pt"), weights(tmp_path / "out" / "checkpoint_last.pt")
+    _q, k, _v = source["decoder.layers.0.self_attn.in_proj_weight"].chunk(3)
+    assert torch.equal(ours["decoder.layers.0.self_attn.k_proj.weight"], k)
+    same = [name for name in source if name in ours]
+    assert len(same) > 10 and all(torch.equal(source[name], ours[name]) for name in same)
+
+
+def test_words_that_are_numbered_otherwise_than_the_checkpoints_are_refused(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="in another order than a freshly made one"):
+        train("mao-table3", "decay-32", tmp_path / "out", of=["published", "data"])
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "text", "options", "count"),
+    [
+        ("schlag-table2", "small-delta-network", "data", ["--context-window", "15"], 2),
+        ("schlag-table4", "delta-network", "data", [], 2),
+        ("mao-table3", "decay-32", "numbered", ["--context-window", "12"], 4),
+        ("choi-table2", "400m-ffn-retnet", "pythia_data", [], 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_trained_row_is_scored_once(
+    table: str, row: str, text: str, options: list[str], count: int, train, reproduce, request, tmp_path: Path
+) -> None:
+    """In segments as short as an untrained model of this size was trained on."""
+    out = tmp_path / "out"
+    train(table, row, out, PRECISION="fp32")
+    call = [table, row, "evaluate", request.getfixturevalue(text), out, *EVALUATION, *options]
+    status, first, err = reproduce(*call)
+    assert status == 0 and first.count("Perplexity: ") == first.count(": scoring ") == count, err
+    status, again, _ = reproduce(*call)
+    assert status == 0 and again == "".join(line for line in first.splitlines(True) if "Perplexity: " in line)
+    summary = run_script(SUMMARIZE, tmp_path)
+    assert not summary.stderr and len(re.findall(r" \d+\.\d\d ", summary.stdout)) == count
+
+
+def test_the_target_is_the_converted_model_trained_on_and_scored(target: Path, gpt2: Path, gpt2_data: Path, reproduce):
+    log = (target / "train.log").read_text()
+    assert f"transfer from {gpt2 / 'model.pt'}" in log
+    first, last = (
+        weights(path)["decoder.embed_tokens.weight"] for path in (gpt2 / "model.pt", target / "checkpoint_best.pt")
+    )
+    assert 0 < (first - last).abs().max() < 0.1
+    status, said, err = reproduce(*TARGET, "evaluate", gpt2_data, target, *EVALUATION)
+    assert status == 0, err
+    scored = float(said.split("Perplexity: ")[1])
+    validations = [line for line in log.splitlines() if "| valid | " in line]
+    in_training = float(json.loads(validations[-1].split("| valid | ")[1])["valid_ppl"])
+    assert scored == pytest.approx(in_training, abs=0.02)  # both are rounded
+    summary = run_script(SUMMARIZE, target.parent)
+    assert "valid, context 0" in summary.stdout and f"{scored:.2f}" in summary.stdout and not summary.stderr
