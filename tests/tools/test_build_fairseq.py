@@ -294,6 +294,7 @@ class TestBuild:
         with pytest.raises(build_fairseq.BuildError, match=rf"Python 3\.{version[1]}"):
             build_fairseq.check_python(version)
 
+    @pytest.mark.slow
     def test_a_second_run_finds_the_work_done(self, our_fairseq: None) -> None:
         command = [sys.executable, build_fairseq.__file__]
         result = subprocess.run(command, capture_output=True, text=True)
