@@ -4,6 +4,7 @@ before a model is built."""
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,13 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 from torch import nn
 
+from fairseq_fastweights.models import fast_weight_options
 from fairseq_fastweights.models.fast_weight_lm import (
     FastWeightLanguageModel,
     FastWeightLanguageModelConfig,
     parse_layers,
 )
+from fairseq_fastweights.models.fast_weight_options import check_architecture
 
 SMALL = "fast_weight_lm_wiki103_small"
 MEDIUM = "fast_weight_lm_wiki103_medium"
@@ -80,7 +83,6 @@ def test_sizes_of_the_language_models_of_schlag_et_al(fairseq, wikitext103, arch
     assert expected - sum(p.numel() for p in plain.parameters()) == layers * width * heads
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "width"), [(SMALL, 128), (MEDIUM, 256)])
 def test_settings_of_the_language_models_of_schlag_et_al(fairseq, arch, width):
     model = fairseq.build(f"{REDUCED} --decoder-embed-dim {width} {dims(width)}", arch=arch)
@@ -193,6 +195,19 @@ def test_the_command_line_makes_the_configuration_of_hydra(our_fairseq, fairseq,
     config = convert_namespace_to_omegaconf(args)
     assert config.model == in_hydra(arch, {})
     assert config.task.max_target_positions == args.max_target_positions
+
+
+def test_switches_that_fairseqs_own_hydra_lost_are_told(our_fairseq, monkeypatch):
+    """It lets the model's defaults come before the architecture's settings."""
+    check_architecture(Namespace(_name="fast_weight_lm", adaptive_input=False))  # whose default it is
+    lost = Namespace(_name=SMALL, adaptive_input=False)
+    check_architecture(lost)  # turned off in a file: hydra knows architectures
+    switches = ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj", "no_attention_bias", "scale_read_out")
+    off = dict.fromkeys(switches, False)
+    monkeypatch.setattr(fast_weight_options, "add_defaults", lambda made: made.model.update(off))
+    with pytest.raises(ValueError, match=f"_name is '{SMALL}', whose settings .* leaves out .adaptive_input is False"):
+        check_architecture(lost)
+    check_architecture(Namespace(_name=SMALL))
 
 
 # ------------------------------------------------------------------------------- Baevski & Auli
