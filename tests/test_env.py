@@ -37,7 +37,11 @@ def test_the_text_has_all_of_it(capsys) -> None:
         reason = found["kernels"][part]["reason"]
         line = next(line for line in text.splitlines() if line.startswith(f"{name} kernels"))
         assert ("ready" in line) if reason is None else (reason.partition("kernels ")[2] in line)
+        build = found["kernels"][part]["build"] if reason is None else {}
+        assert all(kind in line for kind in (*build.get("variants", ()), build.get("compiler", "")))
+        assert ("instruction set" in line) == (part == "cpu" and reason is None)
     if found["kernels"]["cpu"]["ready"]:
+        assert f"instruction set: {found['cpu']['instruction_set']}" in text
         assert found["cpu"]["instruction_set"] in found["kernels"]["cpu"]["build"]["variants"]
     for row in found["backends"]:
         line = next(line for line in text.splitlines() if line.startswith(f"{row['rule']}, {row['device']}"))
@@ -45,14 +49,22 @@ def test_the_text_has_all_of_it(capsys) -> None:
 
 
 @pytest.mark.slow
-def test_a_bare_clone_works_on_chunkwise_and_says_how_to_build(tmp_path: Path) -> None:
+def test_a_bare_clone_works_on_chunkwise_without_fairseq_and_says_how_to_build(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     built = shutil.ignore_patterns("_native_*", "__pycache__")
     shutil.copytree(ROOT / "fairseq_fastweights", clone / "fairseq_fastweights", ignore=built)
     for folder in ("cpu", "cuda", "tools"):
         shutil.copytree(ROOT / folder, clone / folder, ignore=built)
-    command = [sys.executable, "-m", "fairseq_fastweights.env", "--json"]
-    result = subprocess.run(command, cwd=clone, capture_output=True, text=True)
+    program = (
+        "import sys; from fairseq_fastweights import env; env.main(['--json']); sys.exit('fairseq' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=clone,
+        env=os.environ | {"PYTHONPATH": str(clone)},
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["versions"]["package"] == str(clone / "fairseq_fastweights")
@@ -69,6 +81,7 @@ def test_a_reason_is_passed_on(part: str, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(env.native, "cpu_instruction_set", lambda: pytest.fail("there is none"))
     env.main([])
     assert "were built for torch 1; build them again" in capsys.readouterr().out
+    assert {(row["sequence"], row["step"]) for row in env.report()["backends"]} == {("chunkwise", "reference")}
 
 
 @pytest.mark.slow
@@ -81,9 +94,3 @@ def test_an_instruction_set_that_is_not_there_is_shown_as_such() -> None:
     line = next(line for line in result.stdout.splitlines() if line.startswith("CPU kernels"))
     assert "FASTWEIGHTS_CPU_ISA is avx1024; here it may be one of baseline" in line
     assert "sum, cpu" in result.stdout
-
-
-@pytest.mark.slow
-def test_imports_no_fairseq() -> None:
-    program = "import sys, fairseq_fastweights.env; sys.exit('fairseq' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

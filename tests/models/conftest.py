@@ -12,6 +12,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import MODEL_REGISTRY
 
 import fairseq_fastweights.models.fast_weight_lm
+import fairseq_fastweights.models.huggingface_architectures
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 
 WORDS = tuple(f"w{i}" for i in range(40))
@@ -69,11 +70,18 @@ class Fairseq:
     ) -> Any:
         """A tiny model, in evaluation mode."""
         words = tuple(words)
-        args = self.tiny(arch, flags, words)
-        # What the command lines make of all arguments takes a third of a second.
-        config = args if arch in MODEL_REGISTRY else convert_namespace_to_omegaconf(args).model
+        config = self.configuration(self.tiny(arch, flags, words))
         torch.manual_seed(seed)
         return self.task(words).build_model(config).eval()
+
+    @staticmethod
+    def configuration(args: Namespace) -> Any:
+        """What a model is built of: arguments, as to make hydra's configuration of them takes a third of a second.
+
+        But where an architecture has rotary attention: with it a model reads an option that only hydra fills in.
+        """
+        hydra = args.arch not in MODEL_REGISTRY and getattr(args, "rotary_dim", None)
+        return convert_namespace_to_omegaconf(args).model if hydra else args
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ before a model is built."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +18,13 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 from torch import nn
 
-import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
+from fairseq_fastweights.models import fast_weight_options
 from fairseq_fastweights.models.fast_weight_lm import (
     FastWeightLanguageModel,
     FastWeightLanguageModelConfig,
     parse_layers,
 )
+from fairseq_fastweights.models.fast_weight_options import check_architecture
 
 SMALL = "fast_weight_lm_wiki103_small"
 MEDIUM = "fast_weight_lm_wiki103_medium"
@@ -46,9 +47,14 @@ def wikitext103():
     return dictionary
 
 
-def configuration(fairseq, arch: str, flags: str = ""):
-    """What `--arch` and flags come to in fairseq-train."""
-    return convert_namespace_to_omegaconf(fairseq.parse(arch, flags)).model
+# All of ours, and some of fairseq's.
+OURS = sorted(name for name, model in ARCH_MODEL_NAME_REGISTRY.items() if model == "fast_weight_lm" != name)
+THEIRS = [
+    "transformer_lm_gpt2_small",
+    "transformer_lm_gpt3_small",
+    "transformer_lm_baevski_gbw",
+    "transformer_ulm_tiny",
+]
 
 
 # ---------------------------------------------------------------------------- Schlag et al. 2021
@@ -58,7 +64,7 @@ def configuration(fairseq, arch: str, flags: str = ""):
 def test_sizes_of_the_language_models_of_schlag_et_al(fairseq, wikitext103, arch, width, millions):
     """Sec. 6.3: 16 layers, 8 heads, 2048 between; Table 2 rounds to 40 and 90 million."""
     task = SimpleNamespace(source_dictionary=wikitext103, target_dictionary=wikitext103)
-    cfg = configuration(fairseq, arch, "--tokens-per-sample 256")
+    cfg = fairseq.parse(arch, "--tokens-per-sample 256")
     with torch.device("meta"):
         model = FastWeightLanguageModel.build_model(cfg, task)
     types, between, layers, heads, bands = len(wikitext103), 2048, 16, 8, 4
@@ -77,12 +83,11 @@ def test_sizes_of_the_language_models_of_schlag_et_al(fairseq, wikitext103, arch
     assert expected - sum(p.numel() for p in plain.parameters()) == layers * width * heads
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "width"), [(SMALL, 128), (MEDIUM, 256)])
 def test_settings_of_the_language_models_of_schlag_et_al(fairseq, arch, width):
     model = fairseq.build(f"{REDUCED} --decoder-embed-dim {width} {dims(width)}", arch=arch)
     decoder = model.decoder
-    cfg = configuration(fairseq, arch)
+    cfg = fairseq.parse(arch)
     assert (cfg.decoder_embed_dim, cfg.decoder_input_dim, cfg.decoder_output_dim) == (width,) * 3
     assert (cfg.decoder_layers, cfg.decoder_attention_heads) == (16, 8)
     assert cfg.decoder_ffn_embed_dim == 2048
@@ -146,66 +151,81 @@ def test_weights_start_from_a_normal_distribution(fairseq, rule):
                 assert bias is None
 
 
-@pytest.mark.parametrize("arch", [SMALL, MEDIUM, BAEVSKI])
+@pytest.mark.parametrize("arch", OURS)
 def test_flags_overrule_what_an_architecture_sets(fairseq, arch):
-    flags = (
-        "--dropout 0.25 --decoder-layers 3 --update-rule sum --adaptive-input-cutoff 5,6 --decoder-attention-heads 4"
-    )
-    cfg = configuration(fairseq, arch, flags)
-    assert (cfg.dropout, cfg.decoder_layers, cfg.update_rule) == (0.25, 3, "sum")
-    assert (cfg.adaptive_input_cutoff, cfg.decoder_attention_heads) == ("5,6", 4)
+    given = {
+        "dropout": 0.25,
+        "decoder_layers": 3,
+        "decoder_attention_heads": 4,
+        "update_rule": "delta" if "retnet" in arch else "sum",
+        "adaptive_input_cutoff": "5,6",
+        "max_target_positions": 77,
+        "rotary_base": 5,
+        "init_std": 0.5,
+    }
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    args = fairseq.parse(arch, f"{flags} --decoder-normalize-before")
+    assert given.items() <= vars(args).items() and args.decoder_normalize_before
 
 
-OURS = sorted(name for name, model in ARCH_MODEL_NAME_REGISTRY.items() if model == "fast_weight_lm" != name)
-THEIRS = [
-    "transformer_lm_gpt2_small",
-    "transformer_lm_gpt3_small",
-    "transformer_lm_baevski_gbw",
-    "transformer_ulm_tiny",
-]
-
-
-GIVEN = [{}, {"decoder_layers": 6, "decoder_embed_dim": 24, "dropout": 0.25}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("arch", "given"), zip([*OURS, *THEIRS], itertools.cycle(GIVEN), strict=False))
-def test_hydra_sets_what_the_command_line_does(our_fairseq, fairseq, arch, given):
-    """Where settings are those of the architecture's model (six layers), too."""
+def in_hydra(arch: str, given: dict) -> dict:
+    """The model's settings in a run of fairseq-hydra-train."""
     cfg = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(FairseqConfig)))
     cfg.task = {"_name": "fast_weight_language_modeling", "data": "", "tokens_per_sample": 16}
     cfg.model = {"_name": arch, **given}
     for _ in range(2):  # fairseq does it once before it imports the plugin, and once after
         initialize.add_defaults(cfg)
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
-    expected = configuration(fairseq, arch, f"--tokens-per-sample 16 {flags}")
-    assert OmegaConf.to_container(cfg.model, resolve=True, enum_to_str=True) == expected
-    assert given.items() <= expected.items()
+    return OmegaConf.to_container(cfg.model, resolve=True, enum_to_str=True)
 
 
-def test_schlag_et_al_can_be_asked_to_normalise_before(fairseq):
-    assert configuration(fairseq, SMALL, "--decoder-normalize-before").decoder_normalize_before
+@pytest.mark.parametrize("arch", [*OURS, *THEIRS])
+def test_hydra_sets_what_the_command_line_does(our_fairseq, fairseq, arch):
+    """Where settings are those of the architecture's model (six layers), too."""
+    for given in ({}, {"decoder_layers": 6, "decoder_embed_dim": 24, "dropout": 0.25}):
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+        args, model = fairseq.parse(arch, f"--tokens-per-sample 16 {flags}"), in_hydra(arch, given)
+        # Arguments have not the options that neither the command line nor the architecture sets.
+        said = {name: value for name, value in vars(args).items() if name in model}
+        assert len(said) >= 40 and said.items() <= model.items()
+
+
+@pytest.mark.parametrize("arch", [BAEVSKI, "fast_weight_lm_gpt2_medium", "fast_weight_lm_retnet_1b"])
+def test_the_command_line_makes_the_configuration_of_hydra(our_fairseq, fairseq, arch):
+    args = fairseq.parse(arch, "--tokens-per-sample 16")
+    config = convert_namespace_to_omegaconf(args)
+    assert config.model == in_hydra(arch, {})
+    assert config.task.max_target_positions == args.max_target_positions
+
+
+def test_switches_that_fairseqs_own_hydra_lost_are_told(our_fairseq, monkeypatch):
+    """It lets the model's defaults come before the architecture's settings."""
+    check_architecture(Namespace(_name="fast_weight_lm", adaptive_input=False))  # whose default it is
+    lost = Namespace(_name=SMALL, adaptive_input=False)
+    check_architecture(lost)  # turned off in a file: hydra knows architectures
+    switches = ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj", "no_attention_bias", "scale_read_out")
+    off = dict.fromkeys(switches, False)
+    monkeypatch.setattr(fast_weight_options, "add_defaults", lambda made: made.model.update(off))
+    with pytest.raises(ValueError, match=f"_name is '{SMALL}', whose settings .* leaves out .adaptive_input is False"):
+        check_architecture(lost)
+    check_architecture(Namespace(_name=SMALL))
 
 
 # ------------------------------------------------------------------------------- Baevski & Auli
 
 
 def test_every_field_of_baevski_and_auli_is_fairseqs(fairseq):
-    ours = configuration(fairseq, BAEVSKI)
-    theirs = configuration(fairseq, "transformer_lm_baevski_wiki103")
-    names = {f.name for f in dataclasses.fields(TransformerLanguageModelConfig)} - {"_name"}
-    assert len(names) >= 40
-    different = {n: (ours[n], theirs[n]) for n in names if ours[n] != theirs[n]}
-    assert not different
-    assert (ours.decoder_layers, ours.decoder_embed_dim, ours.decoder_attention_heads) == ((16, 1024, 8))
+    ours, theirs = (vars(fairseq.parse(arch)) for arch in (BAEVSKI, "transformer_lm_baevski_wiki103"))
+    names = {f.name for f in dataclasses.fields(TransformerLanguageModelConfig)} & set(ours) - {"_name"}
+    assert len(names) >= 40 and names <= set(theirs)
+    assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+    assert (ours["decoder_layers"], ours["decoder_embed_dim"], ours["decoder_attention_heads"]) == (16, 1024, 8)
 
 
-@pytest.mark.parametrize("arch", [SMALL, MEDIUM, BAEVSKI])
-def test_named_architectures_can_be_built_from_plain_arguments(fairseq, arch):
-    """As fairseq's own can, without the detour through hydra."""
-    sizes = "--decoder-embed-dim 64 --decoder-input-dim 64 --decoder-output-dim 64"
-    args = fairseq.parse(arch, f"{REDUCED} {sizes} --decoder-ffn-embed-dim 16")
-    assert isinstance(fairseq.task().build_model(args), FastWeightLanguageModel)
+def test_named_architectures_are_built_of_hydras_configuration(fairseq):
+    """As fairseq-train builds them; most tests leave out the detour."""
+    config = convert_namespace_to_omegaconf(fairseq.tiny(SMALL, REDUCED)).model
+    ours, direct = (m.state_dict() for m in (fairseq.task().build_model(config), fairseq.build(REDUCED, arch=SMALL)))
+    assert {name: x.shape for name, x in ours.items()} == {name: x.shape for name, x in direct.items()}
 
 
 def test_help_documents_every_option_of_its_own():

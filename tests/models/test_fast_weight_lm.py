@@ -4,6 +4,8 @@ segment with the state carried over. They give the same numbers, in training as 
 from __future__ import annotations
 
 import sys
+from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -45,9 +47,13 @@ POSITIONS = {
 NO_POSITIONS = POSITIONS["no positions"]
 
 
-def rules(*names: str) -> pytest.MarkDecorator:
-    chosen = {name: RULES[name] for name in names or RULES}
-    return pytest.mark.parametrize("flags", chosen.values(), ids=list(chosen))
+def rules(*names: str, **others: dict[str, Any]) -> pytest.MarkDecorator:
+    """Each of these rules, or of all, with one of the values of another argument in turn."""
+    cases: dict[str, tuple[Any, ...]] = {name: (RULES[name],) for name in names or RULES}
+    for table in others.values():
+        turns = zip(cases.items(), cycle(table.items()), strict=False)
+        cases = {f"{name}-{other}": (*case, value) for (name, case), (other, value) in turns}
+    return pytest.mark.parametrize(("flags", *others), cases.values(), ids=list(cases))
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -94,8 +100,7 @@ def assert_same_gradients(actual, expected, tolerance: float) -> None:
 # ---------------------------------------------------------------------------- the three modes
 
 
-@rules()
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=list(POSITIONS))
+@rules(positions=POSITIONS)
 @torch.no_grad()
 def test_single_tokens_give_what_the_whole_text_gives(fairseq, text, flags, positions):
     model, tokens = fairseq.build(f"{flags} {positions}"), text(BATCH, TIME)
@@ -113,8 +118,7 @@ def test_segments_give_what_the_whole_text_gives(fairseq, text, flags):
         assert relative_error(in_segments(model, tokens, lengths), whole) <= FLOAT32, lengths
 
 
-@pytest.mark.parametrize("layers", ["1", "2", "1,2"])
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=list(POSITIONS))
+@pytest.mark.parametrize(("layers", "positions"), zip(["1", "2", "1,2"], POSITIONS.values(), strict=True))
 @torch.no_grad()
 def test_hybrids_generate_what_they_score(fairseq, text, layers, positions):
     model = fairseq.build(f"--softmax-attention-layers {layers} {positions}")
@@ -157,8 +161,7 @@ def test_the_state_does_not_grow(fairseq, text, flags):
     assert len(sizes) == 1 and len(incremental) == 2
 
 
-@rules(*UPDATE_RULES, "delta removal")
-@pytest.mark.parametrize("positions", ["", NO_POSITIONS], ids=["positions", "no positions"])
+@rules(*UPDATE_RULES, "delta removal", positions=POSITIONS)
 def test_beams_of_fairseqs_generator_have_the_scores_of_the_whole_text(fairseq, text, flags, positions):
     """Rows of the state are reordered at every step, as hypotheses overtake one another."""
     model = fairseq.build(f"{flags} {positions} --share-decoder-input-output-embed")
@@ -202,9 +205,8 @@ def test_a_later_token_changes_no_earlier_output(fairseq, text, flags):
     assert relative_error(other[:, 7:], out[:, 7:]) > 0.01
 
 
-@rules()
+@rules(positions=POSITIONS)
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=list(POSITIONS))
 @torch.no_grad()
 def test_padding_changes_nothing(fairseq, text, flags, side, positions):
     model, tokens = fairseq.build(f"{flags} {positions}"), text(BATCH, TIME)
@@ -231,11 +233,12 @@ def test_padding_at_a_streams_end_leaves_its_state(fairseq, text, flags):
     assert relative_error(out[1:2, 6:], expected[:, 4:]) <= FLOAT32
 
 
-@rules("sum", "delta", "adaptive", "pre-norm")
-@pytest.mark.parametrize("last", [0, 1, 5, TIME, TIME + 3])
+@pytest.mark.parametrize(
+    ("name", "last"), [("sum", 0), ("delta", 1), ("adaptive", 1), ("pre-norm", 5), ("delta", TIME), ("sum", TIME + 3)]
+)
 @torch.no_grad()
-def test_last_positions_are_the_end_of_all_positions(fairseq, text, flags, last):
-    model, tokens = fairseq.build(f"{flags} {NO_POSITIONS}"), text(BATCH, TIME)
+def test_last_positions_are_the_end_of_all_positions(fairseq, text, name, last):
+    model, tokens = fairseq.build(f"{RULES[name]} {NO_POSITIONS}"), text(BATCH, TIME)
     expected = model(tokens)[0][:, max(0, TIME - last) :]
     assert relative_error(model(tokens, last_positions=last)[0], expected) <= 1e-6
     # The state is that of all positions.
@@ -420,8 +423,7 @@ def test_layerdrop_drops_in_training_only(fairseq, text):
     assert computed == {0, 1, 2}  # all three, but for a chance of 3 * 0.75^30 = 5e-4
 
 
-@rules()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@rules(dtype={"bfloat16": torch.bfloat16, "float16": torch.float16})
 def test_half_types_are_finite_and_near_float32(fairseq, text, flags, dtype):
     model = fairseq.build(f"{flags} --dropout 0")
     low = fairseq.build(f"{flags} --dropout 0").to(dtype)

@@ -34,8 +34,12 @@ SUBSETS = [",".join(chosen) for size in (3, 2, 1) for chosen in combinations(PLA
 # Copies of weights that fairseq's encoder layers keep for a fused kernel, and fill in loading. Nothing trains them.
 FUSED = [f"{name}_{kind}" for name in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
 
-# Not DPFP, whose products of ReLUs may be small or 0 in all features.
-POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive and name != "dpfp"]
+# Not DPFP and ReLU, all of whose features may be small or 0.
+POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive and not kind.may_vanish]
+
+# Of log-probabilities, which are of the order of 3: float32 leaves 2e-6. fairseq's softmax is in float32 in any model,
+# and of what it rounds DPFP's small sums make 2e-5. A token that is read twice, or not at all, costs more than 1e-3.
+SCORES = 5e-5
 
 
 def dictionary(words: Iterable[str] = WORDS) -> Dictionary:
