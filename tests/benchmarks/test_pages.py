@@ -83,6 +83,7 @@ def test_all_targets_are_listed_whatever_was_measured() -> None:
     assert targets.render(targets.evaluate_one({"program": "training", "device": "cpu"})) == ""
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_from_who_was_measured(tmp_path: Path) -> None:
     def draw(name: str, record: dict[str, Any]) -> bytes:
         getattr(figures, f"draw_{name}")(record, tmp_path / "figure.png")

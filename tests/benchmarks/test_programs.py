@@ -64,6 +64,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_program_starts_from_anywhere(tmp_path: Path) -> None:
     subprocess.run([sys.executable, BENCHMARKS / "report.py", "--check"], check=True, cwd=tmp_path)
 

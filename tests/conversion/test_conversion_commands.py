@@ -45,6 +45,7 @@ def data(converted, tmp_path_factory) -> Path:
     return binarise(folder, "--srcdict", str(converted[2] / "dict.txt"))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_eval_lm_gives_the_sources_perplexity(converted, data):
     source, theirs, ours = converted

@@ -72,6 +72,7 @@ def log_probs(model, tokens):
     return model.get_normalized_probs(model(tokens), log_probs=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "flags", "save"),
     [

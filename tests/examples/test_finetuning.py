@@ -24,12 +24,12 @@ def summarize(*arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_it_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_it_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path, commands, fairseq) -> None:
+    out, updates = tmp_path / "out", {"UPDATES": "10"}
     models = ["source", "decay-4-converted", "decay-4-scratch"]
-    result = run_script(WIKITEXT2, data, out, *models, env={"UPDATES": "20"})
+    result = run_script(WIKITEXT2, data, out, *models, env=updates)
     assert result.returncode == 0, result.stderr
-    again = run_script(WIKITEXT2, data, out, *models, env={"UPDATES": "20"})
+    again = run_script(WIKITEXT2, data, out, *models, env=updates)
     assert again.returncode == 0 and "training" not in again.stdout
 
     summary = summarize(out, "--markdown", tmp_path / "t.md", "--figure", tmp_path / "t.png")
@@ -44,28 +44,21 @@ def test_it_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path)
     converted, scratch = rows["decay, m = 4", "converted"], rows["decay, m = 4", "scratch"]
     assert all(math.isfinite(float(cell)) and float(cell) > 1 for cell in converted[1:])
     assert scratch[1] == "–" and float(scratch[2]) > 1
-    # Twenty updates of training are in the converted model's weights.
+    # Ten updates of training are in the converted model's weights.
     assert float(converted[2]) < float(scratch[2])
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gated-16-scaled", "delta-4-converted", "add-16-converted", "delta-16-scratch"])
-def test_every_rule_starts_finite_and_trains(model: str, data: Path, source: Path, tmp_path: Path, commands, fairseq):
-    (tmp_path / "source").symlink_to(source)
-    calls = commands(WIKITEXT2, data, tmp_path, model, env={"UPDATES": "20"})
-    assert [call[0] for call in calls] == ["fairseq-train"] * (1 + (not model.endswith("scratch"))) + [
-        "fairseq-eval-lm"
-    ]
-    for call in calls:
-        fairseq(call)
-
-
-@pytest.fixture(scope="module")
-def source(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("source")
-    result = run_script(WIKITEXT2, data, out, "source", env={"UPDATES": "10"})
-    assert result.returncode == 0, result.stderr
-    return out / "source"
+    # The other rules and starts, in this process.
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "source").symlink_to(out / "source")
+    for model, programs in (
+        ("gated-16-scaled", ["fairseq-train", "fairseq-train", "fairseq-eval-lm"]),
+        ("delta-4-converted", ["fairseq-train", "fairseq-train", "fairseq-eval-lm"]),
+        ("add-16-scratch", ["fairseq-train", "fairseq-eval-lm"]),
+    ):
+        calls = commands(WIKITEXT2, data, tmp_path / "others", model, env=updates)
+        assert [call[0] for call in calls] == programs
+        for call in calls:
+            fairseq(call)
 
 
 def test_all_rules_and_both_starts_are_run_if_none_is_named(tmp_path: Path, commands) -> None:

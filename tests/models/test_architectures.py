@@ -77,6 +77,7 @@ def test_sizes_of_the_language_models_of_schlag_et_al(fairseq, wikitext103, arch
     assert expected - sum(p.numel() for p in plain.parameters()) == layers * width * heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "width"), [(SMALL, 128), (MEDIUM, 256)])
 def test_settings_of_the_language_models_of_schlag_et_al(fairseq, arch, width):
     model = fairseq.build(f"{REDUCED} --decoder-embed-dim {width} {dims(width)}", arch=arch)

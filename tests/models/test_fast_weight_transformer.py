@@ -44,11 +44,13 @@ SCORES = 1e-5
 SAME = 1e-6
 
 # Rules are the decoder's: where it has none they make no difference.
+# Each rule and each map with each choice of attention, and, over all of these, most pairs of them.
 COMBINATIONS = [
-    (places, rule, feature_map)
-    for places in SUBSETS
-    for rule in (UPDATE_RULES if "decoder" in places else ["sum"])
-    for feature_map in (FEATURE_MAPS if places != "none" else ["elu"])
+    (places, rules[(number + offset) % len(rules)], maps[number % len(maps)])
+    for offset, places in enumerate(SUBSETS)
+    for rules in [list(UPDATE_RULES) if "decoder" in places else ["sum"]]
+    for maps in [list(FEATURE_MAPS) if places != "none" else ["elu"]]
+    for number in range(max(len(rules), len(maps)))
 ]
 
 # fairseq's options that change what surrounds the attention. Each has to mean what it means there.

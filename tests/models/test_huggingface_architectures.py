@@ -118,6 +118,7 @@ RETNET = {"430m": (24, 1024, 4096, 4, 16), "1b": (16, 2048, 8192, 8, 8)}
 RETNET_PARAMETERS = {"430m": 430_524_416, "1b": 1_078_923_264}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", RETNET)
 def test_retnet_is_pythia_with_retention(fairseq, size):
     model, cfg = on_meta(fairseq, f"fast_weight_lm_retnet_{size}", 50304, "")
@@ -164,6 +165,7 @@ def test_fast_weights_stand_where_attention_was(fairseq, text, arch):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch", ["fast_weight_lm_gpt2_medium", "fast_weight_lm_pythia_160m", "fast_weight_lm_retnet_430m"]
 )
@@ -176,6 +178,7 @@ def test_flags_overrule_the_architecture(fairseq, arch):
     assert task.max_target_positions == 77
 
 
+@pytest.mark.slow
 def test_retnet_without_retention_is_pythia(fairseq):
     saved = fairseq.build(f"{TINY} {ALL} --rotary-dim 4", arch="fast_weight_lm_pythia_70m")
     model = fairseq.build(f"{TINY} {ALL} --rotary-dim 4", arch="fast_weight_lm_retnet_430m", seed=1)

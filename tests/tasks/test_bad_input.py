@@ -83,6 +83,7 @@ def test_streams_need_a_batch_size(corpus, tmp_path):
     assert "ValueError: batch_size is not set; with carry_over_state" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -106,6 +107,7 @@ def test_generation_from_carried_states_is_refused(corpus, trained, capsys):
     assert "H-0" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_without_state_is_not_evaluated_with_one(corpus, tmp_path):
     train(corpus, tmp_path, "--softmax-attention-layers", "2", "--max-update", "1")
     with pytest.raises(ValueError, match=r"softmax_attention_layers is \[2\]"):

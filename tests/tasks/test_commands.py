@@ -51,6 +51,7 @@ def test_every_architecture_trains_in_every_way(corpus, tmp_path, arch, flags):
     assert math.isfinite(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", ["delta", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("sum", "gated", "decay"))]
 )
@@ -139,6 +140,7 @@ def test_a_fairseq_that_would_train_another_model_is_refused(train_as_described,
     assert not list(tmp_path.rglob("*.pt"))
 
 
+@pytest.mark.slow
 def test_the_command_line_and_checkpoints_need_no_such_fairseq(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(initialize, "add_architecture", lambda *settings: None, raising=False)
     sizes = "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2".split()

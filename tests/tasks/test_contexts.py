@@ -66,6 +66,7 @@ def test_carried_over_state_makes_the_segments_length_irrelevant(corpus, models,
     assert abs(2**apart / 2**whole - 1) > 1e-3, "the corpus must be one where carrying matters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "length", "context"),
     [
@@ -120,6 +121,7 @@ def test_sliding_windows_of_texts_that_fairseq_changes_are_fairseqs(corpus, tmp_
     assert ours == evaluate(corpus, tmp_path / "checkpoint_last.pt", *reading, task=stock_task)
 
 
+@pytest.mark.slow
 def test_a_smaller_output_dictionary_leaves_carried_inputs_alone(corpus, tmp_path):
     flags = [*CARRY, "--output-dictionary-size", "30"]
     train(corpus, tmp_path, *NO_POSITIONS, *flags)
@@ -183,6 +185,7 @@ def test_training_and_validation_read_whole_streams(corpus, models, tmp_path, fl
     assert valid == pytest.approx([wanted["valid"]] * len(valid), abs=6e-4)
 
 
+@pytest.mark.slow
 def test_the_losses_above_would_show_a_state_that_is_not_carried(corpus, models):
     flags = ["--tokens-per-sample", "16", "--batch-size", "4", "--gen-subset", "train"]
     carried, _ = evaluate(corpus, models["delta"], *CARRY, *flags)

@@ -71,6 +71,7 @@ def test_every_map_trains(pairs, tmp_path, feature_map):
     assert len(values) == 4 and all(math.isfinite(x) for x in values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", ["encoder,decoder,cross", slow("cross"), slow("none")])
 def test_every_choice_of_attention_trains_and_translates(pairs, tmp_path, places):
     train_translation(pairs.data, tmp_path, "--fast-weight-attention", places)
@@ -78,6 +79,7 @@ def test_every_choice_of_attention_trains_and_translates(pairs, tmp_path, places
     assert_all_translated(pairs, generate(pairs.data, tmp_path / "checkpoint_last.pt", tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_change_nothing(pairs, tmp_path):
     flags = "--dropout 0.2 --attention-dropout 0.1 --feature-map favor".split()
     plain, checkpointed = (
@@ -109,6 +111,7 @@ def test_layers_are_dropped_in_training_and_pruned_in_generation(pairs, tmp_path
     assert whole[0][0].token_scores != pruned[0][0].token_scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -374,6 +377,7 @@ def test_every_way_of_searching_translates_every_line(pairs, translator, tmp_pat
             assert found[number][0].words[:1] == target.split()[:1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [slow(1), 2, slow(3)])
 def test_no_sequence_of_words_comes_twice(our_fairseq, pairs, translator, tmp_path, size):
     for option in ([], ["--no-repeat-ngram-size", str(size)]):
@@ -433,6 +437,7 @@ def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, ca
     assert found[1] == found[3] != found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", ["encoder,decoder", slow("none")])
 def test_softmax_attention_to_the_source_aligns_words(pairs, tmp_path, capsys, places):
     train_translation(pairs.data, tmp_path, "--fast-weight-attention", places)

@@ -78,6 +78,7 @@ class TestWithNvcc:
         except Unavailable as reason:
             pytest.skip(str(reason))
 
+    @pytest.mark.slow
     def test_a_spill_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
         """128 numbers in 32 registers; and the second time, the report of the first."""
         source = tmp_path / "cuda" / "spilling.cu"

@@ -71,6 +71,7 @@ def write_run(folder: Path, updates: int, finished: bool = True, arch: str = "",
     return folder
 
 
+@pytest.mark.slow
 def test_a_summary_has_the_papers_bleu_beside_ours(tmp_path: Path) -> None:
     big = "fast_weight_transformer_wmt_en_de_big"
     write_run(tmp_path / "dpfp-512", 40, arch=big, valid=25.5, test=26.25)

@@ -72,6 +72,7 @@ print({SUMMARY!r}, file=sys.stderr)
     assert corpus.read_text(model / "generate-test.hyp") == [" ".join(["die"] * 3000)] * 4
 
 
+@pytest.mark.slow
 def test_both_sets_are_translated_unless_one_is_asked_for(stub_data: Path, model: Path, programs: Programs) -> None:
     lines = [f"H-{number}\t-1\t▁die\n" for number in range(6)]
     (programs.folder / "log").write_text("".join([*lines, SUMMARY]))
