@@ -10,8 +10,9 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import native_build
 import native_toolchain
@@ -42,10 +43,10 @@ int variants() { return baseline::one(); }
 """,
 }
 VARIANTS = ["baseline", "avx2", "avx512"] if native_toolchain.is_x86() else ["baseline"]
+COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+LIBRARY, RECORD, LOG = (f"fairseq_fastweights/_native_{name}" for name in ("cpu.so", "build.json", "cpu.log"))
 
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler here"
-)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
 
 
 def libraries_of(root: Path) -> ModuleType:
@@ -75,181 +76,144 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def failing_compiler(tmp_path: Path) -> Path:
-    """One that answers questions, and takes a while to compile nothing."""
-    compiler = next(filter(shutil.which, ("c++", "g++", "clang++")))
-    script = tmp_path / "failing-c++"
-    script.write_text(
-        "#!/bin/sh\n"
-        'case " $* " in\n'
-        f'*" --version "*|*" -dumpfullversion "*|*" -fsyntax-only "*) exec {compiler} "$@" ;;\n'
-        "esac\n"
-        'sleep 1; echo "x.cpp:1: error: boom"; exit 1\n'
-    )
-    script.chmod(0o755)
-    return script
+def compilers(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The suffixes of what is made from here on, and one whose making is `interrupted`."""
+    found = SimpleNamespace(made=[], interrupted="")
+    whole = native_build.Builder.run
+
+    def run(self: native_build.Builder, part: str, command: list[str], target: Path) -> None:
+        found.made.append(target.suffix)
+        if target.suffix == found.interrupted:
+            raise KeyboardInterrupt
+        whole(self, part, command, target)
+
+    monkeypatch.setattr(native_build.Builder, "run", run)
+    return found
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 def recorded(root: Path) -> dict[str, dict[str, object]]:
-    return json.loads((root / "fairseq_fastweights/_native_build.json").read_text())
+    return json.loads((root / RECORD).read_text())
 
 
 def change_record(root: Path, **facts: object) -> None:
     record = recorded(root)
     record["cpu"].update(facts)
-    (root / "fairseq_fastweights/_native_build.json").write_text(json.dumps(record))
+    (root / RECORD).write_text(json.dumps(record))
 
 
-def answer(root: Path) -> int:
-    return ctypes.CDLL(str(root / "fairseq_fastweights/_native_cpu.so")).answer()
+def change(root: Path, source: str) -> None:
+    with (root / "cpu" / source).open("a") as file:
+        file.write("// changed\n")
 
 
 @needs_compiler
 class TestBuild:
-    def test_builds_loads_and_records(self, root: Path, capsys) -> None:
+    def test_builds_loads_and_records_once(self, root: Path, compilers: SimpleNamespace, capsys) -> None:
         assert native_build.main([]) == 0
         assert "CPU kernels: ready" in capsys.readouterr().out
-        assert answer(root) == 40 + len(VARIANTS)
+        assert ctypes.CDLL(str(root / LIBRARY)).answer() == 40 + len(VARIANTS)
         entry = recorded(root)["cpu"]
         assert entry["state"] == "built" and entry["torch"] == THIS_TORCH and entry["variants"] == VARIANTS
         assert entry["sources"] == real_libraries.source_digest(root / "cpu")
         assert re.search(r"\d+\.\d+", str(entry["compiler"])) and "-O3" in str(entry["flags"])
         assert "march=native" not in str(entry["flags"])
         assert libraries_of(root).load("cpu") is None
-
-    def test_a_second_build_compiles_nothing(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        native_build.main([])
-        before = (root / "fairseq_fastweights/_native_cpu.so").stat().st_mtime_ns
-        monkeypatch.setattr(native_build.Builder, "run", lambda *arguments: pytest.fail("it compiled"))
-        assert native_build.main([]) == 0
-        assert (root / "fairseq_fastweights/_native_cpu.so").stat().st_mtime_ns == before
+        compilers.made.clear()
+        assert native_build.main([]) == 0 and not compilers.made
 
     @pytest.mark.parametrize(
         ("source", "compiled"),
         [("binding.cpp", 1), ("kernels.cpp", len(VARIANTS)), ("kernels.h", len(VARIANTS) + 2)],
     )
-    def test_what_changed_is_compiled(
-        self, root: Path, source: str, compiled: int, monkeypatch: pytest.MonkeyPatch
+    def test_what_changed_is_compiled_and_an_interrupted_build_is_not_taken_for_the_one_before(
+        self, root: Path, source: str, compiled: int, compilers: SimpleNamespace
     ) -> None:
         native_build.main([])
-        targets: list[str] = []
-        whole = native_build.Builder.run
-
-        def run(self: native_build.Builder, part: str, command: list[str], target: Path) -> None:
-            targets.append(target.suffix)
-            whole(self, part, command, target)
-
-        monkeypatch.setattr(native_build.Builder, "run", run)
-        with (root / "cpu" / source).open("a") as file:
-            file.write("// changed\n")
+        compilers.made.clear()
+        change(root, source)
+        compilers.interrupted = ".so"
+        with pytest.raises(KeyboardInterrupt):
+            native_build.main([])
+        assert compilers.made.count(".o") == compiled and compilers.made.count(".so") == 1
+        assert "did not finish" in libraries_of(root).load("cpu")
+        compilers.interrupted = ""
         assert native_build.main([]) == 0
-        assert targets.count(".o") == compiled and targets.count(".so") == 1
         assert libraries_of(root).load("cpu") is None
 
-    def test_a_source_that_does_not_compile_leaves_a_line_and_a_log(self, root: Path, capsys) -> None:
+    @pytest.mark.parametrize(
+        ("dispatch", "says"),
+        [
+            ("int variants() { return no_such_thing; }\n", "no_such_thing"),
+            pytest.param(
+                "int somewhere_else();\nint variants() { return somewhere_else(); }\n",
+                "somewhere_else",
+                marks=pytest.mark.skipif(sys.platform != "linux", reason="another linker takes what is undefined"),
+            ),
+            (None, "x.cpp:1: error: boom"),  # while others wait
+        ],
+    )
+    def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(
+        self, root: Path, dispatch: str | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    ) -> None:
         native_build.main([])
         capsys.readouterr()
-        (root / "cpu/dispatch.cpp").write_text("int variants() { return no_such_thing; }\n")
+        log = root / LOG
+        if dispatch is None:
+            answers = f'*" --version "*|*" -dumpfullversion "*|*" -fsyntax-only "*) exec {COMPILER} "$@" ;;'
+            failing = f'case " $* " in\n{answers}\nesac\nsleep 0.3; echo "{says}"; exit 1'
+            monkeypatch.setenv("CXX", str(script(tmp_path / "failing-c++", failing)))
+            monkeypatch.setenv("MAX_JOBS", "1")
+        else:
+            (root / "cpu/dispatch.cpp").write_text(dispatch)
         assert native_build.main([]) == 0
-        log = root / "fairseq_fastweights/_native_cpu.log"
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
-        assert "no_such_thing" in line and str(log) in line and "build again" in line
-        assert "no_such_thing" in log.read_text()
         reason = libraries_of(root).load("cpu")
-        assert "no_such_thing" in reason and str(log) in reason and "\n" not in reason
-        assert not (root / "fairseq_fastweights/_native_cpu.so").exists()
+        for text in (line, reason):
+            assert says in text and str(log) in text and "build again" in text and "\n" not in text
+        assert says in log.read_text() and log.read_text().count("boom\n") < len(VARIANTS) + 2
+        assert recorded(root)["cpu"]["state"] == "missing" and not list(root.glob(f"{LIBRARY}*"))
+        # A build that compiles nothing does not show what an earlier one said.
+        monkeypatch.setenv("FASTWEIGHTS_BUILD", "none")
+        assert native_build.main([]) == 0 and not log.exists()
+        assert log.name not in capsys.readouterr().out and log.name not in libraries_of(root).load("cpu")
+        for name in ("CXX", "FASTWEIGHTS_BUILD"):
+            monkeypatch.delenv(name, raising=False)
         (root / "cpu/dispatch.cpp").write_text(SOURCES["dispatch.cpp"])
         assert native_build.main([]) == 0 and not log.exists()
         assert libraries_of(root).load("cpu") is None
 
-    def test_the_log_is_of_this_build(self, root: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-        """One that compiles nothing does not show what an earlier one said."""
-        (root / "cpu/dispatch.cpp").write_text("int variants() { return no_such_thing; }\n")
-        assert native_build.main([]) == 0
-        log = root / "fairseq_fastweights/_native_cpu.log"
-        assert log.exists()
-        capsys.readouterr()
-        monkeypatch.setenv("FASTWEIGHTS_BUILD", "none")
-        assert native_build.main([]) == 0
-        assert not log.exists()
-        assert log.name not in capsys.readouterr().out and log.name not in libraries_of(root).load("cpu")
 
-    def test_a_compiler_that_fails_while_others_wait_leaves_a_line(
-        self, root: Path, failing_compiler: Path, monkeypatch: pytest.MonkeyPatch, capsys
-    ) -> None:
-        monkeypatch.setenv("CXX", str(failing_compiler))
-        monkeypatch.setenv("MAX_JOBS", "1")
-        assert native_build.main([]) == 0
-        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
-        assert "x.cpp:1: error: boom" in line
-        assert recorded(root)["cpu"]["state"] == "missing" and "boom" in libraries_of(root).load("cpu")
-        assert (root / "fairseq_fastweights/_native_cpu.log").read_text().count("boom\n") < len(VARIANTS) + 2
-
-    def test_a_library_that_does_not_link_is_not_left_behind(self, root: Path, capsys) -> None:
-        if sys.platform != "linux":
-            pytest.skip("only Linux's linker is asked to refuse what is undefined")
-        (root / "cpu/dispatch.cpp").write_text("int somewhere_else();\nint variants() { return somewhere_else(); }\n")
-        assert native_build.main([]) == 0
-        assert "somewhere_else" in capsys.readouterr().out
-        assert recorded(root)["cpu"]["state"] == "missing"
-        assert not list((root / "fairseq_fastweights").glob("_native_cpu.so*"))
-
-    def test_an_interrupted_build_is_not_taken_for_the_one_before(
-        self, root: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        native_build.main([])
-        with (root / "cpu/binding.cpp").open("a") as file:
-            file.write("// changed\n")
-        whole = native_build.Builder.run
-
-        def run(self: native_build.Builder, part: str, command: list[str], target: Path) -> None:
-            if target.suffix == ".so":
-                raise KeyboardInterrupt
-            whole(self, part, command, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(native_build.Builder, "run", run)
-            with pytest.raises(KeyboardInterrupt):
-                native_build.main([])
-        assert "did not finish" in libraries_of(root).load("cpu")
-        assert native_build.main([]) == 0
-        assert libraries_of(root).load("cpu") is None
-
-
-class TestWithoutCompiler:
-    @pytest.fixture(autouse=True)
-    def nothing_on_path(self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-
-    def test_the_installation_goes_on(self, root: Path, capsys) -> None:
-        assert native_build.main([]) == 0
-        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU"))
-        assert "no C++ compiler" in line and "apt install g++" in line
-        assert line.partition("not built: ")[2] in libraries_of(root).load("cpu")
-
-    @pytest.mark.parametrize("choice", ["cpu", "cuda"])
-    def test_what_was_asked_for_is_an_error(self, root: Path, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("FASTWEIGHTS_BUILD", choice)
-        assert native_build.main([]) == 1
-
-    def test_the_one_that_is_named_and_missing_is_named(self, root: Path, monkeypatch, capsys) -> None:
-        monkeypatch.setenv("CXX", "no-such-c++")
-        native_build.main([])
-        assert "no-such-c++" in capsys.readouterr().out
-
-
-class TestChoice:
-    def test_none_builds_nothing_and_says_so(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (root / "fairseq_fastweights/_native_cpu.so").touch()
-        monkeypatch.setenv("FASTWEIGHTS_BUILD", "none")
-        assert native_build.main([]) == 0
-        assert not (root / "fairseq_fastweights/_native_cpu.so").exists()
-        assert all("FASTWEIGHTS_BUILD was none" in libraries_of(root).load(part) for part in ("cpu", "cuda"))
-
-    def test_another_word_is_an_error(self, root: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-        monkeypatch.setenv("FASTWEIGHTS_BUILD", "gpu")
-        assert native_build.main([]) == 2
-        assert "'gpu'" in capsys.readouterr().err and not (root / "build").exists()
+@pytest.mark.parametrize(
+    ("environment", "status", "says"),
+    [
+        ({}, 0, r"CPU kernels: not built: .*no C\+\+ compiler.*apt install g\+\+"),
+        ({"CXX": "no-such-c++"}, 0, r"CPU .*no-such-c\+\+"),
+        ({"FASTWEIGHTS_BUILD": "none"}, 0, "(?s)CPU .*FASTWEIGHTS_BUILD was none.*CUDA .*FASTWEIGHTS_BUILD was none"),
+        ({"FASTWEIGHTS_BUILD": "cpu"}, 1, r"CPU .*no C\+\+ compiler"),
+        ({"FASTWEIGHTS_BUILD": "cuda"}, 1, r"CPU .*no C\+\+ compiler"),
+        ({"FASTWEIGHTS_BUILD": "gpu"}, 2, "error: .*'gpu'"),
+    ],
+)
+def test_without_a_compiler_only_what_was_asked_for_is_an_error(
+    root: Path, environment: dict[str, str], status: int, says: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (root / LIBRARY).touch()
+    for name, value in {"PATH": str(tmp_path / "empty"), **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert native_build.main([]) == status
+    printed = capsys.readouterr()
+    assert re.search(says, printed.err if status == 2 else printed.out)
+    assert ((root / LIBRARY).exists(), (root / "build").exists()) == (status == 2, status != 2)
+    for line in printed.out.splitlines():
+        part, _, reason = line.partition(" kernels: not built: ")
+        assert reason and reason in libraries_of(root).load(part.lower())
 
 
 class TestLoad:
@@ -258,58 +222,46 @@ class TestLoad:
     @pytest.fixture
     def built(self, root: Path) -> Path:
         """As a build leaves it, with a library that cannot be loaded."""
-        (root / "fairseq_fastweights/_native_cpu.so").write_bytes(b"no library")
+        (root / LIBRARY).write_bytes(b"no library")
         entry = {"state": "built", "torch": THIS_TORCH, "sources": real_libraries.source_digest(root / "cpu")}
-        (root / "fairseq_fastweights/_native_build.json").write_text(json.dumps({"cpu": entry}))
+        (root / RECORD).write_text(json.dumps({"cpu": entry}))
         return root
 
-    def refusal(self, root: Path) -> str:
-        reason = libraries_of(root).load("cpu")
-        assert reason is not None and "\n" not in reason
-        return reason
+    OTHER = THIS_TORCH.partition("+")[0] + "+other"
 
-    def test_a_bare_clone_says_how_to_build(self, root: Path) -> None:
-        assert f"python {root / 'tools' / 'native_build.py'}" in self.refusal(root)
-
-    def test_an_installed_package_says_how_to_build(self, built: Path) -> None:
-        (built / "fairseq_fastweights/_native_build.json").unlink()
-        shutil.rmtree(built / "tools")
-        assert "pip install" in self.refusal(built)
-
-    @pytest.mark.parametrize("other", ["2.4.1", THIS_TORCH.partition("+")[0] + "+other"])
-    def test_another_torch_is_refused_before_loading(self, built: Path, other: str) -> None:
-        change_record(built, torch=other)
-        reason = self.refusal(built)
-        assert f"torch {other} " in reason and THIS_TORCH in reason and "native_build.py" in reason
-
-    def test_changed_sources_are_refused(self, built: Path) -> None:
-        with (built / "cpu/kernels.h").open("a") as file:
-            file.write("// changed\n")
-        assert "outdated" in self.refusal(built) and "native_build.py" in self.refusal(built)
-
-    def test_sources_do_not_matter_where_there_are_none(self, built: Path) -> None:
-        shutil.rmtree(built / "tools")
-        shutil.rmtree(built / "cpu")
-        assert "could not be loaded" in self.refusal(built)
-
-    def test_a_lost_library_is_named(self, built: Path) -> None:
-        (built / "fairseq_fastweights/_native_cpu.so").unlink()
-        assert "_native_cpu.so is gone" in self.refusal(built)
-
-    def test_the_loaders_error_is_passed_on(self, built: Path) -> None:
-        reason = self.refusal(built)
-        assert "OSError" in reason and "_native_cpu.so" in reason and "native_build.py" in reason
-
-    @pytest.mark.parametrize("text", ["", "[]", '{"cpu": "built"}', '{"cpu": {"state"'])
-    def test_a_record_that_cannot_be_read_is_no_record(self, built: Path, text: str) -> None:
-        (built / "fairseq_fastweights/_native_build.json").write_text(text)
-        assert "were not built" in self.refusal(built)
-
-    def test_the_answer_does_not_change_later(self, built: Path) -> None:
+    @pytest.mark.parametrize(
+        ("spoil", "gone", "says"),
+        [
+            (None, (RECORD, LIBRARY), ["python {root}/tools/native_build.py"]),  # a bare clone
+            (None, (RECORD, "tools"), ["pip install"]),  # an installed package
+            (lambda root: change_record(root, torch="2.4.1"), (), ["torch 2.4.1 ", THIS_TORCH, "native_build.py"]),
+            (
+                lambda root: change_record(root, torch=TestLoad.OTHER),
+                (),
+                [f"torch {OTHER} ", THIS_TORCH, "native_build.py"],
+            ),
+            (lambda root: change(root, "kernels.h"), (), ["outdated", "native_build.py"]),
+            (None, ("tools", "cpu"), ["could not be loaded"]),  # sources do not matter where there are none
+            (None, (LIBRARY,), ["_native_cpu.so is gone"]),
+            (None, (), ["OSError", "_native_cpu.so", "native_build.py"]),  # the loader's own error
+            *[
+                (lambda root, text=text: (root / RECORD).write_text(text), (), ["were not built"])
+                for text in ("", "[]", '{"cpu": "built"}', '{"cpu": {"state"')
+            ],
+        ],
+    )
+    def test_what_does_not_fit_is_refused_in_one_line_that_does_not_change(
+        self, built: Path, spoil: Callable[[Path], object] | None, gone: tuple[str, ...], says: list[str]
+    ) -> None:
+        for name in gone:
+            (shutil.rmtree if (built / name).is_dir() else os.unlink)(built / name)
+        if spoil is not None:
+            spoil(built)
         libraries = libraries_of(built)
-        first = libraries.load("cpu")
-        (built / "fairseq_fastweights/_native_build.json").unlink()
-        assert libraries.load("cpu") == first
+        reason = libraries.load("cpu")
+        assert "\n" not in reason and all(text.format(root=built) in reason for text in says)
+        (built / RECORD).unlink(missing_ok=True)
+        assert libraries.load("cpu") == reason
 
     @needs_compiler
     def test_a_library_can_be_named_instead(self, built: Path, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,85 +274,76 @@ class TestLoad:
 class TestCuda:
     """What the CUDA part needs, with a script in the place of nvcc."""
 
-    TORCH = Torch(Path("torch"), "2.11.0+cu130", "13.0")
-
     @pytest.fixture
     def nvcc(self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        script = tmp_path / "cuda/bin/nvcc"
-        script.parent.mkdir(parents=True)
-        script.write_text(
-            "#!/bin/sh\n"
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+        (root / "cuda").mkdir()
+        (root / "cuda/kernel.cu").write_text("__global__ void kernel() {}\n")
+        return script(
+            tmp_path / "cuda/bin/nvcc",
             'case "$1" in\n'
             '--version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;\n'
             '--dryrun) echo "#$ TOP=/opt/the-toolkit" >&2 ;;\n'
             "--list-gpu-arch) echo compute_75; echo compute_80; echo compute_90; echo compute_120 ;;\n"
             "*) exit 1 ;;\n"
-            "esac\n"
+            "esac",
         )
-        script.chmod(0o755)
-        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-        (root / "cuda").mkdir()
-        (root / "cuda/kernel.cu").write_text("__global__ void kernel() {}\n")
-        return script
 
-    def test_a_torch_without_cuda(self) -> None:
-        with pytest.raises(Unavailable, match=r"2\.13\.0\+cpu has no CUDA"):
-            native_build.plan_cuda(Torch(Path("torch"), "2.13.0+cpu", None))
-
-    def test_another_major_version(self, nvcc: Path) -> None:
-        with pytest.raises(Unavailable, match=r"CUDA 13\.0 and torch is for CUDA 12\.6; let CUDA_HOME name a CUDA 12 "):
-            native_build.plan_cuda(Torch(Path("torch"), "2.11.0+cu126", "12.6"))
-        assert Nvcc.find("13.2").version == "13.0"
-
-    def test_no_nvcc(self, nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("cuda", "there", "says"),
+        [
+            (None, True, r"2\.13\.0 has no CUDA"),
+            ("12.6", True, r"CUDA 13\.0 and torch is for CUDA 12\.6; let CUDA_HOME name a CUDA 12 "),
+            ("13.0", False, r"no nvcc .* install the CUDA toolkit 13 \(torch is for CUDA 13\.0\)"),
+        ],
+    )
+    def test_what_is_missing_is_named(self, nvcc: Path, cuda, there, says, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv("PATH", str(tmp_path / "empty"))
         monkeypatch.setattr(native_toolchain, "DEFAULT_NVCC", str(tmp_path / "default/bin/nvcc"))
-        nvcc.unlink()
-        with pytest.raises(Unavailable, match=r"no nvcc .* install the CUDA toolkit 13 \(torch is for CUDA 13\.0\)"):
-            native_build.plan_cuda(self.TORCH)
+        if not there:
+            nvcc.unlink()
+        with pytest.raises(Unavailable, match=says):
+            native_build.plan_cuda(Torch(Path("torch"), "2.13.0", cuda))
 
-    def test_headers_are_where_nvcc_says(self, nvcc: Path) -> None:
-        assert Nvcc.find("13.0").include_folder == Path("/opt/the-toolkit/include")
+    def test_headers_are_where_nvcc_says_and_a_minor_version_does_not_matter(self, nvcc: Path) -> None:
+        found = Nvcc.find("13.2")
+        assert found.include_folder == Path("/opt/the-toolkit/include") and found.version == "13.0"
 
     @pytest.mark.parametrize(
         ("listed", "gpus", "architectures"),
         [
-            ("", [], ["sm_75", "sm_80", "sm_90", "compute_90"]),
-            ("", [90], ["sm_90"]),
-            ("", [80, 90], ["sm_80", "sm_90"]),
-            ("", [70], ["sm_75", "sm_80", "sm_90", "compute_90"]),  # one that this nvcc knows nothing of
-            ("8.0", [90], ["sm_80"]),
-            ("8.0;9.0a+PTX", [], ["sm_80", "sm_90a", "compute_90a"]),
-            ("7.5 12.0", [], ["sm_75", "sm_120"]),
+            ("", [], "sm_75 sm_80 sm_90 compute_90"),
+            ("", [90], "sm_90"),
+            ("", [80, 90], "sm_80 sm_90"),
+            ("", [70], "sm_75 sm_80 sm_90 compute_90"),  # one that this nvcc knows nothing of
+            ("8.0", [90], "sm_80"),
+            ("8.0;9.0a+PTX", [], "sm_80 sm_90a compute_90a"),
+            ("7.5 12.0", [], "sm_75 sm_120"),
+            *[(listed, [], None) for listed in ("Hopper", "8.0;7.0", "90")],
         ],
     )
-    def test_architectures(self, nvcc: Path, listed: str, gpus: list[int], architectures, monkeypatch) -> None:
+    def test_architectures(self, nvcc: Path, listed: str, gpus, architectures: str | None, monkeypatch) -> None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
         monkeypatch.setattr(Torch, "capabilities", lambda self: gpus)
-        assert Nvcc.find("13.0").architectures(self.TORCH) == architectures
-
-    @pytest.mark.parametrize("listed", ["Hopper", "8.0;7.0", "90"])
-    def test_a_list_that_cannot_be_read(self, nvcc: Path, listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+        chosen = lambda: Nvcc.find("13.0").architectures(Torch(Path("torch"), "2.11.0+cu130", "13.0"))  # noqa: E731
+        if architectures is not None:
+            assert chosen() == architectures.split()
+            return
         with pytest.raises(Unavailable, match=r"TORCH_CUDA_ARCH_LIST names .*7.5, 8.0, 9.0, 12.0"):
-            Nvcc.find("13.0").architectures(self.TORCH)
+            chosen()
 
     @needs_compiler
     @pytest.mark.parametrize("words", ["{}", "{} -g0", "ccache {}", "ccache {} -g0"])
     def test_the_host_compiler_is_named_without_what_starts_it(
         self, nvcc: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        compiler = next(filter(shutil.which, ("c++", "g++", "clang++")))
-        ccache = tmp_path / "bin/ccache"
-        ccache.parent.mkdir()
-        ccache.write_text('#!/bin/sh\nexec "$@"\n')
-        ccache.chmod(0o755)
+        ccache = script(tmp_path / "bin/ccache", 'exec "$@"')
         monkeypatch.setenv("PATH", f"{ccache.parent}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setenv("CXX", words.format(compiler))
+        monkeypatch.setenv("CXX", words.format(COMPILER))
         here = Torch.find()
         plan = native_build.plan_cuda(Torch(here.folder, here.version, "13.0"))
         for command in (plan.compilations[0].command, plan.link):
-            assert [word for word in command if word.startswith("-ccbin")] == [f"-ccbin={compiler}"]
+            assert [word for word in command if word.startswith("-ccbin")] == [f"-ccbin={COMPILER}"]
 
     @needs_compiler
     def test_a_failure_leaves_the_cpu_part(self, nvcc: Path, root: Path, monkeypatch, capsys) -> None:
@@ -419,9 +362,8 @@ class TestInstallation:
         """With what an installation needs besides; the package holds a library that is of another environment."""
         for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
             shutil.copy(ROOT / name, root / name)
-        (root / "fairseq_fastweights/__init__.py").touch()
-        (root / "fairseq_fastweights/ops/__init__.py").touch()
-        (root / "fairseq_fastweights/_native_cuda.so").touch()
+        for name in ("__init__.py", "ops/__init__.py", "_native_cuda.so"):
+            (root / "fairseq_fastweights" / name).touch()
         return root
 
     def setup(self, project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -452,32 +394,28 @@ class TestInstallation:
         assert result.returncode == 0, result.stderr
         built = tmp_path / "lib/fairseq_fastweights"
         assert {path.name for path in built.glob("_native_*")} == {"_native_build.json", "_native_cpu.so"}
-        record = json.loads((built / "_native_build.json").read_text())
+        record = recorded(tmp_path / "lib")
         assert record["cpu"]["state"] == "built" and record["cpu"]["torch"] == THIS_TORCH
 
     @pytest.mark.slow
-    def test_what_is_asked_for_and_cannot_be_built_fails(self, project: Path, tmp_path: Path) -> None:
-        result = self.setup(
-            project, "build", "--build-lib", str(tmp_path / "lib"), CXX="no-such-c++", FASTWEIGHTS_BUILD="cpu"
-        )
-        assert result.returncode != 0 and "no-such-c++" in result.stdout
-
-    @needs_compiler
-    @pytest.mark.slow
-    def test_a_compiler_that_fails_leaves_an_installation_that_says_so(
-        self, project: Path, failing_compiler: Path, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("environment", "broken", "fails", "says", "without"),
+        [
+            ({"CXX": "no-such-c++", "FASTWEIGHTS_BUILD": "cpu"}, False, True, ["no-such-c++"], ""),
+            ({"CXX": "no-such-c++"}, False, False, ["CPU kernels: not built: ", "no-such-c++"], ""),
+            ({}, True, True, ["it broke", "tools/native_build.py failed"], "FASTWEIGHTS_BUILD"),
+        ],
+    )
+    def test_only_what_was_asked_for_or_broke_is_a_failure(
+        self, project: Path, environment: dict[str, str], broken, fails, says, without, tmp_path: Path
     ) -> None:
-        environment = {"CXX": str(failing_compiler), "MAX_JOBS": "1"}
+        if broken:
+            (project / "tools/native_build.py").write_text("raise SystemExit('it broke')\n")
         result = self.setup(project, "build", "--build-lib", str(tmp_path / "lib"), **environment)
-        assert result.returncode == 0, result.stderr
-        assert "CPU kernels: not built: " in result.stdout and "boom" in result.stdout
-        assert (tmp_path / "lib/fairseq_fastweights/_native_build.json").is_file()
-
-    def test_a_build_that_breaks_is_not_laid_to_what_was_asked_for(self, project: Path, tmp_path: Path) -> None:
-        (project / "tools/native_build.py").write_text("raise SystemExit('it broke')\n")
-        result = self.setup(project, "build", "--build-lib", str(tmp_path / "lib"))
-        assert result.returncode != 0 and "it broke" in result.stderr
-        assert "tools/native_build.py failed" in result.stderr and "FASTWEIGHTS_BUILD" not in result.stderr
+        assert (result.returncode != 0) == fails, result.stderr
+        printed = result.stdout + result.stderr
+        assert all(text in printed for text in says) and not (without and without in printed)
+        assert fails or (tmp_path / "lib" / RECORD).is_file()
 
     def test_a_source_distribution_can_be_built_from(self, project: Path, tmp_path: Path) -> None:
         result = self.setup(project, "sdist", "-d", str(tmp_path))
