@@ -117,10 +117,14 @@ def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = 
     return command("train", str(data), *arguments)
 
 
+SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
+"""As `translator` is."""
+
+
 @pytest.fixture(scope="session")
 def translator(pairs, once) -> Path:
     """A folder with the checkpoints of epochs 3, 6 and 9, of 4 updates each."""
-    flags = "--update-rule delta --feature-map dpfp --max-update 36 --save-interval 3".split()
+    flags = [*SAME_MODEL, "--max-update", "36", "--save-interval", "3"]
     return once("translator", lambda folder: train_translation(pairs.data, folder, *flags))
 
 
