@@ -1,19 +1,55 @@
-"""A tiny parallel corpus, and fairseq's commands for translation on it."""
+"""Trained models of both kinds, a tiny parallel corpus, and fairseq's commands for translation on it."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from tests.conftest import QUIET, TASK, command, import_plugin
+from tests.conftest import QUIET, TASK, command, import_plugin, train
 
 TRANSLATION = [*TASK[:2], "--task", "translation", "--source-lang", "en", "--target-lang", "de"]
 SMALL = "--arch fast_weight_transformer_tiny --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 --dropout 0".split()
+
+
+Model = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`once(name, fill)`: a folder that `fill` fills, once for all processes of the session."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def made(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, unfinished = shared / name, shared / f"{name}.unfinished"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                shutil.rmtree(unfinished, ignore_errors=True)
+                fill(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def model(corpus: Path, once) -> Model:
+    """`model(*flags)`: a checkpoint of a language model that has learned enough for contexts to matter."""
+
+    def trained(*flags: str) -> Path:
+        name = re.sub(r"[^\w,.]+", "_", "".join(("model", *flags)))
+        return once(name, lambda folder: train(corpus, folder, "--max-update", "40", *flags)) / "checkpoint_last.pt"
+
+    return trained
 
 
 @dataclass(frozen=True)
@@ -81,13 +117,15 @@ def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = 
     return command("train", str(data), *arguments)
 
 
+SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
+"""As `translator` is."""
+
+
 @pytest.fixture(scope="session")
-def translator(pairs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoints of epochs 5, 10 and 15, of 4 updates each."""
-    folder = tmp_path_factory.mktemp("translator")
-    flags = "--update-rule delta --feature-map dpfp --max-update 60 --save-interval 5"
-    train_translation(pairs.data, folder, *flags.split())
-    return folder
+def translator(pairs, once) -> Path:
+    """A folder with the checkpoints of epochs 3, 6 and 9, of 4 updates each."""
+    flags = [*SAME_MODEL, "--max-update", "36", "--save-interval", "3"]
+    return once("translator", lambda folder: train_translation(pairs.data, folder, *flags))
 
 
 @dataclass(frozen=True)

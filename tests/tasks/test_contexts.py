@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import QUIET, ROOT, SMALL_MODEL, TASK, binarise, command, count_tokens, evaluate, train
+from tests.conftest import QUIET, SMALL_MODEL, TASK, binarise, command, count_tokens, evaluate, train
+from tests.tasks.two_processes import train_in_two
 
 CARRY = ["--carry-over-state"]
 NO_POSITIONS = ["--no-token-positional-embeddings"]
-
-
-@pytest.fixture(scope="module")
-def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints that have learned enough for contexts to matter."""
-    folder = tmp_path_factory.mktemp("models")
-    flags = {
-        "delta": NO_POSITIONS,
-        "decay": [*NO_POSITIONS, "--update-rule", "decay"],
-        "sum": [*NO_POSITIONS, "--update-rule", "sum"],
-        "positions": [],
-        "softmax": ["--softmax-attention-layers", "all"],
-        "adaptive": [
-            *["--adaptive-input", "--adaptive-input-cutoff", "10,20", "--adaptive-softmax-cutoff", "10,20"],
-            *["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"],
-        ],
-    }
-    for name, extra in flags.items():
-        train(corpus, folder / name, "--max-update", "40", *extra)
-    return {name: folder / name / "checkpoint_last.pt" for name in flags}
+ADAPTIVE = """--adaptive-input --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20 --criterion adaptive_loss
+    --ddp-backend legacy_ddp""".split()
+FAIRSEQS_TASK = [*TASK[:2], "--task", "language_modeling"]
 
 
 def one_pass(data: Path, checkpoint: Path, split: str = "test") -> float:
@@ -54,96 +35,73 @@ def one_pass(data: Path, checkpoint: Path, split: str = "test") -> float:
     return -scores.gather(-1, text[..., None]).mean().item() / torch.tensor(2.0).log().item()
 
 
-@pytest.mark.parametrize("name", ["delta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("decay", "sum"))])
-def test_carried_over_state_makes_the_segments_length_irrelevant(corpus, models, name):
-    whole = one_pass(corpus, models[name])
+def test_carried_over_state_makes_the_segments_length_irrelevant(corpus, model):
+    checkpoint = model(*NO_POSITIONS)
+    whole = one_pass(corpus, checkpoint)
     for length in ("1", "512"):
-        loss, tokens = evaluate(corpus, models[name], *CARRY, "--tokens-per-sample", length)
+        loss, tokens = evaluate(corpus, checkpoint, *CARRY, "--tokens-per-sample", length)
         assert tokens == count_tokens(corpus, "test")
         # The issue's bound is 1e-4 of the perplexity; float32 sums in another order stay far below it.
         assert 2**loss == pytest.approx(2**whole, rel=2e-5)
-    apart, _ = evaluate(corpus, models[name], "--tokens-per-sample", "64")
+    apart, _ = evaluate(corpus, checkpoint, "--tokens-per-sample", "64")
     assert abs(2**apart / 2**whole - 1) > 1e-3, "the corpus must be one where carrying matters"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "length", "context"),
-    [
-        ("delta", 16, 15),
-        ("positions", 16, 11),
-        *(pytest.param(x, 16, 11, marks=pytest.mark.slow) for x in ("softmax", "adaptive")),
-    ],
+    "flags", [[], pytest.param(ADAPTIVE, marks=pytest.mark.slow)], ids=["positions", "adaptive softmax"]
 )
-def test_sliding_windows_give_fairseqs_perplexity(corpus, models, name, length, context):
-    flags = ["--tokens-per-sample", str(length), "--context-window", str(context), "--batch-size", "8"]
-    ours, tokens = evaluate(corpus, models[name], *flags)
-    stock_task = ["--user-dir", TASK[1], "--task", "language_modeling"]
-    theirs, as_many = evaluate(corpus, models[name], *flags, task=stock_task)
+def test_sliding_windows_give_fairseqs_perplexity(corpus, model, flags):
+    reading = "--tokens-per-sample 16 --context-window 11 --batch-size 8".split()
+    ours, tokens = evaluate(corpus, model(*flags), *reading)
+    theirs, as_many = evaluate(corpus, model(*flags), *reading, task=FAIRSEQS_TASK)
     assert tokens == as_many == count_tokens(corpus, "test")
     assert 2**ours == pytest.approx(2**theirs, rel=1e-5)
 
 
-def test_a_window_as_long_as_the_text_is_one_pass(corpus, models):
-    loss, _ = evaluate(corpus, models["delta"], "--tokens-per-sample", "800", "--context-window", "799")
-    assert 2**loss == pytest.approx(2 ** one_pass(corpus, models["delta"]), rel=2e-5)
-
-
-@pytest.mark.slow
-def test_sliding_takes_fairseqs_models_too(corpus, tmp_path):
-    stock = ["transformer_lm" if word == "fast_weight_lm" else word for word in SMALL_MODEL]
-    optimizer = "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --max-update 3".split()
-    command("train", str(corpus), *TASK, *stock, *QUIET, *optimizer, "--save-dir", str(tmp_path))
-    checkpoint = tmp_path / "checkpoint_last.pt"
-    flags = ["--tokens-per-sample", "16", "--context-window", "15", "--batch-size", "8"]
-    ours, tokens = evaluate(corpus, checkpoint, *flags)
-    theirs, _ = evaluate(corpus, checkpoint, *flags, task=["--task", "language_modeling"])
-    assert tokens == count_tokens(corpus, "test")
-    assert ours == pytest.approx(theirs, rel=1e-6)
+def test_a_window_as_long_as_the_text_is_one_pass(corpus, model):
+    checkpoint = model(*NO_POSITIONS)
+    loss, _ = evaluate(corpus, checkpoint, "--tokens-per-sample", "800", "--context-window", "799")
+    assert 2**loss == pytest.approx(2 ** one_pass(corpus, checkpoint), rel=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "context"),
+    ("made_with", "flags"),
     [
-        (["--add-bos-token", "--max-target-positions", "32"], "15"),
-        (["--output-dictionary-size", "30"], "8"),
-        (["--shorten-method", "truncate"], "15"),
+        (["--arch", "transformer_lm"], []),
+        (["--max-target-positions", "32"], ["--add-bos-token"]),
+        (["--max-target-positions", "32"], ["--shorten-method", "truncate"]),
+        (["--output-dictionary-size", "30"], ["--output-dictionary-size", "30"]),
     ],
-    ids=lambda value: value[0],
+    ids=lambda value: " ".join(value),
 )
-def test_sliding_windows_of_texts_that_fairseq_changes_are_fairseqs(corpus, tmp_path, flags, context):
-    """<s> before each sample, words that the output dictionary lacks, and lines cut to the length of a sample."""
-    train(corpus, tmp_path, *flags, "--max-update", "5")
-    reading = ["--tokens-per-sample", "16", "--context-window", context, "--batch-size", "8", *flags]
-    ours = evaluate(corpus, tmp_path / "checkpoint_last.pt", *reading)
-    stock_task = ["--user-dir", TASK[1], "--task", "language_modeling"]
-    assert ours == evaluate(corpus, tmp_path / "checkpoint_last.pt", *reading, task=stock_task)
+def test_sliding_windows_of_what_fairseq_changes_are_fairseqs(corpus, model, made_with, flags):
+    """Another model, <s> before each sample, lines cut to a sample's length, words that the output dictionary lacks."""
+    reading = ["--tokens-per-sample", "16", "--context-window", "8", "--batch-size", "8", *flags]
+    ours, theirs = (evaluate(corpus, model(*made_with), *reading, task=task) for task in (TASK, FAIRSEQS_TASK))
+    assert ours == theirs
 
 
-@pytest.mark.slow
-def test_a_smaller_output_dictionary_leaves_carried_inputs_alone(corpus, tmp_path):
-    flags = [*CARRY, "--output-dictionary-size", "30"]
-    train(corpus, tmp_path, *NO_POSITIONS, *flags)
-    checkpoint = tmp_path / "checkpoint_last.pt"
-    loss, tokens = evaluate(corpus, checkpoint, *flags, "--tokens-per-sample", "64")
+def test_a_smaller_output_dictionary_leaves_carried_inputs_alone(corpus, model):
+    smaller = ["--output-dictionary-size", "30"]
+    checkpoint = model(*NO_POSITIONS, *smaller)
+    loss, tokens = evaluate(corpus, checkpoint, *CARRY, *smaller, "--tokens-per-sample", "64")
     assert tokens == count_tokens(corpus, "test")
     assert 2**loss == pytest.approx(2 ** one_pass(corpus, checkpoint), rel=2e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [CARRY, ["--context-window", "48"]], ids=" ".join)
-def test_data_of_every_kind_is_read_alike(corpus, models, tmp_path, flags):
+def test_data_of_every_kind_is_read_alike(corpus, model, tmp_path):
     for path in corpus.parent.glob("*.txt"):
         shutil.copy(path, tmp_path)
-    (tmp_path / "dict.txt").write_bytes((corpus / "dict.txt").read_bytes())
-    lazy = binarise(tmp_path, "--dataset-impl", "lazy", "--srcdict", str(tmp_path / "dict.txt"))
-    wanted = evaluate(corpus, models["delta"], *flags, "--tokens-per-sample", "64")
-    for kind in ([], ["--dataset-impl", "cached"], ["--dataset-impl", "lazy"]):
-        assert evaluate(lazy, models["delta"], *flags, "--tokens-per-sample", "64", *kind) == wanted
-    if flags == CARRY:
-        logs = [train(data, tmp_path / "new", *flags, "--no-save", "--max-epoch", "1") for data in (corpus, lazy)]
-        assert epoch_losses(logs[0], "train_loss") == epoch_losses(logs[1], "train_loss")
+    lazy = binarise(tmp_path, "--dataset-impl", "lazy", "--srcdict", str(corpus / "dict.txt"))
+    for flags in (CARRY, ["--context-window", "48"]):
+        reading = [model(*NO_POSITIONS), *flags, "--tokens-per-sample", "64"]
+        wanted = evaluate(corpus, *reading)
+        for kind in ("cached", "lazy"):
+            assert evaluate(lazy, *reading, "--dataset-impl", kind) == wanted
+    logs = [train(data, tmp_path / "new", *CARRY, "--no-save", "--max-epoch", "1") for data in (corpus, lazy)]
+    assert epoch_losses(logs[0], "train_loss") == epoch_losses(logs[1], "train_loss")
 
 
 def epoch_losses(log: str, key: str) -> list[float]:
@@ -157,26 +115,24 @@ def frozen(checkpoint: Path) -> list[str]:
     return [*start, *NO_POSITIONS, *CARRY, "--no-save"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--update-freq", "3", "--checkpoint-activations"],
-        pytest.param(["--num-workers", "2", "--validate-interval-updates", "9"], marks=pytest.mark.slow),
-        pytest.param(["--tokens-per-sample", "9", "--batch-size-valid", "2"], marks=pytest.mark.slow),
+        "--update-freq 3 --checkpoint-activations --tokens-per-sample 9 --batch-size-valid 2 --validate-interval 1",
+        "--num-workers 2 --validate-interval-updates 9",
     ],
-    ids=" ".join,
 )
-def test_training_and_validation_read_whole_streams(corpus, models, tmp_path, flags):
+def test_training_and_validation_read_whole_streams(corpus, model, tmp_path, flags):
     # --batch-size streams, each from its start to its end: what fairseq-eval-lm computes for as many streams.
     wanted = {}
     for split, streams in (("train", "4"), ("valid", "2" if "--batch-size-valid" in flags else "4")):
         reading = [*CARRY, "--tokens-per-sample", "23", "--batch-size", streams, "--gen-subset", split]
-        wanted[split], _ = evaluate(corpus, models["delta"], *reading)
-    validation = [] if "--validate-interval-updates" in flags else ["--validate-interval", "1"]
+        wanted[split], _ = evaluate(corpus, model(*NO_POSITIONS), *reading)
     log = command(
         "train",
         *[str(corpus), *TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam", "--save-dir", str(tmp_path)],
-        *["--tokens-per-sample", "16", "--batch-size", "4", *frozen(models["delta"]), *validation, *flags],
+        *["--tokens-per-sample", "16", "--batch-size", "4", *frozen(model(*NO_POSITIONS)), *flags.split()],
     )
     trained, valid = epoch_losses(log, "train_loss"), epoch_losses(log, "valid_loss")
     assert len(trained) == 2 and len(valid) >= 2
@@ -185,49 +141,28 @@ def test_training_and_validation_read_whole_streams(corpus, models, tmp_path, fl
     assert valid == pytest.approx([wanted["valid"]] * len(valid), abs=6e-4)
 
 
-@pytest.mark.slow
-def test_the_losses_above_would_show_a_state_that_is_not_carried(corpus, models):
+def test_the_losses_above_would_show_a_state_that_is_not_carried(corpus, model):
     flags = ["--tokens-per-sample", "16", "--batch-size", "4", "--gen-subset", "train"]
-    carried, _ = evaluate(corpus, models["delta"], *CARRY, *flags)
-    fresh, _ = evaluate(corpus, models["delta"], *flags)
+    carried, _ = evaluate(corpus, model(*NO_POSITIONS), *CARRY, *flags)
+    fresh, _ = evaluate(corpus, model(*NO_POSITIONS), *flags)
     assert abs(carried - fresh) > 6e-3
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_streams(corpus, models, tmp_path):
+def test_two_processes_share_the_streams(corpus, model, tmp_path):
     reading = [*CARRY, "--tokens-per-sample", "23", "--batch-size", "8"]
-    wanted = [evaluate(corpus, models["delta"], *reading, "--gen-subset", split)[0] for split in ("train", "valid")]
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    start = "import sys; from fairseq_cli.train import cli_main; sys.exit(cli_main())"
-    flags = [
-        *[str(corpus), *TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam", "--save-dir", str(tmp_path)],
-        *["--tokens-per-sample", "16", "--batch-size", "4", *frozen(models["delta"])],
-        *["--validate-interval-updates", "7", "--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo"],
-        *["--distributed-world-size", "2", "--distributed-no-spawn"],
-        *["--distributed-init-method", f"tcp://localhost:{port}"],
+    wanted = [
+        evaluate(corpus, model(*NO_POSITIONS), *reading, "--gen-subset", split)[0] for split in ("train", "valid")
     ]
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", start, *flags, "--distributed-rank", str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    logs = [process.communicate(timeout=300)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], logs[0][-3000:]
-    trained, valid = epoch_losses(logs[0], "train_loss"), epoch_losses(logs[0], "valid_loss")
+    log = train_in_two(corpus, tmp_path, *frozen(model(*NO_POSITIONS)), "--validate-interval-updates", "7")
+    trained, valid = epoch_losses(log, "train_loss"), epoch_losses(log, "valid_loss")
     assert trained == pytest.approx([wanted[0]] * 2, abs=6e-4)
     assert len(valid) > 2 and valid == pytest.approx([wanted[1]] * len(valid), abs=6e-4)
 
 
 @pytest.mark.slow
 def test_a_run_that_is_taken_up_at_an_epochs_end_goes_on_as_if_it_had_not_stopped(corpus, tmp_path):
-    flags = [*NO_POSITIONS, *CARRY, "--max-update", "0", "--lr", "0.001"]
+    flags = [*NO_POSITIONS, *CARRY, "--max-update", "0", "--lr", "0.001", "--tokens-per-sample", "64"]
     whole = train(corpus, tmp_path / "whole", *flags, "--max-epoch", "2")
     first = train(corpus, tmp_path / "parts", *flags, "--max-epoch", "1")
     second = train(corpus, tmp_path / "parts", *flags, "--max-epoch", "2")
@@ -240,9 +175,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--update-freq", "2"], ["--num-workers", "1"]], ids=" ".join)
-def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path, flags):
-    flags = [*NO_POSITIONS, *CARRY, "--lr", "0.001", *flags]
+def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path):
+    flags = [*NO_POSITIONS, *CARRY, "--lr", "0.001", "--update-freq", "2", "--num-workers", "1"]
     train(corpus, tmp_path / "whole", *flags, "--max-update", "8")
     train(corpus, tmp_path / "parts", *flags, "--max-update", "5")
     extra = torch.load(tmp_path / "parts" / "checkpoint_last.pt", weights_only=True)["extra_state"]
@@ -250,7 +184,9 @@ def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_pa
     assert len(states) == 2 and all(x.shape[0] == 4 and x.abs().sum() > 0 for layer in states for x in layer.values())
     log = train(corpus, tmp_path / "parts", *flags, "--max-update", "8")
     assert "start empty" not in log
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    whole, parts = (
+        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=True)["model"] for name in ("whole", "parts")
+    )
     assert all(torch.equal(x, parts[name]) for name, x in whole.items())
 
 

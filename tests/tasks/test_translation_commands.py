@@ -15,7 +15,7 @@ import torch
 from fairseq.file_io import PathManager
 
 from tests.conftest import QUIET, command, repeated
-from tests.tasks.conftest import TRANSLATION, binarise_pairs, generate, hypotheses_in, train_translation
+from tests.tasks.conftest import SAME_MODEL, TRANSLATION, binarise_pairs, generate, hypotheses_in, train_translation
 
 
 def slow(*values: Any) -> Any:
@@ -54,48 +54,35 @@ def assert_all_translated(corpus, found, nbest: int = 1) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["delta", *map(slow, ("sum", "gated", "decay"))])
-def test_every_rule_learns(pairs, tmp_path, rule):
-    log = train_translation(
-        pairs.data, tmp_path, "--update-rule", rule, "--max-update", "40", "--no-save", "--lr", "0.01"
-    )
-    values = losses(log)
+def test_training_learns(pairs, tmp_path):
+    values = losses(train_translation(pairs.data, tmp_path, *SAME_MODEL, "--max-update", "40", "--lr", "0.01"))
     assert len(values) == 40
     # Of 24 types: 4.6 bits where nothing is known.
     assert statistics.mean(values[-5:]) < statistics.mean(values[:5]) - 0.5
 
 
-@pytest.mark.parametrize("feature_map", ["favor", slow("relu"), slow("dpfp"), slow("identity")])
-def test_every_map_trains(pairs, tmp_path, feature_map):
-    values = losses(train_translation(pairs.data, tmp_path, "--feature-map", feature_map, "--no-save"))
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--update-rule gated --feature-map favor",
+        slow("--update-rule decay --feature-map relu"),
+        slow("--update-rule sum --feature-map identity"),
+    ],
+)
+def test_every_rule_and_map_trains(pairs, tmp_path, flags):
+    values = losses(train_translation(pairs.data, tmp_path, *flags.split(), "--no-save"))
     assert len(values) == 4 and all(math.isfinite(x) for x in values)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", ["encoder,decoder,cross", slow("cross"), slow("none")])
-def test_every_choice_of_attention_trains_and_translates(pairs, tmp_path, places):
-    train_translation(pairs.data, tmp_path, "--fast-weight-attention", places)
-    assert load(tmp_path / "checkpoint_last.pt")["cfg"]["model"].fast_weight_attention == places
-    assert_all_translated(pairs, generate(pairs.data, tmp_path / "checkpoint_last.pt", tmp_path / "out"))
-
-
-@pytest.mark.slow
-def test_checkpointed_activations_change_nothing(pairs, tmp_path):
-    flags = "--dropout 0.2 --attention-dropout 0.1 --feature-map favor".split()
-    plain, checkpointed = (
-        losses(train_translation(pairs.data, tmp_path, "--no-save", *flags, *extra))
-        for extra in ([], ["--checkpoint-activations"])
-    )
-    assert checkpointed == pytest.approx(plain, abs=2e-3)  # the log rounds to three digits
-
-
-@pytest.mark.parametrize("flag", [slow("--fp16"), slow("--bf16"), slow("--ddp-backend legacy_ddp")])
-def test_half_types_learn_the_same(pairs, tmp_path, flag):
-    plain, changed = (
-        losses(train_translation(pairs.data, tmp_path, "--no-save", *extra)) for extra in ([], flag.split())
-    )
+def test_other_ways_to_train_learn_the_same(pairs, tmp_path):
+    flags = "--no-save --dropout 0.2 --attention-dropout 0.1 --feature-map favor".split()
+    plain = losses(train_translation(pairs.data, tmp_path, *flags))
+    assert len(plain) == 4
     # bfloat16 keeps 8 bits.
-    assert len(plain) == 4 and changed == pytest.approx(plain, rel=2e-2 if flag == "--bf16" else 2e-3)
+    ways = {"--fp16": 2e-3, "--bf16": 2e-2, "--ddp-backend=legacy_ddp": 2e-3, "--checkpoint-activations": 4e-4}
+    for way, rel in ways.items():
+        assert losses(train_translation(pairs.data, tmp_path, *flags, way)) == pytest.approx(plain, rel=rel), way
 
 
 @pytest.mark.slow
@@ -111,17 +98,20 @@ def test_layers_are_dropped_in_training_and_pruned_in_generation(pairs, tmp_path
     assert whole[0][0].token_scores != pruned[0][0].token_scores
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         "--share-all-embeddings",
-        slow("--share-decoder-input-output-embed --decoder-normalize-before --encoder-normalize-before"),
-        slow("--encoder-embed-dim 24 --decoder-embed-dim 16"),
-        slow("--encoder-learned-pos --decoder-learned-pos --layernorm-embedding"),
-        slow("--adaptive-softmax-cutoff 8,16 --criterion adaptive_loss --ddp-backend legacy_ddp"),
-        slow("--quant-noise-pq 0.1 --quant-noise-pq-block-size 4"),
+        slow(
+            "--share-decoder-input-output-embed --decoder-normalize-before --encoder-normalize-before "
+            "--encoder-learned-pos --decoder-learned-pos --layernorm-embedding --quant-noise-pq 0.1"
+        ),
+        slow(
+            "--encoder-embed-dim 24 --decoder-embed-dim 16 --adaptive-softmax-cutoff 8,16 --criterion adaptive_loss "
+            "--ddp-backend legacy_ddp"
+        ),
         slow("--cross-self-attention --no-cross-attention --fast-weight-attention encoder"),
+        slow("--fast-weight-attention cross"),
     ],
 )
 def test_fairseqs_options_train_and_translate(joined_pairs, tmp_path, flags):
@@ -157,12 +147,10 @@ def test_validation_translates(pairs, tmp_path):
 # --------------------------------------------------------------------------------- restoring
 
 
-@pytest.mark.parametrize(
-    "flags",
-    map(slow, ("--feature-map favor --attention-dropout 0.1", "--update-rule delta --fast-weight-attention decoder")),
-)
-def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path, flags):
-    common = [*flags.split(), "--dropout", "0.2", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "4"]
+@pytest.mark.slow
+def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path):
+    common = """--update-rule delta --feature-map favor --attention-dropout 0.1 --dropout 0.2
+        --lr-scheduler inverse_sqrt --warmup-updates 4""".split()
     train_translation(pairs.data, tmp_path / "whole", *common, "--max-update", "12")
     for updates in ("5", "12"):  # the first in the middle of an epoch
         log = train_translation(pairs.data, tmp_path / "cut", *common, "--max-update", updates)
@@ -177,9 +165,9 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path,
         assert all(torch.equal(x, states[1][number][name]) for name, x in state.items() if torch.is_tensor(x))
 
 
-@pytest.mark.parametrize("flags", [slow([]), slow(["--ema-fp32"])])
-def test_a_moving_average_of_the_weights_is_kept_and_goes_on(pairs, tmp_path, flags):
-    ema = ["--update-rule", "delta", "--store-ema", "--ema-decay", "0.5", *flags]
+@pytest.mark.slow
+def test_a_moving_average_of_the_weights_is_kept_and_goes_on(pairs, tmp_path):
+    ema = ["--update-rule", "delta", "--store-ema", "--ema-decay", "0.5", "--ema-fp32"]
     train_translation(pairs.data, tmp_path / "first", *ema, "--max-update", "2")
     first = tmp_path / "first" / "checkpoint_last.pt"
     log = train_translation(pairs.data, tmp_path / "then", *ema, "--max-update", "3", "--restore-file", str(first))
@@ -195,7 +183,6 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(pairs, tmp_path, fl
 
 
 RESET = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters".split()
-SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
 
 
 def assert_starts_from(weights: dict[str, torch.Tensor], pairs, folder: Path, path: Path, *flags: str) -> None:
@@ -305,32 +292,23 @@ def averaged(paths: list[Path]) -> dict[str, Any]:
     return {**result, "model": total}
 
 
-@pytest.mark.parametrize("number", [slow(1), 2, slow(3)])
-def test_averages_of_checkpoints_translate(pairs, translator, tmp_path, number):
-    paths = [translator / f"checkpoint{epoch}.pt" for epoch in (5, 10, 15)]
-    states = [load(path)["model"] for path in paths[:number]]
-    torch.save(averaged(paths[:number]), tmp_path / "average.pt")
-    found = generate(pairs.data, tmp_path / "average.pt", tmp_path / "out")
-    assert_all_translated(pairs, found)
-    mean = load(tmp_path / "average.pt")["model"]
-    name = "decoder.layers.1.encoder_attn.v_proj.weight"
-    assert torch.allclose(mean[name], sum(state[name] for state in states) / number, atol=1e-6)
-    for side in ("encoder", "decoder"):
-        assert torch.equal(mean[f"{side}.settings_version"], states[0][f"{side}.settings_version"])
-    if number == 1:
-        assert_same(found, generate(pairs.data, paths[0], tmp_path / "single"))
-
-
-def test_averages_of_half_precision_translate(pairs, translator, tmp_path):
-    paths = []
-    for epoch in (5, 10):
-        state = load(translator / f"checkpoint{epoch}.pt")
-        half = {name: x.half() if x.is_floating_point() else x for name, x in state["model"].items()}
-        paths.append(tmp_path / f"{epoch}.pt")
-        torch.save({**state, "model": half}, paths[-1])
-    torch.save(averaged(paths), tmp_path / "average.pt")
-    assert load(tmp_path / "average.pt")["model"]["decoder.layers.0.fc1.weight"].dtype == torch.float32
+@pytest.mark.parametrize("half", [False, slow(True)], ids=["float32", "float16"])
+def test_averages_of_checkpoints_translate(pairs, translator, tmp_path, half):
+    states, paths = [load(translator / f"checkpoint{epoch}.pt") for epoch in (3, 6, 9)], []
+    for number, state in enumerate(states):
+        weights = {name: x.half() if half and x.is_floating_point() else x for name, x in state["model"].items()}
+        paths.append(tmp_path / f"{number}.pt")
+        torch.save({**state, "model": weights}, paths[-1])
+    average = averaged(paths)
+    torch.save(average, tmp_path / "average.pt")
     assert_all_translated(pairs, generate(pairs.data, tmp_path / "average.pt", tmp_path / "out"))
+    name = "decoder.layers.1.encoder_attn.v_proj.weight"
+    mean = sum(state["model"][name] for state in states) / 3
+    assert average["model"][name].dtype == torch.float32
+    assert torch.allclose(average["model"][name], mean, atol=1e-3 if half else 1e-6)
+    for side in ("encoder", "decoder"):
+        settings = f"{side}.settings_version"
+        assert torch.equal(average["model"][settings], states[0]["model"][settings])
 
 
 # --------------------------------------------------------------------------------- generation
@@ -348,22 +326,15 @@ def test_there_is_a_line_for_every_line(pairs, translator, tmp_path):
         assert_same(generate(pairs.data, path, tmp_path / size, "--batch-size", size), found)
 
 
+# That each finds the same as without a state is in tests/models/test_translation_generation.py.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "nbest"),
     [
-        slow("--beam 1", 1),
-        ("--beam 4 --lenpen 0.6 --nbest 4", 4),
-        slow("--beam 8 --nbest 2", 2),
-        ("--prefix-size 1", 1),
+        ("--lenpen 0.6 --nbest 4 --max-len-a 1.2 --max-len-b 3 --min-len 2 --unkpen 1 --temperature 1.3", 4),
+        ("--prefix-size 1 --fp16", 1),
         ("--sampling --sampling-topk 3 --beam 2 --nbest 2 --seed 3", 2),
-        slow("--sampling --sampling-topp 0.8 --beam 1 --nbest 1 --seed 3", 1),
-        slow("--diverse-beam-groups 2 --diverse-beam-strength 0.5 --nbest 4", 4),
-        slow("--diversity-rate 0.5", 1),
-        slow("--no-repeat-ngram-size 2 --unkpen 1 --temperature 1.3", 1),
-        ("--fp16", 1),
-        slow("--sacrebleu", 1),
-        slow("--max-len-a 1.2 --max-len-b 3 --min-len 2", 1),
+        ("--diverse-beam-groups 2 --diverse-beam-strength 0.5 --nbest 4 --sacrebleu", 4),
     ],
 )
 def test_every_way_of_searching_translates_every_line(pairs, translator, tmp_path, flags, nbest):
@@ -377,15 +348,13 @@ def test_every_way_of_searching_translates_every_line(pairs, translator, tmp_pat
             assert found[number][0].words[:1] == target.split()[:1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [slow(1), 2, slow(3)])
-def test_no_sequence_of_words_comes_twice(our_fairseq, pairs, translator, tmp_path, size):
-    for option in ([], ["--no-repeat-ngram-size", str(size)]):
+def test_no_word_comes_twice(our_fairseq, pairs, translator, tmp_path):
+    for option in ([], ["--no-repeat-ngram-size", "1"]):
         flags = ["--nbest", "4", "--min-len", "10", *option]
         found = generate(pairs.data, translator / "checkpoint_last.pt", tmp_path / "out", *flags)
         assert_all_translated(pairs, found, 4)
         words = [hypothesis.words for hypotheses in found.values() for hypothesis in hypotheses]
-        assert any(repeated(x, size) for x in words) != bool(option)
+        assert any(repeated(x, 1) for x in words) != bool(option)
 
 
 @pytest.mark.slow
@@ -416,19 +385,12 @@ def test_references_are_scored_as_validation_does(pairs, translator, tmp_path, l
     assert -statistics.mean(values) == pytest.approx(float(result["valid_nll_loss"]), abs=2e-3)
 
 
-@pytest.mark.parametrize("buffer", ["1", "10"])
-def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, capsys, buffer):
+@pytest.mark.parametrize(("buffer", "batch"), [slow("1", "1"), ("10", "3")])
+def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, capsys, buffer, batch):
     given = ["e1 e2 e3", "", "e4 ünïcödé 漢字 e5 \u2028 🙂", " ", "e6"]
     (tmp_path / "input").write_text("\n".join(given) + "\n", encoding="utf-8")
     flags = ["--path", str(translator / "checkpoint_last.pt"), "--beam", "4", "--max-len-b", "12"]
-    flags += [
-        "--input",
-        str(tmp_path / "input"),
-        "--buffer-size",
-        buffer,
-        "--batch-size",
-        "1" if buffer == "1" else "3",
-    ]
+    flags += ["--input", str(tmp_path / "input"), "--buffer-size", buffer, "--batch-size", batch]
     command("interactive", str(pairs.data), *TRANSLATION, *QUIET, *flags)
     found = hypotheses_in(capsys.readouterr().out)
     assert sorted(found) == list(range(len(given)))
@@ -438,9 +400,8 @@ def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", ["encoder,decoder", slow("none")])
-def test_softmax_attention_to_the_source_aligns_words(pairs, tmp_path, capsys, places):
-    train_translation(pairs.data, tmp_path, "--fast-weight-attention", places)
+def test_softmax_attention_to_the_source_aligns_words(pairs, tmp_path, capsys):
+    train_translation(pairs.data, tmp_path, "--fast-weight-attention", "encoder,decoder")
     path = tmp_path / "checkpoint_last.pt"
     generate(pairs.data, path, tmp_path / "out", "--print-alignment")
     text = (tmp_path / "out" / "generate-test.txt").read_text(encoding="utf-8")
