@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import json
+import multiprocessing
 import re
+import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 
 from fairseq_fastweights.conversion.__main__ import main
-from tests.conftest import ROOT
 from tests.conversion import sources
 
 SAFETENSORS = "model.safetensors"
@@ -266,22 +268,24 @@ def test_a_failure_in_the_middle_leaves_nothing(folders, converted, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+def run_limited(size: int, *arguments: str) -> tuple[int, str]:
+    """The exit code of a conversion that can write no file larger than `size`, and what it prints of errors."""
+    # Python ignores SIGXFSZ, so that a file that grows too large is an error of the call that writes.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    with redirect_stderr(io.StringIO()) as said:
+        return main(list(arguments)), said.getvalue()
+
+
 @pytest.mark.parametrize("command", ["from-huggingface", "to-huggingface"])
-def test_a_file_that_cannot_be_written_is_one_line(folders, converted, tmp_path, command):
-    source = folders["neox"] if command == "from-huggingface" else converted
-    for size in (100, 16_000):  # of a file, where it begins and amid the weights
-        # Python ignores SIGXFSZ, so that a file that grows too large is an error of the call that writes.
-        limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size})); "
-        limited += "import sys; from fairseq_fastweights.conversion.__main__ import main; sys.exit(main())"
-        arguments = [sys.executable, "-B", "-c", limited, command, str(source), str(tmp_path / "target")]
-        result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == 2, result.stderr
-        assert "Traceback" not in result.stderr
-        last = result.stderr.splitlines()[-1]
-        assert f"{command}: error: {tmp_path / 'target'}: TARGET cannot be written: model." in last
-        assert "File too large" in last
-        assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("size", [100, 16_000])  # where the file begins, and amid the weights
+def test_a_file_that_cannot_be_written_is_one_line(folders, converted, tmp_path, command, size):
+    source, target = folders["neox"] if command == "from-huggingface" else converted, tmp_path / "target"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:  # the limit is for good
+        code, said = process.submit(run_limited, size, command, str(source), str(target)).result()
+    assert code == 2 and "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert f"{command}: error: {target}: TARGET cannot be written: model." in last and "File too large" in last
+    assert not list(tmp_path.iterdir())
 
 
 def test_any_file_that_cannot_be_written_is_named_with_the_target(folders, tmp_path, monkeypatch, capsys):

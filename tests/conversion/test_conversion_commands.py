@@ -168,3 +168,8 @@ def test_it_says_how_to_use_the_folder(converted, tmp_path, capsys):
     said = capsys.readouterr().out
     bpe = "--bpe gpt2 " if source.config.model_type == "gpt2" else "--bpe byte_level "
     assert bpe in said and "model.pt" in said and "dict.txt" in said
+
+
+def test_the_folder_is_open_to_whom_any_new_folder_is(converted, tmp_path):
+    (tmp_path / "any").mkdir()
+    assert converted[2].stat().st_mode == (tmp_path / "any").stat().st_mode

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +13,8 @@ import torch
 import fairseq_fastweights.models.fast_weight_lm
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 from fairseq_fastweights.conversion.freezing import Freezing, LossImprovement
-from tests.conftest import QUIET, ROOT, SMALL_MODEL, TASK, train
+from tests.conftest import train
+from tests.tasks.two_processes import train_in_two
 
 MODEL = ["--decoder-normalize-before", "--update-rule", "decay", "--feature-dim", "4"]
 HARD = ["--weight-decay", "0.1", "--clip-norm", "0.05"]
@@ -156,11 +154,9 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], part:
     return {not torch.equal(x, after[name]) for name, x in before.items() if part in name}
 
 
-@pytest.mark.slow
 def test_what_is_frozen_for_good_stays_equal_to_the_bit(corpus, source, tmp_path):
     flags = [*MODEL, *HARD, "--transfer-from", str(source), "--freeze", "embeddings,feed-forward"]
-    log = train(corpus, tmp_path, *flags)
-    assert "num. trained" in log
+    train(corpus, tmp_path, *flags)
     before, after = weights(source / "model.pt"), weights(tmp_path / "checkpoint_last.pt")
     for part in ("embed_tokens", ".fc1.", ".fc2.", "final_layer_norm"):
         assert moved(before, after, part) == {False}
@@ -168,34 +164,45 @@ def test_what_is_frozen_for_good_stays_equal_to_the_bit(corpus, source, tmp_path
         assert moved(before, after, part) == {True}
 
 
+def assert_held_and_let_go(source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Of a run that saved each of its seven updates: with the sixth the loss has stopped to improve."""
+    # What the source holds is rounded to half precision.
+    start = weights(source / "model.pt")
+    before = {name: x.to(dtype) if x.is_floating_point() else x for name, x in start.items()}
+    files = {int(file.stem.rsplit("_", 1)[1]): file for file in folder.glob("checkpoint_*_*.pt")}
+    frozen, trained = weights(files[6]), weights(files[7])
+    for part in ("embed_tokens", ".fc1.weight", ".fc2.", "final_layer_norm"):
+        assert moved(before, frozen, part) == {False}, part
+    assert moved(before, frozen, "out_proj.weight") == {True}
+    for part in ("embed_tokens", ".fc1.weight"):
+        assert moved(frozen, trained, part) == {True}, part
+
+
+SEVEN = ["--max-update", "7", "--save-interval-updates", "1"]
 WAYS = {
-    "accumulated": ["--update-freq", "2"],
-    "bfloat16": ["--bf16"],
-    "float16": ["--fp16", "--fp16-no-flatten-grads"],
-    "memory-efficient float16": ["--memory-efficient-fp16"],
-    "stochastic gradient descent": ["--optimizer", "sgd", "--momentum", "0.9", "--checkpoint-activations"],
-    "automatic mixed precision": ["--amp"],
+    "bfloat16": (["--bf16"], torch.bfloat16),
+    "float16": (["--fp16", "--fp16-no-flatten-grads"], torch.float16),
+    "memory-efficient float16": (["--memory-efficient-fp16"], torch.float16),
+    "gradient descent": (["--optimizer", "sgd", "--momentum", "0.9", "--checkpoint-activations"], torch.float32),
+    "automatic mixed precision": (["--amp"], torch.float32),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_what_is_frozen_for_a_time_stays_equal_to_the_bit(corpus, source, tmp_path, way):
-    flags = [*lit(source, "embeddings,feed-forward"), *HARD, *way]
-    log = train(corpus, tmp_path / "frozen", *flags, "--max-update", "6")
+@pytest.mark.parametrize(("way", "dtype"), WAYS.values(), ids=WAYS)
+def test_what_is_frozen_for_a_time_stays_equal_to_the_bit(corpus, source, tmp_path, way, dtype):
+    log = train(corpus, tmp_path, *lit(source, "embeddings,feed-forward"), *HARD, *way, *SEVEN)
     assert "are trained from here on: after 6 updates" in log
-    train(corpus, tmp_path / "trained", *flags, "--max-update", "7")
-    # The report is of what the source holds, whose values half precision rounds.
-    start = weights(source / "model.pt")
-    dtype = {"--bf16": torch.bfloat16}.get((way or [""])[0], torch.float16 if "fp16" in str(way) else torch.float32)
-    before = {name: x.to(dtype) if x.is_floating_point() else x for name, x in start.items()}
-    frozen, trained = (weights(tmp_path / name / "checkpoint_last.pt") for name in ("frozen", "trained"))
-    for part in ("embed_tokens", ".fc1.weight", ".fc2.", "final_layer_norm"):
-        assert moved(before, frozen, part) == {False}, part
-    for part in ("out_proj.weight",):
-        assert moved(before, frozen, part) == {True}, part
-    for part in ("embed_tokens", ".fc1.weight"):
-        assert moved(frozen, trained, part) == {True}, part
+    assert_held_and_let_go(source, tmp_path, dtype)
+
+
+@pytest.mark.slow
+def test_two_processes_unfreeze_together(corpus, source, tmp_path):
+    flags = [*lit(source, "embeddings,feed-forward"), *HARD, *SEVEN, "--lr", "0.01", "--update-freq", "2"]
+    # fairseq stops where the norms of the processes' gradients differ.
+    log = train_in_two(corpus, tmp_path, *flags, "--disable-validation")
+    assert "after 6 updates the loss has stopped" in log
+    assert_held_and_let_go(source, tmp_path)
 
 
 @pytest.mark.slow
@@ -209,52 +216,19 @@ def test_frozen_weights_do_not_count_in_the_gradients_norm(corpus, source, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped_after", [4, 6])
-def test_a_run_that_is_taken_up_goes_on_as_if_it_had_not_stopped(corpus, source, tmp_path, stopped_after):
-    flags = [*lit(source, "embeddings,feed-forward"), *HARD, "--save-interval-updates", "1"]
-    whole = train(corpus, tmp_path / "whole", *flags, "--max-update", "9")
-    train(corpus, tmp_path / "parts", *flags, "--max-update", str(stopped_after))
-    second = train(corpus, tmp_path / "parts", *flags, "--max-update", "9")
-    a, b = (weights(tmp_path / name / "checkpoint_last.pt") for name in ("whole", "parts"))
-    assert all(torch.equal(x, b[name]) for name, x in a.items())
+def test_a_run_that_is_taken_up_goes_on_as_if_it_had_not_stopped(corpus, source, tmp_path):
+    flags = [*lit(source, "embeddings,feed-forward"), *HARD, "--max-update", "9"]
+    whole = train(corpus, tmp_path, *flags, "--save-interval-updates", "1")
     assert "after 6 updates the loss has stopped" in whole
-    assert ("after 6 updates the loss has stopped" in second) == (stopped_after < 6)
-    said = f"still frozen after {stopped_after}" if stopped_after < 6 else "unfrozen after 6"
-    assert re.search(rf"taken up again: weights (are|were) {said} updates", second)
-
-
-@pytest.mark.slow
-def test_two_processes_unfreeze_together(corpus, source, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    start = "import sys; from fairseq_cli.train import cli_main; sys.exit(cli_main())"
-    flags = [
-        *[str(corpus), *TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam", "--lr", "0.01", "--disable-validation"],
-        *["--tokens-per-sample", "16", "--batch-size", "4", *lit(source, "embeddings,feed-forward"), *HARD],
-        *["--save-interval-updates", "1", "--save-dir", str(tmp_path), "--max-update", "7", "--update-freq", "2"],
-        *["--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo", "--distributed-world-size", "2"],
-        *["--distributed-no-spawn", "--distributed-init-method", f"tcp://localhost:{port}"],
-    ]
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", start, *flags, "--distributed-rank", str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    logs = [process.communicate(timeout=300)[0] for process in both]
-    # fairseq stops where the norms of the processes' gradients differ.
-    assert [process.returncode for process in both] == [0, 0], logs[0][-3000:]
-    assert "after 6 updates the loss has stopped" in logs[0]
-    files = {int(file.stem.rsplit("_", 1)[1]): file for file in tmp_path.glob("checkpoint_*_*.pt")}
-    before, frozen, trained = weights(source / "model.pt"), weights(files[6]), weights(files[7])
-    assert moved(before, frozen, "embed_tokens") == moved(before, frozen, ".fc1.") == {False}
-    assert moved(frozen, trained, "embed_tokens") == moved(frozen, trained, ".fc1.weight") == {True}
-    assert moved(before, frozen, "out_proj.weight") == {True}
+    for stopped_after, said in ((4, "still frozen after 4"), (6, "unfrozen after 6")):
+        folder = tmp_path / f"{stopped_after}"
+        folder.mkdir()
+        shutil.copy(tmp_path / f"checkpoint_1_{stopped_after}.pt", folder / "checkpoint_last.pt")
+        second = train(corpus, folder, *flags)
+        assert ("after 6 updates the loss has stopped" in second) == (stopped_after < 6)
+        assert re.search(rf"taken up again: weights (are|were) {said} updates", second)
+        a, b = (weights(path / "checkpoint_last.pt") for path in (tmp_path, folder))
+        assert all(torch.equal(x, b[name]) for name, x in a.items())
 
 
 @pytest.mark.parametrize(

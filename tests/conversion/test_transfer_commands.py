@@ -1,8 +1,7 @@
-"""fairseq-train with a transfer: one command, a report before it trains, and at the published model's full size."""
+"""fairseq-train with a transfer: one command, a report before it trains, and at the published model's full width."""
 
 from __future__ import annotations
 
-import gc
 import re
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 import fairseq_fastweights.models.fast_weight_lm
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from tests.conftest import QUIET, SMALL_MODEL, TASK, evaluate, spawn, train
+from tests.conftest import evaluate, train
 from tests.conversion.transfers import save_as_in_2019
 from tests.models.conftest import Fairseq
 
@@ -63,7 +62,7 @@ def test_one_command_swaps_and_trains_and_what_it_leaves_needs_no_source(corpus,
     assert swapped < scratch
 
 
-def test_a_dry_run_reports_and_leaves_data_and_checkpoints_alone(source, tmp_path):
+def test_a_dry_run_reports_and_leaves_data_and_checkpoints_alone(source, tmp_path, caplog):
     # There is nothing but a dictionary, so that data would be missed.
     (tmp_path / "data").mkdir()
     shutil.copy(source / "dict.txt", tmp_path / "data")
@@ -74,37 +73,33 @@ def test_a_dry_run_reports_and_leaves_data_and_checkpoints_alone(source, tmp_pat
     with pytest.raises(SystemExit) as stopped:
         train(tmp_path / "data", save, *flags)
     assert stopped.value.code == 0
+    assert "none of them" in caplog.text and "num. shared" not in caplog.text
     assert (save / "checkpoint_last.pt").read_bytes() == b"of another run"
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"dict.txt", "checkpoint_last.pt"}
 
 
 @pytest.mark.slow
-def test_a_dry_run_succeeds_as_a_process(corpus, source, tmp_path):
-    flags = [*TASK, *SMALL_MODEL, *QUIET, *BAEVSKI, "--optimizer", "adam", "--batch-size", "4"]
-    flags += ["--transfer-from", str(source), "--dry-run", "--save-dir", str(tmp_path / "new")]
-    result = spawn("train", str(corpus), *flags)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "none of them" in result.stdout and "num. shared" not in result.stdout
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+def test_the_published_model_at_its_full_width(tmp_path):
+    """267,744 types and 1024 dimensions in the format of 2019: read, evaluated, swapped and stepped once.
 
-
-@pytest.mark.slow
-def test_the_published_model_at_its_full_size(tmp_path):
-    """247 million parameters in the format of 2019: read, evaluated, swapped and stepped once."""
+    Two of its 16 layers, which are alike: 71 of 247 million parameters.
+    """
     fairseq = Fairseq(tmp_path)
     words = [f"w{i}" for i in range(267_740)]
     data = fairseq.data(words)
     sizes = "--tokens-per-sample 512 --max-target-positions 512 --criterion adaptive_loss"
 
-    def build(arch: str, flags: str = ""):
+    def build(arch: str, flags: str = "--decoder-layers 2"):
         args = fairseq.parse(arch, f"{sizes} {flags}", words)
         task = tasks.setup_task(args)
         torch.manual_seed(1)
         return task.build_model(convert_namespace_to_omegaconf(args).model).eval()
 
+    with torch.device("meta"):  # sizes without numbers
+        published = build("transformer_lm_baevski_wiki103", "")
+    assert sum(parameter.numel() for parameter in published.parameters()) == 246_933_504
     folder = tmp_path / "published"
     model = build("transformer_lm_baevski_wiki103")
-    assert sum(parameter.numel() for parameter in model.parameters()) == 246_933_504
     save_as_in_2019(model, folder)
     shutil.copy(data / "dict.txt", folder)
     tokens = torch.randint(4, len(words), (2, 17), generator=torch.Generator().manual_seed(0))
@@ -118,19 +113,15 @@ def test_the_published_model_at_its_full_size(tmp_path):
     with torch.no_grad():
         expected = criterion(model, sample)[0].item()
         scores = model.get_normalized_probs(model(tokens[:1, :4]), log_probs=True)
-    del model
-    gc.collect()
 
-    arch, taken = "fast_weight_lm_baevski_wiki103", f"--transfer-from {folder}"
+    arch, taken = "fast_weight_lm_baevski_wiki103", f"--decoder-layers 2 --transfer-from {folder}"
     same = build(arch, f"{taken} --softmax-attention-layers all")
     with torch.no_grad():
         assert criterion(same, sample)[0].item() == pytest.approx(expected, rel=1e-5)
         assert torch.allclose(same.get_normalized_probs(same(tokens[:1, :4]), log_probs=True), scores, atol=1e-5)
-    del same
-    gc.collect()
 
     swapped = build(arch, f"{taken} --update-rule decay --feature-dim 32").train()
-    attention = swapped.decoder.layers[15].self_attn
+    attention = swapped.decoder.layers[1].self_attn
     assert isinstance(attention, FastWeightAttention)
     assert attention.q_proj.weight.shape == (8 * 32, 1024)
     optimizer = torch.optim.SGD(swapped.parameters(), lr=1e-3)
@@ -138,4 +129,3 @@ def test_the_published_model_at_its_full_size(tmp_path):
     loss.backward()
     optimizer.step()
     assert loss.isfinite() and all(parameter.isfinite().all() for parameter in swapped.parameters())
-    assert criterion(swapped.eval(), sample)[0].isfinite()
