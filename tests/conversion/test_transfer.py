@@ -315,6 +315,11 @@ def test_all_that_does_not_fit_is_listed_at_once(fairseq, source, tmp_path):
         "left over decoder.layers.2.fc2.bias 3 x 4 -".split(),
         "left over encoder.embed_tokens.weight 5 x 6 -".split(),
     ]
+    # Of weights that are tied, the first is named.
+    weights["decoder.embed_tokens.weight"] = torch.zeros(44, 12)
+    torch.save(state, tmp_path / "model.pt")
+    tied = "wrong shape decoder.embed_tokens.weight 44 x 12 44 x 16".split()
+    assert misfits(fairseq, tmp_path, f"{PRE_NORM} {SWAPPED}")[1] == tied
     # What is not taken need not fit.
     flags = f"{PRE_NORM} {SWAPPED} --transfer output-projection"
     assert misfits(fairseq, tmp_path, flags) == ["left over encoder.embed_tokens.weight 5 x 6 -".split()]
@@ -537,6 +542,10 @@ def test_sources_whose_settings_have_their_former_name_are_known(fairseq, tmp_pa
 def test_options_that_cannot_work_are_named(fairseq, source, flags, message):
     with pytest.raises(ValueError, match=message):
         take(fairseq, source[1], f"{PRE_NORM} {flags}")
+
+
+def test_the_loss_may_be_looked_at_after_each_update(fairseq, source):
+    take(fairseq, source[1], f"{PRE_NORM} --freeze all --unfreeze-threshold 0.01 --unfreeze-interval 1")
 
 
 def test_a_model_that_is_no_transformer_is_refused(source):
