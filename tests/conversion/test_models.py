@@ -172,4 +172,3 @@ def test_the_checkpoint_is_as_fairseq_writes_it_before_the_first_update(converte
     assert {n: w.shape for n, w in state["model"].items()} == {n: w.shape for n, w in model.state_dict().items()}
     assert state["model"]["decoder.version"] == 3
     assert state["optimizer_history"][-1]["num_updates"] == 0
-    assert "${" not in str(state["cfg"])
