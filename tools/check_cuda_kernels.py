@@ -7,20 +7,19 @@ on warnings that `EXPECTED_WARNINGS` does not name, and on registers that are sp
 name says `generic`, which take every shape and are the slow way out for those that nothing is tuned for, or `double`,
 which is there to check gradients with.
 
-What was compiled without a change since is not compiled again: the reports are kept in build/native/reports.
+What was compiled without a change since is not compiled again: what the compiler said is kept in build/native/reports.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from native_build import NVCC_FLAGS, ROOT, Compilation, jobs
@@ -59,14 +58,6 @@ class Report:
     kernels: list[Kernel] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: str | None = None
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        found = json.loads(text)
-        return cls([Kernel(**kernel) for kernel in found["kernels"]], found["warnings"], found["error"])
 
 
 def read_compiler_output(text: str) -> Report:
@@ -121,14 +112,13 @@ def short(name: str) -> str:
 
 
 def check(nvcc: Nvcc, source: Path, architecture: int) -> Report:
-    """The report on `source`, from the last time if nothing changed since."""
+    """The report on `source`, from what the compiler said the last time if nothing changed since."""
     reports = ROOT / "build" / "native" / "reports"
     flags = [*NVCC_FLAGS, "-Xptxas=-v", *generate_code_flags([f"sm_{architecture}"])]
-    patterns = "\n".join(pattern for pattern, _ in EXPECTED_WARNINGS)
-    work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}\n{patterns}", source.stem)
-    kept = reports / f"{work.key()}.json"
+    work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}", source.stem)
+    kept = reports / f"{work.key()}.txt"
     if kept.is_file():
-        return Report.from_json(kept.read_text())
+        return read_compiler_output(kept.read_text())
     reports.mkdir(parents=True, exist_ok=True)
     target = kept.with_suffix(".o")
     command = [*work.command, "-c", str(source), "-o", str(target)]
@@ -136,21 +126,20 @@ def check(nvcc: Nvcc, source: Path, architecture: int) -> Report:
     target.unlink(missing_ok=True)
     if result.returncode:
         return Report(error=result.stdout)
-    report = read_compiler_output(result.stdout)
     temporary = kept.with_suffix(".new")
-    temporary.write_text(report.as_json())
+    temporary.write_text(result.stdout)
     temporary.replace(kept)
-    return report
+    return read_compiler_output(result.stdout)
 
 
 def table(kernels: Sequence[Kernel]) -> str:
     """A row for each kernel and architecture."""
-    rows: list[tuple[str, ...]] = [("kernel", "for", "registers", "smem", "stack", "spilled (stores + loads)")]
+    rows = [("kernel", "for", "registers", "smem", "stack", "spilled (stores + loads)")]
     for kernel in sorted(kernels, key=lambda kernel: (kernel.name, kernel.architecture)):
         spilled = f"{kernel.spill_stores} + {kernel.spill_loads}" if kernel.spills else "-"
-        numbers = (kernel.registers, kernel.shared_memory, kernel.stack)
-        rows.append((kernel.name, kernel.architecture, *map(str, numbers), spilled))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        numbers = (str(kernel.registers), str(kernel.shared_memory), str(kernel.stack))
+        rows.append((kernel.name, kernel.architecture, *numbers, spilled))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )

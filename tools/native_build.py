@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -57,13 +57,16 @@ NVCC_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DND
 """-lineinfo is not among them: it makes the library three times as large. NVCC_APPEND_FLAGS=-lineinfo adds it."""
 
 
-def load_libraries_module() -> ModuleType:
-    """The package's own idea of names and digests; by path, since importing the package would import torch."""
-    path = ROOT / "fairseq_fastweights" / "ops" / "libraries.py"
-    spec = importlib.util.spec_from_file_location("native_libraries", path)
+def load_libraries_module(package: Path | None = None) -> ModuleType:
+    """The package's own idea of names, records and digests; by path, since importing the package would import torch.
+
+    It speaks of the libraries in the folder `package`, by default those of the checkout.
+    """
+    spec = importlib.util.spec_from_file_location("native_libraries", ROOT / "fairseq_fastweights/ops/libraries.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    vars(module).update({} if package is None else {"PACKAGE": package})
     return module
 
 
@@ -108,7 +111,8 @@ class Plan:
 def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
     """Raises `Unavailable` if it cannot be built."""
     folder = ROOT / "cpu"
-    if not (folder / "kernels.cpp").is_file():
+    kernels = folder / "kernels.cpp"
+    if not kernels.is_file():
         raise Unavailable("the folder cpu/ was not among the sources; build from a whole checkout")
     compiler = HostCompiler.find()
     openmp = openmp_flags(compiler)
@@ -117,33 +121,27 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
     if len(variants) > 1:
         flags.append("-DFAST_WEIGHTS_HAVE_X86_VARIANTS=1")
     command = (*compiler.command, *flags)
+    with_torch = (*command, *torch.include_flags, *torch.compile_flags)
     compilations = [
-        Compilation(
-            folder / "kernels.cpp",
-            (*command, *options, f"-DFAST_WEIGHTS_ISA={name}"),
-            compiler.version,
-            f"kernels, {name}",
-        )
-        for name, options in variants.items()
-    ]
-    for source in sorted(folder.glob("*.cpp")):
-        if source.name == "binding.cpp":
-            compilations.append(
-                Compilation(
-                    source,
-                    (*command, *torch.include_flags, *torch.compile_flags),
-                    f"{compiler.version}\n{torch.version}",
-                    "binding",
-                )
+        *(
+            Compilation(
+                kernels, (*command, *options, f"-DFAST_WEIGHTS_ISA={name}"), compiler.version, f"kernels, {name}"
             )
-        elif source.name != "kernels.cpp":
-            compilations.append(Compilation(source, command, compiler.version, source.stem))
+            for name, options in variants.items()
+        ),
+        Compilation(folder / "binding.cpp", with_torch, f"{compiler.version}\n{torch.version}", "binding"),
+        *(
+            Compilation(source, command, compiler.version, source.stem)
+            for source in sorted(folder.glob("*.cpp"))
+            if source.stem not in ("kernels", "binding")
+        ),
+    ]
     link = [*compiler.command, "-shared"]
     libraries = [f"-L{torch.library_folder}", "-lc10", "-ltorch_cpu", "-ltorch"]
     if openmp:
         libraries.append(str(torch.openmp_library or "-fopenmp"))
     if sanitize:
-        link += [*SANITIZERS]
+        link += SANITIZERS
     elif sys.platform == "linux":
         link += ["-Wl,-z,defs", "-s"]
     if sys.platform == "darwin":
@@ -201,28 +199,27 @@ def openmp_flags(compiler: HostCompiler) -> list[str]:
     """["-fopenmp"], or nothing for a compiler without OpenMP: the kernels then run on one thread."""
     program = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
     command = [*compiler.command, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
-    probe = subprocess.run(command, input=program, capture_output=True, text=True)
-    return ["-fopenmp"] if probe.returncode == 0 else []
+    return [] if subprocess.run(command, input=program, capture_output=True, text=True).returncode else ["-fopenmp"]
 
 
 class Builder:
     """Builds into a folder, and keeps its record."""
 
     def __init__(self, into: Path, sanitize: bool = False) -> None:
-        self.into = into
+        self.libraries = load_libraries_module(into)
         self.sanitize = sanitize
         self.cache = ROOT / "build" / "native"
 
     def build(self, choice: str) -> dict[str, str | None]:
         """Builds what `choice` of `CHOICES` asks for; returns, by part, None or the line that says why it was not."""
-        self.into.mkdir(parents=True, exist_ok=True)
+        self.libraries.PACKAGE.mkdir(parents=True, exist_ok=True)
         self.cache.mkdir(parents=True, exist_ok=True)
         with self.lock():
             return {part: self.build_part(part, choice) for part in LIBRARIES.PARTS}
 
     def build_part(self, part: str, choice: str) -> str | None:
         # Whatever comes of this, an older compiler's output says nothing about it.
-        self.log(part).unlink(missing_ok=True)
+        self.libraries.log(part).unlink(missing_ok=True)
         try:
             if choice == "none" or (choice == "cpu" and part == "cuda"):
                 raise Unavailable(f"FASTWEIGHTS_BUILD was {choice}; build again without it")
@@ -233,11 +230,11 @@ class Builder:
             keys = [compilation.key() for compilation in plan.compilations]
             linked = hashlib.sha256("\0".join([*keys, torch.version, *plan.link, *plan.link_libraries]).encode())
             entry["build"] = linked.hexdigest()[:24]
-            if self.record().get(part) == entry and self.library(part).is_file():
+            if self.libraries.record().get(part) == entry and self.libraries.library(part).is_file():
                 return None
             self.compile_and_link(part, plan, keys)
         except Unavailable as reason:
-            self.library(part).unlink(missing_ok=True)
+            self.libraries.library(part).unlink(missing_ok=True)
             entry = {"state": "missing", "reason": str(reason)}
         self.write(part, entry)
         return entry.get("reason")
@@ -254,27 +251,12 @@ class Builder:
             titles = "; ".join(work.title for work, _ in wanting)
             print(f"{name} kernels: compiling {len(wanting)} of {len(objects)} objects ({titles})", flush=True)
         with ThreadPoolExecutor(jobs()) as pool:
-            runs = [
-                pool.submit(self.run, part, [*work.command, "-c", str(work.source)], target) for work, target in wanting
-            ]
-            failed = None
-            for run in runs:
-                try:
-                    run.result()
-                except CancelledError:  # noqa: PERF203 (each of a few compilers fails for itself)
-                    continue  # one of those that a failure called off
-                except Unavailable as error:
-                    failed = failed or error
-                    pool.shutdown(wait=False, cancel_futures=True)
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-        if failed:
-            raise failed
+            # The first that fails calls off those that have not begun.
+            list(pool.map(lambda item: self.run(part, [*item[0].command, "-c", str(item[0].source)], item[1]), wanting))
         # Until the new library is in place, the record must not speak of the old one as if it were this one.
         self.write(part, {"state": "missing", "reason": "the build did not finish; build again"})
-        self.run(part, [*plan.link, *map(str, objects), *plan.link_libraries], self.library(part))
-        self.log(part).unlink()
+        self.run(part, [*plan.link, *map(str, objects), *plan.link_libraries], self.libraries.library(part))
+        self.libraries.log(part).unlink()
         for target in objects:
             os.utime(target)
         self.forget_old_objects()
@@ -290,7 +272,7 @@ class Builder:
             text=True,
             errors="replace",
         )
-        with self.log(part).open("a") as log:
+        with self.libraries.log(part).open("a") as log:
             log.write(f"$ {' '.join(command)} -o {target}\n{result.stdout}")
         if result.returncode:
             temporary.unlink(missing_ok=True)
@@ -311,23 +293,10 @@ class Builder:
             return f"{compiler} failed ({said}); install what it misses and build again"
         return f"{compiler} failed ({said}); try another compiler with CXX=... and build again"
 
-    def library(self, part: str) -> Path:
-        return self.into / str(LIBRARIES.library(part).name)
-
-    def log(self, part: str) -> Path:
-        return self.into / str(LIBRARIES.log(part).name)
-
-    def record(self) -> dict[str, Any]:
-        try:
-            found = json.loads((self.into / LIBRARIES.RECORD).read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
     def write(self, part: str, entry: dict[str, Any]) -> None:
-        path = self.into / LIBRARIES.RECORD
+        path: Path = self.libraries.PACKAGE / self.libraries.RECORD
         temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps({**self.record(), part: entry}, indent=1) + "\n")
+        temporary.write_text(json.dumps({**self.libraries.record(), part: entry}, indent=1) + "\n")
         temporary.replace(path)
 
     @contextmanager
@@ -374,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
         if reason is None:
             print(f"{LIBRARIES.PARTS[part]} kernels: ready")
             continue
-        log = f"; its whole output: {builder.log(part)}" if builder.log(part).exists() else ""
+        log = f"; its whole output: {builder.libraries.log(part)}" if builder.libraries.log(part).exists() else ""
         print(f"{LIBRARIES.PARTS[part]} kernels: not built: {reason}{log}")
         if part in CHOICES[choice]:
             status = 1

@@ -77,10 +77,8 @@ class Torch:
     def openmp_library(self) -> Path | None:
         """The libgomp that its wheels bring along under a name of its own: a second one would be a second set of
         threads, and the idle ones of either set keep the cores of the other busy."""
-        found = sorted(
-            (*self.library_folder.glob("libgomp*.so*"), *self.folder.with_name("torch.libs").glob("libgomp*"))
-        )
-        return found[0] if found else None
+        found = (*self.library_folder.glob("libgomp*.so*"), *self.folder.with_name("torch.libs").glob("libgomp*"))
+        return min(found, default=None)
 
     def capabilities(self) -> list[int]:
         """Those of the GPUs that are there, as 80 for 8.0. Imports torch."""
@@ -179,18 +177,9 @@ class Nvcc:
         Returns names like "sm_80" for machine code and "compute_90" for PTX. Raises `Unavailable` for a list that
         cannot be read.
         """
-        listed = re.split(r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip())
-        if listed != [""]:
-            return self._listed(listed)
-        present = torch.capabilities()
-        if present and set(present) <= set(self.supported):
-            return [f"sm_{capability}" for capability in present]
-        common = [capability for capability in ARCHITECTURES if capability in self.supported]
-        return [*(f"sm_{capability}" for capability in common), f"compute_{common[-1]}"]
-
-    def _listed(self, names: list[str]) -> list[str]:
-        architectures = []
-        for name in names:
+        architectures: list[str] = []
+        listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+        for name in re.split(r"[;, ]+", listed) if listed else ():
             found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
             if found is None or int(found[1] + found[2]) not in self.supported:
                 known = ", ".join(f"{number // 10}.{number % 10}" for number in self.supported)
@@ -200,14 +189,18 @@ class Nvcc:
                 )
             number = found[1] + found[2] + found[3]
             architectures += [f"sm_{number}"] + ([f"compute_{number}"] if found[4] else [])
-        return architectures
+        if architectures:
+            return architectures
+        present = torch.capabilities()
+        if present and set(present) <= set(self.supported):
+            return [f"sm_{capability}" for capability in present]
+        common = [capability for capability in ARCHITECTURES if capability in self.supported]
+        return [*(f"sm_{capability}" for capability in common), f"compute_{common[-1]}"]
 
 
 def generate_code_flags(architectures: list[str]) -> list[str]:
     """nvcc's -gencode options for names like "sm_80" and "compute_90"."""
-    return [
-        f"-gencode=arch=compute_{architecture.partition('_')[2]},code={architecture}" for architecture in architectures
-    ]
+    return [f"-gencode=arch=compute_{name.partition('_')[2]},code={name}" for name in architectures]
 
 
 def is_x86() -> bool:

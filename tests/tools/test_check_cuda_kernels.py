@@ -96,8 +96,10 @@ class TestWithNvcc:
         monkeypatch.setattr(check_cuda_kernels, "ROOT", tmp_path)
         assert check_cuda_kernels.main(["--architectures", "80"]) == 1
         assert "spilling spills registers" in capsys.readouterr().err
-        monkeypatch.setattr(check_cuda_kernels, "read_compiler_output", lambda text: pytest.fail("it compiled again"))
+        (kept,) = (tmp_path / "build/native/reports").iterdir()
+        before = kept.stat().st_mtime_ns
         assert check_cuda_kernels.main(["--architectures", "80"]) == 1
+        assert "spilling spills registers" in capsys.readouterr().err and kept.stat().st_mtime_ns == before
 
     def test_what_does_not_compile_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
         source = tmp_path / "broken.cu"
