@@ -108,7 +108,7 @@ class TestWithNvcc:
         assert check_cuda_kernels.main(["--architectures", "80", "--", str(source)]) == 1
         assert "no_such_thing" in capsys.readouterr().err
 
-    @pytest.mark.slow
+    @pytest.mark.emulated  # minutes, even where all cores are free
     def test_the_kernels_compile_and_do_not_spill(self, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
         if "PYTEST_XDIST_WORKER" in os.environ:
             monkeypatch.setenv("MAX_JOBS", "1")  # the other cores have other tests to run
