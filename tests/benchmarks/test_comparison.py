@@ -152,21 +152,6 @@ def test_who_compiles_does_not_keep_others_from_being_measured(
     ]
 
 
-@pytest.mark.parametrize(("budget", "written"), [(1000.0, 6), (None, 3)])
-def test_all_are_measured_where_there_is_time_and_a_first_call_is_that_of_the_process(
-    budget: float | None, written: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record, steps = measure(machine, monkeypatch, machine.contestant("fla", compiles=True), budget=budget)
-    assert [row["status"] for row in record["rows"]] == ["measured"] * 6 and record["cut"] == []
-    assert [(row["first call"], row["second call"]) for row in record["rows"][:2]] == [(1.5, 1.0), (61.0, 1.0)]
-    assert len(steps) == written
-
-
-def test_where_nobody_can_compile_nothing_is_measured_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, written = measure(machine, monkeypatch, refuse(Refusal("unavailable", "it is not installed")), budget=100.0)
-    assert told(record) == ["it is not installed"] * 3 and len(written) == len(CASES)
-
-
 def test_cases_that_a_budget_does_not_reach_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     record, _ = measure(machine, monkeypatch, budget=5.0)
     assert [row["shape"] for row in record["rows"]] == ["shape 0"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ROOT, contestants
+from harness import contestants
 from harness.cases import RULES, Shape, draw_inputs
 from harness.contestants import BUILD_RECORD, Contestant, Refusal
 
@@ -45,16 +45,6 @@ def check(contestant: Contestant, length: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_our_backends_get_all_gates_and_the_state(rule: str, length: str) -> None:
     check(contestants.our_rules([rule])[1], length)
-
-
-def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unavailable(*arguments: Any, **options: Any) -> Any:
-        raise ops.BackendUnavailable(f"build it with {ROOT}/tools/build.py")
-
-    monkeypatch.setattr(ops, "sum_rule", unavailable)
-    work = contestants.our_rules(["sum"])[0].prepare(SHAPES["segment"], INPUTS["segment"])
-    with pytest.raises(Refusal, match=r"'unavailable', 'build it with tools/build\.py'"):
-        work.run_both()
 
 
 def test_attention_is_causal_and_as_wide_as_the_values() -> None:

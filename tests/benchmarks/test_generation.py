@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import generation
 import pytest
 import torch
 from generation import TRANSFORMER, generation_after
-from harness.timing import Clock
-
-from tests.benchmarks.conftest import Run
 
 SETTINGS = generation.QUICK_SETTINGS
 ROWS = SETTINGS["batch"]
@@ -60,45 +56,6 @@ def test_a_token_is_the_next_one() -> None:
     with torch.no_grad():
         expected = model(tokens)[0][:, 1:]
     torch.testing.assert_close(steps, expected, rtol=1e-4, atol=1e-5)  # float32 in another order
-
-
-def test_in_turns_each_goes_on_where_it_stopped_around_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[tuple[Any, list[int]]] = []
-
-    class NotingClock(Clock):
-        """Notes by turn whose it is, and how many tokens there are before each that is timed."""
-
-        def seconds(self, call: Any, repeats: int, host: float = 0.0) -> float:
-            rolling = getattr(call, "__self__", None)
-            turns.append((rolling, []))
-            return super().seconds(lambda: (rolling and turns[-1][1].append(rolling.length)) or call(), repeats)
-
-    monkeypatch.setattr("harness.timing.clock_for", lambda device: NotingClock())
-    options = argparse.Namespace(rounds=4, device="cpu")
-    models = {name: build(name) for name in (TRANSFORMER, "sum")}
-    tokens = draw_tokens(45)
-    generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
-    rows, made = generation.measure_length(generations, 32, options, allowed=60.0)
-    assert made == 4 and [row["model"] for row in rows] == list(models)
-    assert ["cache seconds" in row for row in rows] == [True, False]
-    # A turn of each that does not count, and the rounds. The cache alone comes after them.
-    assert [rolling for rolling, _ in turns] == [*generations.values()] * 5 + [None] * 4
-    measured = {32: [turns[0:10:2], turns[1:10:2]]}
-    turns = []
-    seconds, made = generation.measure_growth(models["sum"], "sum", tokens, (14, 30), options, allowed=60.0)
-    assert made == 4 and [each["rounds"] for each in (*seconds.values(), *(row["seconds"] for row in rows))] == [4] * 4
-    for length, stretches in (measured | {14: [turns[::2]], 30: [turns[1::2]]}).items():
-        for stretch in stretches:
-            lengths = [timed for _, timed in stretch]
-            # Three are timed, and one between the turns is not.
-            assert lengths == [list(range(first, first + 3)) for first in range(lengths[0][0], lengths[0][0] + 20, 4)]
-            assert abs((lengths[1][0] + lengths[-1][-1]) / 2 - length) <= 1
-    assert {(row["first"], row["last"]) for row in rows} == {(measured[32][0][1][1][0], measured[32][0][-1][1][-1])}
-
-
-def test_a_stretch_that_begins_before_the_text_is_refused(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    monkeypatch.setattr(generation, "build", partial(pytest.fail, "it built a model"))
-    assert "--rounds is 30: it may be 29 at most, or" in run("generation", "--rounds", 30)
 
 
 def test_sizes_are_those_at_the_length_with_one_layers_cache_twice() -> None:

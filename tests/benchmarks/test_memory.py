@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
-
-import pytest
 import torch
 from harness.memory import held, peak
 
-from tests.benchmarks.conftest import BENCHMARKS
-
 # harness.memory is loaded without torch, which keep_freed_memory does without and which takes seconds.
-PROGRAM = """
-import sys
-from unittest.mock import MagicMock
-sys.modules.update({name: MagicMock() for name in ("torch", "torch.profiler", "torch.utils", "torch.utils._pytree")})
-from harness.memory import keep_freed_memory
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
-for told in (lambda: True, keep_freed_memory):
-    if told():
-        before = resident()
-        large = bytearray(b"x") * (100 << 20)
-        del large
-        print(resident() - before >> 20)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="elsewhere there is no glibc to be told")
-def test_freed_memory_is_kept() -> None:
-    printed = subprocess.check_output([sys.executable, "-c", PROGRAM], cwd=BENCHMARKS, text=True)
-    before, told = map(int, printed.split())
-    assert before < 10 and told >= 99
 
 
 def megabytes(number: int) -> torch.Tensor:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import all_cpu
 import pytest
-import sliding_window
 import torch
-from harness import commands
 from harness.cases import RULES
 
 from tests.benchmarks.conftest import BENCHMARKS, Run
@@ -62,48 +58,6 @@ def test_all_results_of_a_cpu_are_made_by_one_command(
     assert [row["model"] for row in found["translation"]["whole"]] == list(models)
     for name in ("next_token.png", "training_length.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
-
-
-@pytest.mark.slow
-def test_a_program_starts_from_anywhere(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, BENCHMARKS / "report.py", "--check"], check=True, cwd=tmp_path)
-
-
-def test_a_command_of_fairseq_is_timed_and_its_failure_ends_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in = tmp_path / "python"
-    stand_in.write_text(
-        "#!/bin/sh\ni=0; while [ $i -lt 10000 ]; do i=$((i+1)); done\npwd; echo $2 $3 >&2; exit $CODE\n"
-    )
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(stand_in))
-    text, seconds = commands.fairseq("score", "well", CODE="0")
-    assert text.splitlines()[0] == str(BENCHMARKS.parent) and text.endswith(" well\n") and seconds > 0
-    with pytest.raises(SystemExit, match=r"fairseq-score failed:\n.*\n.*fairseq_cli\.score .* badly"):
-        commands.fairseq("score", "badly", CODE="3")
-
-
-def test_both_tasks_score_the_windows_that_a_sliding_window_is_timed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
-    """Loss and ratios, of processes that used so many seconds."""
-    used = {False: 1.0, "language_modeling": 9.0, "fast_weight_language_modeling": 5.0}
-
-    def fairseq(command: str, *flags: str, **environment: str) -> tuple[str, float]:
-        if command != "eval_lm":
-            return "", 0.0
-        assert environment == {"OMP_NUM_THREADS": "1"}
-        return "| Loss (base 2): 3.5, Perplexity: 11", used[
-            "--context-window" in flags and flags[flags.index("--task") + 1]
-        ]
-
-    monkeypatch.setattr(sliding_window, "fairseq", fairseq)
-    monkeypatch.setattr("harness.commands.fairseq", fairseq)
-    assert run("sliding_window", "--tokens", 10, "--rounds", 2, "--json", tmp_path / "figures.json") == ""
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["loss (base 2)"] == {"fairseq": 3.5, "fairseq_fastweights": 3.5}
-    assert (figures["ratio, whole process"], figures["ratio, without that"]) == (9 / 5, 2.0)
 
 
 @pytest.mark.parametrize("given", [[], ["--results"], ["--page"], ["--results", "--page"]])

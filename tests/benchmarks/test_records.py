@@ -26,11 +26,3 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
     with pytest.raises(IsADirectoryError):
         records.write({"rows": [2]}, folder)
     assert records.read(path) == {"rows": [1]} and sorted(tmp_path.iterdir()) == [folder, path]
-
-
-def test_a_record_of_another_method_is_not_current() -> None:
-    for program in ("kernels", "generation"):
-        record = records.describe_run(program, "cpu")
-        assert records.is_current(record) and not records.is_current(record | {"method": record["method"] + 1})
-    # What was written before there were methods is of the first.
-    assert records.is_current({"program": "training"}) and not records.is_current({"program": "generation"})

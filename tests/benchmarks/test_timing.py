@@ -126,38 +126,3 @@ def test_a_short_call_on_a_gpu_is_timed_without_its_launches(
     measured, _ = time_in_turns({"call": call}, {"call": warm}, clock, hosts={"call": host}, rounds=3)
     assert measured["call"]["min"] == pytest.approx(launches * each, rel=0.01) == measured["call"]["upper"]
     assert gpu.flushes == 3 * flushes
-
-
-def test_a_call_that_takes_too_long_is_made_once(gpu: SimulatedGpu) -> None:
-    calls: list[str] = []
-    for longest, made in ((1e-6, 1), (1.0, 2)):
-        calls.clear()
-        first, second, _ = first_calls(lambda: calls.append("call") or gpu.launch(1e-3), gpu.synchronize, longest)
-        assert len(calls) == made and first == pytest.approx(second) and first > 1e-3
-
-
-def test_short_calls_are_repeated_within_a_measurement() -> None:
-    clock, made = Clock(), []
-    assert clock.repeats(1e-4) == 10 and clock.repeats(1.0) == 1
-    assert clock.seconds(lambda: made.append(1), 7) > 0 and len(made) == 7
-
-
-def test_a_budget_is_shared_by_what_is_to_come() -> None:
-    now = [100.0]
-    budget = Budget(60.0, now=lambda: now[0])
-    assert budget.share(6) == 10.0
-    now[0] = 130.0
-    assert budget.share(3) == 10.0
-    now[0] = 170.0
-    assert budget.left < 0 and Budget(None).share(3) == float("inf")
-
-
-def test_a_summary_has_the_median_and_the_quartiles() -> None:
-    assert timing.summarize([5.0, 1.0, 3.0, 2.0, 4.0]) == {
-        "rounds": 5,
-        "min": 1.0,
-        "lower": 2.0,
-        "median": 3.0,
-        "upper": 4.0,
-    }
-    assert timing.summarize([2.0]) == {"rounds": 1, "min": 2.0, "lower": 2.0, "median": 2.0, "upper": 2.0}

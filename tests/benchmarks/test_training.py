@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
-import sys
 from argparse import Namespace
 from importlib import import_module, reload
 from pathlib import Path
@@ -14,9 +12,7 @@ from unittest import mock
 import pytest
 import training
 from harness import commands
-from harness.cases import RULES
 
-from tests.benchmarks.conftest import Run
 from tests.conftest import ROOT, command
 
 # The paper's model and batch, for a second of one core: of options that are given twice the last one counts.
@@ -53,30 +49,3 @@ def test_the_training_that_is_measured_is_one_that_fairseq_makes_and_logs(
     assert len(speeds) == 3 and min(speeds) > 0  # of updates 2 to 4
     with pytest.raises(ValueError, match="no speed in it after update 4"):
         training.words_per_second(log.getvalue(), warm_up=4)
-
-
-def test_a_training_is_on_one_gpu() -> None:
-    options = Namespace(device="cuda", precision="bf16", backend="auto", quick=False)
-    flags = training.training_flags("delta", training.SETTINGS, options)
-    assert flags[flags.index("--distributed-world-size") + 1] == "1" and "--cpu" not in flags and "--bf16" in flags
-    assert set(training.MODELS) == {"softmax", *RULES}
-
-
-@pytest.mark.parametrize(("done", "left"), [(2, {"softmax": 1, "delta": 1}), (5, {"softmax": 2, "delta": 2, "sum": 1})])
-def test_a_training_that_fails_leaves_what_was_measured_before(
-    done: int, left: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
-    trained: list[str] = []
-
-    def train(data: Path, model: str, *_: object) -> list[float]:
-        if len(trained) == done:
-            sys.exit("fairseq-train failed")
-        trained.append(model)
-        return [100.0]
-
-    monkeypatch.setattr(training, "prepare", lambda folder, settings: folder)
-    monkeypatch.setattr(training, "train", train)
-    out = tmp_path / "training.json"
-    assert "train failed" in run("training", "--quick", "--models", "delta,sum", "--rounds", 2, "--out", out)
-    rows = {row["model"]: row["words per second"]["rounds"] for row in json.loads(out.read_text())["rows"]}
-    assert rows == left and list(tmp_path.iterdir()) == [out]

@@ -66,16 +66,6 @@ def test_a_token_is_made_as_the_generator_makes_it(name: str, beam: int) -> None
     assert measured == steps[LENGTH]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_generation_can_be_taken_up_again(name: str) -> None:
-    generator, hypotheses = begin(name, beam=4)
-    before = shapes(hypotheses.states)
-    again = [translation.take_up(generator, hypotheses) for _ in range(2)]
-    first, second = ([step()[0] for _ in range(3)] for step in again)
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    assert shapes(hypotheses.states) == before
-
-
 def test_sizes_are_those_of_all_tensors() -> None:
     layers, width, heads = SETTINGS["layers"], SETTINGS["width"], SETTINGS["heads"]
     beam, head, source = 4, width // heads, len(SOURCE)
@@ -91,22 +81,3 @@ def test_sizes_are_those_of_all_tensors() -> None:
         "elu": [states, encoder + numbers],
         "dpfp-2": [4 * states, encoder + numbers],
     }
-
-
-@pytest.mark.parametrize(("name", "most"), [("transformer", 1.3), ("elu", 2)])
-def test_the_peak_holds_the_hypotheses_once(name: str, most: float) -> None:
-    model, dictionary = translation.build(name, {**SETTINGS, "layers": 8}, longest=2000)
-    generator = translation.build_generator(model, dictionary, 4, length=2000)
-    hypotheses = translation.hypotheses_after(generator, name, SOURCE, 1999, ROWS)
-    size = sum(hypotheses.sizes().values())
-    # One layer's state at a time is there in two orders, and for the Transformer with and without the new token.
-    assert size < translation.peak_memory(generator, hypotheses, "cpu") < most * size
-
-
-@pytest.mark.parametrize("beam", translation.BEAMS)
-def test_hypotheses_change_places_within_their_sentence(beam: int) -> None:
-    kept = torch.arange(2 * beam)
-    for _ in range(20):
-        order = translation.draw_order(2 * beam, beam)
-        assert torch.equal(order // beam, kept // beam)
-        assert torch.equal(order, kept) == (beam == 1)

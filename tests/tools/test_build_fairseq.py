@@ -146,16 +146,6 @@ class TestBuild:
         assert "fairseq/data/data_utils.py" in message and "builtin_numbers" in message
         assert not build.calls
 
-    @pytest.mark.parametrize("version", [(3, 9), (3, 14)])
-    def test_names_a_python_that_will_not_do(self, version: tuple[int, int]) -> None:
-        with pytest.raises(build_fairseq.BuildError, match=rf"Python 3\.{version[1]}"):
-            build_fairseq.check_python(version)
-
-    @pytest.mark.slow
-    def test_a_second_run_finds_the_work_done(self, our_fairseq: None, capsys) -> None:
-        assert build_fairseq.main([]) == 0
-        assert "nothing to install" in capsys.readouterr().out
-
 
 class Hostile:
     """Unpickling it writes the file `path`; a hostile checkpoint would do something worse."""
@@ -333,8 +323,3 @@ class TestRepeatedNgrams:
             found = NGramRepeatBlock(size, use_extension=False)(tokens, scores, len(rows), 1, step)
             left = [set(row.isfinite().nonzero().flatten().tolist()) for row in found]
             assert left == [set(choices) - (few if len(choices) > 1 else set()) for few in forbidden]
-
-    def test_can_be_scripted_as_before(self) -> None:
-        from fairseq.ngram_repeat_block import NGramRepeatBlock
-
-        torch.jit.script(NGramRepeatBlock(2, use_extension=False))

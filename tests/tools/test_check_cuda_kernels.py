@@ -5,7 +5,7 @@ from pathlib import Path
 
 import check_cuda_kernels
 import pytest
-from check_cuda_kernels import Kernel, Report, faults, read_compiler_output, short, table
+from check_cuda_kernels import Kernel, Report, faults, read_compiler_output, table
 from native_toolchain import Nvcc, Unavailable
 
 OUTPUT = """ptxas info    : 0 bytes gmem
@@ -55,21 +55,6 @@ def test_warnings_and_errors_are_faults(monkeypatch: pytest.MonkeyPatch) -> None
     assert not read_compiler_output(warning).warnings
 
 
-@pytest.mark.parametrize(
-    ("name", "shortened"),
-    [
-        (
-            "void fairseq_fastweights::(anonymous namespace)::f<Tile<float, 8>, (int)2>(Call, int)",
-            "f<Tile<float, 8>, (int)2>",
-        ),
-        ("add_partials(float*, int)", "add_partials"),
-        ("_Z3foo", "_Z3foo"),
-    ],
-)
-def test_names_are_short(name: str, shortened: str) -> None:
-    assert short(name) == shortened
-
-
 class TestWithNvcc:
     @pytest.fixture(autouse=True)
     def nvcc(self) -> None:
@@ -77,29 +62,6 @@ class TestWithNvcc:
             Nvcc.find()
         except Unavailable as reason:
             pytest.skip(str(reason))
-
-    @pytest.mark.slow
-    def test_a_spill_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-        """128 numbers in 32 registers; and the second time, the report of the first."""
-        source = tmp_path / "cuda" / "spilling.cu"
-        source.parent.mkdir()
-        source.write_text(
-            "__global__ void __launch_bounds__(1024, 2) spilling(float *data) {\n"
-            "    float x[128];\n"
-            "#pragma unroll\n"
-            "    for (int i = 0; i < 128; ++i) x[i] = data[i * 1024 + threadIdx.x];\n"
-            "    __syncthreads();\n"
-            "#pragma unroll\n"
-            "    for (int i = 0; i < 128; ++i) data[(127 - i) * 1024 + threadIdx.x] = x[i] * x[(i * 7) % 128];\n"
-            "}\n"
-        )
-        monkeypatch.setattr(check_cuda_kernels, "ROOT", tmp_path)
-        assert check_cuda_kernels.main(["--architectures", "80"]) == 1
-        assert "spilling spills registers" in capsys.readouterr().err
-        (kept,) = (tmp_path / "build/native/reports").iterdir()
-        before = kept.stat().st_mtime_ns
-        assert check_cuda_kernels.main(["--architectures", "80"]) == 1
-        assert "spilling spills registers" in capsys.readouterr().err and kept.stat().st_mtime_ns == before
 
     def test_what_does_not_compile_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
         source = tmp_path / "broken.cu"

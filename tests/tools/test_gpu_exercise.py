@@ -29,9 +29,3 @@ def test_bits_that_change_are_found(monkeypatch: pytest.MonkeyPatch, capsys) -> 
     )
     assert gpu_exercise.main(["determinism", "--device", "cpu"]) == 1
     assert len(json.loads(capsys.readouterr().out)["differing"]) == 2 * 2 * len(gpu_exercise.SMALL_SHAPES) * 4
-
-
-def test_a_slow_first_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([0.2, 0.1] * 12)
-    monkeypatch.setattr(gpu_exercise, "timed", lambda call, device: next(seconds))
-    assert gpu_exercise.main(["first-call", "--device", "cpu"]) == 1

@@ -263,13 +263,6 @@ class TestLoad:
         (built / RECORD).unlink(missing_ok=True)
         assert libraries.load("cpu") == reason
 
-    @needs_compiler
-    def test_a_library_can_be_named_instead(self, built: Path, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert native_build.main(["--into", str(tmp_path / "elsewhere")]) == 0
-        monkeypatch.setenv("FASTWEIGHTS_NATIVE_CPU", str(tmp_path / "elsewhere/_native_cpu.so"))
-        change_record(built, torch="2.4.1")
-        assert libraries_of(built).load("cpu") is None
-
 
 class TestCuda:
     """What the CUDA part needs, with a script in the place of nvcc."""
@@ -305,10 +298,6 @@ class TestCuda:
         with pytest.raises(Unavailable, match=says):
             native_build.plan_cuda(Torch(Path("torch"), "2.13.0", cuda))
 
-    def test_headers_are_where_nvcc_says_and_a_minor_version_does_not_matter(self, nvcc: Path) -> None:
-        found = Nvcc.find("13.2")
-        assert found.include_folder == Path("/opt/the-toolkit/include") and found.version == "13.0"
-
     @pytest.mark.parametrize(
         ("listed", "gpus", "architectures"),
         [
@@ -331,29 +320,6 @@ class TestCuda:
             return
         with pytest.raises(Unavailable, match=r"TORCH_CUDA_ARCH_LIST names .*7.5, 8.0, 9.0, 12.0"):
             chosen()
-
-    @needs_compiler
-    @pytest.mark.parametrize("words", ["{}", "{} -g0", "ccache {}", "ccache {} -g0"])
-    def test_the_host_compiler_is_named_without_what_starts_it(
-        self, nvcc: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        ccache = script(tmp_path / "bin/ccache", 'exec "$@"')
-        monkeypatch.setenv("PATH", f"{ccache.parent}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setenv("CXX", words.format(COMPILER))
-        here = Torch.find()
-        plan = native_build.plan_cuda(Torch(here.folder, here.version, "13.0"))
-        for command in (plan.compilations[0].command, plan.link):
-            assert [word for word in command if word.startswith("-ccbin")] == [f"-ccbin={COMPILER}"]
-
-    @needs_compiler
-    def test_a_failure_leaves_the_cpu_part(self, nvcc: Path, root: Path, monkeypatch, capsys) -> None:
-        here = Torch.find()
-        monkeypatch.setattr(Torch, "find", lambda: Torch(here.folder, here.version, "13.0"))
-        assert native_build.main([]) == 0
-        assert recorded(root)["cpu"]["state"] == "built" and recorded(root)["cuda"]["state"] == "missing"
-        assert "CUDA kernels: not built: " in capsys.readouterr().out
-        monkeypatch.setenv("FASTWEIGHTS_BUILD", "cuda")
-        assert native_build.main([]) == 1
 
 
 class TestInstallation:
@@ -396,26 +362,6 @@ class TestInstallation:
         assert {path.name for path in built.glob("_native_*")} == {"_native_build.json", "_native_cpu.so"}
         record = recorded(tmp_path / "lib")
         assert record["cpu"]["state"] == "built" and record["cpu"]["torch"] == THIS_TORCH
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("environment", "broken", "fails", "says", "without"),
-        [
-            ({"CXX": "no-such-c++", "FASTWEIGHTS_BUILD": "cpu"}, False, True, ["no-such-c++"], ""),
-            ({"CXX": "no-such-c++"}, False, False, ["CPU kernels: not built: ", "no-such-c++"], ""),
-            ({}, True, True, ["it broke", "tools/native_build.py failed"], "FASTWEIGHTS_BUILD"),
-        ],
-    )
-    def test_only_what_was_asked_for_or_broke_is_a_failure(
-        self, project: Path, environment: dict[str, str], broken, fails, says, without, tmp_path: Path
-    ) -> None:
-        if broken:
-            (project / "tools/native_build.py").write_text("raise SystemExit('it broke')\n")
-        result = self.setup(project, "build", "--build-lib", str(tmp_path / "lib"), **environment)
-        assert (result.returncode != 0) == fails, result.stderr
-        printed = result.stdout + result.stderr
-        assert all(text in printed for text in says) and not (without and without in printed)
-        assert fails or (tmp_path / "lib" / RECORD).is_file()
 
     def test_a_source_distribution_can_be_built_from(self, project: Path, tmp_path: Path) -> None:
         result = self.setup(project, "sdist", "-d", str(tmp_path))

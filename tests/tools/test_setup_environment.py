@@ -1,10 +1,6 @@
 """`make setup` is done, or it begins again: never half of it."""
 
-import os
-import shutil
 import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -121,15 +117,6 @@ def test_versions_that_were_asked_for_matter_and_defaults_do_not(root: Path, ste
     assert made_anew(root, steps)
 
 
-def test_of_setups_at_a_time_one_makes_and_the_others_wait(steps: Steps) -> None:
-    threads = [threading.Thread(target=setup_environment.main, args=([],)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(steps) == 6
-
-
 def without(module: str):
     return "importlib.util.find_spec", lambda name: None if name == module else 1
 
@@ -169,42 +156,6 @@ def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and says.format(root=root) in error and error.count("\n") == 1
     assert not steps and [path.name for path in root.glob(".venv/*")] == ([there] if there else [])
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A checkout of its own, for `make setup` as a person types it."""
-    for name in ("Makefile", *setup_environment.SOURCES):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    return tmp_path
-
-
-def make_setup(checkout: Path, *variables: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Without what a make that runs the tests hands down."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "PYTHON", "TORCH")}
-    environment |= {"PATH": path + os.environ["PATH"], "PIP_NO_INDEX": "1"}
-    return subprocess.run(
-        ["make", "setup", *variables], cwd=checkout, env=environment, capture_output=True, text=True, timeout=120
-    )
-
-
-@pytest.mark.slow
-def test_an_environment_that_is_activated_can_be_made_anew(checkout: Path) -> None:
-    """Its own Python, no link to another, starts the set-up and is removed by it, which ends at a torch of nowhere."""
-    folder = checkout / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--copies", folder], check=True)
-    (folder / "witness").touch()
-    result = make_setup(checkout, "TORCH=0.0.0", path=f"{folder / 'bin'}:")
-    assert "was not finished" in result.stdout and not (folder / "witness").exists()
-    assert "could not install torch" in result.stderr and "Traceback" not in result.stderr
-    assert (folder / "bin" / "pip").exists()
-
-
-def test_an_empty_torch_is_named(checkout: Path) -> None:
-    result = make_setup(checkout, "TORCH=", f"PYTHON={sys.executable}")
-    assert "error: TORCH= is no version; it should be like 2.13.0" in result.stderr.splitlines()
-    assert not (checkout / ".venv").exists()
 
 
 @pytest.mark.parametrize(
