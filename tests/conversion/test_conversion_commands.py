@@ -160,16 +160,3 @@ def test_a_checkpoint_with_the_former_name_of_its_settings_converts_back(convert
     back[2] = str(tmp_path / "refused")
     assert main(back) == 2
     assert "softmax attention layers is [] in the checkpoint and [1, 2] in the model" in capsys.readouterr().err
-
-
-def test_it_says_how_to_use_the_folder(converted, tmp_path, capsys):
-    source, theirs, _ = converted
-    assert main(["from-huggingface", str(theirs), str(tmp_path / "again")]) == 0
-    said = capsys.readouterr().out
-    bpe = "--bpe gpt2 " if source.config.model_type == "gpt2" else "--bpe byte_level "
-    assert bpe in said and "model.pt" in said and "dict.txt" in said
-
-
-def test_the_folder_is_open_to_whom_any_new_folder_is(converted, tmp_path):
-    (tmp_path / "any").mkdir()
-    assert converted[2].stat().st_mode == (tmp_path / "any").stat().st_mode

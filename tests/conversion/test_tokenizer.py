@@ -106,15 +106,6 @@ def test_the_end_of_text_is_fairseqs(both):
     assert bpe.decode("<unk>") == "<unk>"
 
 
-def test_transformers_own_class_agrees(both, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    real, folder, _ = both
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=real)
-    bpe = byte_level(folder)
-    for text in TEXTS:
-        assert [int(n) for n in bpe.encode(text).split()] == fast(text)["input_ids"]
-
-
 @pytest.mark.parametrize("folder", ["", "nowhere"])
 def test_a_folder_without_the_files_is_refused(folder):
     with pytest.raises(ValueError, match=f"byte_level_folder is '{folder}'; it must be a folder with encoder.json"):
@@ -203,14 +194,6 @@ def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, alter, message):
     assert "tokenizer.json" in str(error.value)
 
 
-def test_settings_of_two_files_are_read_too(tmp_path):
-    sources.tokenizer(False).model.save(str(tmp_path))
-    read_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: add_prefix_space is set"):
-        read_tokenizer(tmp_path)
-
-
 def test_runs_of_spaces_that_only_a_vocabulary_lists_are_refused(tmp_path):
     """As GPT-NeoX's vocab.json does: without tokenizer.json no one knows when they are cut out of a text."""
     sources.tokenizer(False).model.save(str(tmp_path))
@@ -228,15 +211,3 @@ def test_added_words_may_be_in_the_vocabulary_as_they_are(tmp_path):
     for bpe in (fairseqs(tmp_path), byte_level(tmp_path)):
         for word in content["added_tokens"]:
             assert bpe.decode(str(word["id"])) == word["content"]
-
-
-def test_sizes_that_fit(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(sources.tokenizer(True).to_str())
-    read = read_tokenizer(tmp_path)
-    for size in (272, 288, 320, 384, 512, 1024):
-        read.check(size, 0)
-    for size in (271, 273, 276, 280, 2048):
-        with pytest.raises(ValueError, match=f"has 272 word types, but the model, .*vocab_size, {size}; it must be"):
-            read.check(size, 0)
-    with pytest.raises(ValueError, match=r"eos_token_id is 2, which in tokenizer.json is '!', a piece of text"):
-        read.check(272, 2)

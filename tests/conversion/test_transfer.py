@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from fairseq import tasks
-from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.conversion.groups import GROUPS, attention_of, group_of, parse_groups
 from fairseq_fastweights.conversion.source import read_source
@@ -93,15 +92,6 @@ def test_without_swapping_the_model_is_the_source(fairseq, text, tmp_path, arch,
     assert torch.allclose(log_probs(same, tokens), log_probs(model, tokens), rtol=0, atol=1e-5)
     other = fairseq.build(f"{flags} --softmax-attention-layers all", arch=ours)
     assert not torch.allclose(log_probs(other, tokens), log_probs(model, tokens), rtol=0, atol=1e-2)
-
-
-def test_a_checkpoint_beside_its_dictionary_will_do(fairseq, source, tmp_path, text):
-    model, folder = source
-    shutil.copy(folder / "dict.txt", tmp_path)
-    shutil.copy(folder / "model.pt", tmp_path / "checkpoint_best.pt")
-    same = take(fairseq, tmp_path / "checkpoint_best.pt", f"{PRE_NORM} --softmax-attention-layers all")
-    tokens = text(2, 6)
-    assert torch.equal(same(tokens)[0], model(tokens)[0])
 
 
 def test_half_precision_is_taken_for_what_it_is(fairseq, source, tmp_path):
@@ -222,16 +212,6 @@ def test_what_is_tied_goes_with_either_group(fairseq, baevski, group):
         assert torch.equal(taken.get_parameter(f"decoder.{name}"), model.get_parameter(f"decoder.{name}"))
     own = "decoder.adaptive_softmax.head.class_proj.weight"
     assert torch.equal(taken.get_parameter(own), model.get_parameter(own)) == (group == "output")
-
-
-def test_hybrids_copy_attention_where_it_stays(fairseq, baevski):
-    model, folder = baevski
-    flags = f"{ADAPTIVE} {SWAPPED} --softmax-attention-layers 2"
-    taken = take(fairseq, folder, flags, "fast_weight_lm_baevski_wiki103")
-    assert isinstance(taken.decoder.layers[1].self_attn, MultiheadAttention)
-    for name, parameter in taken.decoder.layers[1].named_parameters():
-        assert torch.equal(parameter, model.decoder.layers[1].get_parameter(name)), name
-    assert taken.decoder.layers[0].self_attn.q_proj.weight.shape == (8, 16)
 
 
 def report_of(caplog, build) -> dict[str, list[str]]:
@@ -542,10 +522,6 @@ def test_sources_whose_settings_have_their_former_name_are_known(fairseq, tmp_pa
 def test_options_that_cannot_work_are_named(fairseq, source, flags, message):
     with pytest.raises(ValueError, match=message):
         take(fairseq, source[1], f"{PRE_NORM} {flags}")
-
-
-def test_the_loss_may_be_looked_at_after_each_update(fairseq, source):
-    take(fairseq, source[1], f"{PRE_NORM} --freeze all --unfreeze-threshold 0.01 --unfreeze-interval 1")
 
 
 def test_a_model_that_is_no_transformer_is_refused(source):

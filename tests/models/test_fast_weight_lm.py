@@ -387,16 +387,6 @@ def test_checkpointed_activations_change_neither_loss_nor_gradients(fairseq, tex
         assert_same_gradients(same_grads, grads, 1e-6)
 
 
-def test_two_segments_can_wait_for_one_backward_pass(fairseq, text):
-    """As `--update-freq` could have it: the layers are computed again after both were read."""
-    results = []
-    for flags in ("", "--checkpoint-activations"):
-        model = fairseq.build(f"{NO_POSITIONS} --dropout 0 {flags}").train()
-        losses = [loss_of(model, text(BATCH, 9, seed=i), continues=torch.full((BATCH,), i > 0)) for i in range(2)]
-        results.append(gradients(model, sum(losses)))
-    assert_same_gradients(results[1], results[0], FLOAT32_GRADIENT)
-
-
 def test_dropped_layers_pass_on_their_states(fairseq, text):
     model = fairseq.build(f"{NO_POSITIONS} --dropout 0 --decoder-layerdrop 0.5").train()
     layers, tokens = model.decoder.layers, text(BATCH, TIME)
@@ -407,20 +397,6 @@ def test_dropped_layers_pass_on_their_states(fairseq, text):
     layers.p = -1
     out = model(tokens[:, 9:], continues=go_on)[0]
     assert relative_error(out, model(tokens[:, [0, 1, 2, 3, 9, 10, 11]])[0][:, 4:]) <= FLOAT32
-
-
-def test_layerdrop_drops_in_training_only(fairseq, text):
-    plain = fairseq.build()
-    dropping = fairseq.build("--decoder-layerdrop 0.5")
-    dropping.load_state_dict(plain.state_dict())
-    tokens = text(BATCH, TIME)
-    assert torch.equal(dropping(tokens)[0], plain(tokens)[0])
-    dropping.train()
-    computed = set()
-    for _ in range(30):
-        _, extra = dropping(tokens, continues=torch.ones(BATCH, dtype=torch.bool))
-        computed.add(len(extra["inner_states"]) - 1)
-    assert computed == {0, 1, 2}  # all three, but for a chance of 3 * 0.75^30 = 5e-4
 
 
 @rules(dtype={"bfloat16": torch.bfloat16, "float16": torch.float16})
@@ -437,12 +413,6 @@ def test_half_types_are_finite_and_near_float32(fairseq, text, flags, dtype):
         assert relative_error(out, expected) <= 0.03
     grads = gradients(low.train(), low(tokens)[0].float().square().mean())
     assert all(grad.isfinite().all() for grad in grads.values())
-
-
-def test_settings_survive_half_types(fairseq):
-    low = fairseq.build().half()
-    fairseq.build().load_state_dict(low.state_dict())
-    low.load_state_dict(fairseq.build().state_dict())
 
 
 def test_rows_that_continue_what_was_never_seen_are_warned_of_once(fairseq, text, caplog):

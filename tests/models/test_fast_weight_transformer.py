@@ -144,16 +144,6 @@ def test_single_tokens_give_what_the_whole_target_gives(places, rule, feature_ma
     assert (scores(model, model(**other)) - whole).abs().max() > 1e-3
 
 
-@options(OPTIONS)
-@torch.no_grad()
-def test_fairseqs_options_change_nothing_of_that(options):
-    model, inputs = build(**options), example()
-    if options.get("adaptive_softmax_cutoff"):
-        assert model.decoder.adaptive_softmax is not None
-    whole = scores(model, model(**inputs))
-    assert worst(token_by_token(model, **inputs), whole, inputs["prev_output_tokens"] != PAD) <= SCORES
-
-
 @pytest.mark.parametrize("cross", [False, True], ids=["no cross", "cross"])
 @torch.no_grad()
 def test_one_attention_to_source_and_target_beside_fast_weights(cross):
@@ -225,17 +215,6 @@ def test_padding_changes_nothing_wherever_fast_weights_are(places, rule):
             real = ~together["encoder_padding_mask"][0][row]
             alone = model.encoder(**batch([source]))["encoder_out"][0][:, 0]
             assert relative_error(out[real, row], alone) <= SCORES, f"row {row}"
-
-
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-@torch.no_grad()
-def test_the_order_of_a_batch_makes_no_difference_to_the_encoder(feature_map):
-    model, tokens = with_map(feature_map), batch(sentences(LENGTHS))["src_tokens"]
-    out = model.encoder(tokens)["encoder_out"][0]
-    for order in ([3, 1, 0, 2], [2, 2, 0, 1], [1]):
-        reordered = model.encoder(tokens[order])["encoder_out"][0]
-        real = tokens[order].ne(PAD).t()
-        assert relative_error(reordered[real], out[:, order][real]) <= SAME
 
 
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
@@ -338,35 +317,6 @@ def test_every_parameter_is_trained(places, rule):
             assert not memory or grad.any(), name
 
 
-@options(
-    {"favor": {"feature_map": "favor"}, "delta": {"update_rule": "delta"}, "hybrid": {"fast_weight_attention": "cross"}}
-)
-def test_checkpointed_activations_change_neither_loss_nor_gradients(options):
-    results = []
-    for checkpointing in (False, True):
-        model = build(**options, attention_dropout=0.2, checkpoint_activations=checkpointing)
-        for layer in (*model.encoder.layers, *model.decoder.layers):
-            assert hasattr(layer, "precheckpoint_forward") == checkpointing
-        results.append(train_step(model))
-    assert_same_steps(*results)
-
-
-def test_layerdrop_drops_in_training_only():
-    plain, dropping = build(), build(encoder_layerdrop=0.5, decoder_layerdrop=0.5)
-    dropping.load_state_dict(plain.state_dict())
-    assert torch.equal(dropping(**example())[0], plain(**example())[0])
-    dropping.train()
-    computed = set()
-    for _ in range(40):
-        source = batch(sentences(LENGTHS))
-        encoder_out = dropping.encoder(**source, return_all_hiddens=True)
-        _, extra = dropping.decoder(example()["prev_output_tokens"], encoder_out=encoder_out)
-        computed.add(("encoder", len(encoder_out["encoder_states"]) - 1))
-        computed.add(("decoder", len(extra["inner_states"]) - 1))
-    # All of them, but for a chance of 6 * 0.75^40 = 6e-5.
-    assert computed == {(which, n) for which in ("encoder", "decoder") for n in (0, 1, 2)}
-
-
 @pytest.mark.parametrize(
     ("feature_map", "dtype"),
     [("elu", torch.bfloat16), ("elu", torch.float16), ("favor", torch.bfloat16), ("dpfp", torch.float16)],
@@ -446,39 +396,12 @@ def test_every_architecture_of_ours_is_in_the_table():
     assert {arch for arch in ARCH_CONFIG_REGISTRY if arch.startswith("fast_weight_transformer")} == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_the_user_says_comes_before_what_the_architecture_says(arch):
-    args = arguments(arch, encoder_layers=3, decoder_ffn_embed_dim=12, dropout=0.25, update_rule="delta")
-    assert (args.encoder_layers, args.decoder_ffn_embed_dim, args.dropout, args.update_rule) == (3, 12, 0.25, "delta")
-
-
-# Schlag et al. 2021, Table 6: of heads of 64.
-@pytest.mark.parametrize(
-    ("options", "size"),
-    [({"feature_map": "favor", "favor_features": m}, 2 * m) for m in (128, 192, 256)]
-    + [({"feature_map": "dpfp", "dpfp_nu": nu}, 128 * nu) for nu in (2, 3, 4)],
-    ids=str,
-)
-def test_the_big_model_has_the_papers_feature_sizes(options, size):
-    model = on_meta("fast_weight_transformer_wmt_en_de_big", **options)
-    modules = [module for module in model.modules() if isinstance(module, MemoryAttention)]
-    assert len(modules) == 18  # 6 of the encoder, 6 of the decoder to itself, 6 to the source
-    assert {(module.head_dim, module.feature_map.output_dim) for module in modules} == {(64, size)}
-
-
 # --------------------------------------------------------------------------------- command line
 
 
 def parse(*flags: str) -> Any:
     parser = fairseq_options.get_training_parser("translation")
     return fairseq_options.parse_args_and_arch(parser, ["data", "--arch", "fast_weight_transformer_tiny", *flags])
-
-
-def test_defaults_of_the_command_line_are_the_papers():
-    args = parse()
-    assert args.fast_weight_attention == "encoder,decoder,cross"
-    assert (args.update_rule, args.encoder_update_rule, args.cross_update_rule) == ("sum",) * 3
-    assert (args.feature_map, args.normalization, args.dropout) == ("auto", "auto", 0.1)
 
 
 def test_flags_reach_the_model():
@@ -619,7 +542,3 @@ def test_torch_compile_computes_the_same():
     expected = model(**inputs)[0]
     compiled = torch.compile(model, backend="aot_eager")  # what is left out is the compiler, a quarter of a minute
     assert relative_error(compiled(**inputs)[0], expected) <= SCORES
-
-
-def test_there_are_no_models_to_download():
-    assert type(build()).hub_models() == {}

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from fairseq_fastweights.modules.update_rules import UPDATE_RULES
-from tests.models.test_checkpoints import assert_unchanged, average, values, with_former_name
+from tests.models.test_checkpoints import assert_unchanged, values
 from tests.models.translation import (
     FUSED,
     SUBSETS,
-    WORDS,
     batch,
     build,
     relative_error,
@@ -231,80 +230,4 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(made_with, options, n
     assert_unchanged(model, before)
 
 
-@pytest.mark.parametrize(
-    ("made_with", "options"),
-    [
-        ({"normalization": "auto", "update_rule": "delta"}, {"normalization": "sum", "update_rule": "delta"}),
-        ({"feature_map": "auto"}, {"feature_map": "elu"}),
-        ({"fast_weight_attention": "cross,decoder,encoder"}, {}),
-        ({"dropout": 0.1}, {"dropout": 0.3, "attention_dropout": 0.2, "fast_weight_backend": "reference"}),
-        ({}, {"feature_dim": 8}),  # the head dim, which is what it is without
-        ({}, {"dpfp_nu": 3}),  # which this map does not have
-        ({"feature_map": "favor", "feature_dim": 6}, {"feature_map": "favor", "favor_features": 3}),
-        # Of attention that there is not.
-        ({"fast_weight_attention": "none"}, {"fast_weight_attention": "none", "feature_map": "dpfp"}),
-        ({"fast_weight_attention": "cross"}, {"fast_weight_attention": "cross", "update_rule": "delta"}),
-    ],
-)
-def test_another_way_to_say_the_same_fits(made_with, options):
-    saved, model = build(**made_with), build(**options, seed=1)
-    for m in (saved, model):
-        m.load_state_dict(saved.state_dict())
-    # Backends may round differently.
-    assert relative_error(output(model), output(saved)) <= 1e-5
-
-
-@pytest.mark.parametrize("places", [SUBSETS[0], "none"])
-@pytest.mark.parametrize("side", ["source", "target"])
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (WORDS[:-1], "dictionary size is 28 in the checkpoint and 27 in the model"),
-        ((*WORDS[:-2], WORDS[-1], WORDS[-2]), "dictionary digest is"),
-        ((*WORDS[:-1], "other"), "dictionary digest is"),
-    ],
-    ids=["smaller", "another order", "another word"],
-)
-def test_a_checkpoint_of_another_dictionary_is_refused_by_name(places, side, words, named):
-    saved = build(fast_weight_attention=places, source=WORDS, target=WORDS)
-    model = build(fast_weight_attention=places, **{"source": WORDS, "target": WORDS, side: words})
-    with pytest.raises(ValueError, match=f"{side} {named}"):
-        model.load_state_dict(saved.state_dict())
-
-
-@pytest.mark.parametrize("places", [SUBSETS[0], "none"])
-def test_a_checkpoint_with_the_former_name_of_its_settings_loads(places):
-    options = {"fast_weight_attention": places, "source": WORDS, "target": WORDS}
-    saved, loaded = build(**options), build(**options, seed=1)
-    saved.load_state_dict(saved.state_dict())  # both, as fairseq switches its fused kernel on in loading
-    state = with_former_name(saved.state_dict())
-    assert {name for name in state if "settings" in name} == {"encoder.settings", "decoder.settings"}
-    loaded.load_state_dict(dict(state), strict=True)
-    assert torch.equal(output(saved), output(loaded))
-    other = build(**{**options, "fast_weight_attention": "none" if places != "none" else "cross"})
-    with pytest.raises(ValueError, match=r"update rule is '.*' in the checkpoint and '.*' in the model"):
-        other.load_state_dict(dict(state))
-    for side in ("source", "target"):
-        with pytest.raises(ValueError, match=f"{side} dictionary digest is"):
-            build(**{**options, side: WORDS[::-1]}).load_state_dict(dict(state))
-
-
 # ----------------------------------------------------------------------------------- averages
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["", "half"])
-@pytest.mark.parametrize("number", [2, 3])
-def test_averages_of_checkpoints_keep_their_settings(number, half):
-    options = {"feature_map": "relu", "update_rule": "delta"}
-    models = [build(**options, seed=seed) for seed in range(number)]
-    states = [(model.half() if half else model).state_dict() for model in models]
-    mean = average(states)
-    for side in ("encoder", "decoder"):
-        assert torch.equal(mean[f"{side}.settings_version"], states[0][f"{side}.settings_version"])
-    model = build(**options, seed=9)
-    model.load_state_dict(mean)
-    for name in ("encoder.layers.1.self_attn.v_proj.weight", "decoder.layers.0.encoder_attn.feature_map.weight"):
-        expected = sum(state[name].float() for state in states) / number
-        assert torch.allclose(model.state_dict()[name], expected, atol=1e-6), name  # rounding of a mean of 3
-    with pytest.raises(ValueError, match="feature map is 'relu'"):
-        build().load_state_dict(mean)

@@ -244,12 +244,6 @@ def test_outputs_and_gradients_are_those_of_the_papers_equations(case):
     assert_same(actual, gradients(exact, expected), FLOAT32_GRADIENT)
 
 
-@cases(STATES)
-def test_float64_inputs_are_computed_in_float64(case):
-    module, x = case.build().double(), sequence().double()
-    assert relative_error(module(x)[0], papers_equations(module, x)) <= FLOAT64
-
-
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 @pytest.mark.parametrize("options", [{"bias": False}, {"scale_read_out": True}], ids=str)
 def test_options_change_what_they_say_and_nothing_else(rule, options):
@@ -272,14 +266,6 @@ def test_one_piece_uneven_pieces_and_single_tokens_agree(case):
         out, final = in_pieces(module, x, lengths)
         assert relative_error(out, whole) <= FLOAT32, lengths
         assert relative_error(final, state) <= FLOAT32, lengths
-
-
-@cases([case for case in STATES if case.feature_map != "dpfp"])
-def test_pieces_across_many_chunks_agree(case):
-    # Longer than two chunks of 64, cut where no chunk ends.
-    module, x = case.build(), sequence(150, batch=1)
-    whole, _ = in_pieces(module, x, [150])
-    assert relative_error(in_pieces(module, x, [70, 1, 79])[0], whole) <= FLOAT32
 
 
 @cases(STATES)
@@ -417,12 +403,6 @@ def test_rows_of_nothing_but_padding_are_finite(case):
     grads = gradients(module, out)
     assert all(grad.isfinite().all() for grad in grads.values())
     assert x.grad is not None and x.grad.isfinite().all()
-
-
-def test_a_mask_of_bytes_is_a_mask():
-    module, x = STATES[7].build(), sequence(batch=len(PADDING))
-    expected, _ = module(x, key_padding_mask=PADDING)
-    assert torch.equal(module(x, key_padding_mask=PADDING.to(torch.uint8))[0], expected)
 
 
 # ------------------------------------------------------------------------------------ precision

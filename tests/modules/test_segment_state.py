@@ -41,13 +41,6 @@ def test_rows_that_do_not_continue_forget_even_what_is_not_a_number():
     assert not SegmentState(before, continues(1, 0, 1))["a"]["state"][1].any()
 
 
-def test_buffers_of_any_shape_are_carried():
-    before = {"a": {"long": torch.ones(ROWS, 2, 3, 4), "short": torch.ones(ROWS)}}
-    state = SegmentState(before, continues(0, 1, 1))
-    assert state["a"]["short"].tolist() == [0, 1, 1]
-    assert state["a"]["long"].flatten(1).sum(1).tolist() == [0, 24, 24]
-
-
 def test_what_is_written_is_for_the_next_segment_only():
     state = SegmentState(carried("a"), continues(1, 1, 1))
     read = state["a"]["state"].clone()
@@ -60,13 +53,6 @@ def test_what_is_written_is_for_the_next_segment_only():
     following = SegmentState(state.detached(), continues(1, 1, 1))
     assert torch.equal(following["a"]["state"], written)
     assert torch.equal(following["b"]["state"], written)
-
-
-def test_the_last_write_counts():
-    state = SegmentState({}, continues(1, 1, 1))
-    for value in (1.0, 2.0):
-        state["a"] = {"state": torch.full((ROWS, 1), value)}
-    assert torch.equal(state.detached()["a"]["state"], torch.full((ROWS, 1), 2.0))
 
 
 def test_a_layer_that_was_dropped_passes_on_what_it_was_given():

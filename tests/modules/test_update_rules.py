@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.modules.update_rules import (
-    NORMALIZATIONS,
     UPDATE_RULES,
     known_to_diverge,
     known_to_fail_when_carried,
-    lookup,
     parse_normalization,
     retention,
     retention_log_decays,
@@ -80,14 +77,6 @@ def test_retention_takes_the_kernels_of_one_gate_per_head(monkeypatch):
     assert gate.shape == (2, 5, 4) and not complement and key_decay is None and value_decay is None
 
 
-@pytest.mark.parametrize("name", UPDATE_RULES)
-def test_rows_fit_together(name):
-    rule = UPDATE_RULES[name]
-    assert rule.feature_map in FEATURE_MAPS
-    assert rule.normalization <= set(NORMALIZATIONS)
-    assert known_to_diverge(name, rule.feature_map, rule.normalization) is None
-
-
 # --------------------------------------------------------------------------------- the words
 
 
@@ -135,12 +124,6 @@ def test_normalisations_are_read(text, rule, expected):
 def test_other_words_are_refused_by_name(text, rule, message):
     with pytest.raises(ValueError, match=message):
         parse_normalization(text, rule)
-
-
-def test_lookup_finds_or_names_what_it_was_given():
-    assert lookup("update_rule", "delta", UPDATE_RULES) is UPDATE_RULES["delta"]
-    with pytest.raises(ValueError, match=r"^rule is 'Delta'; it must be one of sum, gated, decay"):
-        lookup("rule", "Delta", UPDATE_RULES)
 
 
 # ------------------------------------------------------------------------- what diverged where

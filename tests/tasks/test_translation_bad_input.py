@@ -30,21 +30,6 @@ def test_options_that_cannot_work_are_named(pairs, tmp_path, flags, message):
     assert not list(tmp_path.rglob("*.pt"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--update-rule hebb", "invalid choice: 'hebb'.*sum.*gated.*decay.*delta"),
-        ("--fast-weight-backend cuda", "invalid choice: 'cuda'"),
-    ],
-)
-def test_unknown_choices_are_refused_by_the_command_line(pairs, tmp_path, capsys, flags, message):
-    with pytest.raises(SystemExit) as stopped:
-        train_translation(pairs.data, tmp_path / "new", *flags.split())
-    assert stopped.value.code == 2
-    assert re.search(message, capsys.readouterr().err, flags=re.DOTALL)
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_memory_does_not_align_words(pairs, translator, tmp_path, capsys):
     path = translator / "checkpoint_last.pt"
     with pytest.raises(ValueError, match="print_alignment is 'hard'; it must be left out"):
@@ -66,16 +51,6 @@ def test_sources_longer_than_the_model_are_named(pairs, translator, tmp_path):
         generate(pairs.data, path, tmp_path / "out", *shorter)
     found = generate(pairs.data, path, tmp_path / "out", *shorter, "--skip-invalid-size-inputs-valid-test")
     assert sorted(found) == [i for i, length in enumerate(lengths) if length < 6]
-
-
-def test_another_dictionary_than_the_checkpoints_is_refused(pairs, translator, tmp_path):
-    shutil.copytree(pairs.data, tmp_path / "data")
-    dictionary = tmp_path / "data" / "dict.de.txt"
-    first, second, *others = dictionary.read_text().splitlines(keepends=True)
-    dictionary.write_text("".join([second, first, *others]))
-    with pytest.raises(ValueError, match=r"target dictionary digest is .* in the checkpoint and .* in the model"):
-        generate(tmp_path / "data", translator / "checkpoint_last.pt", tmp_path / "out")
-    assert "H-" not in (tmp_path / "out" / "generate-test.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -12,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq.file_io import PathManager
 
-from tests.conftest import QUIET, command, repeated
-from tests.tasks.conftest import SAME_MODEL, TRANSLATION, binarise_pairs, generate, hypotheses_in, train_translation
+from tests.conftest import QUIET, command
+from tests.tasks.conftest import SAME_MODEL, TRANSLATION, generate, hypotheses_in, train_translation
 
 
 def slow(*values: Any) -> Any:
@@ -165,23 +163,6 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path)
         assert all(torch.equal(x, states[1][number][name]) for name, x in state.items() if torch.is_tensor(x))
 
 
-@pytest.mark.slow
-def test_a_moving_average_of_the_weights_is_kept_and_goes_on(pairs, tmp_path):
-    ema = ["--update-rule", "delta", "--store-ema", "--ema-decay", "0.5", "--ema-fp32"]
-    train_translation(pairs.data, tmp_path / "first", *ema, "--max-update", "2")
-    first = tmp_path / "first" / "checkpoint_last.pt"
-    log = train_translation(pairs.data, tmp_path / "then", *ema, "--max-update", "3", "--restore-file", str(first))
-    assert "Loading EMA from checkpoint" in log and len(losses(log)) == 1
-    before, state = load(first)["extra_state"]["ema"], load(tmp_path / "then" / "checkpoint_last.pt")
-    averaged, weights = state["extra_state"]["ema"], state["model"]
-    assert averaged.keys() == weights.keys()
-    for side in ("encoder", "decoder"):
-        assert torch.equal(averaged[f"{side}.settings_version"], weights[f"{side}.settings_version"])
-    for name, x in averaged.items():
-        if ".layers." in name and not FUSED.search(name):
-            assert torch.allclose(x, (before[name] + weights[name]) / 2, atol=1e-7), name
-
-
 RESET = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters".split()
 
 
@@ -270,47 +251,6 @@ def test_an_old_checkpoint_with_a_namespace_translates_the_same(pairs, translato
     assert_same(generate(pairs.data, tmp_path / "older.pt", tmp_path / "older"), found)
 
 
-def averaged(paths: list[Path]) -> dict[str, Any]:
-    """What fairseq's `scripts/average_checkpoints.py` makes of files: the first one's all but the weights."""
-    result: dict[str, Any] = {}
-    total: dict[str, torch.Tensor] = {}
-    for path in paths:
-        with PathManager.open(str(path), "rb") as file:
-            state = torch.load(file, map_location="cpu")
-        result = result or state
-        for name, x in state["model"].items():
-            x = x.float() if x.dtype == torch.float16 else x
-            if name in total:
-                total[name] += x
-            else:
-                total[name] = x.clone()
-    for x in total.values():
-        if x.is_floating_point():
-            x.div_(len(paths))
-        else:
-            x //= len(paths)
-    return {**result, "model": total}
-
-
-@pytest.mark.parametrize("half", [False, slow(True)], ids=["float32", "float16"])
-def test_averages_of_checkpoints_translate(pairs, translator, tmp_path, half):
-    states, paths = [load(translator / f"checkpoint{epoch}.pt") for epoch in (3, 6, 9)], []
-    for number, state in enumerate(states):
-        weights = {name: x.half() if half and x.is_floating_point() else x for name, x in state["model"].items()}
-        paths.append(tmp_path / f"{number}.pt")
-        torch.save({**state, "model": weights}, paths[-1])
-    average = averaged(paths)
-    torch.save(average, tmp_path / "average.pt")
-    assert_all_translated(pairs, generate(pairs.data, tmp_path / "average.pt", tmp_path / "out"))
-    name = "decoder.layers.1.encoder_attn.v_proj.weight"
-    mean = sum(state["model"][name] for state in states) / 3
-    assert average["model"][name].dtype == torch.float32
-    assert torch.allclose(average["model"][name], mean, atol=1e-3 if half else 1e-6)
-    for side in ("encoder", "decoder"):
-        settings = f"{side}.settings_version"
-        assert torch.equal(average["model"][settings], states[0]["model"][settings])
-
-
 # --------------------------------------------------------------------------------- generation
 
 
@@ -324,65 +264,6 @@ def test_there_is_a_line_for_every_line(pairs, translator, tmp_path):
     # In batches of other sizes, where sentences have other neighbours.
     for size in ("1", "12"):
         assert_same(generate(pairs.data, path, tmp_path / size, "--batch-size", size), found)
-
-
-# That each finds the same as without a state is in tests/models/test_translation_generation.py.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "nbest"),
-    [
-        ("--lenpen 0.6 --nbest 4 --max-len-a 1.2 --max-len-b 3 --min-len 2 --unkpen 1 --temperature 1.3", 4),
-        ("--prefix-size 1 --fp16", 1),
-        ("--sampling --sampling-topk 3 --beam 2 --nbest 2 --seed 3", 2),
-        ("--diverse-beam-groups 2 --diverse-beam-strength 0.5 --nbest 4 --sacrebleu", 4),
-    ],
-)
-def test_every_way_of_searching_translates_every_line(pairs, translator, tmp_path, flags, nbest):
-    path = translator / "checkpoint_last.pt"
-    found = generate(pairs.data, path, tmp_path / "out", *flags.split())
-    assert_all_translated(pairs, found, nbest)
-    if "--sampling" in flags:  # of which the seed is that of the command
-        assert_same(generate(pairs.data, path, tmp_path / "again", *flags.split()), found)
-    if "--prefix-size" in flags:
-        for number, target in enumerate(pairs.lines("test", "de")):
-            assert found[number][0].words[:1] == target.split()[:1]
-
-
-def test_no_word_comes_twice(our_fairseq, pairs, translator, tmp_path):
-    for option in ([], ["--no-repeat-ngram-size", "1"]):
-        flags = ["--nbest", "4", "--min-len", "10", *option]
-        found = generate(pairs.data, translator / "checkpoint_last.pt", tmp_path / "out", *flags)
-        assert_all_translated(pairs, found, 4)
-        words = [hypothesis.words for hypotheses in found.values() for hypothesis in hypotheses]
-        assert any(repeated(x, 1) for x in words) != bool(option)
-
-
-@pytest.mark.slow
-def test_ensembles_translate(pairs, translator, tmp_path):
-    train_translation(pairs.data, tmp_path / "softmax", "--fast-weight-attention", "none")
-    paths = [translator / "checkpoint_last.pt", tmp_path / "softmax" / "checkpoint_last.pt"]
-    single = generate(pairs.data, paths[0], tmp_path / "single")
-    for number, order in enumerate((paths, paths[::-1])):
-        both = ":".join(str(path) for path in order)
-        found = generate(pairs.data, both, tmp_path / f"{number}")
-        assert_all_translated(pairs, found)
-        assert found[0][0].token_scores != single[0][0].token_scores
-        references = generate(pairs.data, both, tmp_path / f"references {number}", "--score-reference")
-        assert [references[i][0].words for i in sorted(references)] == [x.split() for x in pairs.lines("test", "de")]
-    twice = ":".join([str(paths[0])] * 2)
-    assert_same(generate(pairs.data, twice, tmp_path / "twice"), single)
-
-
-def test_references_are_scored_as_validation_does(pairs, translator, tmp_path, logging_as_it_is):
-    path = translator / "checkpoint_last.pt"
-    scored = generate(pairs.data, path, tmp_path / "out", "--score-reference", "--gen-subset", "valid")
-    values = [x for hypotheses in scored.values() for x in hypotheses[0].token_scores]
-    targets = pairs.lines("valid", "de")
-    assert len(values) == sum(len(line.split()) + 1 for line in targets)
-    assert [scored[i][0].words for i in range(len(targets))] == [line.split() for line in targets]
-    log = command("validate", *[str(pairs.data), *TRANSLATION, *QUIET, "--path", str(path), "--max-tokens", "200"])
-    (result,) = [json.loads(line) for line in log.splitlines() if line.startswith("{") and '"valid_nll_loss"' in line]
-    assert -statistics.mean(values) == pytest.approx(float(result["valid_nll_loss"]), abs=2e-3)
 
 
 @pytest.mark.parametrize(("buffer", "batch"), [slow("1", "1"), ("10", "3")])
@@ -410,24 +291,3 @@ def test_softmax_attention_to_the_source_aligns_words(pairs, tmp_path, capsys):
     flags = ["--path", str(path), "--replace-unk", "", "--input", str(tmp_path / "input")]
     command("interactive", str(pairs.data), *TRANSLATION, *QUIET, *flags)
     assert sorted(hypotheses_in(capsys.readouterr().out)) == [0]
-
-
-@pytest.mark.slow
-def test_alignments_are_trained_with_softmax_attention_to_the_source(pairs, pair_text, tmp_path):
-    points = {
-        f"{split}.align": [" ".join(f"{i}-{i}" for i in range(len(line.split()))) for line in pair_text[f"{split}.en"]]
-        for split in ("train", "valid", "test")
-    }
-    data = binarise_pairs(tmp_path / "aligned", {**pair_text, **points}, "--align-suffix", "align")
-    aligned = ["--load-alignments", "--criterion", "label_smoothed_cross_entropy_with_alignment"]
-    softmax = ["--fast-weight-attention", "encoder,decoder"]
-    log = train_translation(data, tmp_path / "softmax", *aligned, *softmax)
-    assert float(re.findall(r'"alignment_loss": "([^"]+)"', log)[-1]) > 0
-    # Each of the two alone asks a memory for nothing; nor does a checkpoint that names both, once it is trained.
-    for number, flags in enumerate((aligned[:1], aligned[1:])):
-        assert len(losses(train_translation(data, tmp_path / f"{number}", *flags))) == 4
-    path = tmp_path / "1" / "checkpoint_last.pt"
-    state = load(path)
-    state["cfg"]["model"].load_alignments = state["cfg"]["task"]["load_alignments"] = True
-    torch.save(state, path)
-    assert_all_translated(pairs, generate(pairs.data, path, tmp_path / "out"))
