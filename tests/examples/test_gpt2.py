@@ -95,20 +95,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_files_are_found_by_their_names_in_order(tmp_path: Path) -> None:
-    for name in ("train.jsonl.zst", "train/b.txt", "train/a.jsonl", "train/notes.md", "val.txt.gz", "valid/c.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    found = {
-        split: [str(path.relative_to(tmp_path)) for path in encode.find_files(tmp_path, split)]
-        for split in encode.NAMES
-    }
-    assert found == {
-        "train": ["train.jsonl.zst", "train/a.jsonl", "train/b.txt"],
-        "valid": ["valid/c.txt", "val.txt.gz"],
-    }
-
-
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 def test_documents_are_what_stands_between_separators_or_on_lines_of_json(packed: str, tmp_path: Path) -> None:
     if packed == ".zst" and shutil.which("zstd") is None:
@@ -126,15 +112,6 @@ def test_documents_are_what_stands_between_separators_or_on_lines_of_json(packed
         elif packed:
             subprocess.run(["zstd", "-q", path], check=True)
         assert list(encode.documents(path.with_name(path.name + packed))) == texts
-
-
-def test_a_separator_may_end_as_lines_of_windows_do(tmp_path: Path) -> None:
-    """Line ends within a document stay what they are."""
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"a\r\nb\r\n<|endoftext|>\r\n\r\n<|endoftext|>\r\nc\r\n")
-    assert list(encode.documents(path)) == ["a\r\nb", "c"]
-    path.write_bytes(b"a\r\n\r\n<|endoftext|>\r\nc\r\n<|endoftext|>")
-    assert list(encode.documents(path)) == ["a\r\n", "c"]
 
 
 def write_json_lines(path: Path, *lines: object) -> Path:
@@ -159,17 +136,6 @@ def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(so
     write_json_lines(path, {"text": "f"})
     assert encode.main([*call, "8"]) == 0
     assert (tmp_path / "train.bpe").read_text() == "102\n"
-
-
-def test_any_number_of_processes_gives_the_same_text_in_the_same_order(source: Path, tmp_path: Path) -> None:
-    for split in encode.NAMES:
-        write_json_lines(tmp_path / f"{split}.jsonl", *({"text": chr(97 + i % 26) * (i + 1)} for i in range(300)))
-    texts = []
-    for workers in ("1", "3"):
-        (out := tmp_path / workers).mkdir()
-        assert encode.main([str(source), str(tmp_path), str(out), "--workers", workers]) == 0
-        texts.append([(out / f"{split}.bpe").read_text() for split in encode.NAMES])
-    assert texts[0] == texts[1] and len(texts[0][0].splitlines()) == 300
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -168,25 +167,6 @@ def test_the_batch_is_divided_among_gpus_and_accumulated_batches(
     assert (asked["--distributed-world-size"], asked["--update-freq"], batch) == expected
 
 
-@pytest.mark.parametrize("row", [GPT2, FFN])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_the_precision_is_chosen(row: tuple[str, str], precision: str, reproduce: Reproduce) -> None:
-    asked = options(printed(reproduce, *row, "train", "S", "D", "O", PRECISION=precision)[0])
-    assert [flag for flag in ("--fp16", "--bf16") if flag in asked] == [f"--{precision}"] * (precision != "fp32")
-
-
-def test_bpe_is_undone_for_the_bleu_of_validations(places: dict[str, Path], reproduce: Reproduce) -> None:
-    asked = options(printed(reproduce, *LINEAR, "train", places["BPE"], "O")[0])
-    assert asked["--eval-bleu-remove-bpe"] == "" and asked["--eval-bleu-detok"] == "moses"
-    assert json.loads(asked["--eval-bleu-detok-args"]) == {"source_lang": "de", "target_lang": "de"}
-
-
-@pytest.mark.parametrize(("place", "name"), [("CONVERTED", "model.pt"), ("TRAINED", "checkpoint_best.pt")])
-def test_a_source_is_a_converted_model_or_a_trained_one(place, name: str, places, reproduce: Reproduce) -> None:
-    asked = options(printed(reproduce, *GPT2, "train", places[place], "D", "O")[0])
-    assert asked["--transfer-from"] == str(places[place] / name)
-
-
 # --- what is shown, and what is refused
 
 
@@ -302,24 +282,6 @@ def test_an_evaluation_that_fails_shows_why_and_is_not_taken_for_done(places, pr
     programs.status = 0
     status, said, _ = reproduce(*SMALL, "evaluate", places["DATA"], out, SPLITS="valid")
     assert status == 0 and f"no perplexity; delete {out / 'sliding-valid.log'} and run again" in said
-
-
-def test_the_target_can_be_a_source_when_its_training_is_done(places, programs, reproduce) -> None:
-    call = ["mao-table2", "gpt2", "train", places["CONVERTED"], places["DATA"], places["OUT"]]
-    programs.say, programs.status = "cut off\n", 1
-    status, said, err = reproduce(*call)
-    assert status == 1 and "cut off" in said and "fairseq-train failed" in err
-    programs.say, programs.status = "cut off again\n", 0
-    assert reproduce(*call)[0] == 0 and not (places["OUT"] / "dict.txt").exists()
-    programs.say = "2026-01-01 00:00:00 | INFO | fairseq_cli.train | done training in 1.0 seconds\n"
-    assert reproduce(*call)[0] == 0 and (places["OUT"] / "dict.txt").exists()
-    assert (places["OUT"] / "train.log").read_text() == f"cut off\ncut off again\n{programs.say}"
-
-
-def test_translations_are_generated_by_the_script_that_other_models_use_too(places, programs, reproduce) -> None:
-    programs.say = "BLEU\n"
-    status, said, _ = reproduce(*LINEAR, "evaluate", places["DATA"], places["TRAINED"], "--cpu")
-    assert (status, said, programs.calls) == (0, "BLEU\n", [{"--cpu": ""}])
 
 
 # --- the schedule of Choi's rows

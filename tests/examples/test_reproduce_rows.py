@@ -5,7 +5,6 @@ The options at a call's end cut the models down.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from argparse import Namespace
@@ -164,11 +163,6 @@ def test_the_published_checkpoint_is_scored_as_it_is(published: Path, train: Tra
     assert len(same) > 10 and all(torch.equal(source[name], ours[name]) for name in same)
 
 
-def test_words_that_are_numbered_otherwise_than_the_checkpoints_are_refused(train: Train, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="in another order than a freshly made one"):
-        train("mao-table3", "decay-32", tmp_path / "out", of=["published", "data"])
-
-
 @pytest.mark.parametrize(
     ("table", "row", "text", "options", "count"),
     [
@@ -192,20 +186,3 @@ def test_a_trained_row_is_scored_once(
     assert status == 0 and again == "".join(line for line in first.splitlines(True) if "Perplexity: " in line)
     summary = run_script(SUMMARIZE, tmp_path)
     assert not summary.stderr and len(re.findall(r" \d+\.\d\d ", summary.stdout)) == count
-
-
-def test_the_target_is_the_converted_model_trained_on_and_scored(target: Path, gpt2: Path, gpt2_data: Path, reproduce):
-    log = (target / "train.log").read_text()
-    assert f"transfer from {gpt2 / 'model.pt'}" in log
-    first, last = (
-        weights(path)["decoder.embed_tokens.weight"] for path in (gpt2 / "model.pt", target / "checkpoint_best.pt")
-    )
-    assert 0 < (first - last).abs().max() < 0.1
-    status, said, err = reproduce(*TARGET, "evaluate", gpt2_data, target, *EVALUATION)
-    assert status == 0, err
-    scored = float(said.split("Perplexity: ")[1])
-    validations = [line for line in log.splitlines() if "| valid | " in line]
-    in_training = float(json.loads(validations[-1].split("| valid | ")[1])["valid_ppl"])
-    assert scored == pytest.approx(in_training, abs=0.02)  # both are rounded
-    summary = run_script(SUMMARIZE, target.parent)
-    assert "valid, context 0" in summary.stdout and f"{scored:.2f}" in summary.stdout and not summary.stderr

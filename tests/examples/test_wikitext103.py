@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gzip
 import os
-import runpy
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from .conftest import WIKITEXT103, make_newer, run_script, write_training
+from .conftest import WIKITEXT103, run_script, write_training
 
 PREPARE, WIKITEXT2 = WIKITEXT103 / "prepare.sh", WIKITEXT103 / "wikitext2.sh"
 SUMMARIZE = WIKITEXT103 / "summarize.py"
@@ -72,26 +70,6 @@ def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_comparison_is_not_trained_on_from_checkpoints_without_optimizer(tmp_path: Path, commands) -> None:
-    (tmp_path / "dict.txt").touch()
-    (tmp_path / "sum").mkdir()
-    for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
-        (tmp_path / "sum" / name).touch()
-    assert len(commands(WIKITEXT2, tmp_path, tmp_path, "sum")) == 3
-    assert not list((tmp_path / "sum").glob("*.pt"))
-
-
-def test_the_comparison_scores_a_model_again_that_was_trained_again(tmp_path: Path, commands) -> None:
-    out = tmp_path / "out"
-    (out / "sum").mkdir(parents=True)
-    for name in ("dict.txt", "sum/trained", "sum/checkpoint_best.pt"):
-        (out / name).touch()
-    assert len(commands(WIKITEXT2, out, out, "sum")) == 2
-    assert commands(WIKITEXT2, out, out, "sum") == []
-    make_newer(out / "sum" / "checkpoint_best.pt")
-    assert len(commands(WIKITEXT2, out, out, "sum")) == 2
-
-
 # --- summarize.py
 
 
@@ -108,25 +86,6 @@ def test_a_summary_tells_the_best_validation_and_the_scores(tmp_path: Path) -> N
     assert result.stdout.splitlines()[2:] == [
         "| a | 1,234,567 | 40 | 24.98 | 32.00 | 1,000 |",
         "| b | 1,234,567 | 20 | 49.95 | – | 1,000 |",
-    ]
-
-
-def test_a_summary_tells_checkpoints_apart(tmp_path: Path) -> None:
-    for model, logs in (
-        ("a", {"context-0-test": 32, "context-0-test.checkpoint_last": 34}),
-        ("b", {"context-0-valid.checkpoint_last": 36}),
-    ):
-        write_training(tmp_path / model, 20)
-        for name, perplexity in logs.items():
-            (tmp_path / model / f"{name}.log").write_text(f"x | Loss (base 2): 5.0, Perplexity: {perplexity}.00\n")
-    result = summarize(tmp_path)
-    assert not result.stderr
-    columns = "valid, context 0 (checkpoint_last) | test, context 0 | test, context 0 (checkpoint_last)"
-    header, _, *rows = result.stdout.splitlines()
-    assert f"| valid, in training | {columns} |" in header
-    assert rows == [
-        "| a | 1,234,567 | 20 | 49.95 | – | 32.00 | 34.00 | 1,000 |",
-        "| b | 1,234,567 | 20 | 49.95 | 36.00 | – | – | 1,000 |",
     ]
 
 
@@ -149,17 +108,6 @@ def test_a_summary_says_what_is_unfinished_or_missing(tmp_path: Path) -> None:
         "never/train.log is missing",
     ):
         assert message in result.stderr
-
-
-@pytest.mark.parametrize(("folder", "message"), [("nowhere", "no folder"), (".", "holds no folder with the log")])
-def test_nothing_to_summarize_is_an_error(folder: str, message: str, tmp_path: Path) -> None:
-    result = summarize(tmp_path / folder)
-    assert result.returncode == 1 and message in result.stderr and not result.stdout
-
-
-def test_the_summary_knows_the_models_of_the_comparison() -> None:
-    listed = next(line for line in WIKITEXT2.read_text().splitlines() if line.startswith("models=("))
-    assert runpy.run_path(str(SUMMARIZE))["WIKITEXT2"] == tuple(listed[len("models=(") : -1].split())
 
 
 # --- prepare.sh
@@ -201,13 +149,6 @@ def test_a_prepared_corpus_is_what_fairseq_reads(data: Path) -> None:
     assert not data.with_name("bin.unfinished").exists()
 
 
-@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-def test_counts_are_the_same_in_any_locale(locale: str, small: Path, tmp_path: Path, quick) -> None:
-    result = run_script(PREPARE, tmp_path / "out", small, env={**quick, "LC_ALL": locale})
-    assert result.returncode == 0, result.stderr
-    assert "7 3 3 tokens with line ends" in result.stdout
-
-
 def test_plain_and_gzipped_files_are_taken_and_a_second_run_does_nothing(small: Path, tmp_path: Path, quick) -> None:
     train = small / "wiki.train.tokens"
     (small / "wiki.train.tokens.gz").write_bytes(gzip.compress(train.read_bytes()))
@@ -230,28 +171,6 @@ def test_the_words_of_a_dictionary_are_numbered_as_they_are_there(published: Pat
     assert log.count(" 0.0% replaced (by <unk>)") == 3
     again = run_script(PREPARE, numbered, "FOLDER", env={**quick, "DICT": str(published / "dict.txt")})
     assert again.returncode == 0 and "is finished" in again.stdout
-
-
-def test_data_of_another_dictionary_are_not_taken_for_finished(small: Path, tmp_path: Path, quick) -> None:
-    assert run_script(PREPARE, tmp_path / "out", small, env=quick).returncode == 0
-    (tmp_path / "dict.txt").write_text("2 1\n1 1\n3 1\n4 1\n5 1\n")
-    result = run_script(PREPARE, tmp_path / "out", small, env={**quick, "DICT": str(tmp_path / "dict.txt")})
-    assert result.returncode == 1 and "its words are not those of DICT" in result.stderr
-    result = run_script(PREPARE, tmp_path / "new", small, env={**quick, "DICT": "nowhere"})
-    assert result.returncode == 1 and "DICT is nowhere" in result.stderr
-    assert not (tmp_path / "new").exists() and not (tmp_path / "new.unfinished").exists()
-
-
-def test_wikitext2_is_known_by_its_counts_and_checked_by_its_word_types(tmp_path: Path, quick) -> None:
-    folder = tmp_path / "wikitext-2"
-    folder.mkdir()
-    for split, count in (("train", 2_088_628), ("valid", 217_646), ("test", 245_569)):
-        (folder / f"wiki.{split}.tokens").write_text(" a" * (count - 1) + " \n")
-    wrong = run_script(PREPARE, tmp_path / "out", folder, env={**quick, "SKIP_COUNTS": "0", "TYPES": "33000"})
-    assert wrong.returncode == 1 and not (tmp_path / "out").exists()
-    assert "WikiText-2 has 33278 word types with <unk> and line end, but these files have 33002" in wrong.stderr
-    right = run_script(PREPARE, tmp_path / "out", folder, env={**quick, "SKIP_COUNTS": "0", "TYPES": "33276"})
-    assert right.returncode == 0 and right.stdout.startswith("WikiText-2 in ")
 
 
 @pytest.mark.parametrize(
@@ -288,29 +207,3 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(signal, small: Pa
     assert result.returncode != 0 and not out.exists()
     assert run_script(PREPARE, out, small, env=quick).returncode == 0
     assert (out / "dict.txt").exists() and not (tmp_path / "out.unfinished").exists()
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_a_download_goes_on_where_it_was_cut_off(small: Path, tmp_path: Path, quick) -> None:
-    archive, out = tmp_path / "served.zip", tmp_path / "out"
-    with zipfile.ZipFile(archive, "w") as served:
-        for file in small.iterdir():
-            served.write(file, f"wikitext-103/{file.name}")
-    env = {**quick, "WIKITEXT_URL": archive.as_uri()}
-    failed = run_script(PREPARE, out, env={**quick, "WIKITEXT_URL": (tmp_path / "gone.zip").as_uri()})
-    assert failed.returncode == 1 and "cannot download" in failed.stderr and not out.exists()
-
-    part = tmp_path / "out.unfinished" / "wikitext-103-v1.zip.part"
-    part.parent.mkdir(exist_ok=True)
-    part.write_bytes(archive.read_bytes()[:100])
-    result = run_script(PREPARE, out, env=env)
-    assert result.returncode == 0, result.stderr
-    assert (out / "dict.txt").exists() and not part.parent.exists()
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_a_damaged_download_is_deleted(tmp_path: Path, quick) -> None:
-    (tmp_path / "served.zip").write_bytes(b"<html>moved</html>")
-    result = run_script(PREPARE, tmp_path / "out", env={**quick, "WIKITEXT_URL": (tmp_path / "served.zip").as_uri()})
-    assert result.returncode == 1 and "is damaged and was deleted" in result.stderr
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.unfinished").exists()

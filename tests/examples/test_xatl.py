@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from importlib import import_module
@@ -108,17 +107,6 @@ def test_a_result_stands_for_its_checkpoint_and_its_file_alone(tmp_path: Path, m
         printed(second)
     assert lambada.main([str(tmp_path), str(tmp_path), str(first), "--checkpoint", "a/x.pt"]) == 1
     assert "--checkpoint is a/x.pt; it must be the name of a file in OUT" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_lambada_runs_as_a_command(pythia: Path, tmp_path: Path) -> None:
-    """In a process where nothing of the plugin was imported before."""
-    shutil.copy(pythia / "model.pt", tmp_path / "checkpoint_best.pt")
-    file = write_passages(tmp_path / "lambada.jsonl", *PASSAGES)
-    command = [sys.executable, XATL / "lambada.py", pythia, tmp_path, file, "--cpu"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert f"{tmp_path}: LAMBADA, 3 passages: accuracy" in result.stdout
 
 
 @pytest.mark.parametrize(

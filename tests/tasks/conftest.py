@@ -156,9 +156,3 @@ def generate(data: Path, path: str | Path, results: Path, *flags: str) -> dict[i
     command("generate", str(data), *TRANSLATION, *QUIET, "--batch-size", "5", *defaults, *flags)
     (output,) = results.iterdir()
     return hypotheses_in(output.read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def logging_as_it_is(monkeypatch) -> None:
-    """fairseq-validate throws all handlers away and leaves one of its own."""
-    monkeypatch.setattr("fairseq_cli.validate.reset_logging", lambda: None)

@@ -39,25 +39,6 @@ def test_the_models_of_the_comparison_have_one_budget(stub_data: Path, tmp_path:
     assert other.returncode != 0 and not calls and "linear was begun with UPDATES=70 --lr 0.1, and" in other.stderr
 
 
-def test_options_reach_a_training_as_they_are(stub_data: Path, tmp_path: Path, programs: Programs) -> None:
-    given = ["--optimizer-overrides", "{}", "--task", "a {} 'b'"]
-    _, calls = programs.run(MULTI30K, stub_data, tmp_path / "o {}", "linear", "--", *given, env={"TRAIN_FAILS": "1"})
-    assert [call[0] for call in calls] == ["fairseq-train"] and calls[0][-4:] == given
-    assert options(calls[0])["--save-dir"] == str(tmp_path / "o {}" / "linear")
-
-
-def test_a_training_of_the_comparison_that_was_cut_off_goes_on(
-    stub_data: Path, tmp_path: Path, programs: Programs
-) -> None:
-    out = tmp_path / "out"
-    cut, calls = programs.run(MULTI30K, stub_data, out, "dpfp", env={"TRAIN_FAILS": "1"})
-    assert cut.returncode != 0 and "training fails" in cut.stderr and len(calls) == 1
-    _again, calls = programs.run(MULTI30K, stub_data, out, "dpfp", env={"DEVICE": "gpu"})
-    assert calls[0][0] == "fairseq-train" and (out / "dpfp" / "checkpoint_last.pt").exists()
-    assert "--cpu" not in calls[0] and "--cpu" not in calls[1]
-    assert (out / "dpfp" / "train.log").read_text().count("training fails") == 2
-
-
 # --- summarize.py
 
 
@@ -92,46 +73,3 @@ def test_a_summary_has_the_papers_bleu_beside_ours(tmp_path: Path) -> None:
         "- Generated with: `--beam 4`",
     ]
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_summary_says_what_is_unfinished_missing_or_different(tmp_path: Path) -> None:
-    cut = write_run(tmp_path / "cut", 50, finished=False, test=9)
-    with (cut / "train.log").open("a") as log:
-        log.write('2026-01-01 00:00:00 | INFO | train_inner | {"num_upd')
-    result = cut / "generate-test.json"
-    result.write_text(result.read_text().replace("tok:13a", "tok:zh"))
-    damaged = write_run(tmp_path / "damaged", 20, test=9)
-    (damaged / "generate-valid.json").write_text("{}")
-    write_run(tmp_path / "unscored", 20, valid=9)
-    (write_run(tmp_path / "early", 0) / "train.log").write_text("starting\n")
-    result = summarize(tmp_path, "cut", "damaged", "unscored", "early", "never")
-    assert result.returncode == 0 and "paper" not in result.stdout
-    assert "| cut | 1,234,567 | 50 (unfinished) | – | 9.00 | 10.00 | 1,000 | 2,346 |" in result.stdout
-    assert "| never | missing |" in result.stdout and "| early | missing |" in result.stdout
-    assert "- BLEU (cut test): `tok:zh`\n- BLEU (damaged test, unscored valid): `tok:13a`" in result.stdout
-    for message in (
-        "cut/train.log is of an unfinished training: it ends at update 50, last validation at update 40",
-        "cut/train.log has a damaged line",
-        "damaged/generate-valid.json is no result of generate.sh",
-        "unscored/generate-test.json is missing: unscored is trained, but was not scored on test",
-        "early/train.log ends before the model was built",
-        "never/train.log is missing",
-    ):
-        assert message in result.stderr
-
-
-def test_a_training_that_went_on_is_one_training(tmp_path: Path) -> None:
-    log = write_run(tmp_path / "a", 20, finished=False) / "train.log"
-    later = write_run(tmp_path / "b", 40) / "train.log"
-    log.write_text(log.read_text() + later.read_text())
-    assert "| a | 1,234,567 | 40 | – | – | – | 1,000 | – |" in summarize(tmp_path, "a").stdout
-    log.write_text(later.read_text() + log.read_text().split("done training")[0])
-    assert "40 (unfinished)" in summarize(tmp_path, "a").stdout
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"), [("nowhere", "no folder"), (".", "no folder with a training or a result")]
-)
-def test_nothing_to_summarize_is_an_error(folder: str, message: str, tmp_path: Path) -> None:
-    result = summarize(tmp_path / folder)
-    assert result.returncode == 1 and message in result.stderr and not result.stdout

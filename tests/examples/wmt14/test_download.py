@@ -71,24 +71,3 @@ def test_wmt14_is_downloaded_and_a_download_that_was_cut_off_goes_on(
     assert made[0] == "WMT14 training set, newstest2013, newstest2014" and ours == theirs
     again = programs.prepare(out, **served)
     assert again.returncode == 0 and again.stdout == f"{out} is finished\n"
-
-
-@needs_curl
-def test_downloads_can_be_kept(served: dict[str, object], tmp_path: Path, programs: Programs) -> None:
-    result = programs.prepare(tmp_path / "out", **served, DOWNLOADS=tmp_path / "kept", SRC="de", TGT="en")
-    assert result.returncode == 0 and not (tmp_path / "out.unfinished").exists(), result.stderr
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
-        f"training-parallel-{name}.tgz" for name in ("commoncrawl", "europarl-v7", "nc-v9")
-    ]
-
-
-@needs_curl
-def test_a_damaged_download_is_deleted_and_the_others_are_kept(
-    served: dict[str, object], tmp_path: Path, programs: Programs
-) -> None:
-    (tmp_path / "served" / "wmt13" / "training-parallel-commoncrawl.tgz").write_bytes(b"<html>moved</html>")
-    result = programs.prepare(tmp_path / "out", **served)
-    assert result.returncode == 1 and "commoncrawl.tgz is damaged and was deleted; run it again" in result.stderr
-    assert not (tmp_path / "out").exists()
-    downloads = tmp_path / "out.unfinished" / "downloads"
-    assert [path.name for path in downloads.iterdir()] == ["training-parallel-europarl-v7.tgz"]

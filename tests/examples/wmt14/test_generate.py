@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.examples.conftest import options
-from tests.examples.wmt14.conftest import GENERATE, SUMMARY, Programs, contents, corpus, generate, score
+from tests.examples.wmt14.conftest import SUMMARY, Programs, contents, corpus, generate, score
 
 
 @pytest.fixture
@@ -56,32 +55,6 @@ def test_translations_come_in_the_order_of_the_test_set_with_a_line_for_an_empty
     assert not list(model.glob("*.unfinished"))
 
 
-def test_messages_stay_out_of_translations(stub_data: Path, model: Path, programs: Programs) -> None:
-    """Also where a translation is longer than what Python writes at a time."""
-    program = f"""#!{sys.executable}
-import sys
-for number in range(4):
-    print(f"H-{{number}}\\t-1\\t" + " ".join(["▁die"] * 3000))
-    print("a message", file=sys.stderr)
-print({SUMMARY!r}, file=sys.stderr)
-"""
-    (programs.folder / "fairseq-generate").write_text(program, encoding="utf-8")
-    env = {"SUBSETS": "test", "PYTHONUNBUFFERED": "", "PYTHONIOENCODING": "utf-8"}
-    result, _ = programs.run(GENERATE, stub_data, model, env=env)
-    assert result.returncode == 0, result.stderr
-    assert corpus.read_text(model / "generate-test.hyp") == [" ".join(["die"] * 3000)] * 4
-
-
-@pytest.mark.slow
-def test_both_sets_are_translated_unless_one_is_asked_for(stub_data: Path, model: Path, programs: Programs) -> None:
-    lines = [f"H-{number}\t-1\t▁die\n" for number in range(6)]
-    (programs.folder / "log").write_text("".join([*lines, SUMMARY]))
-    result, calls = programs.run(GENERATE, stub_data, model, env={"GENERATED": programs.folder / "log"})
-    assert result.returncode == 0, result.stderr
-    assert [options(call)["--gen-subset"] for call in calls] == ["valid", "test"]
-    assert [len(corpus.read_text(model / f"generate-{name}.hyp")) for name in ("valid", "test")] == [6, 4]
-
-
 def test_a_result_that_is_there_is_kept_and_not_passed_off_as_one_of_other_options(
     stub_data: Path, model: Path, hypotheses: list[str], programs: Programs
 ) -> None:
@@ -117,24 +90,6 @@ def test_a_generation_that_is_not_whole_gives_no_result(
     assert not list(model.glob("*.json")) and not list(model.glob("*.hyp"))
     again, calls = generate(programs, stub_data, model, [*hypotheses, SUMMARY])
     assert again.returncode == 0 and len(calls) == 1
-
-
-def test_a_generation_that_fails_shows_why(stub_data: Path, model: Path, programs: Programs) -> None:
-    env = {"GENERATE_FAILS": "1", "GENERATED": programs.folder / "log"}
-    (programs.folder / "log").write_text("Exception: sample of 2000 words is too long\n")
-    result, _ = programs.run(GENERATE, stub_data, model, env=env)
-    assert result.returncode == 1 and "is too long" in result.stderr
-    assert "generate-valid.log.unfinished says more" in result.stderr and not list(model.glob("*.json"))
-
-
-def test_sentences_that_fairseq_was_told_to_skip_are_empty_lines_and_counted(
-    stub_data: Path, model: Path, hypotheses: list[str], programs: Programs
-) -> None:
-    lines = [line for line in hypotheses if "-3" not in line[:4]]
-    skip = "--skip-invalid-size-inputs-valid-test"
-    result, _ = generate(programs, stub_data, model, [*lines, SUMMARY], skip)
-    assert result.returncode == 0 and "1 of them skipped and empty" in result.stdout
-    assert corpus.read_text(model / "generate-test.hyp")[3] == ""
 
 
 @pytest.mark.parametrize(

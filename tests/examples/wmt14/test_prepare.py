@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.examples.conftest import options
-from tests.examples.wmt14.conftest import PREPARE, Programs, contents, corpus, preparation, subwords, write_pairs
+from tests.examples.wmt14.conftest import PREPARE, Programs, corpus, subwords, write_pairs
 
 
 def test_prepared_data_hold_the_subwords_of_all_pairs_and_the_text_as_it_came(stub_data: Path, parallel: Path) -> None:
@@ -67,18 +66,6 @@ def test_fairseq_is_given_all_subwords_and_a_round_number_of_them(
     assert sum(counts) == sum(len(line.split()) for line in cut)
 
 
-def test_the_same_text_gives_the_same_bytes_in_several_processes_too(
-    parallel: Path, tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", os.pathsep.join([str(programs.folder), os.environ["PATH"]]))
-    monkeypatch.setenv("CALLS", str(tmp_path))
-    common = [str(parallel), "--subwords", "bpe", "--vocabulary", "60"]
-    assert preparation.main([str(tmp_path / "one"), *common]) == 0
-    monkeypatch.setattr(preparation, "CHUNK", 70)
-    assert preparation.main([str(tmp_path / "two"), *common, "--workers", "2"]) == 0
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-
-
 @pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
 def test_an_interrupted_preparation_goes_on(signal: str, parallel: Path, tmp_path: Path, programs: Programs) -> None:
     out = tmp_path / "out"
@@ -89,20 +76,6 @@ def test_an_interrupted_preparation_goes_on(signal: str, parallel: Path, tmp_pat
     assert again.returncode == 0 and (out / "preparation.json").exists(), again.stderr
     assert "cleaning" not in again.stdout and "learning" not in again.stdout and "binarising" in again.stdout
     assert not (tmp_path / "out.unfinished").exists()
-
-
-def test_stages_that_other_settings_leave_as_they_are_are_not_done_again(
-    parallel: Path, tmp_path: Path, programs: Programs
-) -> None:
-    out = tmp_path / "out"
-    programs.prepare(out, parallel, INTERRUPT="KILL")
-    other = programs.prepare(out, parallel, INTERRUPT="KILL", VOCABULARY=370)
-    assert "cleaning" not in other.stdout and "learning" in other.stdout
-    stages = sorted(path.name.split("-")[0] for path in (tmp_path / "out.unfinished").iterdir())
-    assert stages == ["encoded", "finished", "subwords", "text"]  # none of them twice
-    last = programs.prepare(out, parallel, VOCABULARY=370, MAX_RATIO=2)
-    assert "learning" not in last.stdout and "cutting" in last.stdout
-    assert json.loads((out / "preparation.json").read_text())["made from"]["max_ratio"] == 2
 
 
 def test_a_finished_folder_is_left_as_it_is_and_never_made_of_something_else(
@@ -118,24 +91,3 @@ def test_a_finished_folder_is_left_as_it_is_and_never_made_of_something_else(
     other = programs.prepare(stub_data, tmp_path / "copy")
     assert other.returncode == 1 and "was made with other text; name another folder" in other.stderr
     assert before == {path: path.stat().st_mtime_ns for path in stub_data.rglob("*")}
-
-
-def test_a_folder_with_something_else_in_it_is_not_written_to(
-    parallel: Path, tmp_path: Path, programs: Programs
-) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    result = programs.prepare(tmp_path / "out", parallel)
-    assert result.returncode == 1 and "is there, but is not what this script makes" in result.stderr
-    (tmp_path / "out" / "mine").unlink()
-    assert programs.prepare(tmp_path / "out", parallel).returncode == 0
-
-
-def test_other_languages_are_taken_from_a_folder(parallel: Path, tmp_path: Path, programs: Programs) -> None:
-    folder = tmp_path / "fr"
-    folder.mkdir()
-    for path in parallel.iterdir():
-        shutil.copy(path, folder / path.name.replace(".en", ".fr"))
-    assert programs.prepare(tmp_path / "out", folder, SRC="de", TGT="fr").returncode == 0
-    made = json.loads((tmp_path / "out" / "preparation.json").read_text())["made from"]
-    assert (made["source"], made["target"]) == ("de", "fr")

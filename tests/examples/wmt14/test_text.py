@@ -27,11 +27,6 @@ def test_a_clean_line_has_single_spaces_and_no_control_characters(raw: str, line
     assert corpus.clean(raw) == line
 
 
-def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes("a\x0bb\u2028c\rd\x85e\r\n\nend".encode())
-    assert corpus.read_text(tmp_path / "text") == ["a\x0bb\u2028c\rd\x85e", "", "end"]
-
-
 def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path: Path) -> None:
     whole = corpus.survey(parallel, "en", "de")
     shutil.copytree(parallel, tmp_path / "copy")
@@ -75,10 +70,3 @@ def test_text_that_is_not_right_is_refused_and_nothing_is_made(
     assert result.returncode == 1 and re.search(message, result.stderr), result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.unfinished").exists()
-
-
-def test_a_gzip_file_that_was_cut_off_is_refused(parallel: Path, tmp_path: Path) -> None:
-    packed = gzip.compress((parallel / "train.en").read_bytes())
-    (tmp_path / "train.en.gz").write_bytes(packed[:-20])
-    with pytest.raises(corpus.CorpusError, match=r"train\.en\.gz is no whole gzip file"):
-        list(corpus.read_lines(tmp_path / "train.en.gz"))

@@ -18,7 +18,6 @@ from tests.examples.wmt14.conftest import (
     Programs,
     corpus,
     generate,
-    subwords,
     summarize,
 )
 
@@ -92,18 +91,6 @@ def subwords_of(data: Path, name: str) -> list[str]:
     dictionary = Dictionary.load(str(data / f"dict.{language}.txt"))
     dataset = data_utils.load_indexed_dataset(str(data / f"{split}.en-de.{language}"), dictionary)
     return [dictionary.string(dataset[i]) for i in range(len(dataset))]
-
-
-@pytest.mark.slow
-def test_binarised_data_hold_each_line_and_nothing_unknown(data: Path, parallel: Path) -> None:
-    model = subwords.SentencePieces((data / "subwords.model").read_bytes())
-    for language in ("en", "de"):
-        lines = subwords_of(data, f"test.{language}")
-        assert [model.decode(line) for line in lines] == [
-            corpus.clean(line) for line in corpus.read_text(parallel / f"test.{language}")
-        ]
-        assert "<unk>" not in " ".join(lines)
-    assert (data / "dict.en.txt").read_bytes() == (data / "dict.de.txt").read_bytes()
 
 
 @pytest.mark.slow
