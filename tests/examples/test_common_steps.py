@@ -7,45 +7,39 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from .conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "examples"))  # as when a demo is started
 steps = import_module("common.steps")
-
 MARK = "made-by-a-test"
 
 
-# --- the folder of the results
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_run_of_one_demo(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with (
-        steps.claim(out, MARK),
-        pytest.raises(steps.StepError, match="another demo is at work"),
-        steps.claim(out, MARK),
-    ):
+    with steps.claim(out, MARK), pytest.raises(steps.StepError, match="at work"), steps.claim(out, MARK):
         pass
     with steps.claim(out, MARK):
         pass
-
-
-def test_a_demo_leaves_the_folder_of_another_alone(tmp_path: Path) -> None:
-    with steps.claim(tmp_path / "out", MARK):
+    with pytest.raises(steps.StepError, match="out holds other files"), steps.claim(out, "another-mark"):
         pass
-    with pytest.raises(steps.StepError, match="out holds other files"), steps.claim(tmp_path / "out", "another-mark"):
+    assert [path.name for path in out.iterdir()] == [MARK]
+    with pytest.raises(steps.StepError, match="for the results"), steps.claim(out / MARK, MARK):
         pass
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [MARK]
 
 
 # --- steps
+
+WAIT_FOR_OTHER = """
+import sys, pathlib, time
+log = pathlib.Path(sys.argv[1]).parent / "slow" / "log.txt"
+while not log.read_text(): time.sleep(0.01)
+sys.exit(1)
+"""
 
 
 def make_step(folder: Path, code: str, **others: Any) -> Any:
@@ -54,49 +48,35 @@ def make_step(folder: Path, code: str, **others: Any) -> Any:
     return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **settings)
 
 
-def work(*wanted: Any, slots: int = 2) -> str:
+def work(*wanted: Any, slots: int = 2, keep_open: tuple[int, ...] = ()) -> str:
     """Runs steps; returns what was shown."""
     output = io.StringIO()
-    steps.Runner(ROOT, slots, output, {}).run(wanted)
+    steps.Runner(ROOT, slots, output, {}, keep_open).run(wanted)
     return output.getvalue()
 
 
-def test_a_finished_step_is_not_run_again(tmp_path: Path) -> None:
-    step = make_step(tmp_path / "a", "print('hello')")
-    assert step.result() is None
-    work(step)
-    assert step.finished_result() == {"log": "hello\n"}
-    (step.folder / "witness").touch()
-    assert "done before" in work(step)
-    assert (step.folder / "witness").exists()
-
-
-@pytest.mark.parametrize("change", ["command", "input", "earlier step"])
-def test_a_changed_step_is_done_anew(tmp_path: Path, change: str) -> None:
-    def make(code: str, digest: str, earlier: str) -> Any:
-        first = make_step(tmp_path / "first", earlier)
+@pytest.mark.parametrize("change", ["nothing", "command", "input", "earlier step"])
+def test_a_finished_step_is_run_again_only_if_it_changed(tmp_path: Path, change: str) -> None:
+    def make(change: str = "") -> Any:
+        first = make_step(tmp_path / "first", f"print({2 if change == 'earlier step' else 0})")
+        code, digest = f"print({2 if change == 'command' else 1})", "2" if change == "input" else "1"
         return first, make_step(tmp_path / "second", code, depends_on=digest, after=[first])
 
-    work(*make("print(1)", "1", "print(0)"))
+    assert make()[1].result() is None
+    work(*make())
+    assert make()[1].finished_result() == {"log": "1\n"}
     (tmp_path / "second" / "witness").touch()
-    first, second = make(
-        "print(2)" if change == "command" else "print(1)",
-        "2" if change == "input" else "1",
-        "print(2)" if change == "earlier step" else "print(0)",
-    )
-    assert second.result() is None
-    work(first, second)
+    first, second = make(change)
+    assert (second.result() is None) == (change != "nothing")
+    assert ("second: done before" in work(first, second)) == (change == "nothing")
     assert second.result() is not None
-    assert not (tmp_path / "second" / "witness").exists()
+    assert (tmp_path / "second" / "witness").exists() == (change == "nothing")
 
 
 def test_steps_wait_for_those_that_they_use(tmp_path: Path) -> None:
     first = make_step(tmp_path / "first", "import time; time.sleep(0.5)")
-    second = make_step(
-        tmp_path / "second",
-        "import sys, pathlib; assert (pathlib.Path(sys.argv[1]).parent / 'first' / 'done.json').exists()",
-        after=[first],
-    )
+    looks = "import sys, pathlib; assert (pathlib.Path(sys.argv[1]).parent / 'first' / 'done.json').exists()"
+    second = make_step(tmp_path / "second", looks, after=[first])
     work(second, first)
     assert second.result() is not None
 
@@ -122,46 +102,17 @@ def test_a_failed_step_is_shown_and_not_marked_as_done(
     assert step.result() is None
 
 
-def test_a_failure_ends_the_steps_beside_it(tmp_path: Path) -> None:
-    slow = make_step(tmp_path / "slow", "import os, time; print(os.getpid(), flush=True); time.sleep(60)", resumes=True)
-    failing = make_step(
-        tmp_path / "failing",
-        "import sys, pathlib, time\n"
-        "log = pathlib.Path(sys.argv[1]).parent / 'slow' / 'log.txt'\n"
-        "while not log.read_text(): time.sleep(0.01)\n"
-        "sys.exit(1)",
-    )
-    started = time.monotonic()
-    with pytest.raises(steps.StepError, match="failing failed"):
-        work(slow, failing)
-    assert time.monotonic() - started < 30
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(slow.log.read_text()), 0)
-    assert slow.result() is None
-
-
-def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
-    """As a loader's workers do, which keep the folder claimed while they live and notice their parent's end late."""
+def test_a_failure_ends_the_steps_beside_it_and_what_they_started(tmp_path: Path) -> None:
+    """Workers of a loader keep the folder claimed while they live and notice their parent's end late."""
     out = tmp_path / "out"
+    worker = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], close_fds=False)"
+    slow, failing = make_step(out / "slow", starts), make_step(out / "failing", WAIT_FOR_OTHER)
     with pytest.raises(steps.StepError, match="failing failed"), steps.claim(out, MARK) as claimed:
-        worker = (
-            "import signal, time\n"
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-            "print('up', flush=True)\n"
-            "time.sleep(60)"
-        )
-        slow = make_step(
-            out / "slow",
-            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], close_fds=False)",
-        )
-        failing = make_step(
-            out / "failing",
-            "import sys, pathlib, time\n"
-            "log = pathlib.Path(sys.argv[1]).parent / 'slow' / 'log.txt'\n"
-            "while not log.read_text(): time.sleep(0.01)\n"
-            "sys.exit(1)",
-        )
-        steps.Runner(ROOT, 2, io.StringIO(), {}, keep_open=[claimed]).run([slow, failing])
+        work(slow, failing, keep_open=(claimed,))
+    assert slow.result() is None
     with steps.claim(out, MARK):
         pass
 
@@ -222,9 +173,11 @@ def test_an_interrupted_step_goes_on_if_it_can(tmp_path: Path, case: str) -> Non
         assert step.log.read_text() == "began\n"
 
 
-@pytest.mark.parametrize("many", [[f"--flag-{i}={i}" for i in range(20)], [f"folder/file {i}" for i in range(20)]])
-def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path, many: list[str]) -> None:
-    arguments = ["it's", "--b", "(1, 2)", *many]
+# --- what is shown
+
+
+def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path) -> None:
+    arguments = ["it's", "--b", "(1, 2)", *(f"folder/file {i}" for i in range(20)), *(f"--flag-{i}" for i in range(20))]
     script = "import sys; print(*sys.argv[1:], sep='|')"
     step = steps.Step("a", tmp_path, [sys.executable, "-c", script, *arguments], lambda log: {})
     shown = step.shell_command({"A": "b c"})
@@ -233,25 +186,19 @@ def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path, many: list[str]
     assert typed.strip().split("|") == arguments
 
 
-def test_an_option_stays_on_a_line_with_its_values(tmp_path: Path) -> None:
-    options = [word for i in range(20) for word in (f"--option-{i}", "one", "two")]
-    lines = steps.Step("a", tmp_path, ["program", *options], lambda log: {}).shell_command({}).split(" \\\n")
-    assert len(lines) > 2
-    assert lines[0].startswith("  program --option-0 one two ")
-    assert all(line.lstrip().startswith("--option") and line.endswith("two") for line in lines[1:])
-
-
 def test_of_a_second_command_of_a_program_only_what_differs_is_shown(tmp_path: Path) -> None:
-    commands = {"first": ["--task", "t", "--layers", "2", "--carry"], "second": ["--task", "t", "--layers", "3"]}
-    first, second = (
-        steps.Step(name, tmp_path / name, ["true", "data", *options], lambda log: {})
-        for name, options in commands.items()
+    commands = {
+        "first": ["data", "--task", "t", "--layers", "2", "--carry"],
+        "second": ["data", "--task", "t", "--layers", "3"],
+        "other": ["elsewhere"],
+    }
+    first, second, other = (
+        steps.Step(name, tmp_path / name, ["true", *words], lambda log: {}) for name, words in commands.items()
     )
-    shown = work(first, second, slots=1)
+    shown = work(first, second, other, slots=1)
     assert "first\n  true data --task t --layers 2 --carry\n" in shown
     assert "second\n  as for first, but with --layers 3\n      and without --carry\n" in shown
-    other = steps.Step("other", tmp_path / "other", ["true", "elsewhere"], lambda log: {})
-    assert "other\n  true elsewhere\n" in work(first, other, slots=1)
+    assert "other\n  true elsewhere\n" in shown
 
 
 class Terminal(io.StringIO):
