@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from common.commands import shown
+from common.commands import cores, shown
 from common.steps import StepError
 
 
@@ -25,21 +25,15 @@ def add_options(
         seed: what the seed is of, for people.
         models: the names of the models.
     """
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=out,
-        metavar="FOLDER",
-        help=f"where the results go (default: {shown(out)})",
-    )
+    add_out(parser, out)
     parser.add_argument(
         "--updates",
-        type=_positive,
+        type=positive,
         default=updates,
         metavar="N",
         help=f"how long each training is, in batches of {batch} (default: {updates})",
     )
-    parser.add_argument("--seed", type=_positive, default=1, metavar="N", help=f"of {seed} (default: 1)")
+    parser.add_argument("--seed", type=positive, default=1, metavar="N", help=f"of {seed} (default: 1)")
     names = list(models)
     parser.add_argument(
         "--models",
@@ -49,6 +43,18 @@ def add_options(
         metavar="NAME",
         help=f"which models, of {', '.join(names)} (default: all)",
     )
+
+
+def add_out(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Adds --out, the folder of the results, with its default."""
+    help = f"where the results go (default: {shown(out)})"
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help=help)
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Adds --jobs, how many points of a grid are trained at a time."""
+    help = "points at a time (default: one for each core)"
+    parser.add_argument("--jobs", type=positive, default=cores(), metavar="N", help=help)
 
 
 def run_to_the_end(work: Callable[[], None], *errors: type[Exception]) -> int:
@@ -75,7 +81,8 @@ def run_to_the_end(work: Callable[[], None], *errors: type[Exception]) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of the command line that must be whole and above 0."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)

@@ -33,6 +33,13 @@ def plot_curves(trainings: dict[str, dict[str, Any]], top: float, path: Path, **
         ticks("{x:g}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Saves a PNG whole or not at all, and closes the figure."""
+    from matplotlib import pyplot
+
     new = path.with_name(f"{path.name}.new")
     figure.savefig(new, format="png", dpi=120)
     pyplot.close(figure)

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,11 +199,41 @@ class _Process:
         raise StepError(f"{self.step.title} failed: {reason}\n{end}\nall of its output: {self.step.log}{hint}")
 
 
-class Runner:
+class Screen:
+    """Lines that stay, and below them, on a terminal, lines that change; a log gets only those that stay."""
+
+    def __init__(self, output: TextIO) -> None:
+        self.output = output
+        self._live_lines = 0
+
+    def say(self, text: str) -> None:
+        """Prints something that stays."""
+        self.clear()
+        print(text, file=self.output, flush=True)
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Puts these in the place of the lines that change."""
+        if not self.output.isatty():
+            return
+        self.clear()
+        width = shutil.get_terminal_size().columns - 1
+        for line in lines:
+            print(f"> {line}"[:width], file=self.output)
+            self._live_lines += 1
+        self.output.flush()
+
+    def clear(self) -> None:
+        """Takes them away."""
+        if self._live_lines:
+            print(f"\x1b[{self._live_lines}F\x1b[J", end="", file=self.output, flush=True)
+            self._live_lines = 0
+
+
+class Runner(Screen):
     """Runs steps, several at a time, each after those that it uses.
 
     The first command of each program is shown whole, of others what differs from it. A terminal has a line for each
-    that is running, which says how far it has come; in a log there is nothing between its beginning and its end.
+    that is running, which says how far it has come.
 
     Args:
         cwd: where the commands run.
@@ -221,12 +251,11 @@ class Runner:
         environment: dict[str, str],
         keep_open: Sequence[int] = (),
     ) -> None:
+        super().__init__(output)
         self.cwd = cwd
         self.slots = slots
-        self.output = output
         self.environment = environment
         self.keep_open = keep_open
-        self._live_lines = 0
         self._shown: dict[str, Step] = {}  # the first of each program
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -250,7 +279,7 @@ class Runner:
                         with undisturbed():  # or it could run on with nobody who knows of it
                             running.append(_Process(step, self.cwd, self.environment, self.keep_open))
                         self._announce(running[-1])
-                self._show(running)
+                self.show(process.describe() for process in running)
                 time.sleep(0.25)
                 for process in [process for process in running if process.popen.poll() is not None]:
                     running.remove(process)
@@ -258,16 +287,11 @@ class Runner:
                     self.say(f"{process.step.title}: done ({time.monotonic() - process.started:.0f} s)")
         finally:
             with undisturbed():
-                self._clear()
+                self.clear()
                 for process in running:
                     process.ask_to_stop()
                 for process in running:
                     process.stop()
-
-    def say(self, text: str) -> None:
-        """Prints something that stays."""
-        self._clear()
-        print(text, file=self.output, flush=True)
 
     def _announce(self, process: _Process) -> None:
         goes_on = ": goes on where it was" if process.resumed else ""
@@ -276,21 +300,6 @@ class Runner:
         # Another script of Python's has nothing in common with it.
         known = first is not step and any(group in first.groups for group in step.groups)
         self.say(f"{step.title}{goes_on}\n{step.difference(first) if known else step.shell_command(self.environment)}")
-
-    def _show(self, running: list[_Process]) -> None:
-        if not self.output.isatty():
-            return
-        self._clear()
-        width = shutil.get_terminal_size().columns - 1
-        for process in running:
-            print(f"> {process.describe()}"[:width], file=self.output)
-        self.output.flush()
-        self._live_lines = len(running)
-
-    def _clear(self) -> None:
-        if self._live_lines:
-            print(f"\x1b[{self._live_lines}F\x1b[J", end="", file=self.output, flush=True)
-            self._live_lines = 0
 
 
 @contextmanager

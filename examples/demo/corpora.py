@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-SPLITS = ("train", "valid", "test")
+from common.demo import SPLITS
+from common.steps import StepError
+
 HELD_OUT = 0.1
 """The share of the English corpus that goes to valid, and to test."""
 REPEATED = 8
@@ -27,7 +29,7 @@ _RULER = re.compile(r"\W{4,}")
 _BULLET = re.compile(r"([*\-•]|\d+\.|\[\d+\])\s+")
 
 
-class CorpusError(Exception):
+class CorpusError(StepError):
     """Text that cannot be used; the message is for the person who gave it."""
 
 

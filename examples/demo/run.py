@@ -11,20 +11,17 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 
 from common.command_line import add_options, run_to_the_end
-from common.commands import command, require_packages, shown, start_runner, training
-from common.curves import plot_curves
-from common.fairseq_logs import read_nothing
+from common.commands import require_packages
+from common.demo import SPLITS, Demo, Model
 from common.steps import Step, claim, read_json, write_json
 
 from demo.comparison import Row, Unigram, format_rows
-from demo.corpora import SPLITS, Corpus, CorpusError, corpus_in, english_corpus
+from demo.corpora import Corpus, corpus_in, english_corpus
 from demo.fairseq_logs import read_continuations, read_perplexity
 
 MARK = "made-by-the-demo"
@@ -49,19 +46,10 @@ PROMPT = 6
 """Tokens to a prompt."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """One of the models that are compared; the options are those in which they differ."""
-
-    title: str
-    options: str
-    carries: bool = True
-
-
 MODELS = {
-    "transformer": Model("Transformer", "--softmax-attention-layers all", carries=False),
-    "linear-transformer": Model("Linear Transformer", "--update-rule sum"),
-    "delta-network": Model("Delta Network", "--update-rule delta"),
+    "transformer": Model("Transformer", "--softmax-attention-layers all"),
+    "linear-transformer": Model("Linear Transformer", "--update-rule sum", carries=True),
+    "delta-network": Model("Delta Network", "--update-rule delta", carries=True),
 }
 
 
@@ -73,9 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
         require_packages("matplotlib")
         corpus = english_corpus() if options.data is None else corpus_in(options.data)
         with claim(options.out, MARK) as claimed:
-            Demo(options, corpus, claimed).run()
+            LanguageDemo(options, corpus, claimed).run()
 
-    return run_to_the_end(work, CorpusError)
+    return run_to_the_end(work)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -106,22 +94,12 @@ Steps = dict[tuple[str, bool], Step]
 """By the name of the model, and whether its state is carried over."""
 
 
-class Demo:
-    """All that is done in one folder, for one corpus.
-
-    Args:
-        options: of the command line.
-        corpus: what the models learn from.
-        claimed: a descriptor that every command inherits (`steps.claim`).
-    """
+class LanguageDemo(Demo):
+    """All that is done in one folder, for one corpus, from which the models learn."""
 
     def __init__(self, options: argparse.Namespace, corpus: Corpus, claimed: int) -> None:
-        self.out = options.out.resolve()
-        self.updates = options.updates
-        self.seed = options.seed
-        self.models = {name: MODELS[name] for name in MODELS if name in options.models}
+        super().__init__(options, MODELS, claimed)
         self.corpus = corpus
-        self.runner = start_runner(claimed)
 
     def run(self) -> None:
         """Goes from the text to the table.
@@ -129,7 +107,6 @@ class Demo:
         Raises:
             StepError: if a command fails.
         """
-        started = time.monotonic()
         counts = ", ".join(f"{self.corpus.tokens[split]:,} tokens of {split}" for split in SPLITS)
         self.runner.say(f"{self.corpus.origin}: {counts}, line ends included")
         self.write_text()
@@ -143,19 +120,16 @@ class Demo:
             for name, model in self.models.items()
             for carries in ([False, True] if model.carries else [False])
         }
-        scored = {key: self.score(*key, binarized, step) for key, step in trained.items()}
+        scored = {key: self.score(*key, step) for key, step in trained.items()}
         writer = list(self.models)[-1]
-        sampled = self.sample(writer, prompt, binarized, trained[writer, False])
+        sampled = self.sample(writer, prompt, trained[writer, False])
         self.runner.run([*trained.values(), *scored.values(), sampled])
 
         rows = [self.unigram_row(vocabulary)]
         rows += [self.row(name, trained, scored) for name in self.models]
         curves = {self.label(*key): step.finished_result() for key, step in trained.items()}
-        write_json(self.out / "results.json", {"rows": [asdict(row) for row in rows], "curves": curves})
-        unigram = rows[0]
-        plot_curves(curves, 2.5 * unigram.valid, self.out / "curves.png", **{unigram.title: unigram.valid})
-        self.report(rows, prompt, MODELS[writer].title, sampled.finished_result()["texts"])
-        self.runner.say(f"done in {time.monotonic() - started:.0f} s")
+        lines = self.describe(rows, prompt, MODELS[writer].title, sampled.finished_result()["texts"])
+        self.report(rows, curves, 2.5 * rows[0].valid, lines, **{rows[0].title: rows[0].valid})
 
     def write_text(self) -> None:
         """Writes the corpus into the folder `text`, whole or not at all."""
@@ -168,35 +142,13 @@ class Demo:
         write_json(folder / "done.json", mark)
 
     def binarize(self) -> Step:
-        folder = self.out / "bin"
-        texts: list[str | Path] = []
-        for split in SPLITS:
-            texts += [f"--{split}pref", self.out / "text" / f"{split}.txt"]
-        return Step(
-            "turning the text into numbers",
-            folder,
-            command("fairseq-preprocess", PREPROCESS, *texts, "--destdir", folder),
-            read_nothing,
-            depends_on=self.corpus.digest,
-        )
+        texts = {split: self.out / "text" / f"{split}.txt" for split in SPLITS}
+        return self.preprocessing(texts, PREPROCESS, depends_on=self.corpus.digest)
 
     def train(self, name: str, carries: bool, binarized: Step) -> Step:
-        model, folder = self.models[name], self.out / name / _mode(carries)
-        return training(
-            self.label(name, carries),
-            folder,
-            binarized.folder,
-            TASK,
-            model.options,
-            CARRY_OVER if carries else "",
-            MODEL,
-            TRAINING,
-            updates=self.updates,
-            warmup=50,
-            interval=self.interval(),
-            seed=self.seed,
-            after=[binarized],
-        )
+        title, folder = self.label(name, carries), self.out / name / _mode(carries)
+        options = [TASK, self.models[name].options, CARRY_OVER if carries else "", MODEL, TRAINING]
+        return self.training(title, folder, binarized, *options, warmup=50, interval=self.interval())
 
     def label(self, name: str, carries: bool) -> str:
         return f"{self.models[name].title}{', carried over' if carries else ''}"
@@ -209,46 +161,30 @@ class Demo:
         affordable = self.updates * SEGMENT * BATCH // self.corpus.tokens["valid"]
         return -(-self.updates // max(1, min(10, affordable)))
 
-    def score(self, name: str, carries: bool, binarized: Step, trained: Step) -> Step:
+    def score(self, name: str, carries: bool, trained: Step) -> Step:
         if carries:
             context = f"--carry-over-state --tokens-per-sample {SEGMENT}"
         else:
             new = window_step(self.corpus.tokens["test"])
             context = f"--tokens-per-sample {SEGMENT} --context-window {SEGMENT - new} --max-tokens 4096"
-        return Step(
-            f"scoring the {self.label(name, carries)}",
-            self.out / name / f"{_mode(carries)}-test",
-            command(
-                "fairseq-eval-lm",
-                binarized.folder,
-                TASK,
-                "--path",
-                trained.folder / "checkpoint_best.pt",
-                f"--gen-subset test {context} --num-workers 0 --no-progress-bar",
-            ),
-            read_perplexity,
-            after=[binarized, trained],
-        )
+        title, folder = f"scoring the {self.label(name, carries)}", self.out / name / f"{_mode(carries)}-test"
+        options = f"--gen-subset test {context} --num-workers 0 --no-progress-bar"
+        return self.using("fairseq-eval-lm", title, folder, trained, TASK, options, read_result=read_perplexity)
 
-    def sample(self, name: str, prompt: str, binarized: Step, trained: Step) -> Step:
+    def sample(self, name: str, prompt: str, trained: Step) -> Step:
         file = self.out / "prompt.txt"
         file.write_text(f"{prompt}\n", encoding="utf-8")
-        return Step(
+        return self.using(
+            "fairseq-interactive",
             f"sampling from the {self.label(name, False)}",
             self.out / name / "sample",
-            command(
-                "fairseq-interactive",
-                binarized.folder,
-                TASK,
-                "--path",
-                trained.folder / "checkpoint_best.pt",
-                f"--sampling --sampling-topk {min(MOST_LIKELY, count_entries(binarized.folder / 'dict.txt'))}",
-                SAMPLING,
-                f"--seed {self.seed} --input",
-                file,
-            ),
-            read_continuations,
-            after=[binarized, trained],
+            trained,
+            TASK,
+            f"--sampling --sampling-topk {min(MOST_LIKELY, count_entries(self.out / 'bin' / 'dict.txt'))}",
+            SAMPLING,
+            f"--seed {self.seed} --input",
+            file,
+            read_result=read_continuations,
             depends_on=prompt,
         )
 
@@ -269,10 +205,10 @@ class Demo:
             training["tokens_per_second"],
         )
 
-    def report(self, rows: list[Row], prompt: str, writer: str, texts: list[str]) -> None:
-        """Prints the results, and writes the same into `table.md`."""
+    def describe(self, rows: list[Row], prompt: str, writer: str, texts: list[str]) -> list[str]:
+        """The table, and what is to be said of it."""
         new = window_step(self.corpus.tokens["test"])
-        lines = [
+        return [
             format_rows(rows),
             "",
             f"- valid, sliding window: perplexity of models trained on separate segments of {SEGMENT} tokens;",
@@ -285,10 +221,6 @@ class Demo:
             "",
             *(f"- {text.removeprefix(prompt).strip()}" for text in texts),
         ]
-        table = self.out / "table.md"
-        table.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        self.runner.say("\n" + "\n".join(lines))
-        self.runner.say(f"\ntable:  {shown(table)}\ncurves: {shown(self.out / 'curves.png')}")
 
 
 def read_vocabulary(path: Path) -> list[str]:

@@ -13,8 +13,6 @@ import hashlib
 import json
 import re
 import sys
-import time
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 
 from common.command_line import add_options, run_to_the_end
-from common.commands import command, require_packages, shown, start_runner, training
-from common.curves import plot_curves
+from common.commands import command, require_packages
+from common.demo import SPLITS, Demo, Model
 from common.fairseq_logs import read_nothing
-from common.steps import Step, claim, write_json
+from common.steps import Step, claim
 
 from demo_translation.comparison import Row, count_copies, format_examples, format_rows
 from demo_translation.translations import read_lines
 
 FOLDER = Path(__file__).resolve().parent
 MARK = "made-by-the-translation-demo"
-SPLITS, SOURCE, TARGET = ("train", "valid", "test"), "en", "de"
+SOURCE, TARGET = "en", "de"
 BATCH = 700
 """Tokens to a batch, padding included."""
 LANGUAGES = f"--source-lang {SOURCE} --target-lang {TARGET}"
@@ -52,14 +50,6 @@ GENERATION = """
 """
 
 
-@dataclass(frozen=True)
-class Model:
-    """One of the models that are compared; the options are those in which they differ."""
-
-    title: str
-    options: str
-
-
 MODELS = {
     "linear-transformer": Model("Linear Transformer", "--fast-weight-attention encoder,decoder,cross"),
     "transformer": Model("Transformer", "--fast-weight-attention none"),
@@ -73,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     def work() -> None:
         require_packages("num2words", "sentencepiece", "sacrebleu", "matplotlib")
         with claim(options.out, MARK) as claimed:
-            Demo(options, claimed).run()
+            TranslationDemo(options, MODELS, claimed).run()
 
     return run_to_the_end(work)
 
@@ -94,20 +84,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class Demo:
-    """All that is done in one folder.
-
-    Args:
-        options: of the command line.
-        claimed: a descriptor that every command inherits (`steps.claim`).
-    """
-
-    def __init__(self, options: argparse.Namespace, claimed: int) -> None:
-        self.out = options.out.resolve()
-        self.updates = options.updates
-        self.seed = options.seed
-        self.models = {name: MODELS[name] for name in MODELS if name in options.models}
-        self.runner = start_runner(claimed)
+class TranslationDemo(Demo):
+    """All that is done in one folder."""
 
     def run(self) -> None:
         """Goes from the numbers to the table.
@@ -115,13 +93,12 @@ class Demo:
         Raises:
             StepError: if a command fails.
         """
-        started = time.monotonic()
         text = self.make_text()
         learned = self.learn_pieces(text)
         encoded = self.encode(text, learned)
         binarized = self.binarize(encoded)
         trained = {name: self.train(name, binarized) for name in self.models}
-        generated = {name: self.generate(name, binarized, step) for name, step in trained.items()}
+        generated = {name: self.generate(name, step) for name, step in trained.items()}
         ordered = {name: self.order(name, text, step) for name, step in generated.items()}
         scored = {name: self.score(name, text, step) for name, step in ordered.items()}
         each = (step for steps in (trained, generated, ordered, scored) for step in steps.values())
@@ -134,12 +111,10 @@ class Demo:
             for name in self.models
         ]
         curves = {self.models[name].title: step.finished_result() for name, step in trained.items()}
-        write_json(self.out / "results.json", {"rows": [asdict(row) for row in rows], "curves": curves})
-        # Before the first validation the models know little more than how frequent each token is.
-        plot_curves(curves, 2 * max(c["valid_ppl"][0][1] for c in curves.values()), self.out / "curves.png")
         examples = format_examples(source, reference, {self.models[name].title: o for name, o in outputs.items()})
-        self.report(rows, examples)
-        self.runner.say(f"done in {time.monotonic() - started:.0f} s")
+        # Before the first validation the models know little more than how frequent each token is.
+        top = 2 * max(curve["valid_ppl"][0][1] for curve in curves.values())
+        self.report(rows, curves, top, self.describe(rows, examples))
 
     def make_text(self) -> Step:
         folder = self.out / "text"
@@ -162,53 +137,27 @@ class Demo:
         )
 
     def binarize(self, encoded: Step) -> Step:
-        folder = self.out / "bin"
-        texts: list[str | Path] = []
-        for split in SPLITS:
-            texts += [f"--{split}pref", encoded.folder / split]
-        return Step(
-            "turning the text into numbers",
-            folder,
-            command("fairseq-preprocess", LANGUAGES, "--joined-dictionary", *texts, "--destdir", folder),
-            read_nothing,
-            after=[encoded],
-        )
+        texts = {split: encoded.folder / split for split in SPLITS}
+        return self.preprocessing(texts, LANGUAGES, "--joined-dictionary", after=[encoded])
 
     def train(self, name: str, binarized: Step) -> Step:
-        model = self.models[name]
-        return training(
-            model.title,
-            self.out / name / "model",
-            binarized.folder,
-            TASK,
-            MODEL,
-            model.options,
-            TRAINING,
-            updates=self.updates,
-            warmup=100,
-            interval=-(-self.updates // 10),
-            seed=self.seed,
-            after=[binarized],
-        )
+        model, folder = self.models[name], self.out / name / "model"
+        options = [TASK, MODEL, model.options, TRAINING]
+        return self.training(model.title, folder, binarized, *options, warmup=100, interval=-(-self.updates // 10))
 
-    def generate(self, name: str, binarized: Step, trained: Step) -> Step:
+    def generate(self, name: str, trained: Step) -> Step:
         folder = self.out / name / "generated"
-        return Step(
+        return self.using(
+            "fairseq-generate",
             f"translating with the {self.models[name].title}",
             folder,
-            command(
-                "fairseq-generate",
-                binarized.folder,
-                TASK,
-                "--path",
-                trained.folder / "checkpoint_best.pt",
-                GENERATION,
-                "--results-path",
-                folder,
-            ),
+            trained,
+            TASK,
+            GENERATION,
+            "--results-path",
+            folder,
             # It goes to the log or to the results, by what fairseq has imported before.
-            lambda log: read_speed(log + generated_in(folder).read_text(encoding="utf-8")),
-            after=[binarized, trained],
+            read_result=lambda log: read_speed(log + generated_in(folder).read_text(encoding="utf-8")),
         )
 
     def order(self, name: str, text: Step, generated: Step) -> Step:
@@ -264,9 +213,9 @@ class Demo:
             generated.finished_result()["sentences_per_second"],
         )
 
-    def report(self, rows: list[Row], examples: str) -> None:
-        """Prints the results, and writes the same into `table.md`."""
-        lines = [
+    def describe(self, rows: list[Row], examples: str) -> list[str]:
+        """The table, and what is to be said of it."""
+        return [
             format_rows(rows),
             "",
             f"- BLEU: of {rows[0].lines:,} numbers that are not in the training text, with beam 4; sacrebleu's",
@@ -276,10 +225,6 @@ class Demo:
             "",
             examples,
         ]
-        table = self.out / "table.md"
-        table.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        self.runner.say("\n" + "\n".join(lines))
-        self.runner.say(f"\ntable:  {shown(table)}\ncurves: {shown(self.out / 'curves.png')}")
 
 
 def text_of(step: Step, split: str, language: str) -> Path:

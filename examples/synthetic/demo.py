@@ -16,16 +16,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the plugin
 
-from common.command_line import run_to_the_end
+from common.command_line import add_jobs, add_out, run_to_the_end
 from common.commands import require_packages, shown
-from common.steps import StepError, claim
+from common.steps import claim
 
 from synthetic.figures import draw_figures
 from synthetic.grid import Grid
 from synthetic.models import MODELS
 from synthetic.report import loss_table, shown_loss
-from synthetic.results import Result, ResultsError, file_of, read_results
-from synthetic.run import cores, positive
+from synthetic.results import Result, file_of, read_results
 from synthetic.training import TARGET, Point
 
 MARK = "made-by-the-synthetic-demo"
@@ -37,17 +36,12 @@ POINTS = [
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit status."""
-    out = Path(__file__).resolve().parent / "demo-out"
     parser = argparse.ArgumentParser(
         description="Trains a few models to retrieve values by their keys, and shows what their memories can hold and "
         "which update rule can replace what it holds. The same call again goes on where one was interrupted."
     )
-    parser.add_argument(
-        "--out", type=Path, default=out, metavar="FOLDER", help=f"where the results go (default: {shown(out)})"
-    )
-    parser.add_argument(
-        "--jobs", type=positive, default=cores(), metavar="N", help="points at a time (default: one for each core)"
-    )
+    add_out(parser, Path(__file__).resolve().parent / "demo-out")
+    add_jobs(parser)
     options = parser.parse_args(arguments)
     return run_to_the_end(lambda: work(options.out, options.jobs))
 
@@ -62,11 +56,8 @@ def work(out: Path, jobs: int) -> None:
     started = time.monotonic()
     with claim(out, MARK) as claimed:
         grid = Grid(out, jobs, sys.stdout, [claimed])
-        try:
-            grid.run(POINTS)
-            results = {setting: list(read_results(file_of(out, setting)).values()) for setting in MODELS}
-        except ResultsError as error:
-            raise StepError(str(error)) from None
+        grid.run(POINTS)
+        results = {setting: list(read_results(file_of(out, setting)).values()) for setting in MODELS}
         drawn = draw_figures(results, out, numbers=(2, 3))
         grid.say("\n" + report(results) + "\n")
         for path in drawn:

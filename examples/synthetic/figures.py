@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common.curves import save_figure
+
 from synthetic.models import MODELS
 from synthetic.results import Result
 from synthetic.training import TARGET
@@ -97,14 +99,9 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _save(figure: Any, axes: Any, title: str, number: int, folder: Path) -> Path:
-    from matplotlib import pyplot
-
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     path = folder / f"synthetic-figure{number}.png"
-    new = path.with_name(f"{path.name}.new")
-    figure.savefig(new, dpi=120, format="png")
-    pyplot.close(figure)
-    new.replace(path)
+    save_figure(figure, path)
     return path

@@ -12,13 +12,13 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from common.interruptions import undisturbed
-from common.steps import StepError
+from common.steps import Screen, StepError
 
 from synthetic.results import Result, append_result, drop_half_line, file_of, read_results
 from synthetic.training import Point
@@ -31,8 +31,6 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
 }
-LINE_EVERY = 30.0
-"""Seconds between two lines of progress where the output is not a terminal."""
 
 
 class Estimate:
@@ -121,23 +119,21 @@ class _Worker:
                 file.close()
 
 
-class Grid:
+class Grid(Screen):
     """Trains points and keeps their results.
 
     Args:
         folder: for the files of results.
         jobs: how many points at a time.
-        output: where progress goes; a terminal gets a live line.
+        output: where progress goes.
         keep_open: file descriptors that the processes inherit.
     """
 
     def __init__(self, folder: Path, jobs: int, output: TextIO, keep_open: Sequence[int] = ()) -> None:
+        super().__init__(output)
         self.folder = folder
         self.jobs = jobs
-        self.output = output
         self.keep_open = keep_open
-        self._live = False
-        self._last_line = time.monotonic()
 
     def run(self, points: Sequence[Point]) -> None:
         """Trains the points that have no result yet, those with the least work first.
@@ -184,10 +180,10 @@ class Grid:
                             key.data.point = None
                             if waiting:
                                 key.data.begin(waiting.pop(0))
-                    self._show(workers, waiting, estimate)
+                    self.show(self._progress(workers, waiting, estimate))
             finally:
                 with undisturbed():
-                    self._clear()
+                    self.clear()
                     for worker in workers:
                         worker.stop()
 
@@ -205,31 +201,13 @@ class Grid:
             f"({result['seconds']:.0f} s){_time_left(left) if done < total else ''}"
         )
 
-    def say(self, text: str) -> None:
-        """Prints something that stays."""
-        self._clear()
-        print(text, file=self.output, flush=True)
-        self._last_line = time.monotonic()
-
-    def _show(self, workers: Sequence[_Worker], waiting: Sequence[Point], estimate: Estimate) -> None:
-        live = self.output.isatty()
-        if not live and time.monotonic() - self._last_line < LINE_EVERY:
-            return
-        running = [(w.point, time.monotonic() - w.started, w.progress) for w in workers if w.point is not None]
+    def _progress(self, workers: Sequence[_Worker], waiting: Sequence[Point], estimate: Estimate) -> Iterator[str]:
+        now = time.monotonic()
+        running = [(w.point, now - w.started, w.progress) for w in workers if w.point is not None]
         left = estimate.left(waiting, [(point, taken) for point, taken, _ in running], self.jobs)
-        line = "; ".join(f"{point.title}: {progress}" for point, _, progress in running)
-        line = f"  {len(waiting)} waiting{_time_left(left)}; {line}"
-        if not live:
-            self.say(line)
-            return
-        self._clear()
-        print(line[: os.get_terminal_size(self.output.fileno()).columns - 1], end="", file=self.output, flush=True)
-        self._live = True
-
-    def _clear(self) -> None:
-        if self._live:
-            print("\r\x1b[K", end="", file=self.output, flush=True)
-            self._live = False
+        for point, _, progress in running:
+            yield f"{point.title}: {progress}"
+        yield f"{len(waiting)} waiting{_time_left(left)}"
 
 
 def _shown(loss: float | None) -> str:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.steps import StepError
+
 from synthetic.models import MODELS
 from synthetic.training import Point
 
 
-class ResultsError(Exception):
+class ResultsError(StepError):
     """A file of results that cannot be used; the message is for the person at the terminal."""
 
 

@@ -10,7 +10,6 @@ interruption, goes on with the points that have none.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the plugin
 
 import torch
-from common.command_line import run_to_the_end
+from common.command_line import add_jobs, add_out, positive, run_to_the_end
 from common.commands import require_packages, shown
 from common.steps import StepError, claim
 
@@ -26,7 +25,7 @@ from synthetic.figures import draw_figures
 from synthetic.grid import Grid
 from synthetic.models import MODELS
 from synthetic.report import loss_table
-from synthetic.results import ResultsError, file_of, one_of_each_seed, read_results
+from synthetic.results import file_of, one_of_each_seed, read_results
 from synthetic.retrieval import SETTINGS
 from synthetic.training import MAX_STEPS, Point
 
@@ -45,7 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    out = Path(__file__).resolve().parent / "out"
     names = {setting: ", ".join(models) for setting, models in MODELS.items()}
     parser = argparse.ArgumentParser(
         description="Trains models to retrieve values by their keys (Schlag et al. 2021, Sec. 6.1), a point for each "
@@ -69,13 +67,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="numbers of keys (default: 20 to 600 by 20 in setting 1, 20 to 200 by 20 in setting 2)",
     )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="which models (default: all of the setting)")
-    parser.add_argument(
-        "--out", type=Path, default=out, metavar="FOLDER", help=f"where the results go (default: {shown(out)})"
-    )
+    add_out(parser, Path(__file__).resolve().parent / "out")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="where --draw puts figures (default: --out)")
-    parser.add_argument(
-        "--jobs", type=positive, default=cores(), metavar="N", help="points at a time (default: one for each core)"
-    )
+    add_jobs(parser)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     parser.add_argument("--seed", type=positive, default=1, metavar="N", help="of all that is drawn (default: 1)")
     parser.add_argument(
@@ -115,10 +109,7 @@ def train(options: argparse.Namespace) -> None:
         for model in dict.fromkeys(options.models or MODELS[options.setting])
     ]
     with claim(options.out, MARK) as claimed:
-        try:
-            Grid(options.out, options.jobs, sys.stdout, [claimed]).run(points)
-        except ResultsError as error:
-            raise StepError(str(error)) from None
+        Grid(options.out, options.jobs, sys.stdout, [claimed]).run(points)
 
 
 def draw(folder: Path, figures: Path) -> list[Path]:
@@ -128,10 +119,7 @@ def draw(folder: Path, figures: Path) -> list[Path]:
         StepError: if there is nothing to draw, or a file of results cannot be used.
     """
     require_packages("matplotlib")
-    try:
-        found = {setting: read_results(file_of(folder, setting)).values() for setting in SETTINGS}
-    except ResultsError as error:
-        raise StepError(str(error)) from None
+    found = {setting: read_results(file_of(folder, setting)).values() for setting in SETTINGS}
     if not any(found.values()):
         raise StepError(f"{folder} has no finished points to draw")
     results = {setting: one_of_each_seed(points) for setting, points in found.items()}
@@ -145,18 +133,6 @@ def draw(folder: Path, figures: Path) -> list[Path]:
     for path in drawn:
         print(f"figure: {shown(path.resolve())}")
     return drawn
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def positive(text: str) -> int:
-    """A number of the command line that must be whole and above 0."""
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
 
 
 def _size(text: str) -> int:

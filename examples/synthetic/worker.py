@@ -20,14 +20,10 @@ from synthetic.training import Point, round_off, train_point
 
 def main() -> int:
     torch.set_num_threads(1)
-    try:
-        for line in sys.stdin:
-            point = Point(**json.loads(line))
-            result = train_point(point, lambda step, loss: write({"step": step, "loss": round_off(loss)}))
-            write({"result": result})
-    except BrokenPipeError:
-        sys.stdout = None  # or Python would complain that it cannot be flushed
-        return 1
+    for line in sys.stdin:
+        point = Point(**json.loads(line))
+        result = train_point(point, lambda step, loss: write({"step": step, "loss": round_off(loss)}))
+        write({"result": result})
     return 0
 
 

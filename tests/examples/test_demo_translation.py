@@ -218,7 +218,7 @@ def test_numbers_that_were_never_seen_are_translated(
     assert "fairseq-" not in shown_again and table in shown_again
 
     # The Transformer beside it differs in attention alone, which has the same projections.
-    other = run.Demo(run._parse(["--out", str(out), "--updates", "1"]), 0)
+    other = run.TranslationDemo(run._parse(["--out", str(out), "--updates", "1"]), run.MODELS, 0)
     step = other.train("transformer", other.binarize(other.encode(text := other.make_text(), other.learn_pieces(text))))
     log = fairseq([*step.command, "--save-dir", str(tmp_path / "transformer")])
     counted = re.search(r"num\. shared model params: ([\d,]+)", log)
