@@ -96,6 +96,14 @@ def describe_training(log_end: str, updates: int) -> str:
     return f"update {done}/{updates}, loss {float(last['loss']):.2f}, {float(last['wps']):.0f} tokens/s, {left}"
 
 
+def find_in(log: str, what: str, pattern: str) -> list[str]:
+    """What a pattern finds in a log; ValueError, which says `what` is missing, if that is nothing."""
+    found = re.findall(pattern, log, re.MULTILINE)
+    if not found:
+        raise ValueError(f"its log has no {what} in it")
+    return found
+
+
 def read_nothing(log: str) -> dict[str, Any]:
     """For commands that are known by what they leave behind."""
     return {}

@@ -12,17 +12,18 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 
 from common.command_line import add_options, run_to_the_end
 from common.commands import require_packages
 from common.demo import SPLITS, Demo, Model
+from common.fairseq_logs import find_in
 from common.steps import Step, claim, read_json, write_json
 
 from demo.comparison import Row, Unigram, format_rows
 from demo.corpora import Corpus, corpus_in, english_corpus
-from demo.fairseq_logs import read_continuations, read_perplexity
 
 MARK = "made-by-the-demo"
 SEGMENT, BATCH = 64, 16
@@ -221,6 +222,16 @@ class LanguageDemo(Demo):
             "",
             *(f"- {text.removeprefix(prompt).strip()}" for text in texts),
         ]
+
+
+def read_perplexity(log: str) -> dict[str, Any]:
+    """Reads the log of `fairseq-eval-lm`."""
+    return {"ppl": float(find_in(log, "perplexity", r"Perplexity: (\S+)")[-1])}
+
+
+def read_continuations(log: str) -> dict[str, Any]:
+    """Reads the log of `fairseq-interactive`."""
+    return {"texts": find_in(log, "text", r"^H-\d+\t\S+\t(.*)$")}
 
 
 def read_vocabulary(path: Path) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 from common.command_line import add_options, run_to_the_end
 from common.commands import command, require_packages
 from common.demo import SPLITS, Demo, Model
-from common.fairseq_logs import read_nothing
+from common.fairseq_logs import find_in, read_nothing
 from common.steps import Step, claim
 
 from demo_translation.comparison import Row, count_copies, format_examples, format_rows
@@ -238,19 +237,14 @@ def generated_in(folder: Path) -> Path:
 
 
 def read_speed(log: str) -> dict[str, Any]:
-    """Reads the log of `fairseq-generate`; ValueError if there is no speed in it."""
-    speed = re.search(r"\| Translated [\d,]+ sentences .* \((\S+) sentences/s,", log)
-    if speed is None:
-        raise ValueError("its log has no speed in it")
-    return {"sentences_per_second": float(speed[1])}
+    """Reads the log of `fairseq-generate`."""
+    speed = find_in(log, "speed", r"\| Translated [\d,]+ sentences .* \((\S+) sentences/s,")
+    return {"sentences_per_second": float(speed[0])}
 
 
 def read_bleu(log: str) -> dict[str, Any]:
-    """Reads the output of `sacrebleu`; ValueError if there is no score in it."""
-    found = re.search(r"^\{.*^\}", log, re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise ValueError("its log has no score in it")
-    result = json.loads(found[0])
+    """Reads the output of `sacrebleu`."""
+    result = json.loads(find_in(log, "score", r"(?s)^\{.*^\}")[0])
     return {"score": result["score"], "signature": result["signature"]}
 
 

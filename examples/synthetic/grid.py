@@ -47,26 +47,20 @@ class Estimate:
             self._seconds[name] += seconds
             self._work[name] += point.work
 
-    def seconds(self, point: Point) -> float | None:
-        """What a point of its model and size takes, by that of other models where there is none; None at first."""
-        name = point.model if self._work.get(point.model) else ""
-        return self._seconds[name] / self._work[name] * point.work if self._work.get(name) else None
-
     def left(self, waiting: Sequence[Point], running: Sequence[tuple[Point, float]], jobs: int) -> float | None:
-        """Seconds until the last point is done.
+        """Seconds until the last point is done; None as long as none is finished.
 
         Args:
             running: points with the seconds that they have taken so far.
             jobs: how many run at a time.
         """
-        expected = [self.seconds(point) for point in [*waiting, *(point for point, _ in running)]]
-        if None in expected:
+        if not self._work[""]:
             return None
-        ahead = [seconds for seconds in expected[: len(waiting)] if seconds is not None]
-        for (_, taken), seconds in zip(running, expected[len(waiting) :], strict=True):
-            assert seconds is not None
+        ahead = []
+        for point, taken in [*((point, 0.0) for point in waiting), *running]:
+            name = point.model if self._work[point.model] else ""  # what other models take, where there is none of it
             # One that takes longer than expected is taken to be done any moment now: nothing better is known.
-            ahead.append(max(0.0, seconds - taken))
+            ahead.append(max(0.0, self._seconds[name] / self._work[name] * point.work - taken))
         return max([sum(ahead) / jobs, *ahead], default=0.0)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
-curves, fairseq_logs, tables = map(import_module, ("common.curves", "common.fairseq_logs", "common.tables"))
+fairseq_logs, tables = map(import_module, ("common.fairseq_logs", "common.tables"))
 
 TRAIN_LOG = """
 2026-01-01 | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
@@ -38,8 +37,8 @@ def test_progress_is_read_from_a_log_that_is_being_written() -> None:
     ("module", "read"),
     [
         ("common.fairseq_logs", "read_training"),
-        ("demo.fairseq_logs", "read_perplexity"),
-        ("demo.fairseq_logs", "read_continuations"),
+        ("demo.run", "read_perplexity"),
+        ("demo.run", "read_continuations"),
         ("demo_translation.run", "read_speed"),
         ("demo_translation.run", "read_bleu"),
     ],
@@ -56,9 +55,3 @@ def test_a_table_is_markdown_and_aligned() -> None:
         "| a           | 1,000 |",
         "| longer name |     2 |",
     ]
-
-
-def test_curves_are_a_picture_or_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyError):
-        curves.plot_curves({"a": {}}, 100.0, tmp_path / "curves.png")
-    assert list(tmp_path.iterdir()) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -73,14 +71,6 @@ def test_a_finished_step_is_run_again_only_if_it_changed(tmp_path: Path, change:
     assert (tmp_path / "second" / "witness").exists() == (change == "nothing")
 
 
-def test_steps_wait_for_those_that_they_use(tmp_path: Path) -> None:
-    first = make_step(tmp_path / "first", "import time; time.sleep(0.5)")
-    looks = "import sys, pathlib; assert (pathlib.Path(sys.argv[1]).parent / 'first' / 'done.json').exists()"
-    second = make_step(tmp_path / "second", looks, after=[first])
-    work(second, first)
-    assert second.result() is not None
-
-
 def find_nothing(log: str) -> dict[str, Any]:
     raise ValueError("its log has no result in it")
 
@@ -115,32 +105,6 @@ def test_a_failure_ends_the_steps_beside_it_and_what_they_started(tmp_path: Path
     assert slow.result() is None
     with steps.claim(out, MARK):
         pass
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_in_the_very_moment_of_a_start_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    """As when the signal comes in a busy machine, where a start takes long."""
-    started = []
-
-    class Popen(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self.pid)
-            signal.raise_signal(number)
-
-    before = signal.signal(number, signal.default_int_handler)
-    try:
-        monkeypatch.setattr(steps.subprocess, "Popen", Popen)
-        with pytest.raises(KeyboardInterrupt):
-            work(make_step(tmp_path / "a", "import time; time.sleep(60)"))
-        assert signal.getsignal(number) is signal.default_int_handler
-    finally:
-        signal.signal(number, before)
-    (pid,) = started
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 HALF_THEN_WHOLE = """
@@ -184,21 +148,6 @@ def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path) -> None:
     assert max(map(len, shown.splitlines())) <= 110 and shown.count("\n") > 2
     typed = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout
     assert typed.strip().split("|") == arguments
-
-
-def test_of_a_second_command_of_a_program_only_what_differs_is_shown(tmp_path: Path) -> None:
-    commands = {
-        "first": ["data", "--task", "t", "--layers", "2", "--carry"],
-        "second": ["data", "--task", "t", "--layers", "3"],
-        "other": ["elsewhere"],
-    }
-    first, second, other = (
-        steps.Step(name, tmp_path / name, ["true", *words], lambda log: {}) for name, words in commands.items()
-    )
-    shown = work(first, second, other, slots=1)
-    assert "first\n  true data --task t --layers 2 --carry\n" in shown
-    assert "second\n  as for first, but with --layers 3\n      and without --carry\n" in shown
-    assert "other\n  true elsewhere\n" in shown
 
 
 class Terminal(io.StringIO):

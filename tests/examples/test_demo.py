@@ -136,13 +136,6 @@ def test_the_window_moves_by_more_than_one_token_over_a_long_text() -> None:
     assert run.window_step(10_000_000) == run.SEGMENT // 2
 
 
-def test_a_prompt_is_known_to_the_models(folder: Path) -> None:
-    (folder / "test.txt").write_text("too short\n" + TEXT.replace("more", "unheard-of") + TEXT)
-    corpus = corpora.corpus_in(folder)
-    assert run.choose_prompt(corpus, sorted(set(TEXT.split()))) == "a text of more words than"
-    assert run.choose_prompt(corpus, ["other"]) == "other"
-
-
 @pytest.mark.slow
 def test_the_demo_trains_scores_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a text of two words, of which a dictionary has fewer entries than a token is otherwise drawn from."""

@@ -101,8 +101,3 @@ def test_a_summary_has_a_row_for_each_model_by_update(tmp_path: Path) -> None:
         "delta, m = 16 | converted | 1,234,567 | 1.0e+06 | 50.0 | 25.0 | 4.0",
         "delta, m = 16 | scratch | 1,234,567 | – | 50.0 | 25.0 | 4.0",
     ]
-
-
-def test_a_summary_of_nothing_is_refused(tmp_path: Path) -> None:
-    assert summarize(tmp_path)[0].returncode == 1
-    assert summarize(tmp_path / "never")[0].stderr == f"summarize.py: there is no folder {tmp_path / 'never'}\n"

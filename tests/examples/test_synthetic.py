@@ -331,6 +331,19 @@ def test_figures_are_drawn_from_any_part_of_the_grid(tmp_path: Path, capsys: pyt
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
+def test_the_time_that_is_left_is_that_of_the_same_model_where_one_is_finished() -> None:
+    small, large, other = (
+        training.Point(1, model, size) for model, size in (("linear", 20), ("linear", 600), ("dpfp-3", 600))
+    )
+    estimate = grid.Estimate([])
+    assert estimate.left([small], [], 1) is None
+    estimate.learn(small, 10.0)
+    assert math.isclose(estimate.left([other], [], 1), 10 * other.work / small.work)
+    estimate.learn(other, 1.0)
+    assert math.isclose(estimate.left([large], [], 4), 10 * large.work / small.work)  # a point is not divided
+    assert math.isclose(estimate.left([small, small], [(small, 4.0), (other, 50.0)], 2), 13)
+
+
 def test_of_a_seed_the_point_that_may_go_on_longest_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,22 +420,22 @@ def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(
 
 
 @pytest.mark.slow
-def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_grid_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     path = results.file_of(out, 1)
     arguments = ["--setting", "1", "--models", "softmax", "linear", "--out", str(out), "--max-steps", "100"]
-    # Points of 6 keys are done in a second, those of 300 after seconds.
+    # Points of 6 keys are done in a second, those of 600 after many.
     interrupted = subprocess.Popen(
-        [sys.executable, "-u", EXAMPLES / "synthetic" / "run.py", *arguments, "--sizes", "6", "300", "--jobs", "2"],
+        [sys.executable, "-u", EXAMPLES / "synthetic" / "run.py", *arguments, "--sizes", "6", "600", "--jobs", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT.parent,  # it works from anywhere
     )
     assert interrupted.stdout is not None
-    for text in interrupted.stdout:
-        if text.startswith("[2/4]"):
-            break
+    assert [interrupted.stdout.readline()[:5] for _ in range(2)] == ["[1/4]", "[2/4]"]  # a log has nothing else
     interrupted.send_signal(signal.SIGTERM)
     _, error = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 130 and "goes on from here" in error
@@ -433,10 +446,14 @@ def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path, capsys: pytest
 
     path.write_bytes(before + before[:50])
     again = [*arguments, "--sizes", "6", "8", "--jobs", "1"]
-    assert run.main(again) == 0
-    half, done, *points = capsys.readouterr().out.splitlines()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "isatty", lambda: True)
+        assert run.main(again) == 0
+    shown = capsys.readouterr().out
+    half, done = shown.splitlines()[:2]
     assert "ended with half a line, which is dropped" in half and done == "2 of 4 points: done before"
-    assert [point[:5] for point in points] == ["[1/2]", "[2/2]"]  # nothing in between, as this is no terminal
+    assert "[1/2]" in shown and "[2/2]" in shown
+    assert "S = 8: begins\n> 0 waiting, about " in shown and "\x1b[2F\x1b[J" in shown
     assert path.read_bytes().startswith(before)
     finished = [(result.point.model, result.point.size) for result in results.read_results(path).values()]
     assert sorted(finished) == [("linear", 6), ("linear", 8), ("softmax", 6), ("softmax", 8)]
@@ -445,7 +462,6 @@ def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == "4 of 4 points: done before\n"
 
 
-@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_grid_with_its_point_and_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

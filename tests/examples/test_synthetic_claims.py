@@ -16,33 +16,25 @@ models, results, retrieval, training = (
     import_module(f"synthetic.{name}") for name in ("models", "results", "retrieval", "training")
 )
 
-FOLDER = EXAMPLES / "synthetic" / "results"
 REQUIRED = {1: (20, 60, 100, 140, 200, 300, 400, 500, 600), 2: (20, 60, 100, 140, 180)}
 DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}
 """The capacity of each."""
+FILES = [results.file_of(EXAMPLES / "synthetic" / "results", setting) for setting in REQUIRED]
+FINISHED = [result for file in FILES for result in results.read_results(file).values()]
+FIRST = {(r.point.setting, r.point.model, r.point.size): r for r in FINISHED if r.point.seed == 1}
 
 
-FINISHED = {setting: list(results.read_results(results.file_of(FOLDER, setting)).values()) for setting in REQUIRED}
-
-
-def loss(setting: int, model: str, size: int) -> float:
-    """The lowest evaluation loss of a point, with seed 1."""
-    (best,) = (
-        result.best_loss
-        for result in FINISHED[setting]
-        if (result.point.model, result.point.size, result.point.seed) == (model, size, 1)
-    )
+def loss(*point: object) -> float:
+    """The lowest evaluation loss of a setting, model and size."""
+    best = FIRST[point].best_loss
     return float("inf") if best is None else best
 
 
-@pytest.mark.parametrize("setting", REQUIRED)
-def test_all_models_were_trained_at_all_sizes_to_the_end_that_the_paper_names(setting: int) -> None:
+def test_all_models_were_trained_at_all_sizes_to_the_end_that_the_paper_names() -> None:
     """Below the target, or without progress: not at the limit of steps, and with numbers."""
-    done = FINISHED[setting]
-    required = {(model, size, 1) for model in models.MODELS[setting] for size in REQUIRED[setting]}
-    assert required <= {(result.point.model, result.point.size, result.point.seed) for result in done}
-    assert {result.stopped for result in done if result.point.seed == 1} == {"solved", "no progress"}
-    assert results.one_of_each_seed(done) == done
+    assert {(s, model, size) for s in REQUIRED for model in models.MODELS[s] for size in REQUIRED[s]} <= FIRST.keys()
+    assert {result.stopped for result in FIRST.values()} == {"solved", "no progress"}
+    assert results.one_of_each_seed(FINISHED) == FINISHED
 
 
 # --- Setting 1
@@ -115,6 +107,7 @@ def test_favor_puts_its_weight_on_wrong_values_before_any_training() -> None:
     assert 0.3 < favor_square < 0.5 and 0.2 < exact_square < 0.35 and favor < 0.005
 
 
+@pytest.mark.slow
 def test_favor_does_not_find_what_exact_attention_of_its_keys_would() -> None:
     (favor, _), (exact, _) = weights(600, 20).values()
     assert exact > 0.95 and 0.4 < favor < 0.6
