@@ -80,6 +80,18 @@ def test_parameters_are_the_sources(on_meta, name):
     assert count(model) - more == PUBLISHED[name]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2_small", "pythia_70m"])
+def test_published_numbers_are_those_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        if name == "gpt2_small":
+            theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2["small"]))
+        else:
+            theirs = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**PYTHIA["70m"], vocab_size=50304))
+    assert count(theirs) == PUBLISHED[name]
+
+
 @pytest.mark.parametrize("size", GPT2)
 def test_gpt2_is_a_pre_norm_transformer_with_learned_positions(on_meta, size):
     model, args = on_meta(f"fast_weight_lm_gpt2_{size}")
@@ -132,6 +144,18 @@ def test_retnet_is_pythia_with_retention(on_meta, size):
     assert count(model) - special == pythia + gates == RETNET_PARAMETERS[size]
 
 
+@pytest.mark.parametrize("size", RETNET)
+def test_hybrids_keep_the_sources_heads(on_meta, size):
+    layers, width, _, heads, of_source = RETNET[size]
+    flags = f"--softmax-attention-layers 2,{layers // 2}"
+    model, _ = on_meta(f"fast_weight_lm_retnet_{size}", flags)
+    attentions = [layer.self_attn for layer in model.decoder.layers]
+    softmax = {i + 1: a for i, a in enumerate(attentions) if isinstance(a, RotaryAttention)}
+    assert set(softmax) == {2, layers // 2}
+    assert {(a.num_heads, a.rotary_dim) for a in softmax.values()} == {(of_source, width // of_source // 4)}
+    assert {a.num_heads for a in attentions if isinstance(a, FastWeightAttention)} == {heads}
+
+
 @pytest.mark.parametrize(
     "arch", ["fast_weight_lm_gpt2_small", "fast_weight_lm_pythia_70m", "fast_weight_lm_retnet_430m"]
 )
@@ -147,6 +171,12 @@ def test_fast_weights_stand_where_attention_was(fairseq, text, arch):
     assert torch.allclose(torch.cat(steps, 1), full, atol=1e-4)
     full.softmax(-1).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_retnet_without_retention_is_pythia(fairseq):
+    saved = fairseq.build(f"{TINY} {ALL} --rotary-dim 4", arch="fast_weight_lm_pythia_70m")
+    model = fairseq.build(f"{TINY} {ALL} --rotary-dim 4", arch="fast_weight_lm_retnet_430m", seed=1)
+    model.load_state_dict(saved.state_dict())
 
 
 # ------------------------------------------------------------------------------------- heads of fast weights

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from tests.ops.rules import (
 )
 
 LARGEST = 16
+MOST_ON_A_GPU = native.LARGEST_DIM["cuda"]
 # Keys, values and both in two and three parts, the last of which has 5 of 16, 1 or all.
 SIZES = [(37, 5), (5, 37), (32, 33), (17, 48)]
 # What is added up was rounded part by part; with up to three parts that takes half of what is promised at most.
@@ -70,6 +73,11 @@ class Calls(TorchDispatchMode):
         else:
             self.others.add(operation._opname)
         return operation(*args, **(kwargs or {}))
+
+
+def test_the_limit_is_that_of_the_cuda_kernels():
+    source = (Path(__file__).resolve().parents[2] / "cuda" / "recurrent_tile.cuh").read_text()
+    assert f"kMostDim = {MOST_ON_A_GPU};" in source
 
 
 # Values

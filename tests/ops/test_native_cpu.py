@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 from tests.ops.rules import (
     CPU_KERNELS,
@@ -159,8 +160,23 @@ def test_every_instruction_set_agrees(tmp_path):
             assert_close(parts(step, rows), parts(expected_step, rows), TOLERANCE[dtype])
 
 
+@on_cpu
+def test_sixteen_bits_are_rounded_to_the_nearest():
+    """Of three quarters of a unit in the last place and of halves, in every lane: sums that float32 holds."""
+    for dtype in (torch.bfloat16, torch.float16):
+        unit = torch.finfo(dtype).eps
+        added = unit * torch.tensor([0.75, 0.5, 0.25, 1.5, -0.25, -0.5]).repeat(6)
+        for T in (1, 2):  # a step of a state that has been read, and a sequence
+            v = torch.stack([torch.ones(36), added])[-T:].to(dtype).view(1, T, 1, 36)
+            one = torch.ones(1, T, 1, 1, dtype=dtype)
+            state = torch.ones(1, 1, 1, 36) if T == 1 else None
+            out, _ = ops.sum_rule(one, one, v, initial_state=state, backend="native")
+            assert torch.equal(out[0, -1, 0], (1 + added).to(dtype)), (dtype, T)
+
+
 def main() -> None:
     """What the processes of `test_every_instruction_set_agrees` run."""
+    test_sixteen_bits_are_rounded_to_the_nearest()
     results = []
     for rule, *how in CASES:
         inputs = inputs_of(rule, *how)
