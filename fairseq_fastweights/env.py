@@ -18,7 +18,6 @@ import torch
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
 
-RULES = ("sum", "gated", "decay", "delta")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STEPS = {"sequence": 256, "step": 1}
 """For how many time steps at once a backend is asked for: training or a prompt, and a generated token."""
@@ -68,9 +67,9 @@ def report() -> dict[str, Any]:
                 "rule": rule,
                 "device": device.type,
                 "dtype": str(dtype).removeprefix("torch."),
-                **{name: ops.chosen_backend(device, dtype, time) for name, time in STEPS.items()},
+                **{name: ops.chosen_backend(device, dtype, time, rule) for name, time in STEPS.items()},
             }
-            for rule in RULES
+            for rule in ops.OPERATIONS
             for device in devices
             for dtype in DTYPES
         ],

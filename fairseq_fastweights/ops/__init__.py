@@ -15,20 +15,19 @@ token at a time, then moves no more than the state. Nothing of such a call can b
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops import chunkwise, divided, native, reference
-from fairseq_fastweights.ops.checks import check_in_place, check_inputs, check_values, state_dtype
+from fairseq_fastweights.ops.checks import GateInput, check_values, state_dtype
 from fairseq_fastweights.ops.native import BackendUnavailable
-
-BACKENDS = ("auto", "reference", "chunkwise", "native")
+from fairseq_fastweights.ops.operations import BACKENDS, OPERATIONS, Operation
 
 __all__ = [
     "BACKENDS",
+    "OPERATIONS",
     "BackendUnavailable",
+    "GateInput",
+    "Operation",
     "check_values",
     "chosen_backend",
     "decay_rule",
@@ -66,8 +65,7 @@ def sum_rule(
         BackendUnavailable: if the backend cannot do it.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
     """
-    check_inputs(q, k, v, initial_state)
-    return _run("sum", backend, in_place, initial_state, q, k, v)
+    return OPERATIONS["sum"](q, k, v, initial_state=initial_state, in_place=in_place, backend=backend)
 
 
 def gated_rule(
@@ -86,8 +84,7 @@ def gated_rule(
         log_gate: (batch, time, heads), log g_t, at most 0.
         others: as in `sum_rule`, which also says what is returned and raised.
     """
-    check_inputs(q, k, v, initial_state, log_gates={"log_gate": log_gate})
-    return _run("gated", backend, in_place, initial_state, q, k, v, log_gate)
+    return OPERATIONS["gated"](q, k, v, log_gate, initial_state=initial_state, in_place=in_place, backend=backend)
 
 
 def decay_rule(
@@ -108,8 +105,9 @@ def decay_rule(
         log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay.
         others: as in `sum_rule`, which also says what is returned and raised.
     """
-    check_inputs(q, k, v, initial_state, log_key_decay=log_key_decay, log_value_decay=log_value_decay)
-    return _run("decay", backend, in_place, initial_state, q, k, v, log_key_decay, log_value_decay)
+    return OPERATIONS["decay"](
+        q, k, v, log_key_decay, log_value_decay, initial_state=initial_state, in_place=in_place, backend=backend
+    )
 
 
 def delta_rule(
@@ -131,8 +129,7 @@ def delta_rule(
         beta: (batch, time, heads), the write strength in [0, 1].
         others: as in `sum_rule`, which also says what is returned and raised.
     """
-    check_inputs(q, k, v, initial_state, strengths={"beta": beta})
-    return _run("delta", backend, in_place, initial_state, q, k, v, beta)
+    return OPERATIONS["delta"](q, k, v, beta, initial_state=initial_state, in_place=in_place, backend=backend)
 
 
 def chosen_backend(
@@ -140,58 +137,7 @@ def chosen_backend(
 ) -> str:
     """What "auto" takes for tensors on `device`, of `dtype`, with `time` steps.
 
-    That depends on `rule` ("sum", "gated", "decay", "delta") and `key_dim` only for keys of the delta rule that are
-    larger than a GPU's kernels take.
+    That depends on `rule`, a key of `OPERATIONS`, and on `key_dim` only for keys of the delta rule that are larger
+    than a GPU's kernels take.
     """
-    kind = torch.device(device).type
-    if native.why_not(kind, dtype) is None and native.takes(rule, kind, key_dim):
-        return "native"
-    # A single step has nothing to chunk: the reference's loop over time is that step.
-    return "reference" if time == 1 else "chunkwise"
-
-
-def _implementation(rule: str, backend: str, k: Tensor, v: Tensor) -> ModuleType:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if backend == "auto":
-        backend = chosen_backend(v.device, v.dtype, v.shape[1], rule, k.shape[-1])
-    if backend == "native":
-        kind, key_dim = v.device.type, k.shape[-1]
-        native.require(rule, kind, v.dtype, key_dim)
-        return native if native.fits(kind, max(key_dim, v.shape[-1])) else divided
-    return reference if backend == "reference" else chunkwise
-
-
-def _run(
-    rule: str, backend: str, in_place: bool, initial_state: Tensor | None, *inputs: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Runs a rule, by its name, on inputs that were checked: q, k, v and the gates."""
-    _, k, v, *_ = inputs
-    assert k is not None and v is not None
-    implementation = _implementation(rule, backend, k, v)
-    compiled = implementation is native or implementation is divided
-    if compiled:
-        native.refuse_tangents(initial_state, *inputs)
-    if not in_place:
-        if v.shape[1] == 0:
-            return _nothing(k, v, initial_state, inputs)
-        return getattr(implementation, f"{rule}_rule")(*inputs, initial_state=initial_state)
-    state = check_in_place(initial_state, *inputs)
-    if v.shape[1] == 0:
-        return torch.zeros_like(v), state
-    if compiled and v.shape[1] == 1 and native.can_change(state):
-        return getattr(implementation, f"{rule}_step_")(*inputs, state=state), state
-    out, final_state = getattr(implementation, f"{rule}_rule")(*inputs, initial_state=state)
-    return out, state.copy_(final_state)
-
-
-def _nothing(
-    k: Tensor, v: Tensor, initial_state: Tensor | None, inputs: tuple[Tensor | None, ...]
-) -> tuple[Tensor, Tensor]:
-    """The result of no steps at all. Its empty output has a gradient, of zeros, for all that an output depends on."""
-    # Sums of no rows: nothing is read, nor is anything added to the nothing that there is.
-    depends = sum(x[:0].sum() for x in (initial_state, *inputs) if x is not None)
-    if initial_state is None:
-        batch, _, heads, key_dim = k.shape
-        initial_state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=state_dtype(v.dtype), device=v.device)
-    return torch.zeros_like(v) + depends, initial_state.clone()
+    return OPERATIONS[rule].best_backend(torch.device(device).type, dtype, time, key_dim)

@@ -8,7 +8,10 @@ asks for them.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,16 +48,29 @@ class check_values:
         _values_checked = self._before
 
 
+@dataclass(frozen=True)
+class GateInput:
+    """What an operation takes beside q, k and v.
+
+    Attributes:
+        name: of the argument.
+        per: what it has a number for at every step: each "head", or each "key" or "value" dimension of each head.
+        log: whether it is the logarithm of a decay, at most 0; otherwise it is a write strength in [0, 1].
+        optional: whether None will do, for no such gate.
+    """
+
+    name: str
+    per: Literal["head", "key", "value"]
+    log: bool
+    optional: bool = False
+
+
 def check_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     initial_state: Tensor | None,
-    *,
-    strengths: dict[str, Tensor] | None = None,
-    log_gates: dict[str, Tensor] | None = None,
-    log_key_decay: Tensor | None = None,
-    log_value_decay: Tensor | None = None,
+    gates: Sequence[tuple[GateInput, Tensor | None]] = (),
 ) -> None:
     """Raises `ValueError` for inputs that an operation cannot take.
 
@@ -62,8 +78,7 @@ def check_inputs(
         q, k: (batch, time, heads, key_dim), of one dtype with v.
         v: (batch, time, heads, value_dim).
         initial_state: (batch, heads, key_dim, value_dim) or None.
-        strengths, log_gates: by argument name, write strengths and logs of gates, each (batch, time, heads).
-        log_key_decay, log_value_decay: (batch, time, heads, key_dim) and (batch, time, heads, value_dim), or None.
+        gates: each of (batch, time, heads), with key_dim or value_dim after it where it is per key or per value.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
@@ -88,20 +103,18 @@ def check_inputs(
         if tensor.shape[-1] > 1 and tensor.stride(-1) not in (0, 1):
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous (stride 1)")
 
-    per_head = {**(strengths or {}), **(log_gates or {})}
-    gates = [(name, gate, steps, "(batch, time, heads)") for name, gate in per_head.items()]
-    if log_key_decay is not None:
-        shape = "(batch, time, heads, key_dim)"
-        gates.append(("log_key_decay", log_key_decay, (*steps, key_dim), shape))
-    if log_value_decay is not None:
-        shape = "(batch, time, heads, value_dim)"
-        gates.append(("log_value_decay", log_value_decay, (*steps, value_dim), shape))
-    for name, gate, wanted, meaning in gates:
-        _check_tensor(name, gate)
-        _check_shape(name, gate, wanted, meaning)
-        if gate.dtype not in (v.dtype, torch.float32):
-            raise ValueError(f"{name} has dtype {gate.dtype}; it must be that of v, {v.dtype}, or torch.float32")
-    others = {"q": q, "k": k, **{name: gate for name, gate, _, _ in gates}}
+    others = {"q": q, "k": k}
+    for gate, tensor in gates:
+        if tensor is None and gate.optional:
+            continue
+        _check_tensor(gate.name, tensor)
+        assert tensor is not None
+        dims: tuple[int, ...] = {"head": (), "key": (key_dim,), "value": (value_dim,)}[gate.per]
+        meaning = "(batch, time, heads)" if gate.per == "head" else f"(batch, time, heads, {gate.per}_dim)"
+        _check_shape(gate.name, tensor, (*steps, *dims), meaning)
+        if tensor.dtype not in (v.dtype, torch.float32):
+            raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {v.dtype}, or torch.float32")
+        others[gate.name] = tensor
     if initial_state is not None:
         _check_tensor("initial_state", initial_state)
         wanted = (batch, heads, key_dim, value_dim)
@@ -116,9 +129,7 @@ def check_inputs(
         if tensor.device != v.device:
             raise ValueError(f"{name} is on device {tensor.device}; it must be on that of v, {v.device}")
     if _values_checked:
-        decays = {"log_key_decay": log_key_decay, "log_value_decay": log_value_decay}
-        logs = {name: x for name, x in decays.items() if x is not None} | (log_gates or {})
-        _check_values({**others, "v": v}, strengths or {}, logs)
+        _check_values({**others, "v": v}, gates)
 
 
 def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tensor:
@@ -156,16 +167,16 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}, {meaning}")
 
 
-def _check_values(tensors: dict[str, Tensor], strengths: dict[str, Tensor], log_decays: dict[str, Tensor]) -> None:
+def _check_values(tensors: dict[str, Tensor], gates: Sequence[tuple[GateInput, Tensor | None]]) -> None:
     for name, tensor in tensors.items():
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
             raise ValueError(f"{name} holds {int((~finite).sum())} values that are not finite; all must be")
-    for name, log_decay in log_decays.items():
-        if log_decay.numel() and (largest := float(log_decay.detach().max())) > 0:
-            raise ValueError(f"{name} has a largest value of {largest:g}; logs of decays must be at most 0")
-    for name, strength in strengths.items():
-        if strength.numel():
-            least, most = (float(x) for x in torch.aminmax(strength.detach()))
-            if not 0 <= least <= most <= 1:
-                raise ValueError(f"{name} ranges from {least:g} to {most:g}; write strengths must be in [0, 1]")
+    for gate, values in gates:
+        if values is None or not values.numel():
+            continue
+        least, most = (float(x) for x in torch.aminmax(values.detach()))
+        if gate.log and most > 0:
+            raise ValueError(f"{gate.name} has a largest value of {most:g}; logs of decays must be at most 0")
+        if not gate.log and not 0 <= least <= most <= 1:
+            raise ValueError(f"{gate.name} ranges from {least:g} to {most:g}; write strengths must be in [0, 1]")

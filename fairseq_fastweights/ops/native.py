@@ -8,6 +8,8 @@ of q, k, write strengths and gates but those of values) are rounded in another o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,23 +53,6 @@ def why_not(device_type: str, dtype: torch.dtype) -> str | None:
 def fits(device_type: str, dim: int) -> bool:
     """Whether one call of the kernels for such a device takes key and value dimensions of up to `dim`."""
     return dim <= LARGEST_DIM.get(device_type, dim)
-
-
-def takes(rule: str, device_type: str, key_dim: int) -> bool:
-    """Whether the kernels for such a device take `rule`, by its name, with keys of `key_dim`: at once or divided."""
-    return rule != "delta" or fits(device_type, key_dim)
-
-
-def require(rule: str, device_type: str, dtype: torch.dtype, key_dim: int) -> None:
-    """Raises `BackendUnavailable` if the kernels for such a device do not take `rule` in this dtype, with such keys."""
-    reason = why_not(device_type, dtype)
-    if reason is None and not takes(rule, device_type, key_dim):
-        largest = LARGEST_DIM[device_type]
-        reason = f"the {device_type} kernels take the {rule} rule with key dimensions of up to {largest}, not {key_dim}"
-    if reason is not None:
-        raise BackendUnavailable(
-            f"backend='native' was asked for: {reason}; or use backend='chunkwise' (which 'auto' takes then)"
-        )
 
 
 def refuse_tangents(*inputs: Tensor | None) -> None:
@@ -136,136 +121,71 @@ def cuda_plan(
     return dict(zip(names, numbers, strict=True)) if numbers else None
 
 
-def sum_rule(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + v_t k_t^T."""
-    return _diagonal(q, k, v, None, False, None, None, initial_state)
+@dataclass(frozen=True)
+class Kernel:
+    """A rule by the operators that compute it.
 
+    Attributes:
+        family: "diagonal" or "delta", the operators' name but for what they do.
+        arguments: makes of the rule's gates what the operators take between v and the state.
+    """
 
-def gated_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T."""
-    return _diagonal(q, k, v, log_gate, True, None, None, initial_state)
+    family: str
+    arguments: Callable[..., tuple[Any, ...]]
 
+    def sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, initial_state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Every step: `out` and the final state."""
+        keeps = _differentiated(q, k, v, *gates, initial_state)
+        if v.shape[1] == 1 and not keeps:
+            state = _state_of_its_own(k, v, initial_state)
+            return self.step_(q, k, v, *gates, state=state), state
+        q, k, v = (_last_contiguous(x) for x in (q, k, v))
+        forward = getattr(torch.ops.fairseq_fastweights, f"{self.family}_forward")
+        interval = _interval(k, v) if keeps else 0
+        out, final_state, _ = forward(q, k, v, *self.arguments(*gates), _last_contiguous(initial_state), interval)
+        return out, final_state
 
-def decay_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_key_decay: Tensor | None,
-    log_value_decay: Tensor | None,
-    *,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T."""
-    return _diagonal(q, k, v, *_shared_or_separate(log_key_decay, log_value_decay), initial_state)
-
-
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T."""
-    q, k, v = (_last_contiguous(x) for x in (q, k, v))
-    keeps = _differentiated(q, k, v, beta, initial_state)
-    if v.shape[1] == 1 and not keeps:
-        state = _state_of_its_own(k, v, initial_state)
-        return torch.ops.fairseq_fastweights.delta_step_(q, k, v, beta, state), state
-    out, final_state, _ = torch.ops.fairseq_fastweights.delta_forward(
-        q, k, v, beta, _last_contiguous(initial_state), _interval(k, v) if keeps else 0
-    )
-    return out, final_state
+    def step_(self, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, state: Tensor) -> Tensor:
+        """One step, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
+        step = getattr(torch.ops.fairseq_fastweights, f"{self.family}_step_")
+        q, k, v = (_last_contiguous(x) for x in (q, k, v))
+        return step(q, k, v, *self.arguments(*gates), state)
 
 
 def can_change(state: Tensor) -> bool:
-    """Whether the steps below take a state that lies in memory like this: its rows contiguous."""
+    """Whether the steps take a state that lies in memory like this: its rows contiguous."""
     return state.shape[-1] <= 1 or state.stride(-1) == 1
 
 
-def sum_step_(q: Tensor, k: Tensor, v: Tensor, *, state: Tensor) -> Tensor:
-    """One step of `sum_rule`, on a state that is changed where it lies."""
-    return _diagonal_step(q, k, v, None, False, None, None, state)
+def _no_gate() -> tuple[Any, ...]:
+    return None, False, None, None
 
 
-def gated_step_(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, state: Tensor) -> Tensor:
-    """One step of `gated_rule`, on a state that is changed where it lies."""
-    return _diagonal_step(q, k, v, log_gate, True, None, None, state)
+def _one_gate(log_gate: Tensor) -> tuple[Any, ...]:
+    return log_gate, True, None, None
 
 
-def decay_step_(
-    q: Tensor, k: Tensor, v: Tensor, log_key_decay: Tensor | None, log_value_decay: Tensor | None, *, state: Tensor
-) -> Tensor:
-    """One step of `decay_rule`, on a state that is changed where it lies."""
-    return _diagonal_step(q, k, v, *_shared_or_separate(log_key_decay, log_value_decay), state)
-
-
-def delta_step_(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, state: Tensor) -> Tensor:
-    """One step of `delta_rule`, on a state that is changed where it lies."""
-    q, k, v = (_last_contiguous(x) for x in (q, k, v))
-    return torch.ops.fairseq_fastweights.delta_step_(q, k, v, beta, state)
-
-
-def _diagonal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor | None,
-    complement: bool,
-    log_key_decay: Tensor | None,
-    log_value_decay: Tensor | None,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    keeps = _differentiated(q, k, v, log_gate, log_key_decay, log_value_decay, initial_state)
-    if v.shape[1] == 1 and not keeps:
-        state = _state_of_its_own(k, v, initial_state)
-        return _diagonal_step(q, k, v, log_gate, complement, log_key_decay, log_value_decay, state), state
-    out, final_state, _ = torch.ops.fairseq_fastweights.diagonal_forward(
-        _last_contiguous(q),
-        _last_contiguous(k),
-        _last_contiguous(v),
-        log_gate,
-        complement,
-        _last_contiguous(log_key_decay),
-        _last_contiguous(log_value_decay),
-        _last_contiguous(initial_state),
-        _interval(k, v) if keeps else 0,
-    )
-    return out, final_state
-
-
-def _diagonal_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor | None,
-    complement: bool,
-    log_key_decay: Tensor | None,
-    log_value_decay: Tensor | None,
-    state: Tensor,
-) -> Tensor:
-    return torch.ops.fairseq_fastweights.diagonal_step_(
-        _last_contiguous(q),
-        _last_contiguous(k),
-        _last_contiguous(v),
-        log_gate,
-        complement,
-        _last_contiguous(log_key_decay),
-        _last_contiguous(log_value_decay),
-        state,
-    )
-
-
-def _shared_or_separate(
-    log_key_decay: Tensor | None, log_value_decay: Tensor | None
-) -> tuple[Tensor | None, bool, Tensor | None, Tensor | None]:
+def _shared_or_separate(log_key_decay: Tensor | None, log_value_decay: Tensor | None) -> tuple[Any, ...]:
     """(log_gate, complement, log_key_decay, log_value_decay): one decay that all keys share is the cheaper log_gate.
 
     Where it is differentiated it is not: each key's share of the gradient is asked for.
     """
-    if log_key_decay is None or log_value_decay is not None:
-        return None, False, log_key_decay, log_value_decay
-    if log_key_decay.stride(-1) == 0 and not _differentiated(log_key_decay):
-        return log_key_decay[..., 0], False, None, None
-    return None, False, log_key_decay, None
+    if log_key_decay is not None and log_value_decay is None:
+        if log_key_decay.stride(-1) == 0 and not _differentiated(log_key_decay):
+            return log_key_decay[..., 0], False, None, None
+    return None, False, _last_contiguous(log_key_decay), _last_contiguous(log_value_decay)
+
+
+def _write_strength(beta: Tensor) -> tuple[Any, ...]:
+    return (beta,)
+
+
+SUM = Kernel("diagonal", _no_gate)
+GATED = Kernel("diagonal", _one_gate)
+DECAY = Kernel("diagonal", _shared_or_separate)
+DELTA = Kernel("delta", _write_strength)
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

@@ -1,0 +1,167 @@
+"""The operations: of each its gates and its implementations, from which all else that depends on it follows.
+
+That is what is checked before it runs, which backend "auto" takes, how a call that is too large for the kernels is
+divided, and what `python -m fairseq_fastweights.env` lists. An operation of one's own needs no more than a reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.ops import chunkwise, native, reference
+from fairseq_fastweights.ops.checks import GateInput, check_in_place, check_inputs, state_dtype
+from fairseq_fastweights.ops.divided import KEYS, VALUES, Divided
+from fairseq_fastweights.ops.native import BackendUnavailable, Kernel
+
+BACKENDS = ("auto", "reference", "chunkwise", "native")
+
+Implementation = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An update rule's operation on a sequence, whatever computes it.
+
+    Attributes:
+        name: of the rule.
+        gates: what it takes beside q, k and v, in order.
+        reference: the definition, one step at a time: (q, k, v, *gates, initial_state=...) -> (out, final_state).
+        chunkwise: the same, parallel in time, in PyTorch; None if there is no such form.
+        kernel: the same, compiled; None if there is none.
+        keys_apart: whether the rows of a state, one for each key, have nothing to do with one another, so that calls
+            can be divided over keys. The columns, one for each value, never have.
+    """
+
+    name: str
+    gates: tuple[GateInput, ...]
+    reference: Implementation
+    chunkwise: Implementation | None = None
+    kernel: Kernel | None = None
+    keys_apart: bool = True
+
+    def __call__(
+        self,
+        *inputs: Tensor | None,
+        initial_state: Tensor | None = None,
+        in_place: bool = False,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """Runs it on q, k, v and the gates; shapes, options, results and errors are those of `ops.sum_rule`."""
+        q, k, v, *gates = inputs
+        check_inputs(q, k, v, initial_state, list(zip(self.gates, gates, strict=True)))  # type: ignore[arg-type]
+        assert k is not None and v is not None
+        kernel, plain = self._implementation(backend, k, v)
+        if kernel is not None:
+            native.refuse_tangents(initial_state, *inputs)
+        state = check_in_place(initial_state, *inputs) if in_place else None
+        if v.shape[1] == 0:
+            return _nothing(k, v, initial_state, inputs) if state is None else (torch.zeros_like(v), state)
+        if state is None:
+            return plain(*inputs, initial_state=initial_state)
+        if kernel is not None and v.shape[1] == 1 and native.can_change(state):
+            return kernel.step_(q, k, v, *gates, state=state), state  # type: ignore[arg-type]
+        out, final_state = plain(*inputs, initial_state=state)
+        return out, state.copy_(final_state)
+
+    def best_backend(self, device_type: str, dtype: torch.dtype, time: int, key_dim: int) -> str:
+        """What "auto" takes."""
+        if self.why_not_native(device_type, dtype, key_dim) is None:
+            return "native"
+        # A single step has nothing to chunk: the reference's loop over time is that step.
+        return "reference" if time == 1 or self.chunkwise is None else "chunkwise"
+
+    def why_not_native(self, device_type: str, dtype: torch.dtype, key_dim: int) -> str | None:
+        """Why no kernel takes such inputs; None if one does."""
+        if self.kernel is None:
+            return f"the {self.name} rule has no compiled kernel"
+        reason = native.why_not(device_type, dtype)
+        if reason is None and not self.keys_apart and not native.fits(device_type, key_dim):
+            largest = native.LARGEST_DIM[device_type]
+            return (
+                f"the {device_type} kernels take the {self.name} rule with key dimensions of up to {largest}, not "
+                f"{key_dim}"
+            )
+        return reason
+
+    @property
+    def divided(self) -> Divided:
+        """Its kernel, for keys and values of any dimension."""
+        assert self.kernel is not None
+        along = {"key": KEYS, "value": VALUES, "head": None}
+        dims = (VALUES, KEYS) if self.keys_apart else (VALUES,)
+        return Divided(self.kernel, dims, (KEYS, KEYS, VALUES, *(along[gate.per] for gate in self.gates)))
+
+    def _implementation(self, backend: str, k: Tensor, v: Tensor) -> tuple[Kernel | Divided | None, Implementation]:
+        """The kernel, if that is what runs, and what runs for a sequence."""
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+        kind, key_dim = v.device.type, k.shape[-1]
+        if backend == "auto":
+            backend = self.best_backend(kind, v.dtype, v.shape[1], key_dim)
+        elif backend == "native" and (reason := self.why_not_native(kind, v.dtype, key_dim)) is not None:
+            other = "reference" if self.chunkwise is None else "chunkwise"
+            raise BackendUnavailable(
+                f"backend='native' was asked for: {reason}; or use backend={other!r} (which 'auto' takes then)"
+            )
+        if backend == "native":
+            assert self.kernel is not None
+            kernel = self.kernel if native.fits(kind, max(key_dim, v.shape[-1])) else self.divided
+            return kernel, kernel.sequence
+        if backend == "reference":
+            return None, self.reference
+        if self.chunkwise is None:
+            raise BackendUnavailable(
+                f"backend='chunkwise' was asked for: the {self.name} rule has no form that is parallel in time; use "
+                "backend='reference'"
+            )
+        return None, self.chunkwise
+
+
+def _nothing(
+    k: Tensor, v: Tensor, initial_state: Tensor | None, inputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor]:
+    """The result of no steps at all. Its empty output has a gradient, of zeros, for all that an output depends on."""
+    # Sums of no rows: nothing is read, nor is anything added to the nothing that there is.
+    depends = sum(x[:0].sum() for x in (initial_state, *inputs) if x is not None)
+    if initial_state is None:
+        batch, _, heads, key_dim = k.shape
+        initial_state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=state_dtype(v.dtype), device=v.device)
+    return torch.zeros_like(v) + depends, initial_state.clone()
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("sum", (), reference.sum_rule, chunkwise.sum_rule, native.SUM),
+        Operation(
+            "gated",
+            (GateInput("log_gate", per="head", log=True),),
+            reference.gated_rule,
+            chunkwise.gated_rule,
+            native.GATED,
+        ),
+        Operation(
+            "decay",
+            (
+                GateInput("log_key_decay", per="key", log=True, optional=True),
+                GateInput("log_value_decay", per="value", log=True, optional=True),
+            ),
+            reference.decay_rule,
+            chunkwise.decay_rule,
+            native.DECAY,
+        ),
+        Operation(
+            "delta",
+            (GateInput("beta", per="head", log=False),),
+            reference.delta_rule,
+            chunkwise.delta_rule,
+            native.DELTA,
+            keys_apart=False,
+        ),
+    )
+}
+"""By the names of the rules."""
