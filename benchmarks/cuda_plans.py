@@ -25,6 +25,7 @@ from harness.program import make_parser
 from harness.tables import markdown, milliseconds, ratio
 from harness.timing import Budget, CudaClock, first_calls, time_in_turns
 
+from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
@@ -78,13 +79,13 @@ class Call:
 
 def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
     """The operator that a pass of a rule comes down to, with the states that training keeps."""
-    native.require(rule, inputs.v.device.type, inputs.v.dtype, shape.key_dim)
+    operation = ops.OPERATIONS[rule]
+    if (reason := operation.why_not_native(inputs.v.device.type, inputs.v.dtype, shape.key_dim)) is not None:
+        raise ops.BackendUnavailable(reason)
     given = inputs.q, inputs.k, inputs.v
     interval = native._interval(inputs.k, inputs.v)
-    family, middle = "delta", inputs.gates["delta"]
-    if rule != "delta":
-        gate, decays = (inputs.gates[rule] if rule == own else [None] * n for own, n in (("gated", 1), ("decay", 2)))
-        family, middle = "diagonal", [*gate, rule == "gated", *decays]
+    assert operation.kernel is not None
+    family, middle = operation.kernel.family, operation.kernel.arguments(*inputs.gates[rule])
     forward, backward = (getattr(torch.ops.fairseq_fastweights, f"{family}_{each}") for each in PASSES)
     run = partial(forward, *given, *middle, None, interval)
     if kind == "backward":

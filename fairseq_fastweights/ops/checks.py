@@ -104,11 +104,10 @@ def check_inputs(
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous (stride 1)")
 
     others = {"q": q, "k": k}
-    for gate, tensor in gates:
-        if tensor is None and gate.optional:
+    for gate, given in gates:
+        if given is None and gate.optional:
             continue
-        _check_tensor(gate.name, tensor)
-        assert tensor is not None
+        tensor = _check_tensor(gate.name, given)
         dims: tuple[int, ...] = {"head": (), "key": (key_dim,), "value": (value_dim,)}[gate.per]
         meaning = "(batch, time, heads)" if gate.per == "head" else f"(batch, time, heads, {gate.per}_dim)"
         _check_shape(gate.name, tensor, (*steps, *dims), meaning)
@@ -154,12 +153,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check_tensor(name: str, tensor: object) -> None:
+def _check_tensor(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor")
     if tensor.dtype not in FLOAT_TYPES:
         allowed = ", ".join(str(t).removeprefix("torch.") for t in FLOAT_TYPES)
         raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {allowed}")
+    return tensor
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:

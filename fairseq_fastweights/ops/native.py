@@ -172,9 +172,9 @@ def _shared_or_separate(log_key_decay: Tensor | None, log_value_decay: Tensor | 
 
     Where it is differentiated it is not: each key's share of the gradient is asked for.
     """
-    if log_key_decay is not None and log_value_decay is None:
-        if log_key_decay.stride(-1) == 0 and not _differentiated(log_key_decay):
-            return log_key_decay[..., 0], False, None, None
+    shared = log_key_decay is not None and log_value_decay is None and log_key_decay.stride(-1) == 0
+    if log_key_decay is not None and shared and not _differentiated(log_key_decay):
+        return log_key_decay[..., 0], False, None, None
     return None, False, _last_contiguous(log_key_decay), _last_contiguous(log_value_decay)
 
 

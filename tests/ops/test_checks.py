@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -195,6 +196,26 @@ def test_auto_takes_the_kernels_but_for_larger_keys_of_the_delta_rule(rule, size
             rule.run(inputs, "native")
 
 
+def test_an_operation_needs_no_more_than_a_reference():
+    """Kernels that are built have none for it, and "auto" takes the best that it has."""
+    given = ops.OPERATIONS["gated"]
+    inputs = RULE["gated"].inputs(**SIZES)
+    *values, start = inputs.values()
+    for known, wanted in ((given.chunkwise, "chunkwise"), (None, "reference")):
+        own = ops.Operation("own", given.gates, given.reference, known)
+        assert own.best_backend(DEVICE.type, torch.float32, 7, 5) == wanted
+        assert own.best_backend(DEVICE.type, torch.float32, 1, 5) == "reference"
+        expected = given(*values, initial_state=start, backend=wanted)
+        for actual, same in zip(own(*values, initial_state=start), expected, strict=True):
+            assert torch.equal(actual, same)
+        with pytest.raises(ops.BackendUnavailable, match=f"own rule has no compiled kernel; or use .*{wanted}"):
+            own(*values, backend="native")
+    with pytest.raises(ops.BackendUnavailable, match="own rule has no form that is parallel in time"):
+        own(*values, backend="chunkwise")
+    with pytest.raises(ValueError, match="log_gate has shape"):
+        own(*values[:3], values[3][:1])
+
+
 def test_there_are_no_kernels_for_other_devices():
     x = torch.zeros(1, 2, 1, 3, device="meta")
     with pytest.raises(ops.BackendUnavailable, match="no compiled kernels for devices of type meta, only for cpu and"):
@@ -360,6 +381,7 @@ def test_the_switch_as_an_environment_variable(setting, on, monkeypatch):
         monkeypatch.setenv("FASTWEIGHTS_CHECK_VALUES", setting)
     spec = importlib.util.spec_from_file_location("checks_once_more", checks.__file__)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     x = torch.full((1, 1, 1, 1), torch.nan)
     with pytest.raises(ValueError, match="not finite") if on else nullcontext():

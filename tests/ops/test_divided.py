@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import divided, native
+from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops.divided import Divided
 from tests.ops.rules import (
     DEVICE,
     PRINCIPAL,
@@ -194,17 +195,18 @@ def test_no_input_is_copied_and_no_gradient_padded(rule, T):
 @pytest.mark.parametrize("T", [1, 31])
 def test_the_delta_rules_keys_are_never_divided(T):
     """What a step writes depends on all of them. On a GPU the kernels refuse what is left too large."""
-    inputs = RULE["delta"].inputs(T=T, K=37, V=20)
+    *values, start = RULE["delta"].inputs(T=T, K=37, V=20).values()
+    divided = ops.OPERATIONS["delta"].divided
     with Calls() as mode:
-        _, final_state = divided.delta_rule(**inputs)
+        _, final_state = divided.sequence(*values, initial_state=start)
         if T == 1:
             with torch.no_grad():
-                divided.delta_step_(**{n: x for n, x in inputs.items() if n != "initial_state"}, state=final_state)
+                divided.step_(*values, state=final_state)
     assert {arguments[1].shape[-1] for _, arguments in mode.made} == {37}
 
 
 def test_dimensions_within_the_limit_are_not_looked_at_again(monkeypatch):
-    monkeypatch.setattr(divided, "_parts", None)
+    monkeypatch.setattr(Divided, "_parts", None)
     for rule in RULES:
         for T in (1, 31):
             outcome(rule, "native", rule.inputs(T=T, K=LARGEST, V=LARGEST))
