@@ -100,12 +100,9 @@ def test_who_agrees_is_measured(machine: Machine, kind: Pass) -> None:
         (lambda m: m.contestant("peer", factor=1.01), {}, "failed", "wrong: its output differs by 0.01"),
         (lambda m: m.contestant("peer", factor=math.nan), {}, "failed", "wrong: its output differs by nan"),
         (lambda m: m.contestant("peer", error=RuntimeError("no\nkernel")), {}, "failed", "RuntimeError: no kernel"),
-        (lambda m: m.contestant("peer", error=ValueError("x" * 300)), {}, "failed", f"ValueError: {'x' * 185}..."),
         (lambda m: refuse(Refusal("unavailable", "not installed")), {}, "unavailable", "not installed"),
         (lambda m: m.contestant("peer"), {"longest_call": 1.2}, "left out", "a call takes 1.5 s, over 1.2 s"),
-        (lambda m: m.contestant("peer"), {"longest_call": 1.6}, "measured", None),
         (lambda m: m.contestant("peer", compiles=True), {"compiling": 0.0}, "left out", NOT_COMPILED),
-        (lambda m: m.contestant("peer"), {"compiling": 0.0, "allowed": 0.0}, "measured", None),
     ],
 )
 def test_who_takes_no_part_says_why(
