@@ -173,20 +173,41 @@ class FastWeightAttention(MemoryAttention):
 
         memory, z = (None, None) if state is None else state.split([self.head_dim, 1], dim=-1)
         k_written, v_written = k, v
+        log_decay = self._log_key_decay(k, gates)
         if "removal" in self.normalization:
-            # S += beta (v - S k / d) k^T is the delta rule with keys k / sqrt(d) and values v sqrt(d); d = z_{t-1} k_t.
-            # Where d vanishes nothing has been stored under k, and any finite divisor will do.
+            # S += beta (v - S k / d) k^T is the delta rule with keys k / sqrt(d) and values v sqrt(d); d = z_{t-1} k_t,
+            # decayed as S is. Where d vanishes nothing has been stored under k, and any finite divisor will do.
             k_before = F.pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
-            d, _ = ops.sum_rule(k, k_before, ones, initial_state=z, backend=self.backend)
+            if log_decay is not None:
+                k_before = k_before * log_decay.exp().to(k.dtype)
+            d, _ = self._normaliser(k, k_before, ones, log_decay, z, backend=self.backend)
             root = torch.where(d > self.feature_map.sum_eps, d, torch.ones_like(d)).sqrt()
             k_written, v_written = k / root, v * root
-        z_q, z = ops.sum_rule(q, k, ones, initial_state=z, **how)
+        z_q, z = self._normaliser(q, k, ones, log_decay, z, **how)
         out, memory = self.rule.operation(q, k_written, v_written, *gates, initial_state=memory, **how)
         if "attention" in self.normalization:
             out = self._divide(out, z_q)
         if state is None or not in_place:
             state = torch.cat([memory, z], dim=-1)
         return out, state
+
+    def _log_key_decay(self, k: Tensor, gates: list[Tensor]) -> Tensor | None:
+        """The logs of all decays of keys together, as `k` has dimensions; None if there are none."""
+        logs = [
+            g if gate.per == "key" else g[..., None].expand(k.shape)
+            for g, gate in zip(gates, self.rule.gates, strict=True)
+            if gate.log and gate.per != "value"
+        ]
+        return sum(logs[1:], logs[0]) if logs else None
+
+    @staticmethod
+    def _normaliser(
+        q: Tensor, k: Tensor, ones: Tensor, log_decay: Tensor | None, z: Tensor | None, **how: Any
+    ) -> tuple[Tensor, Tensor]:
+        """z_t q_t for every step, z_t = f_t z_{t-1} + k_t, and the last z."""
+        if log_decay is None:
+            return ops.sum_rule(q, k, ones, initial_state=z, **how)
+        return ops.decay_rule(q, k, ones, log_decay, None, initial_state=z, **how)
 
     def _gate(self, gate: Gate, x: Tensor) -> Tensor:
         if gate.fixed is not None:

@@ -42,7 +42,8 @@ class UpdateRule:
     Attributes:
         feature_map, normalization: what the rule's paper uses it with.
         corrects: whether a write depends on what is already stored. If so the normaliser of attention normalisation
-            is not one more column of the state, but a sum of its own (Schlag et al. 2021, Eq. 26).
+            is not one more column of the state, but a sum of its own (Schlag et al. 2021, Eq. 26), with the rule's
+            decays of keys.
         ordered: whether it matters in which order pairs are written. A source that is read as a whole, as an
             encoder reads it, has no order in which a memory could forget or correct.
         rotary: whether queries and keys are turned by their positions.

@@ -15,10 +15,11 @@ import pytest
 import torch
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 
+from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.modules.memory_attention import keeps_rows
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from fairseq_fastweights.modules.update_rules import UPDATE_RULES, Gate, UpdateRule
 
 # Head dim 8. 13 steps are a prime, and enough for the normaliser of one step to differ from that of
 # another by an order of magnitude.
@@ -193,7 +194,7 @@ def papers_equations(module: FastWeightAttention, x: torch.Tensor) -> torch.Tens
         g = gate("gate")
     elif rule == "decay":
         f, d = gate("key_decay"), gate("value_decay")
-    elif rule == "delta":
+    elif rule != "sum" and rule != "retention":
         beta = gate("beta")
 
     W = torch.zeros(*v.shape[1:], k.shape[-1], dtype=x.dtype)
@@ -212,6 +213,8 @@ def papers_equations(module: FastWeightAttention, x: torch.Tensor) -> torch.Tens
         elif rule == "retention":  # R, Eq. 6 and 8
             W = (1 - 2.0 ** (-5 - torch.arange(module.num_heads)))[:, None, None] * W + write
         else:
+            if hasattr(module, "forget_proj"):  # of fading_delta_rule
+                W, z = gate("forget")[t][..., None, :] * W, gate("forget")[t] * z
             retrieved = (W * k[t][..., None, :]).sum(-1)  # S, Eq. 20
             if "removal" in normalization:  # S, Eq. 27; nothing is retrieved from nothing
                 stored = (z * k[t]).sum(-1, keepdim=True)
@@ -242,6 +245,35 @@ def test_outputs_and_gradients_are_those_of_the_papers_equations(case):
     zero = [name for name, grad in actual.items() if not grad.norm() > 0]
     assert not zero, f"parameters without a gradient, or with one that is not a number: {zero}"
     assert_same(actual, gradients(exact, expected), FLOAT32_GRADIENT)
+
+
+def fading_delta_rule(q, k, v, beta, log_forget, *, initial_state=None):
+    """S' = f_t S_{t-1}, S_t = S' + beta_t (v_t - S' k_t) k_t^T, y_t = S_t q_t."""
+    state = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]) if initial_state is None else initial_state
+    outs = []
+    for t in range(q.shape[1]):
+        state = state * log_forget[:, t].reshape(*q.shape[:1], q.shape[2], -1, 1).exp()
+        error = v[:, t] - (k[:, t, ..., None] * state).sum(-2)
+        state = state + k[:, t, ..., None] * (beta[:, t, :, None] * error)[..., None, :]
+        outs.append((q[:, t, ..., None] * state).sum(-2))
+    return torch.stack(outs, dim=1), state
+
+
+@pytest.mark.parametrize("normalization", ["attention", "attention,removal", "sum,removal"])
+@pytest.mark.parametrize("per", ["head", "key"])
+def test_the_normaliser_of_a_rule_that_corrects_and_decays_decays_too(per, normalization, monkeypatch):
+    """A rule of one's own, of which there is a reference alone."""
+    inputs = ops.GateInput("beta", per="head", log=False), ops.GateInput("log_forget", per=per, log=True)
+    gates = Gate("beta", per="head", log=False), Gate("forget", per=per, log=True)
+    operation = ops.Operation("fading", inputs, fading_delta_rule)
+    rule = UpdateRule(operation, gates, "elu", frozenset({"attention"}), corrects=True)
+    monkeypatch.setitem(UPDATE_RULES, "fading", rule)
+    module, x = Case("fading", "elu", frozenset(normalization.split(","))).build().double(), sequence().double()
+    expected = papers_equations(module, x)
+    out, _ = module(x)
+    assert relative_error(out, expected) <= FLOAT64
+    assert_same(gradients(module, out), gradients(module, expected), FLOAT64)
+    assert relative_error(in_pieces(module, x, [4, 1, 8])[0], expected) <= FLOAT64
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
