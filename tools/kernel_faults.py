@@ -115,7 +115,7 @@ CPU = (
     Fault("cpu/small_delta.h", "keys > 4 ? 8 : 4;", "keys > 5 ? 8 : 4;"),
     without("cpu/small_delta.h", "            scale(w.at(i), w.at(i), beta[i], Vp);\n"),
     without("cpu/small_sum.h", "            back(K, vectors<real>(V), keys, values, d_state, Vs, all, dv);\n"),
-    Fault("cpu/tiles.h", "            if (rows - i > TILE / 4) {", "            if (rows - i > TILE / 2) {"),
+    Fault("cpu/tiles.h", "            i = TILE / 2;", "            i = TILE / 4;"),
     Fault("cpu/tiles.h", "passed[i] = j == 0 ? here : passed[i] + here;", "passed[i] = here;"),
     Fault(
         "cpu/tiles.h",
