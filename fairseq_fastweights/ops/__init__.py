@@ -139,5 +139,10 @@ def chosen_backend(
 
     That depends on `rule`, a key of `OPERATIONS`, and on `key_dim` only for keys of the delta rule that are larger
     than a GPU's kernels take.
+
+    Raises:
+        ValueError: for a rule that is none of these.
     """
+    if rule not in OPERATIONS:
+        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(OPERATIONS)}")
     return OPERATIONS[rule].best_backend(torch.device(device).type, dtype, time, key_dim)

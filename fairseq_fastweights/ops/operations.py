@@ -34,6 +34,15 @@ class Operation:
         kernel: the same, compiled; None if there is none.
         keys_apart: whether the rows of a state, one for each key, have nothing to do with one another, so that calls
             can be divided over keys. The columns, one for each value, never have.
+
+    Example:
+        >>> def last_value(q, k, v, *, initial_state=None):  # S_t = v_t k_t^T, y_t = S_t q_t
+        ...     state = k[:, -1, :, :, None] * v[:, -1, :, None, :]
+        ...     return (q * k).sum(-1, keepdim=True) * v, state
+        >>> operation = Operation("last value", (), last_value)
+        >>> out, state = operation(torch.ones(1, 5, 2, 4), torch.ones(1, 5, 2, 4), torch.ones(1, 5, 2, 3))
+        >>> out.shape, state.shape
+        (torch.Size([1, 5, 2, 3]), torch.Size([1, 2, 4, 3]))
     """
 
     name: str
@@ -50,7 +59,14 @@ class Operation:
         in_place: bool = False,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """Runs it on q, k, v and the gates; shapes, options, results and errors are those of `ops.sum_rule`."""
+        """Runs it on q, k, v and the gates; shapes, options, results and errors are those of `ops.sum_rule`.
+
+        Raises:
+            TypeError: for more or fewer tensors than that, None for a gate that is optional counted.
+        """
+        if len(inputs) != 3 + len(self.gates):
+            names = ", ".join(["q", "k", "v", *(gate.name for gate in self.gates)])
+            raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {names}")
         q, k, v, *gates = inputs
         check_inputs(q, k, v, initial_state, list(zip(self.gates, gates, strict=True)))  # type: ignore[arg-type]
         assert k is not None and v is not None

@@ -214,6 +214,10 @@ def test_an_operation_needs_no_more_than_a_reference():
         own(*values, backend="chunkwise")
     with pytest.raises(ValueError, match="log_gate has shape"):
         own(*values[:3], values[3][:1])
+    with pytest.raises(TypeError, match="own rule was given 3 inputs; it must be q, k, v, log_gate"):
+        own(*values[:3])
+    with pytest.raises(ValueError, match="rule is 'own'; it must be one of sum, gated, decay, delta"):
+        ops.chosen_backend(DEVICE, torch.float32, 7, "own")
 
 
 def test_there_are_no_kernels_for_other_devices():
