@@ -1,0 +1,1 @@
+"""What mixes the positions of a sequence: attention, fast weight memories, state spaces."""

@@ -1,0 +1,109 @@
+"""What all mixers have in common: a sequence and a state go in, a sequence and a state come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+"""What a mixer keeps of what it has read.
+
+Tensors by name, of which each has one row for each row of the batch, along its first dimension. A row of zeros (False)
+in all of them is the state before the first step.
+"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting of one kind of mixer, which models offer as `--<mixer>-<name>`.
+
+    Attributes:
+        type: int, float, bool or str.
+        default: what it is where nobody says.
+        help: what it does, for `--help`.
+    """
+
+    type: type
+    default: Any
+    help: str
+
+
+class Mixer(nn.Module):
+    """A layer that mixes positions, each with those before it.
+
+    A kind of mixers is a subclass: its `forward`, and of the attributes below what differs. One line in `registry.py`
+    gives it a name.
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: how many heads share it, a divisor of `embed_dim`.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Attributes:
+        options: the settings that no other kind has; arguments of the subclass by these names.
+        carries: whether a state may be carried from one segment of a text to the next: whether its size is bounded.
+        bounded: whether no text can be longer than the model was made for.
+        needs_positions: whether, but for who comes after whom, it cannot tell positions apart.
+    """
+
+    options: ClassVar[dict[str, Option]] = {}
+    carries = True
+    bounded = False
+    needs_positions = False
+
+    def __init__(self, embed_dim: int, num_heads: int = 1) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads is {num_heads}; it must be a divisor of embed_dim, {embed_dim}")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        """Mixes a text, or the next part of one: all at once, in segments or step by step, it is the same.
+
+        Args:
+            x: (time, batch, embed_dim), as torch's attention and recurrent layers have it.
+            state: what the call for the part before returned; None at a text's beginning.
+            padding: (batch, time), true where a position is padding, which no other position sees; None if none is.
+            overwrite: whether the tensors of `state` may be reused, as in generation, where nobody reads them again.
+
+        Returns:
+            (time, batch, embed_dim), in which what stands at padding means nothing, and the state after the last step.
+        """
+        raise NotImplementedError
+
+    def reorder(self, state: State, order: Tensor) -> State:
+        """The state whose rows are the rows `order`, (rows,), of `state`, as beam search asks for."""
+        rows = next(iter(state.values())).shape[0]
+        return state if keeps_rows(order, rows) else {name: x.index_select(0, order) for name, x in state.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """What tells it from another of its kind whose parameters have the same names and shapes, for checkpoints."""
+        return {name: getattr(self, name) for name in self.options}
+
+    def reset_special_parameters(self) -> None:
+        """Draws again those parameters that have initial values of their own, after a model drew all from one law."""
+
+    def concern_when_carried(self) -> str | None:
+        """Why training should not carry its states from segment to segment, for a warning, or None."""
+        return None
+
+
+def keeps_rows(new_order: Tensor, rows: int) -> bool:
+    """Whether an order of rows is known to leave `rows` rows as they are, as mostly in greedy search.
+
+    On a GPU it never is: to know it the CPU would have to wait, and the copy that it saves costs less there.
+    """
+    return (
+        new_order.device.type == "cpu"
+        and new_order.numel() == rows
+        and torch.equal(new_order, torch.arange(rows, dtype=new_order.dtype))
+    )
