@@ -18,7 +18,9 @@ from fairseq_fastweights.conversion import tokenizer as tokenizers
 from fairseq_fastweights.conversion.families import Family, buffers, read_family
 from fairseq_fastweights.conversion.folders import check_target, new_folder
 from fairseq_fastweights.conversion.weight_files import WeightFiles, load_safely, read_json
+from fairseq_fastweights.mixers.registry import build_mixer
 from fairseq_fastweights.models import checkpoint_settings, fast_weight_decoder, fast_weight_lm
+from fairseq_fastweights.models.fast_weight_options import mixer_settings
 
 _ORIGINALS = "huggingface"
 _RECORD = "conversion.json"
@@ -166,8 +168,13 @@ def _settings(family: Family) -> Tensor:
     """The settings by which a checkpoint tells its model."""
     named = {name.replace("-", "_"): value for name, value in family.options.items()}
     model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
-    layers = fast_weight_lm.parse_layers(model.softmax_attention_layers, model.decoder_layers)
-    return checkpoint_settings.encode(fast_weight_decoder.describe(model, family.dictionary(), layers))
+    with torch.device("meta"):
+        attention = build_mixer(
+            "softmax", model.decoder_embed_dim, mixer_settings(model, model.decoder_attention_heads)
+        )
+    return checkpoint_settings.encode(
+        fast_weight_decoder.describe(model, family.dictionary(), [("softmax", attention)])
+    )
 
 
 def _checkpoint(family: Family, model: dict[str, Tensor]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from fairseq_fastweights.conversion.groups import count_layers
 from fairseq_fastweights.models import checkpoint_settings
 
 # What is in a checkpoint beside parameters.
@@ -95,11 +96,13 @@ def read_source(file: Path) -> Source:
         raise ValueError(f"{file} holds no Transformer language model: no weight is named decoder.layers...")
     checkpoint_settings.rename_former(weights, "decoder")
     settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
-    if settings is not None and "update rule" in checkpoint_settings.decode(settings):
-        raise ValueError(
-            f"{file} holds a model with fast weights; transfer_from takes Transformers. To train it further, use "
-            "--finetune-from-model"
-        )
+    if settings is not None:
+        mixers = checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"]
+        if mixers != "softmax":
+            raise ValueError(
+                f"{file} holds a model with mixers {mixers!r}; transfer_from takes Transformers. To train it further, "
+                "use --finetune-from-model"
+            )
     return Source(file, upgrade(weights), options)
 
 

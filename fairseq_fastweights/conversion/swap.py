@@ -1,4 +1,4 @@
-"""A fast weight memory in the place of trained softmax attention (Mao 2022, Sec. 3)."""
+"""A mixer in the place of trained softmax attention (Mao 2022, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.mixer import Mixer
 
 ADDITIVE_SCALE = 1 / 512
 """What values are multiplied by for the additive rule without normalisation (footnote 4)."""
@@ -25,23 +26,15 @@ class Start(NamedTuple):
     how: str
 
 
-def takes_attention(attention: FastWeightAttention) -> bool:
-    """Whether a memory starts at the queries, keys and values of the attention in whose place it is.
-
-    Retention does not: its queries and keys are turned in all their dimensions, where the source's are turned in a
-    quarter of them or none, its heads may be larger, and nothing divides what they read but a norm in each head. Choi
-    (2024) gives attention to the softmax layers of hybrids alone.
-    """
-    return not attention.rule.rotary
-
-
-def check_swap(attention: FastWeightAttention) -> None:
-    """Checks that the attention can start at the weights of a softmax attention of its width.
+def check_swap(attention: Mixer) -> None:
+    """Checks that a mixer that takes attention's weights can start at the weights of a softmax attention of its width.
 
     Raises:
         ValueError: if its keys are longer than what a map folded into the projections can give, or its write strengths
             need a bias that they have not.
     """
+    if not isinstance(attention, FastWeightAttention):
+        return
     if attention.feature_map.key_dim > attention.head_dim:
         raise ValueError(
             f"feature_dim is {attention.feature_map.key_dim}; with the feature map {attention.feature_map_name} it "
@@ -55,34 +48,36 @@ def check_swap(attention: FastWeightAttention) -> None:
         )
 
 
-def reads_without_scale(attention: FastWeightAttention) -> bool:
+def reads_without_scale(attention: Mixer) -> bool:
     """Whether nothing makes up for the 1 / sqrt(head dim) by which the source's attention multiplies what it compares.
 
     Normalised keys and queries or read-outs need no scale, and the sum rule's values are scaled (`_value_scale`).
     """
     return (
-        takes_attention(attention)
+        isinstance(attention, FastWeightAttention)
         and not attention.normalization
         and attention.update_rule != "sum"
         and attention.scale == 1
     )
 
 
-def swap(attention: FastWeightAttention, weights: Mapping[str, Tensor]) -> dict[str, Start]:
-    """Where a memory starts that takes the place of an attention with these weights.
+def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
+    """Where a mixer starts that takes the place of an attention with these weights.
 
-    Queries and keys keep theirs where the map takes head_dim numbers; where it takes m < head_dim, both are multiplied
+    Those of softmax over fewer keys stay as they are. In a memory queries and keys keep theirs where the map takes head_dim numbers; where it takes m < head_dim, both are multiplied
     by `fold_map`. The decay rule's values are multiplied by 1 - sigmoid(b_z), b_z the biases of their gates; those of
     the sum rule without normalisation by 1 / 512. Without an input, the delta rule's write strength is 0.007.
 
     Args:
-        attention: a memory that `check_swap` passes; it is not changed.
+        attention: what `check_swap` passes; it is not changed.
         weights: "q_proj.weight" (embed_dim, embed_dim), "q_proj.bias" (embed_dim,), and the same of k_proj and v_proj.
 
     Returns:
         starts of parameters of `attention`, by name. Those that are missing start as they are.
     """
     starts = {name: Start(tensor, "kept") for name, tensor in weights.items()}
+    if not isinstance(attention, FastWeightAttention):
+        return starts
     m = attention.feature_map.key_dim
     if m < attention.head_dim:
         fold = fold_map(weights["q_proj.weight"], weights["k_proj.weight"], attention.num_heads, m)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.conversion.groups import GROUPS, attention_of, count_layers, group_of
 from fairseq_fastweights.conversion.source import Source
-from fairseq_fastweights.conversion.swap import check_swap, reads_without_scale, swap, takes_attention
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.conversion.swap import check_swap, reads_without_scale, swap
+from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
 HOW = ("kept", "rescaled", "folded", "new")
 _NO_SCALE = (
@@ -104,11 +105,11 @@ class Report:
 
 
 def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
-    """Copies a source's weights into a model; fast weight layers take those of softmax attention (`swap`).
+    """Copies a source's weights into a model; mixers that take those of softmax attention start at them (`swap`).
 
-    What is not in `groups`, and what the source has nothing for (gates, feature maps), stays as it is. So does the
-    attention of layers with retention, and the norm that it stands behind (`takes_attention`). In a model that has such
-    layers "attention" means that of the others as a whole, with its output projection (Choi 2024, Sec. 3.2).
+    What is not in `groups`, and what the source has nothing for (gates, feature maps), stays as it is. So do mixers that
+    take no weights of attention (`Mixer.takes_attention`), and the norm before each. In a model that has such layers
+    "attention" means that of the others as a whole, with its output projection (Choi 2024, Sec. 3.2).
 
     Args:
         model: a language model as fairseq builds it.
@@ -124,8 +125,9 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         )
     options = model.decoder.args
     pre_norm = bool(options.decoder_normalize_before)
-    memories = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, FastWeightAttention)}
-    attentions = {path: memory for path, memory in memories.items() if takes_attention(memory)}
+    mixers = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, Mixer)}
+    memories = {path: mixer for path, mixer in mixers.items() if not isinstance(mixer, SoftmaxAttention)}
+    attentions = {path: memory for path, memory in memories.items() if memory.takes_attention}
     if "attention" in groups:
         for attention in attentions.values():
             check_swap(attention)
@@ -150,7 +152,7 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     if not any(groups & set(target.groups) for target in targets):
         raise ValueError(
             f"transfer is {','.join(group for group in GROUPS if group in groups)}, of which the model has nothing: "
-            "layers with retention start with attention of their own"
+            "its mixers take no weights of attention"
         )
     with torch.no_grad():
         _copy(targets, source, groups, attentions)
@@ -201,7 +203,7 @@ def _other_heads(
     source: Source,
     options: Any,
     groups: frozenset[str],
-    attentions: dict[str, FastWeightAttention],
+    attentions: dict[str, Mixer],
     has_softmax: bool,
 ) -> Iterable[list[str]]:
     """Heads cut queries, keys and values up: with another number of them the same weights mean something else."""
@@ -252,9 +254,7 @@ def _size(shape: torch.Size) -> str:
     return " x ".join(map(str, shape))
 
 
-def _copy(
-    targets: list[Target], source: Source, groups: frozenset[str], attentions: dict[str, FastWeightAttention]
-) -> None:
+def _copy(targets: list[Target], source: Source, groups: frozenset[str], attentions: dict[str, Mixer]) -> None:
     by_name = {name: target for target in targets for name in target.names}
     for path, attention in attentions.items():
         if "attention" not in groups:

@@ -48,6 +48,8 @@ class Mixer(nn.Module):
         options: the settings that no other kind has; arguments of the subclass by these names.
         carries: whether a state may be carried from one segment of a text to the next: whether its size is bounded.
         bounded: whether no text can be longer than the model was made for.
+        takes_attention: whether its projections mean what those of softmax attention do, so that it can start at the
+            weights of a trained one.
         needs_positions: whether, but for who comes after whom, it cannot tell positions apart.
     """
 
@@ -55,6 +57,7 @@ class Mixer(nn.Module):
     carries = True
     bounded = False
     needs_positions = False
+    takes_attention = False
 
     def __init__(self, embed_dim: int, num_heads: int = 1) -> None:
         super().__init__()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from fairseq.data import Dictionary
 from torch import Tensor, nn
 
-from fairseq_fastweights.modules.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.registry import MIXERS
 
 # Of the buffer that the settings are in; and what it was called before.
 NAME = "settings_version"
@@ -28,12 +30,76 @@ def describe_dictionary(dictionary: Dictionary, prefix: str = "") -> dict[str, A
     return {f"{prefix}dictionary size": len(dictionary), f"{prefix}dictionary digest": digest}
 
 
-def describe_attention(model: nn.Module, prefix: str, name: str) -> dict[str, Any]:
-    """The settings of the attention that a model's layers have under a name; it is the same in all layers."""
-    for path, module in model.named_modules():
-        if path.endswith(f".{name}") and isinstance(module, MemoryAttention):
-            return {f"{prefix}{setting}": value for setting, value in module.settings().items()}
-    return {f"{prefix}update rule": "none, softmax attention"}
+def describe_mixers(mixers: Sequence[tuple[str, nn.Module | None]], prefix: str = "", heads: int = 0) -> dict[str, Any]:
+    """The settings of what mixes positions, layer after layer.
+
+    Args:
+        mixers: each with its name; what is no `Mixer`, fairseq's own attention, has no settings.
+        prefix: of the settings' names, which says where in the model it is.
+        heads: those of attention; of memories that have others, their number is a setting.
+    """
+    settings: dict[str, Any] = {f"{prefix}mixers": _together([name for name, _ in mixers])}
+    for name, mixer in mixers:
+        if isinstance(mixer, Mixer):
+            own = mixer.settings()
+            # Checkpoints from before these could differ have no such setting, and fit all the same.
+            if MIXERS[name].heads == "fast_weight_heads" and heads not in (0, mixer.num_heads):
+                own["fast weight heads"] = mixer.num_heads
+            settings |= {f"{prefix}{name} {setting}": value for setting, value in own.items()}
+    return settings
+
+
+def upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Settings as they are said today, of a model with so many layers.
+
+    Before layers were mixers a model had one update rule, and softmax attention in the layers that were listed.
+    """
+    settings = dict(settings)
+    listed = settings.pop("softmax attention layers", None)
+    for prefix in ("", "encoder ", "decoder ", "cross "):
+        rule = settings.pop(f"{prefix}update rule", None)
+        if rule is None and (prefix or listed is None):
+            continue
+        rule = "softmax" if rule in (None, "none, softmax attention") else rule
+        names = ["softmax" if number in (listed or ()) else rule for number in range(1, layers + 1)]
+        settings[f"{prefix}mixers"] = _together(names)
+        for name in ("feature map", "feature dim", "normalization", "read-out scale", "fast weight heads"):
+            if f"{prefix}{name}" in settings:
+                settings[f"{prefix}{rule} {name}"] = settings.pop(f"{prefix}{name}")
+    for name in ("rotary dim", "rotary base"):
+        if name in settings:
+            settings[f"softmax {name}"] = settings.pop(name)
+    return settings
+
+
+def _together(names: list[str]) -> str | list[str]:
+    """One name where all are the same."""
+    return names[0] if len(set(names)) == 1 else names
+
+
+def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
+    """Makes a checkpoint's settings of a decoder those of its layers `kept` alone, numbers from 1.
+
+    Checkpoints of other models carry none, and stay as they are. So do those in which all layers have the same mixer.
+
+    Args:
+        state_dict: of a model.
+        module: the decoder's name in it.
+        kept: sorted.
+    """
+    rename_former(state_dict, module)
+    key = f"{module}.{NAME}"
+    if key not in state_dict:
+        return
+    settings = upgrade(decode(state_dict[key]), max(kept))
+    before = settings["mixers"]
+    if isinstance(before, list):
+        left = [before[number - 1] for number in kept]
+        settings["mixers"] = _together(left)
+        # What is said of a kind of mixer goes with the last of them.
+        gone = tuple(f"{name} " for name in set(before) - set(left))
+        settings = {name: x for name, x in settings.items() if not name.startswith(gone)}
+    state_dict[key] = encode(settings)
 
 
 def encode(settings: dict[str, Any]) -> Tensor:
@@ -57,7 +123,11 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
         ValueError: naming all that differ.
     """
     rename_former(state_dict, prefix)
-    saved, expected = decode(state_dict.setdefault(f"{prefix}.{NAME}", own)), decode(own)
+    expected = decode(own)
+    layers = max((len(names) for names in expected.values() if isinstance(names, list)), default=1)
+    saved = upgrade(decode(state_dict.setdefault(f"{prefix}.{NAME}", own)), layers)
+    # Of what it was all its life: the model's own settings, in today's words, go into the next checkpoint.
+    state_dict[f"{prefix}.{NAME}"] = own
     different = [
         f"{setting} is {saved.get(setting)!r} in the checkpoint and {expected.get(setting)!r} in the model"
         for setting in sorted(saved | expected)

@@ -1,10 +1,10 @@
-"""fairseq's Transformer decoder for language models, with fast weights in place of its self-attention."""
+"""fairseq's Transformer decoder for language models, with mixers in place of its self-attention."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,16 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerConfig, TransformerDecoder
 from torch import Tensor, nn
 
+from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.parallel_layer import ParallelDecoderLayer
-from fairseq_fastweights.modules.segment_state import SegmentState
-from fairseq_fastweights.modules.transformer_layers import (
-    AttentionBuilder,
-    FastWeightDecoderLayer,
+from fairseq_fastweights.models.mixer_layers import (
+    MixerBuilder,
+    MixerDecoderLayer,
+    ParallelDecoderLayer,
     project,
     wrap_layer,
 )
+from fairseq_fastweights.models.segment_state import SegmentState
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ MASKED_LOGIT = -1e4
 
 
 class FastWeightDecoder(TransformerDecoder):
-    """A language model's decoder: fast weights in all layers but `softmax_layers`.
+    """A language model's decoder.
 
     Besides what fairseq's decoder does, it reads segment after segment of a text with the state that the segment
     before left (`continues` of `forward`), and it leaves out the output layer for positions that nobody asked for
@@ -41,11 +41,10 @@ class FastWeightDecoder(TransformerDecoder):
     Args:
         args: the model's configuration.
         dictionary, embed_tokens: as fairseq's.
-        build_attention: makes the attention of a layer, given the layer's width.
-        softmax_layers: numbers, from 1, of the layers that keep ordinary attention.
-        build_softmax_attention: makes theirs; None for fairseq's.
+        mixers: for each layer the name of its mixer, and what makes it, given the layer's width.
 
     Attributes:
+        mixers: those of the layers, in order.
         masked_symbols: numbers of the symbols that the model never predicts (mask_special_symbols); most have none.
         settings_version: a buffer that says what must be equal between a checkpoint and the model that loads it.
     """
@@ -59,78 +58,71 @@ class FastWeightDecoder(TransformerDecoder):
         dictionary: Dictionary,
         embed_tokens: nn.Module,
         *,
-        build_attention: AttentionBuilder,
-        softmax_layers: frozenset[int],
-        build_softmax_attention: AttentionBuilder | None = None,
+        mixers: Sequence[tuple[str, MixerBuilder]],
     ) -> None:
-        self._build_attention = build_attention
-        self._build_softmax_attention = build_softmax_attention
-        self.softmax_layers = softmax_layers
-        self._layers_built = 0
+        self._names = [name for name, _ in mixers]
+        self._builders = iter([build for _, build in mixers])
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
-        settings = describe(args, dictionary, softmax_layers)
-        for attention in self.attention_modules():
-            settings |= attention.settings()
-            # Checkpoints from before these could differ have no such setting, and fit all the same.
-            if attention.num_heads != args.decoder_attention_heads:
-                settings["fast weight heads"] = attention.num_heads
+        del self._builders
+        settings = describe(args, dictionary, list(zip(self._names, self.mixers, strict=True)))
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
         masked = (dictionary.bos(), dictionary.pad(), dictionary.unk()) if args.mask_special_symbols else ()
         self.masked_symbols: tuple[int, ...] = masked
         self.register_buffer("_masked_symbols", torch.tensor(masked, dtype=torch.long), persistent=False)
-        # Rotary attention masks the future itself.
-        self._needs_future_mask = bool(softmax_layers) and build_softmax_attention is None
         # By training mode, so that a validation in mid-epoch leaves the training streams' states alone.
-        self._carried: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+        self._carried: dict[bool, dict[Mixer, State]] = {True: {}, False: {}}
+        if self.embed_positions is None and (layers := self._layers_where("needs_positions", True)):
+            logger.warning("no_token_positional_embeddings is set, but nothing tells positions apart in %s", layers)
 
-    def attention_modules(self) -> list[FastWeightAttention]:
-        """The fast weight attention of each layer that has it."""
-        return [module for module in self.modules() if isinstance(module, FastWeightAttention)]
+    @property
+    def mixers(self) -> list[Mixer]:
+        return [module for module in self.modules() if isinstance(module, Mixer)]
 
-    def carried_states(self) -> list[dict[str, Tensor]]:
-        """What training's next segments start from: for each fast weight layer its tensors (rows, ...), on the CPU.
+    def _layers_where(self, attribute: str, value: bool) -> str:
+        """The layers whose mixers have this value of an attribute, in words; empty for none."""
+        numbers: dict[str, list[str]] = {}
+        for number, (name, mixer) in enumerate(zip(self._names, self.mixers, strict=True), 1):
+            if getattr(mixer, attribute) == value:
+                numbers.setdefault(name, []).append(str(number))
+        return "; ".join(f"layers {', '.join(found)} ({name})" for name, found in numbers.items())
+
+    def carried_states(self) -> list[State]:
+        """What training's next segments start from: for each layer its tensors (rows, ...), on the CPU.
 
         Empty if none was carried, and the dictionary of a layer that has been dropped (LayerDrop) from the start on.
         """
         carried = self._carried[True]
         if not carried:
             return []
-        buffers = [carried.get(module.state_key, {}) for module in self.attention_modules()]
-        return [{name: x.cpu() for name, x in buffer.items()} for buffer in buffers]
+        return [{name: x.cpu() for name, x in carried.get(mixer, {}).items()} for mixer in self.mixers]
 
-    def restore_carried_states(self, states: list[dict[str, Tensor]]) -> None:
+    def restore_carried_states(self, states: list[State]) -> None:
         """Lets training's next segments start from what `carried_states` gave, for a batch of as many rows.
 
         Raises:
-            ValueError: if these are not as many as the fast weight layers.
+            ValueError: if these are not as many as the layers.
         """
-        modules = self.attention_modules()
-        if len(states) != len(modules):
-            raise ValueError(f"states has {len(states)} layers; the model has {len(modules)} with fast weights")
+        mixers = self.mixers
+        if len(states) != len(mixers):
+            raise ValueError(f"states has {len(states)} layers; the model has {len(mixers)}")
         device = self.settings_version.device
         self._carried[True] = {
-            module.state_key: {name: x.to(device) for name, x in buffer.items()}
-            for module, buffer in zip(modules, states, strict=True)
-            if buffer
+            mixer: {name: x.to(device) for name, x in state.items()}
+            for mixer, state in zip(mixers, states, strict=True)
+            if state
         }
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
-        self._layers_built += 1
-        build: AttentionBuilder | None = self._build_attention
-        if self._layers_built in self.softmax_layers:
-            if self._build_softmax_attention is None and not self.args.parallel_residual:
-                return super().build_decoder_layer(args, no_encoder_attn)
-            build = self._build_softmax_attention
-        cfg = TransformerConfig.from_namespace(args)
+        cfg, build = TransformerConfig.from_namespace(args), next(self._builders)
         if self.args.parallel_residual:
             return wrap_layer(ParallelDecoderLayer(cfg, build), cfg)
-        return wrap_layer(FastWeightDecoderLayer(cfg, build, no_encoder_attn=True), cfg)
+        return wrap_layer(MixerDecoderLayer(cfg, build, no_encoder_attn=True), cfg)
 
     def forward(
         self,
         prev_output_tokens: Tensor,
         encoder_out: None = None,
-        incremental_state: dict[str, Any] | None = None,
+        incremental_state: dict[Any, Any] | None = None,
         features_only: bool = False,
         src_lengths: Tensor | None = None,
         continues: Tensor | None = None,
@@ -156,8 +148,8 @@ class FastWeightDecoder(TransformerDecoder):
             (batch, positions, vocabulary), and a dictionary with the layers' outputs under "inner_states".
 
         Raises:
-            ValueError: if `continues` is given and a layer has ordinary attention, which has no state to carry, or
-                rows continue a batch of another size.
+            ValueError: if `continues` is given and a layer's state cannot be carried, or rows continue a batch of
+                another size.
         """
         segment = None if continues is None else self._open_segment(continues)
         x, extra = self.extract_features(
@@ -175,7 +167,7 @@ class FastWeightDecoder(TransformerDecoder):
         self,
         prev_output_tokens: Tensor,
         encoder_out: None = None,
-        incremental_state: dict[str, Any] | SegmentState | None = None,
+        incremental_state: dict[Any, Any] | SegmentState | None = None,
         full_context_alignment: bool = False,
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
@@ -210,17 +202,9 @@ class FastWeightDecoder(TransformerDecoder):
         padding_mask: Tensor | None = tokens.eq(self.padding_idx)
         if padding_mask is not None and not bool(padding_mask.any()):
             padding_mask = None
-        future_mask = None
-        if self._needs_future_mask and not generating:
-            future_mask = self.buffered_future_mask(x)
         inner_states = [x]
         for layer in self.layers:
-            x, _, _ = layer(
-                x,
-                incremental_state=incremental_state,
-                self_attn_mask=future_mask,
-                self_attn_padding_mask=padding_mask,
-            )
+            x, _, _ = layer(x, incremental_state=incremental_state, self_attn_padding_mask=padding_mask)
             inner_states.append(x)
         if last_positions is not None:
             x = x[max(0, x.shape[0] - last_positions) :]
@@ -240,7 +224,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     def max_positions(self) -> int:
         """The longest text the decoder can read; without limit where nothing depends on positions."""
-        if self.embed_positions is None and not self.softmax_layers:
+        if self.embed_positions is None and not any(mixer.bounded for mixer in self.mixers):
             return sys.maxsize
         return super().max_positions()
 
@@ -249,13 +233,16 @@ class FastWeightDecoder(TransformerDecoder):
         checkpoint_settings.check(state_dict, name, self.settings_version)
         return super().upgrade_state_dict_named(state_dict, name)
 
-    def _open_segment(self, continues: Tensor) -> SegmentState:
-        if self.softmax_layers:
-            numbers = ", ".join(map(str, sorted(self.softmax_layers)))
+    def check_carries(self) -> None:
+        """Raises a `ValueError` if there are layers whose state cannot be carried from segment to segment."""
+        if layers := self._layers_where("carries", False):
             raise ValueError(
-                f"state cannot be carried over through layers with ordinary attention (layers {numbers}); use "
-                "--carry-over-state without --softmax-attention-layers"
+                f"carry_over_state is set, but states cannot be carried over through {layers}: they grow with the "
+                "text, or end with it; it must not be set, or these layers must have another mixer"
             )
+
+    def _open_segment(self, continues: Tensor) -> SegmentState:
+        self.check_carries()
         carried = self._carried[self.training]
         if not carried and bool(continues.any()):
             logger.warning(
@@ -265,38 +252,9 @@ class FastWeightDecoder(TransformerDecoder):
         return SegmentState(carried, continues)
 
 
-def describe(args: Any, dictionary: Dictionary, softmax_layers: frozenset[int]) -> dict[str, Any]:
-    """What tells a decoder from others whose parameters have the same names and shapes, but for its fast weights."""
+def describe(args: Any, dictionary: Dictionary, mixers: Sequence[tuple[str, nn.Module]]) -> dict[str, Any]:
+    """What tells a decoder from others whose parameters have the same names and shapes."""
     settings = checkpoint_settings.describe_dictionary(dictionary)
-    settings["softmax attention layers"] = sorted(softmax_layers)
     if args.parallel_residual:
         settings["parallel residual"] = True
-    if args.rotary_dim and softmax_layers:
-        settings |= {"rotary dim": args.rotary_dim, "rotary base": args.rotary_base}
-    return settings
-
-
-def renumber(layers: Iterable[int], kept: list[int]) -> list[int]:
-    """The numbers that layers, as far as they are `kept`, have once all others are gone. All count from 1."""
-    return [place for place, number in enumerate(kept, 1) if number in layers]
-
-
-def prune_settings(state_dict: dict[str, Any], name: str, kept: list[int]) -> None:
-    """Makes a checkpoint's settings of the decoder `name` those of its layers `kept` alone, numbers from 1.
-
-    Checkpoints of other models carry none, and stay as they are.
-    """
-    checkpoint_settings.rename_former(state_dict, name)
-    key = f"{name}.{checkpoint_settings.NAME}"
-    if key not in state_dict:
-        return
-    settings = checkpoint_settings.decode(state_dict[key])
-    softmax = renumber(settings["softmax attention layers"], kept)
-    settings["softmax attention layers"] = softmax
-    # What is said of a kind of layers goes with the last of them.
-    of_softmax = {"rotary dim", "rotary base"}
-    of_all = {"dictionary size", "dictionary digest", "softmax attention layers", "parallel residual"}
-    gone = set() if softmax else of_softmax
-    if len(softmax) == len(kept):
-        gone |= settings.keys() - of_softmax - of_all
-    state_dict[key] = checkpoint_settings.encode({name: x for name, x in settings.items() if name not in gone})
+    return settings | checkpoint_settings.describe_mixers(mixers, heads=args.decoder_attention_heads)

@@ -5,9 +5,7 @@
 # ruff: noqa: UP045
 
 import ast
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Optional
 
 from fairseq.data import Dictionary
@@ -22,10 +20,15 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from fairseq.utils import safe_getattr
 from torch import nn
 
-from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder, prune_settings, renumber
-from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, causal_options, set_defaults
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.rotary_attention import RotaryAttention
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
+from fairseq_fastweights.models.fast_weight_options import (
+    FastWeightOptions,
+    mixer_builder,
+    mixer_settings,
+    parse_mixers,
+    set_defaults,
+)
 
 
 @dataclass
@@ -35,8 +38,8 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
     softmax_attention_layers: str = field(
         default="",
         metadata={
-            "help": "comma-separated numbers, from 1, of layers that keep ordinary attention; all: every layer, "
-            "which is fairseq's Transformer"
+            "help": "comma-separated numbers, from 1, of layers with softmax attention; all: every layer, which is "
+            "fairseq's Transformer"
         },
     )
     fast_weight_heads: Optional[int] = field(
@@ -45,7 +48,9 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
     )
     no_attention_bias: bool = field(
         default=False,
-        metadata={"help": "projections of fast weight layers have no bias (the gates that decay a memory keep theirs)"},
+        metadata={
+            "help": "projections of mixers other than softmax have no bias (the gates that decay a memory keep theirs)"
+        },
     )
     init_std: Optional[float] = field(
         default=None,
@@ -57,9 +62,9 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
     rotary_dim: int = field(
         default=0,
         metadata={
-            "help": "layers with ordinary attention turn the first so many dimensions of each head's queries and keys "
-            "by their positions (rotary position embedding); 0: none. Layers with fast weights have order without it, "
-            "and retention turns all dimensions in any case"
+            "help": "softmax attention turns the first so many dimensions of each head's queries and keys by their "
+            "positions (rotary position embedding); 0: none. Memories have order without it, and retention turns all "
+            "dimensions in any case"
         },
     )
     rotary_base: float = field(
@@ -83,9 +88,9 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
 class FastWeightLanguageModel(TransformerLanguageModel):
-    """fairseq's Transformer language model with fast weight memories in place of self-attention.
+    """fairseq's Transformer language model with mixers in place of self-attention.
 
-    Only the attention modules differ: all of fairseq's options for `transformer_lm` mean what they mean there, and
+    Only the mixers differ: all of fairseq's options for `transformer_lm` mean what they mean there, and
     parameters have the names they have there.
     """
 
@@ -97,12 +102,16 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             ValueError: for options that contradict each other, before anything is built.
         """
         softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
+        names = parse_mixers(args, softmax_layers, args.decoder_layers, FastWeightLanguageModelConfig.update_rule)
         if args.decoder_layers_to_keep:
             kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)
-            softmax_layers = frozenset(renumber(softmax_layers, kept))
+            names = tuple(names[number - 1] for number in kept)
             # From here on the options are those of the model that is left.
             args.decoder_layers = len(kept)
-            args.softmax_attention_layers = ",".join(map(str, sorted(softmax_layers)))
+            if args.mixers:
+                args.mixers = ",".join(f"{name}:{number}" for number, name in enumerate(names, 1))
+            else:
+                args.softmax_attention_layers = ",".join(str(i) for i, name in enumerate(names, 1) if name == "softmax")
         if args.adaptive_softmax_cutoff is not None:
             _read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, len(task.target_dictionary))
             if args.mask_special_symbols:
@@ -110,32 +119,24 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                     f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
                     "an adaptive softmax has no logits to mask: one of them must go"
                 )
-        heads = args.decoder_attention_heads
-        if args.fast_weight_heads is not None:
-            heads = args.fast_weight_heads
-            if heads < 1 or args.decoder_embed_dim % heads:
-                raise ValueError(
-                    f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
-                )
-        if args.rotary_dim and args.decoder_xformers_att_config:
+        heads = args.fast_weight_heads
+        if heads is not None and (heads < 1 or args.decoder_embed_dim % heads):
             raise ValueError(
-                f"decoder_xformers_att_config is {args.decoder_xformers_att_config!r}; with rotary_dim it must not be "
-                "set"
+                f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
+            )
+        if "softmax" in names and safe_getattr(args, "decoder_xformers_att_config", None):
+            raise ValueError(
+                f"decoder_xformers_att_config is {args.decoder_xformers_att_config!r}; with layers of softmax "
+                "attention it must not be set: they are computed by PyTorch"
             )
         if args.max_target_positions is None:
             args.max_target_positions = args.tokens_per_sample
+        settings = mixer_settings(args, args.decoder_attention_heads)
         decoder = FastWeightDecoder(
             args,
             task.target_dictionary,
             _build_embeddings(args, task.source_dictionary),
-            build_attention=partial(
-                FastWeightAttention,
-                num_heads=heads,
-                bias=not args.no_attention_bias,
-                **causal_options(args),
-            ),
-            softmax_layers=softmax_layers,
-            build_softmax_attention=_rotary_attention(args),
+            mixers=[(name, mixer_builder(name, settings)) for name in names],
         )
         if args.init_std is not None:
             _draw_weights(decoder, args.init_std)
@@ -152,7 +153,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         text = getattr(model_cfg, "decoder_layers_to_keep", None)
         if text:
             state_dict = dict(state_dict)  # as fairseq, which leaves the layers in it as they are
-            prune_settings(state_dict, "decoder", sorted(int(number) + 1 for number in text.split(",")))
+            checkpoint_settings.prune(state_dict, "decoder", sorted(int(number) + 1 for number in text.split(",")))
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
 
@@ -181,21 +182,6 @@ def _parse_kept_layers(text: str, layers: int) -> list[int]:
             f"decoder_layers_to_keep is {text!r}; it must be comma-separated numbers from 0 to {layers - 1}, each once"
         )
     return numbers
-
-
-def _rotary_attention(args: Any) -> Callable[[int], nn.Module] | None:
-    """What makes the attention of layers without fast weights, where they have a rotary position embedding."""
-    if not args.rotary_dim:
-        return None
-    return partial(
-        RotaryAttention,
-        num_heads=args.decoder_attention_heads,
-        rotary_dim=args.rotary_dim,
-        rotary_base=args.rotary_base,
-        dropout=args.attention_dropout,
-        q_noise=args.quant_noise_pq,
-        qn_block_size=args.quant_noise_pq_block_size,
-    )
 
 
 def _build_embeddings(args: Any, dictionary: Dictionary) -> nn.Module:
@@ -256,7 +242,7 @@ def _read_cutoffs(name: str, text: str | None, types: int) -> list[int]:
     return cutoffs
 
 
-def _draw_weights(decoder: nn.Module, std: float) -> None:
+def _draw_weights(decoder: FastWeightDecoder, std: float) -> None:
     """Draws all projections and embeddings from N(0, std), as the models of Schlag et al. (2021) start."""
     for module in decoder.modules():
         if isinstance(module, nn.Linear):
@@ -267,9 +253,8 @@ def _draw_weights(decoder: nn.Module, std: float) -> None:
             nn.init.normal_(module.weight, std=std)
             if module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
-    for module in decoder.modules():
-        if isinstance(module, FastWeightAttention):
-            module.reset_gate_biases()
+    for mixer in decoder.mixers:
+        mixer.reset_special_parameters()
 
 
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_small")

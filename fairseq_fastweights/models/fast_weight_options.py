@@ -5,7 +5,9 @@
 # ruff: noqa: UP045
 
 from argparse import Namespace
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import partial
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -16,14 +18,39 @@ from omegaconf import OmegaConf
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES, parse_normalization
+from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, parse_normalization
+
+MEMORIES = [*UPDATE_RULES, "retention"]
+"""What --update-rule chooses from: the mixers that are a fast weight memory, and nothing else."""
+
+MixerOptions = make_dataclass(
+    "MixerOptions",
+    [
+        (option_name(mixer, name), option.type, field(default=option.default, metadata={"help": option.help}))
+        for mixer, kind in MIXERS.items()
+        for name, option in kind.options.items()
+    ],
+    bases=(FairseqDataclass,),
+)
+"""The options that each kind of mixer has for itself."""
 
 
 @dataclass
-class FastWeightOptions(FairseqDataclass):
-    """Options of a fast weight memory, which language and translation models share."""
+class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
+    """Options of mixers, which language and translation models share."""
 
-    update_rule: ChoiceEnum(list(UPDATE_RULES)) = field(  # type: ignore[valid-type]
+    mixers: str = field(
+        default="",
+        metadata={
+            "help": "what mixes positions in which of the decoder's layers: comma-separated names with the numbers of "
+            "their layers, as in 'delta:1-10,softmax:11-12' or, with one name for all layers that are left, "
+            f"'delta,softmax:6,12'. There are {', '.join(MIXERS)} (default: what --update-rule and the other options "
+            "below say)"
+        },
+    )
+    update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="delta",
         metadata={
             "help": "how a layer's memory is written: sum adds each value under its key (linear Transformer, "
@@ -73,32 +100,60 @@ class FastWeightOptions(FairseqDataclass):
     )
 
 
-def memory_options(args: Any) -> dict[str, Any]:
-    """What of a model's options `MemoryAttention` takes, whoever writes and reads the memory."""
+def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
+    """What of a model's options `build_mixer` takes; `heads` is how many heads attention has there.
+
+    Raises:
+        ValueError: for a normalisation that there is not.
+    """
+    named = (option_name(mixer, option) for mixer, kind in MIXERS.items() for option in kind.options)
     return {
+        **{name: getattr(args, name) for name in named},
+        "num_heads": heads,
+        "fast_weight_heads": getattr(args, "fast_weight_heads", None) or heads,
+        "bias": not getattr(args, "no_attention_bias", False),
+        "dropout": args.attention_dropout,
         "feature_map": None if args.feature_map == "auto" else str(args.feature_map),
         "feature_dim": args.feature_dim,
         "dpfp_nu": args.dpfp_nu,
         "favor_features": args.favor_features,
+        "normalization": parse_normalization(args.normalization),
         "scale_read_out": args.scale_read_out,
-        "dropout": args.attention_dropout,
-        "q_noise": args.quant_noise_pq,
-        "qn_block_size": args.quant_noise_pq_block_size,
+        "backend": str(args.fast_weight_backend),
+        "rotary_dim": getattr(args, "rotary_dim", 0),
+        "rotary_base": getattr(args, "rotary_base", 10000.0),
+        "max_positions": args.max_target_positions,
     }
 
 
-def causal_options(args: Any) -> dict[str, Any]:
-    """What of a model's options `FastWeightAttention` takes.
+def mixer_builder(
+    name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS, **others: Any
+) -> Callable[[int], Mixer]:
+    """What makes a layer's mixer, given its width."""
+    return partial(build_mixer, name, settings={**settings, **others}, kinds=kinds)
+
+
+def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default_rule: str) -> tuple[str, ...]:
+    """The names of the mixers of a decoder's layers; `default_rule` is what --update-rule is where nobody says.
 
     Raises:
-        ValueError: for a normalisation that there is not, or not for the rule.
+        ValueError: for a pattern that is none, or that the other options contradict.
     """
-    update_rule = str(args.update_rule)
-    return memory_options(args) | {
-        "update_rule": update_rule,
-        "normalization": parse_normalization(args.normalization, update_rule),
-        "backend": str(args.fast_weight_backend),
-    }
+    rule = str(args.update_rule)
+    if not args.mixers:
+        lookup("update_rule", rule, {name: MIXERS[name] for name in MEMORIES})
+        return tuple("softmax" if number in softmax_layers else rule for number in range(1, layers + 1))
+    names = parse_pattern(args.mixers, layers)
+    if softmax_layers:
+        raise ValueError(
+            f"mixers is {args.mixers!r}, and softmax_attention_layers is set too; it must be left out: mixers says "
+            "which layers have softmax"
+        )
+    if rule != default_rule and rule not in names:
+        raise ValueError(
+            f"update_rule is {rule!r}, which mixers, {args.mixers!r}, has in no layer; one of them must go"
+        )
+    return names
 
 
 def set_defaults(args: Any, options: type[FairseqDataclass], inherited: type[FairseqDataclass]) -> None:

@@ -4,7 +4,6 @@
 
 from argparse import ArgumentParser
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from fairseq.data import Dictionary
@@ -22,17 +21,18 @@ from fairseq.models.transformer.transformer_legacy import tiny_architecture
 from fairseq.utils import safe_getattr
 from torch import nn
 
+from fairseq_fastweights.mixers.registry import SOURCE_MIXERS
 from fairseq_fastweights.models.fast_weight_options import (
+    MEMORIES,
     FastWeightOptions,
-    causal_options,
-    memory_options,
+    mixer_builder,
+    mixer_settings,
+    parse_mixers,
     set_defaults,
 )
 from fairseq_fastweights.models.fast_weight_transformer_decoder import FastWeightTransformerDecoder
 from fairseq_fastweights.models.fast_weight_transformer_encoder import FastWeightTransformerEncoder
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.fast_weight_source_attention import FastWeightSourceAttention, check_without_order
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from fairseq_fastweights.models.mixer_layers import MixerBuilder
 
 PLACES = ("encoder", "decoder", "cross")
 """Where the Transformer has attention: the encoder's and the decoder's to itself, the decoder's to the encoder."""
@@ -46,23 +46,16 @@ class FastWeightTransformerOptions(FastWeightOptions):
         default="encoder,decoder,cross",
         metadata={
             "help": "comma-separated: which attention is a fast weight memory, of encoder, decoder (self-attention) "
-            "and cross (from decoder to encoder); the others are softmax. none: all are"
+            "and cross (from decoder to encoder); the others are softmax. none: all are. The encoder and cross read "
+            "their source as a whole, with the sum rule: there is no order in which a memory could forget or correct"
         },
     )
-    update_rule: ChoiceEnum(list(UPDATE_RULES)) = field(  # type: ignore[valid-type]
+    update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="sum",
         metadata={
             "help": "how the memory of the decoder's self-attention is written: sum (linear Transformer, Performer), "
             "gated, decay (Mao 2022), delta (Delta Network), retention (RetNet)"
         },
-    )
-    encoder_update_rule: str = field(
-        default="sum",
-        metadata={"help": "the same for the encoder, which reads its input as a whole, without an order: only sum"},
-    )
-    cross_update_rule: str = field(
-        default="sum",
-        metadata={"help": "the same for the attention from decoder to encoder: only sum"},
     )
     normalization: str = field(
         default="auto",
@@ -101,12 +94,17 @@ class FastWeightTransformerModel(TransformerModel):
         """
         set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
         places = parse_places(args.fast_weight_attention)
-        check_without_order("encoder_update_rule", args.encoder_update_rule)
-        check_without_order("cross_update_rule", args.cross_update_rule)
-        if "decoder" in places and safe_getattr(args, "cross_self_attention", False):
+        names = _decoder_mixers(args)
+        if set(names) != {"softmax"} and safe_getattr(args, "cross_self_attention", False):
             raise ValueError(
                 f"cross_self_attention is set and fast_weight_attention is {args.fast_weight_attention!r}; it must be "
-                "without 'decoder': a decoder's memory holds what the decoder has read, not the source"
+                "without 'decoder', and mixers must not be set: a mixer holds what the decoder has read, not the source"
+            )
+        kept = safe_getattr(args, "decoder_layers_to_keep", None)
+        if kept and len(set(names)) > 1:
+            raise ValueError(
+                f"decoder_layers_to_keep is {kept!r} and mixers is {args.mixers!r}; one of them must go: layers are "
+                "kept of decoders whose layers are alike"
             )
         # As the task has it, and not the model: a checkpoint is read with the command's task.
         aligns = safe_getattr(args, "criterion", None) == "label_smoothed_cross_entropy_with_alignment"
@@ -117,33 +115,26 @@ class FastWeightTransformerModel(TransformerModel):
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Dictionary, embed_tokens: nn.Module) -> Any:
         cfg = TransformerConfig.from_namespace(args)
-        build_attention = None
-        if "encoder" in parse_places(cfg.fast_weight_attention):
-            build_attention = partial(
-                FastWeightSourceAttention, num_heads=cfg.encoder.attention_heads, **memory_options(cfg)
-            )
-        return FastWeightTransformerEncoder(cfg, src_dict, embed_tokens, build_attention)
+        build = _source_mixer(cfg, "encoder", cfg.encoder.attention_heads)
+        return FastWeightTransformerEncoder(cfg, src_dict, embed_tokens, *build)
 
     @classmethod
     def build_decoder(cls, args: Any, tgt_dict: Dictionary, embed_tokens: nn.Module) -> Any:
         cfg = TransformerConfig.from_namespace(args)
-        places, heads = parse_places(cfg.fast_weight_attention), cfg.decoder.attention_heads
-        build_self_attention = build_encoder_attention = None
-        if "decoder" in places:
-            build_self_attention = partial(FastWeightAttention, num_heads=heads, **causal_options(cfg))
-        if "cross" in places:
-            build_encoder_attention = partial(
-                FastWeightSourceAttention,
-                num_heads=heads,
-                source_dim=cfg.encoder.embed_dim,
-                **memory_options(cfg),
-            )
-        return FastWeightTransformerDecoder(cfg, tgt_dict, embed_tokens, build_self_attention, build_encoder_attention)
+        heads = cfg.decoder.attention_heads
+        settings = mixer_settings(cfg, heads)
+        mixers = [
+            # fairseq's own: it has weights to align words by.
+            (name, None if name == "softmax" else mixer_builder(name, settings))
+            for name in _decoder_mixers(cfg)
+        ]
+        cross = _source_mixer(cfg, "cross", heads, source_dim=cfg.encoder.embed_dim)
+        return FastWeightTransformerDecoder(cfg, tgt_dict, embed_tokens, mixers, cross)
 
     def set_beam_size(self, beam_size: int) -> None:
-        """Tells the attention to the source how many hypotheses there may be for each."""
+        """Tells what reads the source how many hypotheses there may be for each."""
         for module in self.decoder.modules():
-            if isinstance(module, FastWeightSourceAttention):
+            if module is not self.decoder and hasattr(module, "set_beam_size"):
                 module.set_beam_size(beam_size)
 
     def prepare_for_inference_(self, cfg: Any) -> None:
@@ -158,6 +149,22 @@ class FastWeightTransformerModel(TransformerModel):
                 if value not in (None, False):
                     raise _no_alignments(option, value)
         super().prepare_for_inference_(cfg)
+
+
+def _decoder_mixers(args: Any) -> tuple[str, ...]:
+    """The names of the mixers of the decoder's layers."""
+    layers = args.decoder_layers
+    softmax = frozenset() if "decoder" in parse_places(args.fast_weight_attention) else range(1, layers + 1)
+    if args.mixers:
+        softmax = frozenset()
+    return parse_mixers(args, frozenset(softmax), layers, FastWeightTransformerOptions.update_rule)
+
+
+def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str, MixerBuilder | None]:
+    """The name of what reads a source there, and what makes it; None for fairseq's softmax attention."""
+    if place not in parse_places(cfg.fast_weight_attention):
+        return "softmax", None
+    return "sum", mixer_builder("sum", {**mixer_settings(cfg, heads), **others}, SOURCE_MIXERS)
 
 
 def _no_alignments(option: str, value: object) -> ValueError:

@@ -1,7 +1,8 @@
-"""fairseq's Transformer decoder for translation, with fast weights in place of any of its attentions."""
+"""fairseq's Transformer decoder for translation, with mixers in place of its attention."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fairseq.data import Dictionary
@@ -9,12 +10,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from torch import Tensor, nn
 
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.modules.transformer_layers import (
-    AttentionBuilder,
-    FastWeightDecoderLayer,
-    project,
-    wrap_layer,
-)
+from fairseq_fastweights.models.mixer_layers import MixerBuilder, MixerDecoderLayer, project, wrap_layer
 
 
 class FastWeightTransformerDecoder(TransformerDecoderBase):
@@ -22,8 +18,9 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
 
     Args:
         cfg, dictionary, embed_tokens: as fairseq's.
-        build_self_attention, build_encoder_attention: make a layer's attention to the target and to the source, given
-            the layer's width; None for fairseq's.
+        mixers: for each layer the name of what reads the target, and what makes it, given the layer's width; None for
+            fairseq's softmax attention.
+        cross: the same of what reads the source, for all layers.
 
     The buffer `settings_version` says what must be equal between a checkpoint and the model that loads it.
     """
@@ -35,20 +32,27 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         cfg: TransformerConfig,
         dictionary: Dictionary,
         embed_tokens: nn.Module,
-        build_self_attention: AttentionBuilder | None,
-        build_encoder_attention: AttentionBuilder | None,
+        mixers: Sequence[tuple[str, MixerBuilder | None]],
+        cross: tuple[str, MixerBuilder | None],
     ) -> None:
-        self._builders = build_self_attention, build_encoder_attention
+        builders = [build for _, build in mixers]
+        self._needs_future_mask, self._all_softmax = None in builders, not any(builders)
+        cross_name, self._build_cross = cross
+        self._builders = iter(builders)
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+        del self._builders
+        layers: list[Any] = list(nn.ModuleList.__iter__(self.layers))  # all of them: those of LayerDrop are drawn
         settings = checkpoint_settings.describe_dictionary(dictionary, "target ")
-        settings |= checkpoint_settings.describe_attention(self, "decoder ", "self_attn")
-        settings |= checkpoint_settings.describe_attention(self, "cross ", "encoder_attn")
+        own = [(name, layer.self_attn) for (name, _), layer in zip(mixers, layers, strict=True)]
+        settings |= checkpoint_settings.describe_mixers(own, "decoder ")
+        settings |= checkpoint_settings.describe_mixers([(cross_name, self.layers[0].encoder_attn)], "cross ")
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
 
     def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
-        if self._builders == (None, None):
+        build = next(self._builders)
+        if build is None and self._build_cross is None:
             return super().build_decoder_layer(cfg, no_encoder_attn)
-        return wrap_layer(FastWeightDecoderLayer(cfg, *self._builders, no_encoder_attn=no_encoder_attn), cfg)
+        return wrap_layer(MixerDecoderLayer(cfg, build, self._build_cross, no_encoder_attn=no_encoder_attn), cfg)
 
     def extract_features(
         self,
@@ -64,14 +68,14 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         Raises:
             ValueError: if the target is to be read with what follows, which a memory cannot hold.
         """
-        if full_context_alignment and self._builders[0] is not None:
+        if full_context_alignment and not self._all_softmax:
             raise ValueError(
-                "full_context_alignment must be False: a memory holds what was read before, not what follows"
+                "full_context_alignment must be False: a mixer holds what was read before, not what follows"
             )
         features, extra = super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, full_context_alignment, *arguments, **options
         )
-        if self._builders[1] is not None:
+        if self._build_cross is not None:
             # Not [None]: fairseq's scorer adds it to the weights of an ensemble's other models.
             extra["attn"] = None
         return features, extra
@@ -81,8 +85,8 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         return project(super().output_layer, features)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
-        """fairseq's mask, (time, time), if the self-attention is one that needs it."""
-        return super().buffered_future_mask(tensor) if self._builders[0] is None else None
+        """fairseq's mask, (time, time), if there is a self-attention that needs it."""
+        return super().buffered_future_mask(tensor) if self._needs_future_mask else None
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""

@@ -1,4 +1,4 @@
-"""fairseq's Transformer encoder, with fast weights in place of its self-attention."""
+"""fairseq's Transformer encoder, with a mixer in place of its self-attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerEncoderBase
 from torch import Tensor, nn
 
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.modules.transformer_layers import AttentionBuilder, FastWeightEncoderLayer, wrap_layer
+from fairseq_fastweights.models.mixer_layers import MixerBuilder, MixerEncoderLayer, wrap_layer
 
 
 class FastWeightTransformerEncoder(TransformerEncoderBase):
@@ -18,7 +18,8 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
 
     Args:
         cfg, dictionary, embed_tokens: as fairseq's.
-        build_attention: makes the attention of a layer, given the layer's width; None for fairseq's.
+        name, build_mixer: what reads the source: its name, and what makes it, given a layer's width; None for fairseq's
+            softmax attention.
 
     The buffer `settings_version` says what must be equal between a checkpoint and the model that loads it.
     """
@@ -30,18 +31,19 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
         cfg: TransformerConfig,
         dictionary: Dictionary,
         embed_tokens: nn.Module,
-        build_attention: AttentionBuilder | None,
+        name: str,
+        build_mixer: MixerBuilder | None,
     ) -> None:
-        self._build_attention = build_attention
+        self._build_mixer = build_mixer
         super().__init__(cfg, dictionary, embed_tokens)
         settings = checkpoint_settings.describe_dictionary(dictionary, "source ")
-        settings |= checkpoint_settings.describe_attention(self, "encoder ", "self_attn")
+        settings |= checkpoint_settings.describe_mixers([(name, self.layers[0].self_attn)], "encoder ")
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
-        if self._build_attention is None:
+        if self._build_mixer is None:
             return super().build_encoder_layer(cfg)
-        return wrap_layer(FastWeightEncoderLayer(cfg, self._build_attention), cfg)
+        return wrap_layer(MixerEncoderLayer(cfg, self._build_mixer), cfg)
 
     def forward(self, src_tokens: Tensor, *arguments: Any, **options: Any) -> dict[str, list[Tensor]]:
         """Encodes sources, as fairseq's encoder does.

@@ -23,7 +23,6 @@ from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT, FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import check_architecture
-from fairseq_fastweights.modules.update_rules import known_to_fail_when_carried
 
 logger = logging.getLogger(__name__)
 
@@ -97,18 +96,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             raise ValueError(
                 f"carry_over_state is set, but {type(model).__name__} has no state to carry; it must be fast_weight_lm"
             )
-        if self.args.carry_over_state and model.decoder.softmax_layers:
-            raise ValueError(
-                f"carry_over_state is set, but softmax_attention_layers is {sorted(model.decoder.softmax_layers)}: "
-                "ordinary attention has no state to carry; it must be empty"
-            )
+        if self.args.carry_over_state:
+            model.decoder.check_carries()
         if self.args.carry_over_state and not from_checkpoint:
             self._carrier = model.decoder
-            attention = model.decoder.attention_modules()[0]
-            concern = known_to_fail_when_carried(
-                attention.update_rule, attention.feature_map_name, attention.normalization
-            )
-            if concern is not None:
+            for concern in sorted({mixer.concern_when_carried() or "" for mixer in model.decoder.mixers} - {""}):
                 logger.warning("carry_over_state: %s", concern)
         if source is not None:
             self._transfer(model, source)

@@ -7,7 +7,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.conversion.swap import check_swap, fold_map, swap
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 
 WIDTH, HEADS, DIM = 24, 3, 8
 PROJECTIONS = ("q_proj.", "k_proj.", "v_proj.")

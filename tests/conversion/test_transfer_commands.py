@@ -14,7 +14,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 import fairseq_fastweights.models.fast_weight_lm
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from tests.conftest import evaluate, train
 from tests.conversion.transfers import save_as_in_2019
 from tests.models.conftest import Fairseq

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from fairseq.sequence_generator import SequenceGenerator
 
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 
 TIME, BATCH = 12, 3
 

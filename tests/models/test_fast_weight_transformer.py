@@ -15,10 +15,10 @@ from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.models.fast_weight_transformer import parse_places
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.fast_weight_source_attention import FastWeightSourceAttention
-from fairseq_fastweights.modules.memory_attention import MemoryAttention
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from tests.models.translation import (
     EOS,
     FUSED,

@@ -12,9 +12,9 @@ from fairseq.data import Dictionary
 from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.parallel_layer import ParallelDecoderLayer
-from fairseq_fastweights.modules.rotary_attention import RotaryAttention
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.models.parallel_layer import ParallelDecoderLayer
+from fairseq_fastweights.mixers.softmax_attention import RotaryAttention
 
 GPT2 = {
     "small": {"n_layer": 12, "n_embd": 768, "n_head": 12},

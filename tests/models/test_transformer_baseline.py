@@ -7,7 +7,7 @@ import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 
 ADAPTIVE = (
     "--adaptive-input --adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from tests.models.test_checkpoints import assert_unchanged, values
 from tests.models.translation import (
     FUSED,

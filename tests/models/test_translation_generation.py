@@ -19,8 +19,8 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.modules.fast_weight_source_attention import FastWeightSourceAttention
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from tests.models.translation import PAD, SCORES, SUBSETS, batch, build, log_probs, sentences, shifted, with_map
 
 SOURCES = sentences((5, 9, 1, 7, 3))

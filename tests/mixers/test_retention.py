@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.segment_state import SegmentState
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.models.segment_state import SegmentState
 
 
 def build(embed_dim: int = 16, num_heads: int = 2, **options) -> FastWeightAttention:

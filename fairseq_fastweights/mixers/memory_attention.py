@@ -7,19 +7,10 @@ import math
 from typing import Any
 
 import torch
-from fairseq.incremental_decoding_utils import with_incremental_state
-from fairseq.modules import FairseqDropout
-from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 
 from fairseq_fastweights.feature_maps import Scales, build_feature_map, sum_normalize
-from fairseq_fastweights.modules.update_rules import (
-    NORMALIZATIONS,
-    UPDATE_RULES,
-    check_normalization,
-    known_to_diverge,
-    lookup,
-)
+from fairseq_fastweights.mixers.mixer import Mixer
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +20,21 @@ SMALLEST_DIVISOR = 1e-30
 _warned_of: set[str] = set()
 
 
-@with_incremental_state
-class MemoryAttention(nn.Module):
+class MemoryAttention(Mixer):
     """The projections, feature map and normalisation that all attention over a fast weight memory has.
 
     Args:
         embed_dim: width of the queries and of the output.
         num_heads: number of heads, a divisor of `embed_dim`. Values have head_dim = embed_dim / num_heads numbers.
         source_dim: width of what keys and values are made from; None for `embed_dim`.
-        update_rule: a key of `UPDATE_RULES`.
-        feature_map: a key of `feature_maps.FEATURE_MAPS`, None for what the rule's paper uses.
+        feature_map: a key of `feature_maps.FEATURE_MAPS`.
         feature_dim: size m of keys and queries after the feature map: the state is m x head_dim. None for what
             follows from the head dim.
         dpfp_nu, favor_features: the sizes of these maps.
-        normalization: any of "sum", "attention", "removal"; None for what the rule's paper uses.
+        normalization: any of "sum", "attention", "removal".
         bias: whether the projections have biases. Decay gates always have.
         scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
         dropout: of the read-out, before the output projection: there are no attention weights to drop.
-        q_noise, qn_block_size: quantisation noise for the projections, as fairseq has it.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -57,37 +45,19 @@ class MemoryAttention(nn.Module):
         embed_dim: int,
         num_heads: int,
         *,
-        update_rule: str,
+        feature_map: str,
         source_dim: int | None = None,
-        feature_map: str | None = None,
         feature_dim: int | None = None,
         dpfp_nu: int = 1,
         favor_features: int | None = None,
-        normalization: frozenset[str] | None = None,
+        normalization: frozenset[str] = frozenset(),
         bias: bool = True,
         scale_read_out: bool = False,
         dropout: float = 0.0,
-        q_noise: float = 0.0,
-        qn_block_size: int = 8,
     ) -> None:
-        super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"num_heads is {num_heads}; it must be a divisor of embed_dim, {embed_dim}")
-        rule = lookup("update_rule", update_rule, UPDATE_RULES)
-        normalization = rule.normalization if normalization is None else frozenset(normalization)
-        if not normalization <= set(NORMALIZATIONS):
-            raise ValueError(f"normalization is {sorted(normalization)}; it may hold {', '.join(NORMALIZATIONS)}")
-        check_normalization(normalization, update_rule)
-        if "removal" in normalization and not rule.corrects:
-            raise ValueError(f"normalization holds 'removal', but the {update_rule} rule removes nothing")
-        self.embed_dim = embed_dim
+        super().__init__(embed_dim, num_heads)
         self.source_dim = embed_dim if source_dim is None else source_dim
-        self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
-        self.update_rule = update_rule
-        self.rule = rule
         self.normalization = normalization
-        feature_map = feature_map or rule.feature_map
         self.feature_map_name = feature_map
         self.feature_map = build_feature_map(
             feature_map,
@@ -103,12 +73,9 @@ class MemoryAttention(nn.Module):
                 "outputs: what is removed is divided by a sum of them"
             )
         # Normalisers grow with time, their inverses shrink, and exp() of FAVOR+'s exponents is large unless sum
-        # normalisation takes it back; and a memory that fades over thousands of steps, read before it is normalised,
-        # holds sums of as many products: float16 has not the range for them.
-        self.needs_float32_range = (
-            bool(normalization & {"attention", "removal"})
-            or (feature_map == "favor" and "sum" not in normalization)
-            or rule.gated_read_out
+        # normalisation takes it back: float16 has not the range for them.
+        self.needs_float32_range = bool(normalization & {"attention", "removal"}) or (
+            feature_map == "favor" and "sum" not in normalization
         )
         self._scales: Scales = "fixed"
         if "sum" in normalization:
@@ -116,21 +83,13 @@ class MemoryAttention(nn.Module):
         elif "attention" in normalization:
             self._scales = "queries"
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
-        self.dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
-        _warn_once(update_rule, feature_map, normalization)
+        self.dropout_module = nn.Dropout(dropout)
 
-        self._quant_noise = (q_noise, qn_block_size)
-        self.get_incremental_state: Any  # from fairseq's decorator, as its setter
-        self.set_incremental_state: Any
-        self._get_full_incremental_state_key: Any
         key_width = num_heads * self.feature_map.key_dim
-        self.q_proj = self._projection(embed_dim, key_width, bias)
-        self.k_proj = self._projection(self.source_dim, key_width, bias)
-        self.v_proj = self._projection(self.source_dim, embed_dim, bias)
-        self.out_proj = self._projection(embed_dim, embed_dim, bias)
-
-    def _projection(self, width_in: int, width_out: int, bias: bool) -> Any:
-        return quant_noise(nn.Linear(width_in, width_out, bias=bias), *self._quant_noise)
+        self.q_proj = nn.Linear(embed_dim, key_width, bias=bias)
+        self.k_proj = nn.Linear(self.source_dim, key_width, bias=bias)
+        self.v_proj = nn.Linear(self.source_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does."""
@@ -169,54 +128,33 @@ class MemoryAttention(nn.Module):
         time, batch, _ = x.shape
         return x.view(time, batch, self.num_heads, dim).transpose(0, 1)
 
-    @property
-    def state_key(self) -> str:
-        """Under which an incremental state holds this module's; not the same in another process."""
-        return self._get_full_incremental_state_key("memory")
-
-    def _get_input_buffer(self, incremental_state: dict[str, Any] | None) -> dict[str, Tensor]:
-        return self.get_incremental_state(incremental_state, "memory") or {}
-
-    def _set_input_buffer(self, incremental_state: dict[str, Any], buffer: dict[str, Tensor]) -> None:
-        self.set_incremental_state(incremental_state, "memory", buffer)
-
-    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Splits the one matrix of queries, keys and values that attention had in fairseq until 2019."""
-        for kind in ("weight", "bias"):
-            joined = state_dict.pop(f"{name}.in_proj_{kind}", None)
-            if joined is not None:
-                for projection, part in zip(("q_proj", "k_proj", "v_proj"), joined.chunk(3), strict=True):
-                    state_dict[f"{name}.{projection}.{kind}"] = part
-
     def settings(self) -> dict[str, Any]:
         """What tells this attention from another whose parameters have the same names and shapes, and their sizes."""
         return {
-            "update rule": self.update_rule,
             "feature map": self.feature_map_name,
             "feature dim": self.feature_map.output_dim,
-            "normalization": ",".join(sorted(self.normalization)) or "none",
+            "normalization": self._normalization_text(),
             "read-out scale": self.scale,
         }
 
+    def concern_when_carried(self) -> str | None:
+        """Why training should not carry its states from segment to segment, for a warning, or None."""
+        if self.feature_map_name == "favor":
+            return (
+                "FAVOR+ draws new features for every training batch, so that a carried state is read with other "
+                "features than it was written with"
+            )
+        return None
+
+    def _normalization_text(self) -> str:
+        return ",".join(sorted(self.normalization)) or "none"
+
     def extra_repr(self) -> str:
-        normalization = ",".join(sorted(self.normalization)) or "none"
-        return f"update_rule={self.update_rule}, normalization={normalization}, heads={self.num_heads}"
+        return f"normalization={self._normalization_text()}, heads={self.num_heads}"
 
 
-def keeps_rows(new_order: Tensor, rows: int) -> bool:
-    """Whether an order of rows is known to leave `rows` rows as they are, as mostly in greedy search.
-
-    On a GPU it never is: to know it the CPU would have to wait, and the copy that it saves costs less there.
-    """
-    return (
-        new_order.device.type == "cpu"
-        and new_order.numel() == rows
-        and torch.equal(new_order, torch.arange(rows, dtype=new_order.dtype))
-    )
-
-
-def _warn_once(update_rule: str, feature_map: str, normalization: frozenset[str]) -> None:
-    reason = known_to_diverge(update_rule, feature_map, normalization)
+def warn_once(reason: str | None, of: str) -> None:
+    """Logs why something is not to be recommended, the first time in a process."""
     if reason is not None and reason not in _warned_of:
         _warned_of.add(reason)
-        logger.warning("update rule %s with map %s: %s", update_rule, feature_map, reason)
+        logger.warning("%s: %s", of, reason)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
@@ -20,19 +19,16 @@ class Gate:
     """A number in (0, 1) that a rule reads at every step, made from the layer's input by a projection and a sigmoid.
 
     Attributes:
-        name: names the projection, `<name>_proj`. A fixed gate has none.
+        name: names the projection, `<name>_proj`.
         per: what there is one of: a number for each "head", or for each "key" or "value" dimension of each head.
         log: whether the operation takes the gate's logarithm. Such a gate decays the state; it has a bias of its own,
             which starts at uniformly drawn decays (Gu et al. 2020). 0, a decay of 1 or a write strength of 0, is what
             a padded position gets in either case.
-        fixed: where the gate is the same at every step: makes its values, (heads,), given how many heads there are,
-            a device and a type.
     """
 
     name: str
     per: Literal["head", "key", "value"]
     log: bool
-    fixed: Callable[[int, torch.device, torch.dtype], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,9 +42,6 @@ class UpdateRule:
             decays of keys.
         ordered: whether it matters in which order pairs are written. A source that is read as a whole, as an
             encoder reads it, has no order in which a memory could forget or correct.
-        rotary: whether queries and keys are turned by their positions.
-        gated_read_out: whether what is read is normalised in each head and multiplied by swish(W_g x). It takes the
-            place of the other normalisations.
     """
 
     operation: Callable[..., tuple[Tensor, Tensor]]
@@ -57,28 +50,6 @@ class UpdateRule:
     normalization: frozenset[str]
     corrects: bool = False
     ordered: bool = True
-    rotary: bool = False
-    gated_read_out: bool = False
-
-    @property
-    def learned_gates(self) -> tuple[Gate, ...]:
-        """The gates that have projections."""
-        return tuple(gate for gate in self.gates if gate.fixed is None)
-
-
-def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """S_t = gamma S_{t-1} + v_t k_t^T, y_t = S_t q_t (Sun et al. 2023, Eq. 6); log_decay: (batch, time, heads).
-
-    It is the decay rule with one decay for all key dimensions, for which the compiled kernels are those of the gated
-    rule, without its second factor 1 - g. The gated rule itself would need values divided by 1 - gamma, up to 2^(4 +
-    heads), which float16 has not the range for.
-    """
-    return ops.decay_rule(q, k, v, log_decay[..., None].expand(k.shape), None, **options)
-
-
-def retention_log_decays(heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(heads,), log gamma_h, gamma_h = 1 - 2^(-5 - h) for h = 0, 1, ... (Sun et al. 2023, Eq. 8)."""
-    return torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, device=device, dtype=dtype)))
 
 
 UPDATE_RULES: dict[str, UpdateRule] = {
@@ -97,63 +68,48 @@ UPDATE_RULES: dict[str, UpdateRule] = {
         frozenset({"sum"}),
         corrects=True,
     ),
-    "retention": UpdateRule(
-        retention,
-        (Gate("decay", per="head", log=True, fixed=retention_log_decays),),
-        "identity",
-        frozenset(),
-        rotary=True,
-        gated_read_out=True,
-    ),
 }
 
 NORMALIZATIONS = ("sum", "attention", "removal")
 
 
-def parse_normalization(text: str, update_rule: str) -> frozenset[str]:
-    """Reads a comma-separated list of normalisations.
+def parse_normalization(text: str) -> frozenset[str] | None:
+    """Reads a comma-separated list of normalisations: any of `NORMALIZATIONS`, or "none".
 
-    "auto" is what the rule's paper uses; otherwise it is "none", or any of `NORMALIZATIONS`.
+    "auto" is what the mixer's paper uses, None.
 
     Raises:
-        ValueError: for any other word, for "none" or "auto" beside others, and for "removal" with a rule that removes
-            nothing.
+        ValueError: for any other word, and for "none" or "auto" beside others.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    rule = lookup("update_rule", update_rule, UPDATE_RULES)
-    if words == ["auto"]:
-        return rule.normalization
-    if words == ["none"]:
-        return frozenset()
+    if words in (["auto"], ["none"]):
+        return None if words == ["auto"] else frozenset()
     if not words or not set(words) <= set(NORMALIZATIONS):
         raise ValueError(
             f"normalization is {text!r}; it must be auto, none, or a comma-separated list of "
             + ", ".join(NORMALIZATIONS)
         )
-    check_normalization(frozenset(words), update_rule)
-    if "removal" in words and not rule.corrects:
+    return frozenset(words)
+
+
+def check_normalization(normalization: frozenset[str], update_rule: str) -> None:
+    """Raises a `ValueError` for normalisations that there are not, or not for this rule."""
+    text = ",".join(sorted(normalization))
+    if not normalization <= set(NORMALIZATIONS):
+        raise ValueError(f"normalization is {text!r}; it may hold {', '.join(NORMALIZATIONS)}")
+    if "removal" in normalization and not UPDATE_RULES[update_rule].corrects:
         able = ", ".join(name for name, rule in UPDATE_RULES.items() if rule.corrects)
         raise ValueError(
             f"normalization is {text!r}, but the {update_rule} rule removes nothing from its memory; 'removal' can be "
             f"used with {able}"
         )
-    return frozenset(words)
 
 
-def check_normalization(normalization: frozenset[str], update_rule: str) -> None:
-    """Raises a `ValueError` for normalisations of a rule whose read-out is normalised by itself."""
-    if normalization and UPDATE_RULES[update_rule].gated_read_out:
-        raise ValueError(
-            f"normalization is {','.join(sorted(normalization))!r}; with the {update_rule} rule it must be none: what "
-            "is read is normalised in each head"
-        )
-
-
-def lookup(argument: str, name: str, table: dict[str, UpdateRule]) -> UpdateRule:
-    """`table[name]`, or a `ValueError` that names the argument and lists what it may be."""
-    if name not in table:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(table)}")
-    return table[name]
+def lookup(argument: str, name: str) -> UpdateRule:
+    """`UPDATE_RULES[name]`, or a `ValueError` that names the argument and lists what it may be."""
+    if name not in UPDATE_RULES:
+        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(UPDATE_RULES)}")
+    return UPDATE_RULES[name]
 
 
 def known_to_diverge(update_rule: str, feature_map: str, normalization: frozenset[str]) -> str | None:
@@ -180,13 +136,8 @@ def known_to_diverge(update_rule: str, feature_map: str, normalization: frozense
     return None
 
 
-def known_to_fail_when_carried(update_rule: str, feature_map: str, normalization: frozenset[str]) -> str | None:
+def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) -> str | None:
     """Why this combination is not for states that are carried from segment to segment in training, or None."""
-    if feature_map == "favor":
-        return (
-            "FAVOR+ draws new features for every training batch, so that a carried state is read with other features "
-            "than it was written with"
-        )
     if update_rule in ("sum", "delta") and normalization & {"attention", "removal"}:
         return (
             "the normaliser of attention normalisation grows without bound; perplexities were above 260 "

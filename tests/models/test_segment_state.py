@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fairseq_fastweights.modules.segment_state import SegmentState
+from fairseq_fastweights.models.segment_state import SegmentState
 
 ROWS = 3
 

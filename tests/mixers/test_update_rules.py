@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.modules.update_rules import (
+from fairseq_fastweights.mixers.update_rules import (
     UPDATE_RULES,
     known_to_diverge,
     known_to_fail_when_carried,

@@ -17,9 +17,9 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.memory_attention import keeps_rows
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES, Gate, UpdateRule
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.memory_attention import keeps_rows
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, Gate, UpdateRule
 
 # Head dim 8. 13 steps are a prime, and enough for the normaliser of one step to differ from that of
 # another by an order of magnitude.

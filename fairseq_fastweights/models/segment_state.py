@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.mixers.mixer import Mixer, State
 
-class SegmentState(dict[str, Any]):
+
+class SegmentState(dict[Mixer, State]):
     """An incremental state for whole segments: it reads what the last segment left and writes what this one leaves.
 
     Reading never sees what was written, so that a layer that is computed twice (activation checkpointing) starts from
     the same state both times.
 
     Args:
-        carried: the states after the last segment, by the attention module's key; empty for none.
+        carried: the states after the last segment, by mixer; empty for none.
         continues: (batch,), true for rows that continue theirs; the states of other rows start as zeros.
 
     Raises:
         ValueError: if rows continue a batch that had another number of rows.
     """
 
-    def __init__(self, carried: dict[str, Any], continues: Tensor) -> None:
+    def __init__(self, carried: dict[Mixer, State], continues: Tensor) -> None:
         rows = {x.shape[0] for buffer in carried.values() for x in buffer.values()}
         fits = rows <= {continues.shape[0]}
         if not fits and bool(continues.any()):
@@ -39,12 +39,12 @@ class SegmentState(dict[str, Any]):
                 for key, buffer in (carried.items() if fits else ())
             }
         )
-        self._written: dict[str, Any] = {}
+        self._written: dict[Mixer, State] = {}
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._written[key] = value
+    def __setitem__(self, mixer: Mixer, state: State) -> None:
+        self._written[mixer] = state
 
-    def detached(self) -> dict[str, Any]:
+    def detached(self) -> dict[Mixer, State]:
         """What the next segment starts from. A layer that was dropped (LayerDrop) passes on what it was given."""
         return {
             key: {name: x.detach() for name, x in buffer.items()}

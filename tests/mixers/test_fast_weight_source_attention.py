@@ -12,8 +12,8 @@ import torch
 from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.modules.fast_weight_source_attention import FastWeightSourceAttention, check_without_order
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention, check_without_order
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 
 # Heads of 8 numbers.
 SOURCE, TARGET, BATCH, EMBED, HEADS = 11, 5, 3, 16, 2

@@ -7,9 +7,9 @@ import torch
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
-from fairseq_fastweights.modules.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.modules.parallel_layer import ParallelDecoderLayer
-from fairseq_fastweights.modules.rotary_attention import RotaryAttention
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.models.parallel_layer import ParallelDecoderLayer
+from fairseq_fastweights.mixers.softmax_attention import RotaryAttention
 
 BUILDERS = {
     "fairseq's": None,

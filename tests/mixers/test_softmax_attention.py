@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 
-from fairseq_fastweights.modules.rotary_attention import RotaryAttention
+from fairseq_fastweights.mixers.softmax_attention import RotaryAttention
 
 TIME, BATCH, EMBED, HEADS = 11, 3, 24, 2  # heads of 12 dimensions
 

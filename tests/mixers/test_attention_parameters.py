@@ -10,12 +10,12 @@ import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 
-from fairseq_fastweights.modules import memory_attention
-from fairseq_fastweights.modules.fast_weight_attention import (
+from fairseq_fastweights.mixers import memory_attention
+from fairseq_fastweights.mixers.fast_weight_attention import (
     FastWeightAttention,
     uniform_gate_bias_,
 )
-from fairseq_fastweights.modules.update_rules import UPDATE_RULES, known_to_diverge
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, known_to_diverge
 
 
 def build(embed_dim: int = 64, num_heads: int = 4, **options) -> FastWeightAttention:

@@ -1,0 +1,215 @@
+"""Attention as a fast weight memory, in place of a Transformer's causal self-attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
+from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.update_rules import (
+    Gate,
+    check_normalization,
+    known_to_diverge,
+    known_to_fail_when_carried,
+    lookup,
+)
+
+
+class FastWeightAttention(MemoryAttention):
+    """Causal self-attention whose memory is a matrix per head, written and read at every step.
+
+    update rule x feature map x normalisation:
+
+        q, k = phi(W_q x), phi(W_k x)            phi one of `feature_maps.FEATURE_MAPS`
+        "sum":       q, k divided by the sums of their components (Schlag et al. 2021, Eq. 29)
+        S_t from S_{t-1}, k_t, v_t and the gates by one of `UPDATE_RULES`;  y_t = S_t q_t
+        "attention": y_t divided by z_t q_t, z_t = z_{t-1} + k_t with the rule's decays (Eq. 26, 28; Mao 2022, Eq. 5)
+        "removal":   the value that the delta rule takes out divided by z_{t-1} k_t (Eq. 27)
+        out = W_out (scale * y)
+
+    Args:
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        update_rule: a key of `UPDATE_RULES`.
+        feature_map: a key of `feature_maps.FEATURE_MAPS`, None for what the rule's paper uses.
+        normalization: any of "sum", "attention", "removal"; None for what the rule's paper uses.
+        backend: of `ops`.
+        options: as for `MemoryAttention`.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Example:
+        >>> layer = FastWeightAttention(16, 2, update_rule="delta")
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
+    """
+
+    takes_attention = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        update_rule: str = "delta",
+        feature_map: str | None = None,
+        normalization: frozenset[str] | None = None,
+        backend: str = "auto",
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        check_backend(backend)
+        rule = lookup("update_rule", update_rule)
+        normalization = rule.normalization if normalization is None else frozenset(normalization)
+        check_normalization(normalization, update_rule)
+        feature_map = feature_map or rule.feature_map
+        super().__init__(
+            embed_dim, num_heads, feature_map=feature_map, normalization=normalization, bias=bias, **options
+        )
+        warn_once(
+            known_to_diverge(update_rule, feature_map, normalization), f"update rule {update_rule} with {feature_map}"
+        )
+        self.update_rule = update_rule
+        self.rule = rule
+        self.backend = backend
+        for gate in rule.gates:
+            width = num_heads * self._gate_size(gate)
+            self.add_module(f"{gate.name}_proj", nn.Linear(embed_dim, width, bias=bias or gate.log))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, and the biases of gates (`reset_special_parameters`)."""
+        super().reset_parameters()
+        for gate in self.rule.gates:
+            module = self._gate_projection(gate)
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        self.reset_special_parameters()
+
+    def reset_special_parameters(self) -> None:
+        """Draws the biases of the gates that decay the memory, so that its decays start uniformly spread."""
+        for gate in self.rule.gates:
+            if gate.log:
+                units = self.num_heads if gate.per == "head" else self._gate_size(gate)
+                uniform_gate_bias_(self._gate_projection(gate).bias, units)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        """Writes and reads the memory for every step; shapes and results are those of `Mixer.forward`.
+
+        Padding neither writes nor decays the state.
+        """
+        time, batch, _ = x.shape
+        q = self._heads(self.q_proj(x), self.feature_map.key_dim)
+        k = self._heads(self.k_proj(x), self.feature_map.key_dim)
+        v = self._heads(self.v_proj(x), self.head_dim)
+        gates = [self._gate(gate, x) for gate in self.rule.gates]
+
+        q, k, v = self._features(q, k, v)
+        if padding is not None:
+            k = k.masked_fill(padding[:, :, None, None], 0)
+            gates = [g.masked_fill(padding.view(batch, time, *[1] * (g.dim() - 2)), 0) for g in gates]
+
+        before = None if state is None else state["state"]
+        in_place = overwrite and before is not None and not torch.is_grad_enabled()
+        out, after = self._recall(q, k, v, gates, before, in_place)
+        return self._project_out(out, x), {"state": after}
+
+    def _recall(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: Tensor | None, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the rule; with attention normalisation the state's last value column holds the normaliser z."""
+        how: dict[str, Any] = {"in_place": in_place, "backend": self.backend}
+        if not self.normalization & {"attention", "removal"}:
+            return self.rule.operation(q, k, v, *gates, initial_state=state, **how)
+        ones = v.new_ones(*v.shape[:3], 1)
+        if not self.rule.corrects:
+            gates = [
+                F.pad(g, (0, 1)) if gate.per == "value" else g for g, gate in zip(gates, self.rule.gates, strict=True)
+            ]
+            both, state = self.rule.operation(q, k, torch.cat([v, ones], dim=-1), *gates, initial_state=state, **how)
+            out, z_q = both.split([self.head_dim, 1], dim=-1)
+            return self._divide(out, z_q), state
+
+        memory, z = (None, None) if state is None else state.split([self.head_dim, 1], dim=-1)
+        k_written, v_written = k, v
+        log_decay = self._log_key_decay(k, gates)
+        if "removal" in self.normalization:
+            # S += beta (v - S k / d) k^T is the delta rule with keys k / sqrt(d) and values v sqrt(d); d = z_{t-1} k_t,
+            # decayed as S is. Where d vanishes nothing has been stored under k, and any finite divisor will do.
+            k_before = F.pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
+            if log_decay is not None:
+                k_before = k_before * log_decay.exp().to(k.dtype)
+            d, _ = self._normaliser(k, k_before, ones, log_decay, z, backend=self.backend)
+            root = torch.where(d > self.feature_map.sum_eps, d, torch.ones_like(d)).sqrt()
+            k_written, v_written = k / root, v * root
+        z_q, z = self._normaliser(q, k, ones, log_decay, z, **how)
+        out, memory = self.rule.operation(q, k_written, v_written, *gates, initial_state=memory, **how)
+        if "attention" in self.normalization:
+            out = self._divide(out, z_q)
+        if state is None or not in_place:
+            state = torch.cat([memory, z], dim=-1)
+        return out, state
+
+    def _log_key_decay(self, k: Tensor, gates: list[Tensor]) -> Tensor | None:
+        """The logs of all decays of keys together, as `k` has dimensions; None if there are none."""
+        logs = [
+            g if gate.per == "key" else g[..., None].expand(k.shape)
+            for g, gate in zip(gates, self.rule.gates, strict=True)
+            if gate.log and gate.per != "value"
+        ]
+        return sum(logs[1:], logs[0]) if logs else None
+
+    @staticmethod
+    def _normaliser(
+        q: Tensor, k: Tensor, ones: Tensor, log_decay: Tensor | None, z: Tensor | None, **how: Any
+    ) -> tuple[Tensor, Tensor]:
+        """z_t q_t for every step, z_t = f_t z_{t-1} + k_t, and the last z."""
+        if log_decay is None:
+            return ops.sum_rule(q, k, ones, initial_state=z, **how)
+        return ops.decay_rule(q, k, ones, log_decay, None, initial_state=z, **how)
+
+    def _gate(self, gate: Gate, x: Tensor) -> Tensor:
+        logits = self._gate_projection(gate)(x)
+        logits = logits.to(ops.state_dtype(logits.dtype))
+        value = F.logsigmoid(logits) if gate.log else logits.sigmoid()
+        if gate.per == "head":
+            return value.transpose(0, 1)
+        return self._heads(value, self._gate_size(gate))
+
+    def _gate_size(self, gate: Gate) -> int:
+        return {"head": 1, "key": self.feature_map.output_dim, "value": self.head_dim}[gate.per]
+
+    def _gate_projection(self, gate: Gate) -> Any:
+        return getattr(self, f"{gate.name}_proj")
+
+    def concern_when_carried(self) -> str | None:
+        """Why training should not carry its states from segment to segment, for a warning, or None."""
+        return known_to_fail_when_carried(self.update_rule, self.normalization) or super().concern_when_carried()
+
+    def extra_repr(self) -> str:
+        return f"update_rule={self.update_rule}, {super().extra_repr()}"
+
+
+def check_backend(backend: str) -> None:
+    """Raises a `ValueError` for what is no backend of `ops`."""
+    if backend not in ops.BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+
+
+def uniform_gate_bias_(bias: Tensor, units: int) -> None:
+    """Fills `bias` so that its sigmoid is uniform over [1/n, 1 - 1/n], n = units (Gu et al. 2020)."""
+    margin = 1 / max(units, 2)
+    with torch.no_grad():
+        bias.copy_(torch.logit(torch.empty_like(bias).uniform_(margin, 1 - margin)))

@@ -1,0 +1,130 @@
+"""Attention to a source as a whole: an encoder's to its own input, and a decoder's to what the encoder made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.ops.autocast import without_autocast
+
+
+class FastWeightSourceAttention(MemoryAttention):
+    """One memory per head is written from all of a source, and every query reads it.
+
+    With s over the positions of the source that are not padding (Katharopoulos et al. 2020, Eq. 5):
+
+        S = sum_s v_s phi(k_s)^T,  z = sum_s phi(k_s)
+        out_t = W_out (scale * S phi(q_t) / (z . phi(q_t)))
+
+    In generation S and z are computed with the first token and kept: a token costs the same for every length of the
+    source, and the hypotheses of a beam search share one memory.
+
+    Args:
+        embed_dim: width of the queries and of the output.
+        num_heads: how many heads share it.
+        feature_map: a key of `feature_maps.FEATURE_MAPS`, None for that of Katharopoulos et al., elu.
+        options: as for `MemoryAttention`, without `normalization`, which is "attention".
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, feature_map: str | None = None, **options: Any) -> None:
+        super().__init__(
+            embed_dim, num_heads, feature_map=feature_map or "elu", normalization=frozenset({"attention"}), **options
+        )
+        self.beam_size = 1
+        self._scales = "queries and source"
+        self.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        source: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, State]:
+        """Writes the memory from the source, unless there is a state, and reads it for every query.
+
+        Args:
+            x: (time, batch, embed_dim), the queries.
+            state: the source's memory, from a call before; the source is not read again then.
+            padding: (batch, source time), true where the source is padding.
+            source: (source time, batch, source_dim); None for `x` itself, as in an encoder.
+            overwrite: taken for the interface's sake; nothing changes a source's memory.
+
+        Returns:
+            (time, batch, embed_dim), and the source's memory. It has one row for each source: in generation, for
+            `beam_size` rows that are copies of each other.
+        """
+        q = self._heads(self.q_proj(x), self.feature_map.key_dim)
+        if state is not None:
+            # The map takes both: a random one has to use one draw for the two. There are no keys any more.
+            q, _, _ = self._features(q, q[:, :0], x)
+        else:
+            source = x if source is None else source
+            copies = self._copies(source, padding)
+            source, padding = source[:, ::copies], None if padding is None else padding[::copies, :, None, None]
+            k = self._heads(self.k_proj(source), self.feature_map.key_dim)
+            v = self._heads(self.v_proj(source), self.head_dim)
+            if padding is not None and k.shape[1]:
+                # FAVOR+ divides the features of a row by the largest of them. Were that padding's, whose keys are
+                # short, those of words with long keys would vanish: padding takes a word's key, until it is left out.
+                word = padding.to(torch.uint8).argmin(dim=1, keepdim=True)
+                k = torch.where(padding, k.detach().take_along_dim(word, dim=1), k)
+            q, k, v = self._features(q, k, v)
+            if padding is not None:
+                k = k.masked_fill(padding, 0)
+            with without_autocast(k):
+                state = {"state": torch.einsum("bshm,bshv->bhmv", k, v), "z": k.sum(dim=1)}
+            state["copies"] = torch.full((k.shape[0],), copies)
+        return self._project_out(self._read(q, state["state"], state["z"]), x), state
+
+    def _read(self, q: Tensor, state: Tensor, z: Tensor) -> Tensor:
+        """Reads with queries whose rows come in groups, one group for each row of the state."""
+        batch, time, heads, features = q.shape
+        rows = state.shape[0]
+        with without_autocast(q):
+            q = q.to(state.dtype).reshape(rows, batch * time // max(rows, 1), heads, features)
+            out = self._divide(
+                torch.einsum("bthm,bhmv->bthv", q, state), torch.einsum("bthm,bhm->bth", q, z)[..., None]
+            )
+        return out.reshape(batch, time, heads, self.head_dim)
+
+    def set_beam_size(self, beam_size: int) -> None:
+        """Says that in generation rows may come in groups of `beam_size` for the same source."""
+        self.beam_size = beam_size
+
+    def _copies(self, source: Tensor, padding_mask: Tensor | None) -> int:
+        """How many rows in a row are copies of each other, in all of the batch: `beam_size`, or 1."""
+        rows = source.shape[1]
+        if self.beam_size == 1 or rows == 0 or rows % self.beam_size:
+            return 1
+        groups = source.unflatten(1, (-1, self.beam_size))
+        same = torch.equal(groups, groups[:, :, :1].expand_as(groups))
+        if same and padding_mask is not None:
+            groups = padding_mask.unflatten(0, (-1, self.beam_size))
+            same = torch.equal(groups, groups[:, :1].expand_as(groups))
+        return self.beam_size if same else 1
+
+    def reorder(self, state: State, order: Tensor) -> State:
+        """The state for the rows `order` of the queries, as beam search asks for."""
+        rows = state["state"].shape[0]
+        if rows == 0:
+            return state
+        copies = int(state["copies"][0])
+        sources = (order // copies).tolist()
+        if sources == [row for row in range(rows) for _ in range(copies)]:
+            return state  # hypotheses changed places, each with others for the same source
+        kept = sources[::copies]
+        if sources != [row for row in kept for _ in range(copies)]:
+            kept, copies = sources, 1
+        chosen = torch.tensor(kept, dtype=torch.int64, device=order.device)
+        memory = {name: state[name].index_select(0, chosen) for name in ("state", "z")}
+        return {**memory, "copies": torch.full((len(kept),), copies)}

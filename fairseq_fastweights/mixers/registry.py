@@ -1,0 +1,149 @@
+"""The mixers by name, and the patterns that say which layer has which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.mixer import Mixer, Option
+from fairseq_fastweights.mixers.retention import Retention
+from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
+
+_SOURCE = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features", "scale_read_out")
+_MEMORY = (*_SOURCE, "bias", "normalization", "backend")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How mixers of a name are made.
+
+    Attributes:
+        build: called with the width, by name with what `shared` names, and with its own `options`.
+        shared: which of the settings that several kinds have it takes.
+        heads: the setting that says how many heads it has; None where it has none.
+    """
+
+    build: Callable[..., Mixer]
+    shared: tuple[str, ...]
+    heads: str | None = "num_heads"
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """The settings that no other kind has."""
+        made: Any = self.build.func if isinstance(self.build, partial) else self.build
+        return made.options
+
+
+MIXERS: dict[str, Kind] = {
+    **{
+        rule: Kind(partial(FastWeightAttention, update_rule=rule), _MEMORY, heads="fast_weight_heads")
+        for rule in UPDATE_RULES
+    },
+    "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
+    "softmax": Kind(SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base")),
+}
+"""What reads a text, each position what came before it."""
+
+SOURCE_MIXERS: dict[str, Kind] = {
+    **{rule: Kind(FastWeightSourceAttention, _SOURCE) for rule, row in UPDATE_RULES.items() if not row.ordered},
+}
+"""What reads a source as a whole: an encoder its own input, a decoder what the encoder made."""
+
+
+def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: Mapping[str, Kind] = MIXERS) -> Mixer:
+    """Makes a mixer.
+
+    Args:
+        name: a key of `kinds`.
+        embed_dim: its width.
+        settings: by name: what kinds share, and options as `<name>_<option>`. What is missing is as the kind has it.
+        kinds: `MIXERS` or `SOURCE_MIXERS`.
+
+    Raises:
+        ValueError: naming the setting, what it was and what it may be.
+
+    Example:
+        >>> build_mixer("delta", 16, {"fast_weight_heads": 2, "feature_map": "dpfp"})
+        FastWeightAttention(
+          update_rule=delta, normalization=sum, heads=2
+          (feature_map): DPFP()
+          ...
+        )
+    """
+    kind = lookup("mixers", name, kinds)
+    arguments = {setting: settings[setting] for setting in kind.shared if setting in settings}
+    if kind.heads is not None:
+        arguments["num_heads"] = settings[kind.heads]
+    for option in kind.options:
+        if (setting := option_name(name, option)) in settings:
+            arguments[option] = settings[setting]
+    return kind.build(embed_dim, **arguments)
+
+
+def option_name(mixer: str, option: str) -> str:
+    """The name that a mixer's own option has among those of a model."""
+    return f"{mixer}_{option}".replace("-", "_")
+
+
+def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
+    """Reads which layer has which mixer.
+
+    Args:
+        text: comma-separated names of `MIXERS`, each with the numbers of its layers, from 1, after a colon: "delta",
+            "delta:1-10,softmax:11-12" or "delta,softmax:6,12". One name may stand without numbers: it has the layers
+            that are left.
+        layers: how many layers there are.
+
+    Returns:
+        a name for each layer.
+
+    Raises:
+        ValueError: for anything else; naming the layers that have none, or two.
+    """
+
+    def refuse(why: str) -> ValueError:
+        return ValueError(
+            f"mixers is {text!r}, {why}; it must be comma-separated names, each with its layers from 1 to {layers}, as "
+            f"in 'delta:1-{layers}' or 'delta,softmax:{layers}'. The names are {', '.join(MIXERS)}"
+        )
+
+    chosen: dict[int, str] = {}
+    others = name = None
+    for word in (word.strip() for word in text.split(",")):
+        named = re.fullmatch(r"([a-z][a-z-]*)(?::\s*(\d.*))?", word)
+        if named is not None:
+            name, word = named[1], named[2]
+            if name not in MIXERS:
+                raise refuse(f"in which {name!r} is no mixer")
+            if word is None:
+                if others is not None:
+                    raise refuse(f"in which both {others!r} and {name!r} have the layers that are left")
+                others, name = name, None
+                continue
+        span = re.fullmatch(r"(\d+)(?:-(\d+))?", word or "")
+        if span is None or name is None:
+            raise refuse(f"in which {word!r} names no layers")
+        first, last = int(span[1]), int(span[2] or span[1])
+        if not 1 <= first <= last <= layers:
+            raise refuse(f"in which {word!r} is not within 1 to {layers}")
+        for number in range(first, last + 1):
+            if number in chosen:
+                raise refuse(f"which gives layer {number} both {chosen[number]!r} and {name!r}")
+            chosen[number] = name
+    left = [number for number in range(1, layers + 1) if number not in chosen]
+    if left and others is None:
+        raise refuse(f"which leaves layers without a mixer: {', '.join(map(str, left))}")
+    return tuple(chosen.get(number, others or "") for number in range(1, layers + 1))
+
+
+def lookup(argument: str, name: str, kinds: Mapping[str, Kind]) -> Kind:
+    """`kinds[name]`, or a `ValueError` that names the argument and lists what it may be."""
+    if name not in kinds:
+        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(kinds)}")
+    return kinds[name]

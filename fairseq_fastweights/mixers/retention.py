@@ -1,0 +1,126 @@
+"""Retention: a memory that each head lets fade at a rate of its own (Sun et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.fast_weight_attention import check_backend
+from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
+
+ROTARY_BASE = 10000.0
+"""Of the turns of queries and keys: all dimensions of each head (Sec. 2.1)."""
+
+GROUP_NORM_EPS = 1e-5
+"""Added to the variance of what a head reads where that is normalised; torch's default, as the paper gives none."""
+
+
+class Retention(MemoryAttention):
+    """Causal multi-scale retention (Sun et al. 2023, Eq. 6 and 8), over the decay rule:
+
+        q, k = phi(W_q x), phi(W_k x), turned by their positions (Su et al. 2021)
+        S_t = gamma S_{t-1} + v_t k_t^T,  y_t = S_t q_t,  gamma = 1 - 2^(-5 - h) in head h = 0, 1, ...
+        out = W_out (scale * swish(W_g x) * norm(y / sqrt(m))), norm to mean 0 and variance 1 in each head,
+                                                                m the size of q and k
+
+    Args:
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        backend: of `ops`.
+        options: as for `MemoryAttention`; there is no other normalisation.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        feature_map: str | None = None,
+        normalization: frozenset[str] | None = None,
+        backend: str = "auto",
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        check_backend(backend)
+        if normalization:
+            raise ValueError(
+                f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: what is read "
+                "is normalised in each head"
+            )
+        super().__init__(embed_dim, num_heads, feature_map=feature_map or "identity", bias=bias, **options)
+        if self.feature_map.output_dim % 2:
+            raise ValueError(
+                f"the feature map gives keys {self.feature_map.output_dim} dimensions; with retention their number "
+                "must be even: they are turned in pairs"
+            )
+        # A memory that fades over thousands of steps, read before it is normalised, holds sums of as many products.
+        self.needs_float32_range = True
+        self.backend = backend
+        self.g_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does."""
+        super().reset_parameters()
+        nn.init.xavier_uniform_(self.g_proj.weight)
+        if self.g_proj.bias is not None:
+            nn.init.zeros_(self.g_proj.bias)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        """Writes and reads the memory for every step; shapes and results are those of `Mixer.forward`.
+
+        Padding neither writes nor decays the state, and takes no position.
+        """
+        time, batch, _ = x.shape
+        q = self._heads(self.q_proj(x), self.feature_map.key_dim)
+        k = self._heads(self.k_proj(x), self.feature_map.key_dim)
+        v = self._heads(self.v_proj(x), self.head_dim)
+        q, k, v = self._features(q, k, v)
+
+        before = {} if state is None else state
+        positions = torch.arange(time, device=x.device)[None] if padding is None else (~padding).cumsum(dim=1) - 1
+        if before:
+            positions = positions + before["position"][:, None]
+        # Texts that are carried over have millions of positions, which differ by less than float32 can tell.
+        turned = turns(positions[..., None].double(), q.shape[-1], ROTARY_BASE, q.dtype)
+        q, k = rotate(q, *turned), rotate(k, *turned)
+
+        # One decay for all key dimensions, for which the compiled kernels are those of the gated rule, without its
+        # second factor 1 - g. The gated rule itself would need values divided by 1 - gamma, up to 2^(4 + heads), which
+        # float16 has not the range for.
+        decays = log_decays(self.num_heads, x.device, ops.state_dtype(x.dtype)).expand(batch, time, self.num_heads)
+        if padding is not None:
+            k = k.masked_fill(padding[:, :, None, None], 0)
+            decays = decays.masked_fill(padding[:, :, None], 0)
+        out, memory = ops.decay_rule(
+            q,
+            k,
+            v,
+            decays[..., None].expand(k.shape),
+            None,
+            initial_state=before.get("state"),
+            in_place=overwrite and bool(before) and not torch.is_grad_enabled(),
+            backend=self.backend,
+        )
+        read = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
+        if before:
+            read = before["position"] + read
+        # The norm of y / sqrt(m) is that of y with m times the epsilon: the division costs nothing.
+        eps = GROUP_NORM_EPS * self.feature_map.output_dim
+        out = F.layer_norm(out, (self.head_dim,), eps=eps) * self._heads(F.silu(self.g_proj(x)), self.head_dim)
+        return self._project_out(out, x), {"state": memory, "position": read}
+
+
+def log_decays(heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(heads,), log gamma_h, gamma_h = 1 - 2^(-5 - h) for h = 0, 1, ... (Sun et al. 2023, Eq. 8)."""
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, device=device, dtype=dtype)))

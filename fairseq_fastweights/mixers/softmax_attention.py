@@ -1,0 +1,126 @@
+"""Causal softmax attention, with or without a rotary position embedding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
+
+
+class SoftmaxAttention(Mixer):
+    """A Transformer's self-attention, each position to itself and to those before it (Vaswani et al. 2017, Eq. 1):
+
+        out = W_out softmax(q k^T / sqrt(head_dim)) v
+
+    With `rotary_dim` queries and keys are turned by their positions (Su et al. 2021), as GPT-NeoX has it. Position 0
+    is a row's first token, padding or not: what is read depends on differences of positions alone. The keys in the
+    state, which grows with the text, are turned already. Parameters have fairseq's names.
+
+    Args:
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        rotary_dim: how many of each head's dimensions are turned, from the first: even, from 2 to the head dim; 0 for
+            none.
+        rotary_base: the slowest pair of dimensions turns about once in 2 pi x base positions.
+        dropout: of the attention weights.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+    """
+
+    carries = False
+    bounded = True
+    takes_attention = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        rotary_dim: int = 0,
+        rotary_base: float = 10000.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(embed_dim, num_heads)
+        if rotary_dim % 2 or not 0 <= rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"rotary_dim is {rotary_dim}; it must be an even number from 2 to the head dim, {self.head_dim}, or 0 "
+                "for none"
+            )
+        if not rotary_base > 0:
+            raise ValueError(f"rotary_base is {rotary_base}; it must be positive")
+        self.needs_positions = rotary_dim == 0
+        self.rotary_dim = rotary_dim
+        self.rotary_base = float(rotary_base)
+        self.dropout_module = nn.Dropout(dropout)
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, in its order."""
+        for module in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        """Attends from every step to itself and to those before it; shapes and results are those of `Mixer.forward`."""
+        time, batch, _ = x.shape
+        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        before = 0 if state is None else state["keys"].shape[2]
+        if self.rotary_dim:
+            positions = torch.arange(before, before + time, device=x.device, dtype=torch.float32)
+            turned = turns(positions, self.rotary_dim, self.rotary_base, x.dtype)
+            q, k = rotate(q, *turned), rotate(k, *turned)
+        if state is not None:
+            k, v = torch.cat([state["keys"], k], dim=2), torch.cat([state["values"], v], dim=2)
+            if "padding" in state or padding is not None:
+                parts = (state.get("padding"), before), (padding, time)
+                padding = torch.cat(
+                    [x.new_zeros(batch, n, dtype=torch.bool) if mask is None else mask for mask, n in parts], dim=1
+                )
+        drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_visible(time, before + time, padding, x.device),
+            dropout_p=self.dropout_module.p if drops else 0.0,
+            is_causal=padding is None and before == 0 and time > 1,
+        )
+        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
+        return out, {"keys": k, "values": v, **({} if padding is None else {"padding": padding})}
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(time, batch, heads * dim) -> (batch, heads, time, dim), without a copy."""
+        time, batch, _ = x.shape
+        return x.view(time, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+
+    def settings(self) -> dict[str, float]:
+        """What tells it from another whose parameters have the same names and shapes."""
+        return {"rotary dim": self.rotary_dim, "rotary base": self.rotary_base} if self.rotary_dim else {}
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, rotary_dim={self.rotary_dim}, rotary_base={self.rotary_base:g}"
+
+
+def _visible(time: int, keys: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
+    """Which keys each of the last `time` positions attends to; None where torch's own causal mask, or none, says it."""
+    if padding is None and (time == 1 or time == keys):
+        return None
+    # Every position sees itself, padding too: a softmax over nothing is not a number.
+    itself = torch.arange(keys - time, keys, device=device)
+    others = torch.arange(keys, device=device)
+    visible = others <= itself[:, None]
+    if padding is None:
+        return visible
+    return (visible & ~padding[:, None, None, :]) | (others == itself[:, None])

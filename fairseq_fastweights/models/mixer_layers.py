@@ -1,0 +1,219 @@
+"""fairseq's Transformer layers with mixers in the place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fairseq.distributed import fsdp_wrap
+from fairseq.models.transformer import TransformerConfig
+from fairseq.modules import FairseqDropout
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.quant_noise import quant_noise
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor, nn
+
+from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.models.segment_state import SegmentState
+
+MixerBuilder = Callable[[int], Mixer]
+"""Makes the mixer of a layer, given the layer's width."""
+
+# Copies of a layer's weights, side by side for a fused kernel. The kernel computes softmax attention alone, and fairseq
+# fills them only on loading, so that here they would be parameters which nothing uses and nothing trains.
+_FUSED = (
+    "in_proj_weight",
+    "in_proj_bias",
+    "out_proj_weight",
+    "out_proj_bias",
+    "fc1_weight",
+    "fc1_bias",
+    "fc2_weight",
+    "fc2_bias",
+)
+
+
+class _Attention:
+    """A mixer, called as fairseq's layers call their attention."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        self._mixer = mixer
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: dict[Any, Any] | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        """Mixes `query`, (time, batch, embed_dim). The state is taken from `incremental_state`, and put there."""
+        options: dict[str, Any] = {} if key is None or key is query else {"source": key}
+        state = None if incremental_state is None else incremental_state.get(self._mixer)
+        # A segment may be computed twice from the same state; the state of a text that is being written is read once.
+        overwrite = not isinstance(incremental_state, SegmentState)
+        padding = None if key_padding_mask is None else key_padding_mask.bool()
+        x, state = self._mixer(query, state, padding, overwrite=overwrite, **options)
+        if incremental_state is not None:
+            incremental_state[self._mixer] = state
+        return x, None
+
+    def _get_input_buffer(self, incremental_state: Any) -> None:
+        """Nothing, where fairseq's layer asks for keys of its own attention."""
+
+
+class _AsFairseqs:
+    """A layer as the code of fairseq's layers expects it: what mixes positions is called as attention is there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._layer, name)
+        return _Attention(found) if isinstance(found, Mixer) else found
+
+
+class MixerLayer(nn.Module):
+    """What fairseq's layers lack to have mixers in the place of attention."""
+
+    def mixers(self) -> Iterator[tuple[str, Mixer]]:
+        """Its mixers, with their names."""
+        return ((name, module) for name, module in self.named_children() if isinstance(module, Mixer))
+
+    def reorder_incremental_state(self, incremental_state: dict[Any, Any], new_order: Tensor) -> None:
+        """Takes the rows `new_order` of its mixers' states, as beam search asks for."""
+        for _, mixer in self.mixers():
+            if mixer in incremental_state:
+                incremental_state[mixer] = mixer.reorder(incremental_state[mixer], new_order)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Splits the one matrix of queries, keys and values that attention had in fairseq until 2019."""
+        for place, _ in self.mixers():
+            for kind in ("weight", "bias"):
+                joined = state_dict.pop(f"{name}.{place}.in_proj_{kind}", None)
+                if joined is not None:
+                    for projection, part in zip(("q_proj", "k_proj", "v_proj"), joined.chunk(3), strict=True):
+                        state_dict[f"{name}.{place}.{projection}.{kind}"] = part
+
+
+class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
+    """An encoder layer that reads its input with what `build_mixer` makes for its width."""
+
+    def __init__(self, cfg: TransformerConfig, build_mixer: MixerBuilder) -> None:
+        self._build_mixer = build_mixer
+        super().__init__(cfg)
+        for name in _FUSED:
+            delattr(self, name)
+        self.can_use_fastpath = False
+
+    def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        return _with_fairseqs_noise(self._build_mixer(embed_dim), cfg)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """fairseq's."""
+        return TransformerEncoderLayerBase.forward(_AsFairseqs(self), *arguments, **options)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Takes the state of one of fairseq's layers too, without its copies of weights."""
+        super().upgrade_state_dict_named(state_dict, name)
+        TransformerEncoderLayerBase.upgrade_state_dict_named(self, state_dict, name)
+        for copy in _FUSED:
+            state_dict.pop(f"{name}.{copy}", None)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        nn.Module._load_from_state_dict(self, *arguments)  # fairseq's fills the copies
+
+
+class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
+    """A decoder layer with mixers; where a builder is None, with fairseq's attention.
+
+    Args:
+        cfg: of the model.
+        build_mixer, build_cross_mixer: make what reads the target so far, and what reads the source.
+        no_encoder_attn: whether there is no source.
+    """
+
+    def __init__(
+        self,
+        cfg: TransformerConfig,
+        build_mixer: MixerBuilder | None = None,
+        build_cross_mixer: MixerBuilder | None = None,
+        no_encoder_attn: bool = False,
+    ) -> None:
+        self._builders = build_mixer, build_cross_mixer
+        super().__init__(cfg, no_encoder_attn=no_encoder_attn)
+
+    def build_self_attention(self, embed_dim: int, cfg: Any, **options: Any) -> nn.Module:
+        build, _ = self._builders
+        if build is None:
+            return super().build_self_attention(embed_dim, cfg, **options)
+        return _with_fairseqs_noise(build(embed_dim), cfg)
+
+    def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        _, build = self._builders
+        if build is None:
+            return super().build_encoder_attention(embed_dim, cfg)
+        return _with_fairseqs_noise(build(embed_dim), cfg)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """fairseq's."""
+        return TransformerDecoderLayerBase.forward(_AsFairseqs(self), *arguments, **options)
+
+
+class ParallelDecoderLayer(MixerDecoderLayer):
+    """x + mixer(norm_1(x)) + feed_forward(norm_2(x)), with the parameters of fairseq's pre-norm layer (GPT-NeoX).
+
+    Raises:
+        ValueError: for options that this form of a layer cannot have.
+    """
+
+    def __init__(self, cfg: TransformerConfig, build_mixer: MixerBuilder) -> None:
+        if not cfg.decoder.normalize_before:
+            raise ValueError("parallel_residual is set; it needs decoder_normalize_before, which is not")
+        for name in ("scale_attn", "scale_heads", "scale_fc", "scale_resids"):
+            if getattr(cfg, name, False):
+                raise ValueError(f"{name} is set; with parallel_residual it must not be")
+        super().__init__(cfg, build_mixer, no_encoder_attn=True)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        incremental_state: dict[Any, Any] | None = None,
+        self_attn_padding_mask: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None, None]:
+        """As fairseq's layer: x is (time, batch, embed_dim)."""
+        own: Any = _AsFairseqs(self)
+        mixed, _ = own.self_attn(own.self_attn_layer_norm(x), None, None, self_attn_padding_mask, incremental_state)
+        hidden = own.activation_dropout_module(own.activation_fn(own.fc1(own.final_layer_norm(x))))
+        return x + own.dropout_module(mixed) + own.dropout_module(own.fc2(hidden)), None, None
+
+
+def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
+    """What fairseq does with each layer that it builds: activation checkpointing and sharding, where asked for."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    # As in fairseq: a layer whose activations are checkpointed is always wrapped.
+    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+def project(output_layer: Callable[..., Tensor], features: Tensor, **options: Any) -> Tensor:
+    """Runs an output layer on (batch, time, width); on single tokens, as in generation, as on a matrix.
+
+    On a batch of matrices of one row each torch would read all of the vocabulary's weights once for every row.
+    """
+    if features.shape[1] != 1:
+        return output_layer(features, **options)
+    return output_layer(features[:, 0], **options).unsqueeze(1)
+
+
+def _with_fairseqs_noise(mixer: Mixer, cfg: TransformerConfig) -> Mixer:
+    """Lets fairseq's options for dropout at inference and for quantisation noise reach a mixer."""
+    for name, module in list(mixer.named_children()):
+        if isinstance(module, nn.Dropout):
+            setattr(mixer, name, FairseqDropout(module.p, module_name=type(mixer).__name__))
+        elif isinstance(module, nn.Linear):
+            quant_noise(module, cfg.quant_noise.pq, cfg.quant_noise.pq_block_size)
+    return mixer

@@ -1,1 +1,0 @@
-"""Layers: nn.Modules for fairseq models."""
