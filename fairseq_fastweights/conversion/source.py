@@ -100,8 +100,8 @@ def read_source(file: Path) -> Source:
         mixers = checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"]
         if mixers != "softmax":
             raise ValueError(
-                f"{file} holds a model with mixers {mixers!r}; transfer_from takes Transformers. To train it further, "
-                "use --finetune-from-model"
+                f"{file} holds a model with other mixers than softmax ({mixers}); transfer_from takes Transformers. To "
+                "train it further, use --finetune-from-model"
             )
     return Source(file, upgrade(weights), options)
 

@@ -64,9 +64,10 @@ def reads_without_scale(attention: Mixer) -> bool:
 def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
     """Where a mixer starts that takes the place of an attention with these weights.
 
-    Those of softmax over fewer keys stay as they are. In a memory queries and keys keep theirs where the map takes head_dim numbers; where it takes m < head_dim, both are multiplied
-    by `fold_map`. The decay rule's values are multiplied by 1 - sigmoid(b_z), b_z the biases of their gates; those of
-    the sum rule without normalisation by 1 / 512. Without an input, the delta rule's write strength is 0.007.
+    Those of softmax over fewer keys stay as they are. In a memory queries and keys keep theirs where the map takes
+    head_dim numbers; where it takes m < head_dim, both are multiplied by `fold_map`. The decay rule's values are
+    multiplied by 1 - sigmoid(b_z), b_z the biases of their gates; those of the sum rule without normalisation by
+    1 / 512. Without an input, the delta rule's write strength is 0.007.
 
     Args:
         attention: what `check_swap` passes; it is not changed.

@@ -107,9 +107,9 @@ class Report:
 def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     """Copies a source's weights into a model; mixers that take those of softmax attention start at them (`swap`).
 
-    What is not in `groups`, and what the source has nothing for (gates, feature maps), stays as it is. So do mixers that
-    take no weights of attention (`Mixer.takes_attention`), and the norm before each. In a model that has such layers
-    "attention" means that of the others as a whole, with its output projection (Choi 2024, Sec. 3.2).
+    What is not in `groups`, and what the source has nothing for (gates, feature maps), stays as it is. So do mixers
+    that take no weights of attention (`Mixer.takes_attention`), and the norm before each. In a model that has such
+    layers "attention" means that of the others as a whole, with its output projection (Choi 2024, Sec. 3.2).
 
     Args:
         model: a language model as fairseq builds it.

@@ -15,8 +15,8 @@ from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 
-_SOURCE = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features", "scale_read_out")
-_MEMORY = (*_SOURCE, "bias", "normalization", "backend")
+_MAP = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features", "scale_read_out")
+_MEMORY = (*_MAP, "bias", "normalization", "backend")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,11 @@ MIXERS: dict[str, Kind] = {
 """What reads a text, each position what came before it."""
 
 SOURCE_MIXERS: dict[str, Kind] = {
-    **{rule: Kind(FastWeightSourceAttention, _SOURCE) for rule, row in UPDATE_RULES.items() if not row.ordered},
+    **{
+        rule: Kind(FastWeightSourceAttention, (*_MAP, "source_dim"))
+        for rule, row in UPDATE_RULES.items()
+        if not row.ordered
+    },
 }
 """What reads a source as a whole: an encoder its own input, a decoder what the encoder made."""
 

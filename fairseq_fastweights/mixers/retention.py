@@ -22,7 +22,7 @@ GROUP_NORM_EPS = 1e-5
 
 
 class Retention(MemoryAttention):
-    """Causal multi-scale retention (Sun et al. 2023, Eq. 6 and 8), over the decay rule:
+    """Causal multi-scale retention (Sun et al. 2023, Eq. 6 and 8), over the decay rule.
 
         q, k = phi(W_q x), phi(W_k x), turned by their positions (Su et al. 2021)
         S_t = gamma S_{t-1} + v_t k_t^T,  y_t = S_t q_t,  gamma = 1 - 2^(-5 - h) in head h = 0, 1, ...

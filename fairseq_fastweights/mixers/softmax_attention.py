@@ -13,7 +13,7 @@ from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 
 
 class SoftmaxAttention(Mixer):
-    """A Transformer's self-attention, each position to itself and to those before it (Vaswani et al. 2017, Eq. 1):
+    """A Transformer's self-attention, each position to itself and to those before it (Vaswani et al. 2017, Eq. 1).
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v
 

@@ -21,6 +21,7 @@ from fairseq.models.transformer.transformer_legacy import tiny_architecture
 from fairseq.utils import safe_getattr
 from torch import nn
 
+from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import SOURCE_MIXERS
 from fairseq_fastweights.models.fast_weight_options import (
     MEMORIES,
@@ -134,7 +135,7 @@ class FastWeightTransformerModel(TransformerModel):
     def set_beam_size(self, beam_size: int) -> None:
         """Tells what reads the source how many hypotheses there may be for each."""
         for module in self.decoder.modules():
-            if module is not self.decoder and hasattr(module, "set_beam_size"):
+            if isinstance(module, Mixer) and hasattr(module, "set_beam_size"):
                 module.set_beam_size(beam_size)
 
     def prepare_for_inference_(self, cfg: Any) -> None:

@@ -130,7 +130,7 @@ def test_a_checkpoint_with_fast_weights_has_no_way_back(converted, data, tmp_pat
     last = tmp_path / "run" / "checkpoint_last.pt"
     assert main(["to-huggingface", str(ours), str(tmp_path / "back"), "--checkpoint", str(last)]) == 2
     error = capsys.readouterr().err
-    assert "softmax attention layers is [] in the checkpoint and [1, 2] in the model" in error
+    assert "mixers is 'delta' in the checkpoint and 'softmax' in the model" in error
     assert not (tmp_path / "back").exists()
 
 
@@ -154,9 +154,9 @@ def test_a_checkpoint_with_the_former_name_of_its_settings_converts_back(convert
     assert main(back) == 0, capsys.readouterr().err
     before, after = WeightFiles(theirs), WeightFiles(tmp_path / "back")
     assert all(torch.equal(before.read(n), after.read(n)) for n in before.shapes)
-    settings = json.loads(bytes(state["model"]["decoder.settings"].tolist())) | {"softmax attention layers": []}
+    settings = json.loads(bytes(state["model"]["decoder.settings"].tolist())) | {"mixers": "delta"}
     state["model"]["decoder.settings"] = torch.tensor(list(json.dumps(settings).encode()))
     torch.save(state, tmp_path / "former.pt")
     back[2] = str(tmp_path / "refused")
     assert main(back) == 2
-    assert "softmax attention layers is [] in the checkpoint and [1, 2] in the model" in capsys.readouterr().err
+    assert "mixers is 'delta' in the checkpoint and 'softmax' in the model" in capsys.readouterr().err

@@ -412,9 +412,7 @@ def test_attention_of_a_hybrid_with_retention_goes_with_its_output_projection(fa
 
 def test_a_transfer_of_nothing_is_refused(fairseq, source):
     flags = f"{PRE_NORM} --update-rule retention"
-    with pytest.raises(
-        ValueError, match="transfer is attention, of which the model has nothing: layers with retention"
-    ):
+    with pytest.raises(ValueError, match="transfer is attention, of which the model has nothing: its mixers"):
         take(fairseq, source[1], f"{flags} --transfer attention")
     take(fairseq, source[1], flags)
 
@@ -473,7 +471,7 @@ def test_models_with_fast_weights_are_no_source(fairseq, tmp_path):
     for number, flags in enumerate(("", "--softmax-attention-layers 1")):
         folder = tmp_path / str(number)
         make_source(fairseq, folder, f"{PRE_NORM} {flags}", "fast_weight_lm")
-        with pytest.raises(ValueError, match=r"a model with fast weights.*--finetune-from-model"):
+        with pytest.raises(ValueError, match=r"a model with other mixers.*--finetune-from-model"):
             take(fairseq, folder, PRE_NORM)
     # The same model with ordinary attention in all layers is one.
     make_source(fairseq, tmp_path / "all", f"{PRE_NORM} --softmax-attention-layers all", "fast_weight_lm")
@@ -488,7 +486,7 @@ def test_sources_whose_settings_have_their_former_name_are_known(fairseq, tmp_pa
         state["model"] = with_former_name(state["model"])
         torch.save(state, folder / "model.pt")
         if refused:
-            with pytest.raises(ValueError, match=r"a model with fast weights.*--finetune-from-model"):
+            with pytest.raises(ValueError, match=r"a model with other mixers.*--finetune-from-model"):
                 take(fairseq, folder, PRE_NORM)
         else:
             name = "decoder.layers.0.fc1.weight"

@@ -37,8 +37,7 @@ def language_model(model: Any, types: int) -> list[torch.Tensor]:
             model.decoder.reorder_incremental_state_scripting(state, torch.tensor([1, 1]))
     cfg = model.decoder.args
     if not cfg.softmax_attention_layers:
-        for continues in ([False, False], [True, False]):
-            outputs.append(model(text, continues=torch.tensor(continues))[0])
+        outputs += [model(text, continues=torch.tensor(rows))[0] for rows in ([False, False], [True, False])]
     return outputs
 
 

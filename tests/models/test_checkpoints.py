@@ -50,8 +50,8 @@ def test_a_checkpoint_loads_into_its_model(fairseq, text, flags):
 
 # What a checkpoint was made with, what loads it, and what has to be named.
 DIFFERENT = [
-    ("--update-rule delta", "--update-rule sum --normalization sum", ["update rule is 'delta'", "'sum'"]),
-    ("--update-rule gated", "--update-rule decay", ["update rule is 'gated'", "'decay'"]),
+    ("--update-rule delta", "--update-rule sum --normalization sum", ["mixers is 'delta'", "'sum'"]),
+    ("--update-rule gated", "--update-rule decay", ["mixers is 'gated'", "'decay'"]),
     # With the same parameters, of the same sizes: nothing else would notice.
     ("--feature-map elu", "--feature-map tanh", ["feature map is 'elu'", "'tanh'"]),
     ("--normalization sum", "--normalization sum,attention", ["normalization is 'sum'", "attention"]),
@@ -66,11 +66,11 @@ DIFFERENT = [
         ["feature dim is 6", "10"],
     ),
     # Softmax attention has q, k, v and out as the sum rule has.
-    ("--update-rule sum", "--softmax-attention-layers all", ["softmax attention layers is []", "[1, 2]"]),
+    ("--update-rule sum", "--softmax-attention-layers all", ["mixers is 'sum'", "'softmax'"]),
     (
         "--update-rule sum --softmax-attention-layers 1",
         "--update-rule sum --softmax-attention-layers 2",
-        ["softmax attention layers is [1]", "[2]"],
+        ["mixers is ['softmax', 'sum']", "['sum', 'softmax']"],
     ),
 ]
 
@@ -88,12 +88,12 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(fairseq, made_with, f
 
 def test_every_difference_is_named(fairseq):
     saved = fairseq.build("--update-rule delta --feature-map elu --normalization sum")
-    model = fairseq.build("--update-rule sum --feature-map dpfp --normalization attention")
+    model = fairseq.build("--update-rule delta --feature-map dpfp --normalization attention")
     with pytest.raises(ValueError) as error:
         model.load_state_dict(saved.state_dict())
-    for setting in ("update rule", "feature map", "normalization"):
+    for setting in ("delta feature map", "delta normalization"):
         assert setting in str(error.value)
-    for setting in ("dpfp nu", "dictionary", "softmax attention layers"):
+    for setting in ("dpfp nu", "dictionary", "mixers"):
         assert setting not in str(error.value)
 
 
@@ -133,11 +133,15 @@ def test_pruned_layers_keep_their_kind(fairseq, text, flags, layers, kept):
 @pytest.mark.parametrize(
     ("made_with", "flags", "named"),
     [
-        ("--softmax-attention-layers 1,4", "--softmax-attention-layers 3", r"softmax attention layers is \[1\].*\[2\]"),
+        (
+            "--softmax-attention-layers 1,4",
+            "--softmax-attention-layers 3",
+            r"mixers is \['softmax', 'delta'\].*\['delta', 'softmax'\]",
+        ),
         (
             "--softmax-attention-layers 1",
             "--softmax-attention-layers all",
-            r"softmax attention layers is \[1\].*\[1, 2",
+            r"mixers is \['softmax', 'delta'\].*'softmax' in",
         ),
         ("--update-rule sum --normalization none", "--update-rule sum --normalization sum", "normalization is 'none'"),
         ("--parallel-residual --decoder-normalize-before", "--decoder-normalize-before", "parallel residual is True"),
@@ -194,7 +198,7 @@ def test_transformers_checkpoints_carry_no_settings_and_load(fairseq, text):
     # From there on it is a checkpoint of ours.
     again = fairseq.build("--softmax-attention-layers all", seed=2)
     again.load_state_dict(ours.state_dict())
-    with pytest.raises(ValueError, match="softmax attention layers"):
+    with pytest.raises(ValueError, match="mixers is 'softmax'"):
         fairseq.build("--update-rule sum").load_state_dict(ours.state_dict())
 
 

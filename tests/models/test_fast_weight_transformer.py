@@ -14,11 +14,11 @@ from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.models.fast_weight_transformer import parse_places
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
+from fairseq_fastweights.models.fast_weight_transformer import parse_places
 from tests.models.translation import (
     EOS,
     FUSED,
@@ -270,7 +270,7 @@ def test_the_rule_and_the_normalisation_are_the_decoders():
     for name, module in model.named_modules():
         if isinstance(module, MemoryAttention):
             own = name.startswith("decoder") and name.endswith("self_attn")
-            assert module.update_rule == ("delta" if own else "sum")
+            assert type(module) is (FastWeightAttention if own else FastWeightSourceAttention)
             assert module.normalization == {"attention", *(["sum"] if own else [])}
             # The map, its size and the scale are those of all three.
             assert module.feature_map_name == "dpfp" and module.scale == 8**-0.5
@@ -295,7 +295,7 @@ def test_settings_reach_every_attention():
     assert len(modules) == 6
     for module in modules:
         assert module.feature_map.output_dim == 6 and module.dropout_module.p == 0.2
-        assert module._quant_noise == (0.1, 8)
+        assert all(projection._forward_pre_hooks for projection in (module.q_proj, module.out_proj)), "no noise"
     assert all(layer.self_attn.backend == "reference" for layer in model.decoder.layers)
 
 
@@ -412,8 +412,9 @@ def test_flags_reach_the_model():
         args, SimpleNamespace(source_dictionary=words, target_dictionary=words)
     )
     assert len(model.encoder.layers) == 3 and isinstance(model.encoder.layers[0].self_attn, MultiheadAttention)
-    settings = model.decoder.layers[0].self_attn.settings()
-    assert settings["update rule"] == "delta" and settings["feature dim"] == 128
+    attention = model.decoder.layers[0].self_attn
+    settings = attention.settings()
+    assert attention.update_rule == "delta" and settings["feature dim"] == 128
     assert settings["normalization"] == "attention,sum" and settings["read-out scale"] == 32**-0.5
     assert model.decoder.embed_tokens is model.encoder.embed_tokens
 
@@ -445,18 +446,14 @@ def test_unknown_places_are_named(text):
     )
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in UPDATE_RULES.items() if rule.ordered])
-@pytest.mark.parametrize("place", ["encoder", "cross"])
-@pytest.mark.parametrize("places", ["encoder,decoder,cross", "none"])
-def test_rules_with_an_order_are_refused_where_there_is_none(place, rule, places):
-    with pytest.raises(ValueError, match=f"^{place}_update_rule is '{rule}'; it must be sum: .* no order"):
-        build(fast_weight_attention=places, **{f"{place}_update_rule": rule})
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encoder_update_rule": "hebb"}, "encoder_update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
+        ({"mixers": "delta:1"}, "mixers is 'delta:1', which leaves layers without a mixer: 2"),
+        (
+            {"mixers": "delta,softmax:2", "decoder_layers_to_keep": "0"},
+            "decoder_layers_to_keep is '0' and mixers is 'delta,softmax:2'",
+        ),
         ({"update_rule": "hebb"}, "update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
         ({"normalization": "l2"}, "normalization is 'l2'; it must be auto, none"),
         ({"normalization": "removal"}, "the sum rule removes nothing"),

@@ -9,12 +9,12 @@ import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.data import Dictionary
-from fairseq.modules import MultiheadAttention
 
+from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.retention import Retention
+from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
-from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.models.parallel_layer import ParallelDecoderLayer
-from fairseq_fastweights.mixers.softmax_attention import RotaryAttention
+from fairseq_fastweights.models.mixer_layers import ParallelDecoderLayer
 
 GPT2 = {
     "small": {"n_layer": 12, "n_embd": 768, "n_head": 12},
@@ -102,7 +102,7 @@ def test_gpt2_is_a_pre_norm_transformer_with_learned_positions(on_meta, size):
     assert (len(decoder.layers), args.dropout, args.attention_dropout) == (sizes["n_layer"], 0.1, 0.1)
     for layer in decoder.layers:
         attention = layer.self_attn
-        assert type(attention) is MultiheadAttention and layer.normalize_before and attention.q_proj.bias is not None
+        assert attention.rotary_dim == 0 and layer.normalize_before and attention.q_proj.bias is not None
         assert (attention.embed_dim, attention.num_heads) == (sizes["n_embd"], sizes["n_head"])
 
 
@@ -116,7 +116,7 @@ def test_pythia_is_parallel_and_rotary(on_meta, size):
     assert (len(decoder.layers), args.dropout, args.attention_dropout) == (sizes["num_hidden_layers"], 0, 0)
     heads, head_dim = sizes["num_attention_heads"], sizes["hidden_size"] // sizes["num_attention_heads"]
     for layer in decoder.layers:
-        assert isinstance(layer, ParallelDecoderLayer) and isinstance(layer.self_attn, RotaryAttention)
+        assert isinstance(layer, ParallelDecoderLayer) and isinstance(layer.self_attn, SoftmaxAttention)
         assert (layer.self_attn.num_heads, layer.self_attn.rotary_dim) == (heads, head_dim // 4)
         assert layer.self_attn.q_proj.bias is not None and layer.fc1.out_features == sizes["intermediate_size"]
 
@@ -134,8 +134,8 @@ def test_retnet_is_pythia_with_retention(on_meta, size):
     assert len(model.decoder.layers) == layers and args.activation_fn == "gelu"
     for layer in model.decoder.layers:
         attention = layer.self_attn
-        assert isinstance(layer, ParallelDecoderLayer) and isinstance(attention, FastWeightAttention)
-        assert (attention.update_rule, attention.num_heads, attention.head_dim) == ("retention", heads, 256)
+        assert isinstance(layer, ParallelDecoderLayer) and isinstance(attention, Retention)
+        assert (attention.num_heads, attention.head_dim) == (heads, 256)
         assert (attention.embed_dim, layer.fc1.out_features) == (width, between)
     # Pythia's, a gate of width x width with its biases for each layer.
     pythia = PUBLISHED["pythia_410m" if size == "430m" else "pythia_1b"]
@@ -150,10 +150,10 @@ def test_hybrids_keep_the_sources_heads(on_meta, size):
     flags = f"--softmax-attention-layers 2,{layers // 2}"
     model, _ = on_meta(f"fast_weight_lm_retnet_{size}", flags)
     attentions = [layer.self_attn for layer in model.decoder.layers]
-    softmax = {i + 1: a for i, a in enumerate(attentions) if isinstance(a, RotaryAttention)}
+    softmax = {i + 1: a for i, a in enumerate(attentions) if isinstance(a, SoftmaxAttention)}
     assert set(softmax) == {2, layers // 2}
     assert {(a.num_heads, a.rotary_dim) for a in softmax.values()} == {(of_source, width // of_source // 4)}
-    assert {a.num_heads for a in attentions if isinstance(a, FastWeightAttention)} == {heads}
+    assert {a.num_heads for a in attentions if isinstance(a, Retention)} == {heads}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_hybrids_keep_the_sources_heads(on_meta, size):
 def test_fast_weights_stand_where_attention_was(fairseq, text, arch):
     model = fairseq.build(f"{TINY} --softmax-attention-layers 2 --rotary-dim 4", arch=arch)
     first, second = (layer.self_attn for layer in model.decoder.layers)
-    assert isinstance(first, FastWeightAttention) and not isinstance(second, FastWeightAttention)
+    assert isinstance(first, MemoryAttention) and isinstance(second, SoftmaxAttention)
     if "gpt2" not in arch:
         assert all(isinstance(layer, ParallelDecoderLayer) for layer in model.decoder.layers)
     full = model(text(2, 9))[0]
@@ -199,7 +199,7 @@ def test_a_checkpoint_with_other_heads_does_not_fit(fairseq):
         n: x.shape for n, x in ours.items() if "settings" not in n
     }
     with pytest.raises(
-        ValueError, match="does not fit the model: fast weight heads is None in the checkpoint and 4 in"
+        ValueError, match="does not fit the model: sum fast weight heads is None in the checkpoint and 4 in"
     ):
         model.load_state_dict(saved)
     again.load_state_dict(ours)

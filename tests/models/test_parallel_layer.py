@@ -6,9 +6,9 @@ import pytest
 import torch
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from fairseq_fastweights.models.parallel_layer import ParallelDecoderLayer
 
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.models.parallel_layer import ParallelDecoderLayer
 from fairseq_fastweights.mixers.softmax_attention import RotaryAttention
 
 BUILDERS = {

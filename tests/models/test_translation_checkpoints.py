@@ -180,40 +180,44 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (
         {"update_rule": "delta"},
         {"update_rule": "sum"},
-        ["decoder update rule is 'delta' in the checkpoint and 'sum'", "decoder normalization is 'sum' .* 'attention'"],
+        ["decoder mixers is 'delta' in the checkpoint and 'sum' in the model$"],
     ),
-    ({"update_rule": "gated"}, {"update_rule": "decay"}, ["decoder update rule is 'gated' .* 'decay'"]),
+    ({"update_rule": "gated"}, {"update_rule": "decay"}, ["decoder mixers is 'gated' .* 'decay'"]),
     # With the same parameters, of the same sizes: nothing else would notice.
-    ({"feature_map": "elu"}, {"feature_map": "tanh"}, ["encoder feature map is 'elu' .* 'tanh'"]),
+    ({"feature_map": "elu"}, {"feature_map": "tanh"}, ["encoder sum feature map is 'elu' .* 'tanh'"]),
     (
         {"feature_map": "elu", **DECODER},
         {"feature_map": "tanh", **DECODER},
-        ["cross feature map is 'elu' .* 'tanh'", "decoder feature map is 'elu' .* 'tanh'"],
+        ["cross sum feature map is 'elu' .* 'tanh'", "decoder sum feature map is 'elu' .* 'tanh'"],
     ),
-    ({"normalization": "sum"}, {"normalization": "none"}, ["decoder normalization is 'sum' .* 'none'"]),
-    ({}, {"scale_read_out": True}, ["encoder read-out scale is 1.0 .* 0.35"]),
-    (DECODER, {"scale_read_out": True, **DECODER}, ["cross read-out scale is 1.0", "decoder read-out scale is 1.0"]),
-    ({"feature_map": "dpfp"}, {"feature_map": "dpfp", "dpfp_nu": 2}, ["encoder feature dim is 16 .* 32"]),
+    ({"normalization": "sum"}, {"normalization": "none"}, ["decoder sum normalization is 'sum' .* 'none'"]),
+    ({}, {"scale_read_out": True}, ["encoder sum read-out scale is 1.0 .* 0.35"]),
+    (
+        DECODER,
+        {"scale_read_out": True, **DECODER},
+        ["cross sum read-out scale is 1.0", "decoder sum read-out scale is 1.0"],
+    ),
+    ({"feature_map": "dpfp"}, {"feature_map": "dpfp", "dpfp_nu": 2}, ["encoder sum feature dim is 16 .* 32"]),
     # Of other sizes.
     (
         {"feature_map": "favor", "favor_features": 3},
         {"feature_map": "favor", "favor_features": 5},
-        ["encoder feature dim is 6 .* 10"],
+        ["encoder sum feature dim is 6 .* 10"],
     ),
     (
         {"feature_dim": 4, **DECODER},
         {"feature_dim": 6, **DECODER},
-        ["cross feature dim is 4 .* 6", "decoder feature dim is 4 .* 6"],
+        ["cross sum feature dim is 4 .* 6", "decoder sum feature dim is 4 .* 6"],
     ),
     # Softmax attention has q, k, v and out as the sum rule has.
-    ({}, DECODER, ["encoder update rule is 'sum' in the checkpoint and 'none, softmax attention' in the model"]),
-    ({}, {"fast_weight_attention": "encoder,cross"}, ["decoder update rule is 'sum' .* 'none, softmax attention'"]),
-    ({}, {"fast_weight_attention": "encoder,decoder"}, ["cross update rule is 'sum' .* 'none, softmax attention'"]),
-    ({"fast_weight_attention": "none"}, {}, ["encoder update rule is 'none, softmax attention' .* 'sum'"]),
+    ({}, DECODER, ["encoder mixers is 'sum' in the checkpoint and 'softmax' in the model"]),
+    ({}, {"fast_weight_attention": "encoder,cross"}, ["decoder mixers is 'sum' .* 'softmax'"]),
+    ({}, {"fast_weight_attention": "encoder,decoder"}, ["cross mixers is 'sum' .* 'softmax'"]),
+    ({"fast_weight_attention": "none"}, {}, ["encoder mixers is 'softmax' .* 'sum'"]),
     (
         {"fast_weight_attention": "none"},
         DECODER,
-        [f"{place} update rule is 'none, softmax attention' .* 'sum'" for place in ("cross", "decoder")],
+        [f"{place} mixers is 'softmax' .* 'sum'" for place in ("cross", "decoder")],
     ),
 ]
 

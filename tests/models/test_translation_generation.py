@@ -84,8 +84,7 @@ def watched(model: Any) -> Iterator[Watched]:
         out = forward(tokens, *arguments, incremental_state=incremental_state, **options)
         for layer in decoder.layers:
             if isinstance(layer.encoder_attn, FastWeightSourceAttention):
-                buffer = layer.encoder_attn._get_input_buffer(incremental_state)
-                record.shared.append((len(tokens), len(buffer["state"])))
+                record.shared.append((len(tokens), len(incremental_state[layer.encoder_attn]["state"])))
         return out
 
     decoder.reorder_incremental_state_scripting, decoder.forward = reordering, reading

@@ -42,7 +42,7 @@ def test_unknown_choices_are_refused_by_the_command_line(corpus, tmp_path, capsy
     [
         ("--feature-map dpfp --feature-dim 31", "feature_dim is 31.*32"),
         (f"{CARRY} --sample-break-mode eos", "sample_break_mode is eos.*must be none"),
-        (f"{CARRY} --softmax-attention-layers 2", r"softmax_attention_layers is \[2\].*no state to carry"),
+        (f"{CARRY} --softmax-attention-layers 2", r"carry_over_state is set.*layers 2 \(softmax\)"),
         (f"{CARRY} --batch-size 5000", "batch size times the number of processes is 5000"),
         (f"{CARRY} --arch transformer_lm", "TransformerLanguageModel has no state to carry"),
     ],
@@ -132,7 +132,7 @@ def test_an_empty_corpus_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--update-rule sum", "update rule is 'delta' in the checkpoint and 'sum' in the model"),
+        ("--update-rule sum", "mixers is 'delta' in the checkpoint and 'sum' in the model"),
         ("--decoder-ffn-embed-dim 48", "size mismatch for decoder.layers.0.fc1.weight"),
     ],
 )

@@ -16,7 +16,7 @@ from tests.tasks.conftest import SAME_MODEL, TRANSLATION, generate, train_transl
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--encoder-update-rule delta", "encoder_update_rule is 'delta'; it must be sum: .* no order"),
+        ("--mixers delta,softmax:3", "mixers is 'delta,softmax:3', in which '3' is not within 1 to"),
         ("--share-all-embeddings", "--share-all-embeddings requires a joined dictionary"),
         (
             "--load-alignments --criterion label_smoothed_cross_entropy_with_alignment",
@@ -58,7 +58,7 @@ def test_sources_longer_than_the_model_are_named(pairs, translator, tmp_path):
     [
         (
             "--fast-weight-attention encoder,decoder",
-            "cross update rule is 'sum' in the checkpoint and 'none, softmax attention' in the model",
+            "cross mixers is 'sum' in the checkpoint and 'softmax' in the model",
         ),
         ("--encoder-ffn-embed-dim 48", "size mismatch for encoder.layers.0.fc1.weight"),
     ],
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_kept(pairs, translator, t
 
 def test_overrides_of_what_the_weights_were_made_for_are_refused(pairs, translator, tmp_path):
     overrides = "{'normalization': 'sum,attention'}"
-    with pytest.raises(ValueError, match=r"decoder normalization is 'sum' .* 'attention,sum'"):
+    with pytest.raises(ValueError, match=r"decoder delta normalization is 'sum' .* 'attention,sum'"):
         generate(pairs.data, translator / "checkpoint_last.pt", tmp_path / "out", "--model-overrides", overrides)
 
 
