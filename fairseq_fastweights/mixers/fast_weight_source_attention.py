@@ -37,7 +37,6 @@ class FastWeightSourceAttention(MemoryAttention):
         super().__init__(
             embed_dim, num_heads, feature_map=feature_map or "elu", normalization=frozenset({"attention"}), **options
         )
-        self.beam_size = 1
         self._scales = "queries and source"
         self.reset_parameters()
 
@@ -96,10 +95,6 @@ class FastWeightSourceAttention(MemoryAttention):
                 torch.einsum("bthm,bhmv->bthv", q, state), torch.einsum("bthm,bhm->bth", q, z)[..., None]
             )
         return out.reshape(batch, time, heads, self.head_dim)
-
-    def set_beam_size(self, beam_size: int) -> None:
-        """Says that in generation rows may come in groups of `beam_size` for the same source."""
-        self.beam_size = beam_size
 
     def _copies(self, source: Tensor, padding_mask: Tensor | None) -> int:
         """How many rows in a row are copies of each other, in all of the batch: `beam_size`, or 1."""

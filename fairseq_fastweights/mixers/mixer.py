@@ -50,6 +50,7 @@ class Mixer(nn.Module):
         bounded: whether no text can be longer than the model was made for.
         takes_attention: whether its projections mean what those of softmax attention do, so that it can start at the
             weights of a trained one.
+        beam_size: in generation, how many rows in a row may be hypotheses for the same source.
         needs_positions: whether, but for who comes after whom, it cannot tell positions apart.
     """
 
@@ -58,6 +59,7 @@ class Mixer(nn.Module):
     bounded = False
     needs_positions = False
     takes_attention = False
+    beam_size = 1
 
     def __init__(self, embed_dim: int, num_heads: int = 1) -> None:
         super().__init__()

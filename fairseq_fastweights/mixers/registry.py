@@ -40,22 +40,20 @@ class Kind:
         return made.options
 
 
+def memory(update_rule: str) -> Kind:
+    """Fast weight attention with a rule of `UPDATE_RULES`."""
+    return Kind(partial(FastWeightAttention, update_rule=update_rule), _MEMORY, heads="fast_weight_heads")
+
+
 MIXERS: dict[str, Kind] = {
-    **{
-        rule: Kind(partial(FastWeightAttention, update_rule=rule), _MEMORY, heads="fast_weight_heads")
-        for rule in UPDATE_RULES
-    },
+    **{rule: memory(rule) for rule in UPDATE_RULES},
     "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
     "softmax": Kind(SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base")),
 }
 """What reads a text, each position what came before it."""
 
 SOURCE_MIXERS: dict[str, Kind] = {
-    **{
-        rule: Kind(FastWeightSourceAttention, (*_MAP, "source_dim"))
-        for rule, row in UPDATE_RULES.items()
-        if not row.ordered
-    },
+    rule: Kind(FastWeightSourceAttention, (*_MAP, "source_dim")) for rule, row in UPDATE_RULES.items() if not row.ordered
 }
 """What reads a source as a whole: an encoder its own input, a decoder what the encoder made."""
 

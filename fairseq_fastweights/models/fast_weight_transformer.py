@@ -135,8 +135,8 @@ class FastWeightTransformerModel(TransformerModel):
     def set_beam_size(self, beam_size: int) -> None:
         """Tells what reads the source how many hypotheses there may be for each."""
         for module in self.decoder.modules():
-            if isinstance(module, Mixer) and hasattr(module, "set_beam_size"):
-                module.set_beam_size(beam_size)
+            if isinstance(module, Mixer):
+                module.beam_size = beam_size
 
     def prepare_for_inference_(self, cfg: Any) -> None:
         """Prepares for generation.
