@@ -1,0 +1,174 @@
+"""Causal softmax attention to the last few positions."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+
+SMALLEST_BLOCK = 32
+"""Queries are taken so many at a time, or as many as the window holds; fewer cost more in calls than they save."""
+
+
+class LocalAttention(Mixer):
+    """Softmax attention in which each position sees itself and the window - 1 positions before it.
+
+        out = W_out softmax(q k^T / sqrt(head_dim)) v, over the last `window` keys and values
+
+    Time and memory grow linearly with the text, and the state (the last window - 1 keys and values) does not grow. The
+    parameters are those of a Transformer's attention, by fairseq's names, and for texts of at most `window` positions
+    so are the results. Mao 2022 compares with it (Table 2, window 32).
+
+    Padding takes no place in the window: wherever it stands, a row gives what it gives without it.
+
+    Args:
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        dropout: of the attention weights.
+        bias: whether the projections have biases.
+        window: how many positions each position sees, itself among them.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Example:
+        >>> layer = LocalAttention(16, 2, window=4)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
+    """
+
+    options: ClassVar[dict[str, Option]] = {
+        "window": Option(int, 32, "how many positions each position sees, itself among them")
+    }
+    needs_positions = True
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, window: int = 32
+    ) -> None:
+        super().__init__(embed_dim, num_heads)
+        if window < 1:
+            raise ValueError(f"window is {window}; it must be at least 1")
+        self.window = window
+        self.dropout_module = nn.Dropout(dropout)
+        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, in its order."""
+        for module in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        """Attends from every step to the last few; shapes and results are those of `Mixer.forward`.
+
+        The state holds "keys" and "values", (batch, heads, window - 1, head_dim), the last at the end, and "read",
+        (batch,), how many positions there were. There is nothing in it that `overwrite` could save.
+        """
+        time, batch, _ = x.shape
+        order = None
+        if padding is not None:
+            # What is real goes first, in its order: then padding stands between no two positions that are.
+            order = padding.t().long().argsort(dim=0, stable=True)[:, :, None].expand(x.shape)
+            x = x.gather(0, order)
+        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if state is None:
+            nothing = k.new_zeros(batch, self.num_heads, self.window - 1, self.head_dim)
+            before = {"keys": nothing, "values": nothing}
+        else:
+            before = state
+        out = self._attend(q, k, v, before)
+        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
+        if order is not None:
+            out = torch.empty_like(out).scatter(0, order, out)
+
+        read = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
+        after = {
+            name: _last(before[name], new, None if padding is None else read)
+            for name, new in (("keys", k), ("values", v))
+        }
+        if state is not None:
+            read = read + state["read"]
+        return out, {**after, "read": read}
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: State) -> Tensor:
+        """What (batch, heads, time, head_dim) queries read: each block from its own keys and those just before it."""
+        batch, heads, time, dim = q.shape
+        # A block has the window's size, so that the one before holds all that it sees beside itself.
+        size = min(time, max(self.window - 1, SMALLEST_BLOCK))
+        blocks = -(-time // size)
+        overlap = self.window - 1 if "read" in before or blocks > 1 else 0
+
+        def in_blocks(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0, 0, blocks * size - time)).view(batch, heads, blocks, size, dim)
+
+        def with_overlap(x: Tensor, past: Tensor) -> Tensor:
+            own, past = in_blocks(x), past[:, :, None, self.window - 1 - overlap :]
+            if blocks > 1:
+                past = torch.cat([past, own[:, :, :-1, size - overlap :]], dim=2)
+            return torch.cat([past, own], dim=3)
+
+        # Blocks become rows: (batch * blocks, heads, positions, head_dim).
+        rows = [
+            x.transpose(1, 2).reshape(batch * blocks, heads, -1, dim)
+            for x in (in_blocks(q), with_overlap(k, before["keys"]), with_overlap(v, before["values"]))
+        ]
+        drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)
+        out = F.scaled_dot_product_attention(
+            rows[0],
+            rows[1],
+            rows[2],
+            attn_mask=self._visible(batch, blocks, size, overlap, before.get("read"), q.device),
+            dropout_p=self.dropout_module.p if drops else 0.0,
+        )
+        return out.view(batch, blocks, heads, size, dim).transpose(1, 2).reshape(batch, heads, -1, dim)[:, :, :time]
+
+    def _visible(
+        self, batch: int, blocks: int, size: int, overlap: int, read: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """(batch * blocks, 1, size, overlap + size): which keys each query of a block sees, itself always."""
+        keys = torch.arange(-overlap, size, device=device)
+        age = torch.arange(size, device=device)[:, None] - keys
+        visible = ((age >= 0) & (age < self.window)).expand(batch, blocks, size, -1)
+        if overlap:
+            # Before the first block stands what was read before the text, of which there may be less than has room.
+            real = keys >= (0 if read is None else -read[:, None])
+            first = visible[:, :1] & real.view(-1, 1, 1, overlap + size)
+            visible = torch.cat([first, visible[:, 1:]], dim=1)
+        return visible.reshape(batch * blocks, 1, size, overlap + size)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(time, batch, heads * dim) -> (batch, heads, time, dim), without a copy."""
+        time, batch, _ = x.shape
+        return x.view(time, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, window={self.window}"
+
+
+def _last(past: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
+    """As many positions as `past` has, (batch, heads, positions, dim), the last of `past` and `new` together.
+
+    `real` says how many of `new` count in each row, from its first; None for all.
+    """
+    kept, time = past.shape[2], new.shape[2]
+    if real is None:
+        # A copy also where it is a part of `new`: a state must not keep alive what it was taken from.
+        return torch.cat([past[:, :, min(time, kept) :], new[:, :, max(time - kept, 0) :]], dim=2)
+    places = real[:, None] + torch.arange(kept, device=past.device)
+    return torch.cat([past, new], dim=2).gather(2, places[:, None, :, None].expand(past.shape))

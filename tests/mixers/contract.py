@@ -1,0 +1,142 @@
+"""What `Mixer.forward` promises, to be held against any mixer; in float64, so that nothing hides in rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.mixers.mixer import Mixer, State
+
+BATCH = 3
+
+# Rounding of float64 over sums of some hundred terms; a position too many or too few costs more than 1e-3.
+FLOAT64 = 1e-11
+
+# By dtype, roundings of half a unit in the last place between input and output, as the norm of the difference.
+HALF = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+Naive = Callable[[Mixer, Tensor], Tensor]
+"""The definition: what a mixer gives for (time, embed_dim), one row without padding."""
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    return ((actual - expected).double().norm() / (expected.double().norm() or 1)).item()
+
+
+def draw(time: int, width: int, seed: int = 1, batch: int = BATCH) -> Tensor:
+    return torch.randn(time, batch, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def paddings(time: int) -> dict[str, Tensor | None]:
+    """None, and padding on both sides, within, everywhere in a row, and in a step that no row reads."""
+    within = torch.zeros(BATCH, time, dtype=torch.bool)
+    within[0, : time // 3] = within[0, -2:] = True
+    within[1, 1::3] = True
+    within[:, time // 2] = True
+    whole = within.clone()
+    whole[2] = True
+    return {"none": None, "within": within, "whole": whole}
+
+
+def in_parts(
+    mixer: Mixer, x: Tensor, lengths: list[int], padding: Tensor | None, state: State | None = None, **how: bool
+) -> tuple[Tensor, State]:
+    outs, start = [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        out, state = mixer(x[part], state, None if padding is None else padding[:, part], **how)
+        outs.append(out)
+        start += length
+    assert start == x.shape[0] and state is not None
+    return torch.cat(outs), state
+
+
+def check_definition(mixer: Mixer, naive: Naive, x: Tensor, padding: Tensor | None) -> None:
+    """Outputs, and gradients of the input and of every parameter, are those of the definition, row by row."""
+    real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()
+    x = x.clone().requires_grad_()
+    out = mixer(x, None, padding)[0]
+    assert out.isfinite().all()
+    rows = [naive(mixer, x[real[:, b], b]) for b in range(x.shape[1])]
+    weights = draw(*out.shape[::2], seed=2)
+    wanted = [x, *mixer.parameters()]
+    ours = torch.autograd.grad((out * weights)[real].sum(), wanted)
+    theirs = torch.autograd.grad(sum((row * weights[real[:, b], b]).sum() for b, row in enumerate(rows)), wanted)
+    for b, row in enumerate(rows):
+        assert error(out[real[:, b], b], row) <= FLOAT64
+    names = ["x", *(name for name, _ in mixer.named_parameters())]
+    scale = max(grad.norm() for grad in theirs)
+    for name, mine, its in zip(names, ours, theirs, strict=True):
+        # Some gradients vanish but for rounding, as a softmax's for the bias of its keys.
+        assert (mine - its).norm() <= FLOAT64 * max(its.norm(), 1e-3 * scale), name
+
+
+def check_parts(mixer: Mixer, x: Tensor, padding: Tensor | None) -> None:
+    """Segments, steps, and steps that overwrite the state give what the whole gives, and end in its state."""
+    time = x.shape[0]
+    real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()
+    with torch.no_grad():
+        whole, end = mixer(x, None, padding)
+        for lengths in ([1] * time, [time // 2, 1, time - time // 2 - 1], [2, time - 2]):
+            for overwrite in (False, True):
+                out, state = in_parts(mixer, x, lengths, padding, overwrite=overwrite)
+                assert error(out[real], whole[real]) <= FLOAT64
+                assert state.keys() == end.keys()
+                for name in end:
+                    assert state[name].dtype == end[name].dtype and state[name].shape[0] == x.shape[1]
+                # What the states hold alike may be written in two ways: they are alike where they lead on alike.
+                more = draw(3, x.shape[2], seed=5)[: mixer_room(mixer, time)]
+                assert error(mixer(more, state)[0], mixer(more, end)[0]) <= FLOAT64
+
+
+def mixer_room(mixer: Mixer, time: int) -> int | None:
+    """How many positions more a mixer can read after `time`; None for any number."""
+    return mixer.max_positions - time if mixer.bounded else None
+
+
+def check_gradients_through_the_state(mixer: Mixer, x: Tensor) -> None:
+    whole = torch.autograd.grad(mixer(x)[0].square().sum(), list(mixer.parameters()))
+    parts = torch.autograd.grad(
+        in_parts(mixer, x, [2, x.shape[0] - 2], None)[0].square().sum(), list(mixer.parameters())
+    )
+    scale = max(grad.norm() for grad in whole)
+    for one, other in zip(parts, whole, strict=True):
+        assert (one - other).norm() <= FLOAT64 * max(other.norm(), 1e-3 * scale)
+
+
+def check_state(mixer: Mixer, x: Tensor) -> None:
+    """Its rows can be taken in any order; without overwrite it stays as it was; zeros are the state at the start."""
+    first, rest = x.split([4, x.shape[0] - 4])
+    order = torch.tensor([2, 0, 0])
+    with torch.no_grad():
+        state = mixer(first)[1]
+        kept = {name: tensor.clone() for name, tensor in state.items()}
+        whole = mixer(x[:, order])[0]
+        assert error(mixer(rest[:, order], mixer.reorder(state, order))[0], whole[4:]) <= FLOAT64
+        assert all(torch.equal(state[name], kept[name]) for name in kept)
+        assert mixer.reorder(state, torch.arange(BATCH)) is state
+
+        new = {name: tensor.clone() for name, tensor in state.items()}
+        for tensor in new.values():
+            tensor[1] = 0
+        out = mixer(rest, new)[0]
+        assert error(out[:, 1], mixer(rest[:, 1:2])[0][:, 0]) <= FLOAT64
+        assert error(out[:, 0], mixer(x[:, :1])[0][4:, 0]) <= FLOAT64
+        assert error(out[:, 1], mixer(x[:, 1:2])[0][4:, 0]) > 1e-3
+
+
+def check_half(mixer: Mixer, naive: Naive, x: Tensor, dtype: torch.dtype) -> None:
+    """In a half type it stays near the definition for the same rounded numbers, gradients too; and in parts."""
+    x, mixer = x.to(dtype), mixer.to(dtype)
+    out, _ = mixer(x)
+    assert out.dtype == dtype
+    grads = torch.autograd.grad(out.float().square().mean(), list(mixer.parameters()))
+    assert all(grad.isfinite().all() for grad in grads)
+    with torch.no_grad():
+        parts, _ = in_parts(mixer, x, [1, 1, x.shape[0] - 2], None, overwrite=True)
+        expected = torch.stack([naive(mixer.double(), x[:, b].double()) for b in range(x.shape[1])], dim=1)
+    assert error(out, expected) <= HALF[dtype]
+    assert error(parts, expected) <= HALF[dtype]
