@@ -59,7 +59,7 @@ def _list(name: str) -> None:
 def listing(table: Table) -> str:
     """A table's rows and the paper's numbers, as its README has them too."""
     rows = [[f"`{name}`", row.model, *row.numbers] for name, row in table.rows.items()]
-    return format_table(["row", "model", *table.measures], [*rows, *(["–", *other] for other in table.others)])
+    return format_table(["row", "model", *table.measures], rows)
 
 
 def _find(kind: str, name: str, known: dict[str, Any]) -> Any:

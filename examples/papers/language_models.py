@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from papers.rows import BEST, PACKAGE, Call, Places, RowError, positive, program, require, shown, training
@@ -22,7 +22,8 @@ class LanguageModel:
         length: tokens of a segment.
         modes: of evaluation. sliding: a window of `length` tokens that moves on by one token, the only one that is
             scored; carried: segments, each starting with the state that the one before left; context-N: windows, of
-            which the first N tokens are only read, but for the text's first window.
+            which the first N tokens are only read, but for the text's first window; memory-M-N: segments of N, with a
+            Transformer-XL's memory of M positions.
         splits: what is scored.
         checkpoint: which of OUT is scored.
         precisions: options by precision; the first is the default.
@@ -46,7 +47,7 @@ class LanguageModel:
         gpus, update_freq = positive(env, "GPUS"), positive(env, "UPDATE_FREQ")
         if self.batch % (gpus * update_freq):
             raise RowError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {self.batch}")
-        if "carried" in self.modes and update_freq != 1:
+        if self.modes[0].startswith(("carried", "memory")) and update_freq != 1:
             raise RowError(
                 f"UPDATE_FREQ is {update_freq}; with state carried over it must be 1, because each of the "
                 f"{self.batch} streams has a row of the batch to itself"
@@ -73,7 +74,6 @@ class LanguageModel:
             for split in (env.get("SPLITS") or self.splits).split():
                 words = [program("fairseq-eval-lm"), str(places.data), "--path", str(checkpoint), "--gen-subset", split]
                 words += ["--user-dir", shown(PACKAGE), "--task", TASK]
-                words += ["--tokens-per-sample", str(self.length)]
                 # One process: with several, fairseq reports the perplexity of each one's share.
                 words += [*self._mode(mode), *"--distributed-world-size 1 --no-progress-bar".split(), *options]
                 name = f"{mode}-{split}" + ("" if checkpoint.name == BEST else f".{checkpoint.stem}")
@@ -81,16 +81,22 @@ class LanguageModel:
         return calls
 
     def _mode(self, mode: str) -> list[str]:
+        name, *texts = mode.split("-")
+        numbers = [int(text) for text in texts if text.isascii() and text.isdecimal()]
+        words = ["--tokens-per-sample", str(self.length)]
         if mode == "sliding":
-            return ["--context-window", str(self.length - 1)]
+            return [*words, "--context-window", str(self.length - 1)]
         if mode == "carried":
-            return ["--carry-over-state"]
-        context = mode.removeprefix("context-")
-        if context == mode or not (context.isascii() and context.isdecimal() and int(context) < self.length):
-            raise RowError(
-                f"MODE is {mode}; it must be sliding, carried or context-N, N a number below the length, {self.length}"
-            )
-        return ["--context-window", str(int(context))]
+            return [*words, "--carry-over-state"]
+        if name == "context" and len(numbers) == len(texts) == 1 and numbers[0] < self.length:
+            return [*words, "--context-window", str(numbers[0])]
+        if name == "memory" and len(numbers) == len(texts) == 2 and numbers[1] > 0:
+            overrides = f"{{'transformer_xl_memory': {numbers[0]}}}"
+            return ["--tokens-per-sample", texts[1], "--carry-over-state", "--model-overrides", overrides]
+        raise RowError(
+            f"MODE is {mode}; it must be sliding, carried, context-N, N a number below the length, {self.length}, or "
+            "memory-M-N"
+        )
 
     def _scored(self, places: Places, env: Mapping[str, str]) -> Path:
         name = env.get("CHECKPOINT") or self.checkpoint
@@ -153,6 +159,12 @@ MEDIUM_CARRIED = LanguageModel(
     modes=("carried",),
 )
 
+
+def transformer_xl(memory: int, target: int) -> LanguageModel:
+    """App. F: a Transformer-XL, trained with memory and segments of 384, scored with others."""
+    return replace(MEDIUM_CARRIED, modes=(f"memory-{memory}-{target}",))
+
+
 # Mao 2022, Sec. 5 and App. B: the checkpoint of Baevski and Auli on WikiText-103. "At the end of the training", says
 # the paper of what is scored, and not at its best.
 BAEVSKI = LanguageModel(
@@ -162,6 +174,16 @@ BAEVSKI = LanguageModel(
     modes=("context-0", "context-480"),
     checkpoint="checkpoint_last.pt",
     sources=True,
+)
+
+# Peng et al. 2022, whose numbers Mao's Table 3 has: trained from scratch, as fairseq trains Baevski and Auli's model.
+BAEVSKI_SCRATCH = LanguageModel(
+    "--arch fast_weight_lm_baevski_wiki103 --criterion adaptive_loss --ddp-backend legacy_ddp --optimizer nag"
+    " --clip-norm 0.1 --lr 1.0 --lr-scheduler cosine --t-mult 2 --lr-period-updates 270000 --lr-shrink 0.75"
+    " --min-lr 0.0001 --stop-min-lr 1e-09 --warmup-updates 16000 --warmup-init-lr 1e-07 --max-update 286000",
+    batch=144,  # 73,728 tokens
+    length=512,
+    modes=BAEVSKI.modes,
 )
 
 # Epochs' ends are no occasion to validate or save: how often they come depends on the size of the text.

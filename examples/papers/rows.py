@@ -114,14 +114,12 @@ class Table:
         folder: of examples/, where the README says more.
         measures: what the paper's numbers are.
         rows: by their names on the command line.
-        others: rows that cannot be reproduced here, the model and the numbers.
     """
 
     title: str
     folder: str
     measures: tuple[str, ...]
     rows: dict[str, Row]
-    others: tuple[tuple[str, ...], ...] = ()
 
 
 def training(places: Places, task: str, row: str, options: list[str], gpus: int, update_freq: int) -> Call:

@@ -49,6 +49,7 @@ class LocalAttention(Mixer):
         "window": Option(int, 32, "how many positions each position sees, itself among them")
     }
     needs_positions = True
+    takes_attention = True
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, window: int = 32

@@ -10,6 +10,7 @@ from typing import Any
 
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.local_attention import LocalAttention
 from fairseq_fastweights.mixers.mixer import Mixer, Option
 from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
@@ -49,11 +50,14 @@ MIXERS: dict[str, Kind] = {
     **{rule: memory(rule) for rule in UPDATE_RULES},
     "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
     "softmax": Kind(SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base")),
+    "local": Kind(LocalAttention, ("dropout", "bias")),
 }
 """What reads a text, each position what came before it."""
 
 SOURCE_MIXERS: dict[str, Kind] = {
-    rule: Kind(FastWeightSourceAttention, (*_MAP, "source_dim")) for rule, row in UPDATE_RULES.items() if not row.ordered
+    rule: Kind(FastWeightSourceAttention, (*_MAP, "source_dim"))
+    for rule, row in UPDATE_RULES.items()
+    if not row.ordered
 }
 """What reads a source as a whole: an encoder its own input, a decoder what the encoder made."""
 

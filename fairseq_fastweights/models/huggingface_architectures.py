@@ -1,7 +1,8 @@
 """The named architectures whose trained models `fairseq_fastweights.conversion` reads: GPT-2's and Pythia's.
 
 With --softmax-attention-layers all they are these models; otherwise fast weights take the place of their attention.
-Choi's RetNet is Pythia with retention in its place, in heads of 256 (Choi 2024, Table 1).
+Choi's RetNet is Pythia with retention in its place, in heads of 256; Choi's StripedMamba has Mamba there (Choi 2024,
+Table 1).
 """
 
 from __future__ import annotations
@@ -92,3 +93,10 @@ for _size, (_pythia, _heads) in RETNET.items():
         update_rule="retention",
         fast_weight_heads=_heads,
     )
+
+_register_pythia(
+    "fast_weight_lm_stripedmamba_430m",
+    "Choi 2024, Table 1, StripedMamba 430m: Pythia 410m with Mamba in the place of attention.",
+    PYTHIA["410m"],
+    mixers="mamba",
+)
