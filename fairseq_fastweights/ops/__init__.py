@@ -11,6 +11,8 @@ derivatives (`torch.func.jvp`) only "reference" has.
 
 With `in_place` the final state is written into `initial_state`, which is returned as the final state: generation, a
 token at a time, then moves no more than the state. Nothing of such a call can be differentiated.
+
+`selective_scan`, the recurrence of Mamba, is no update rule: it has no queries and keys, but the same three forms.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from fairseq_fastweights.ops.checks import GateInput, check_values, state_dtype
 from fairseq_fastweights.ops.native import BackendUnavailable
 from fairseq_fastweights.ops.operations import BACKENDS, OPERATIONS, Operation
+from fairseq_fastweights.ops.scan import selective_scan
 
 __all__ = [
     "BACKENDS",
@@ -33,6 +36,7 @@ __all__ = [
     "decay_rule",
     "delta_rule",
     "gated_rule",
+    "selective_scan",
     "state_dtype",
     "sum_rule",
 ]

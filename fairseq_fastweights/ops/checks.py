@@ -81,7 +81,7 @@ def check_inputs(
         gates: each of (batch, time, heads), with key_dim or value_dim after it where it is per key or per value.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; it must have four dimensions: "
@@ -90,8 +90,8 @@ def check_inputs(
     steps = tuple(k.shape[:3])
     batch, _, heads = steps
     key_dim, value_dim = k.shape[3], v.shape[3]
-    _check_shape("q", q, (*steps, key_dim), "that of k")
-    _check_shape("v", v, (*steps, value_dim), "(batch, time, heads) as k has them")
+    check_shape("q", q, (*steps, key_dim), "that of k")
+    check_shape("v", v, (*steps, value_dim), "(batch, time, heads) as k has them")
     if key_dim < 1 or value_dim < 1 or heads < 1:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: heads, key_dim and value_dim must be at least 1"
@@ -107,17 +107,17 @@ def check_inputs(
     for gate, given in gates:
         if given is None and gate.optional:
             continue
-        tensor = _check_tensor(gate.name, given)
+        tensor = check_tensor(gate.name, given)
         dims: tuple[int, ...] = {"head": (), "key": (key_dim,), "value": (value_dim,)}[gate.per]
         meaning = "(batch, time, heads)" if gate.per == "head" else f"(batch, time, heads, {gate.per}_dim)"
-        _check_shape(gate.name, tensor, (*steps, *dims), meaning)
+        check_shape(gate.name, tensor, (*steps, *dims), meaning)
         if tensor.dtype not in (v.dtype, torch.float32):
             raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {v.dtype}, or torch.float32")
         others[gate.name] = tensor
     if initial_state is not None:
-        _check_tensor("initial_state", initial_state)
+        check_tensor("initial_state", initial_state)
         wanted = (batch, heads, key_dim, value_dim)
-        _check_shape("initial_state", initial_state, wanted, "(batch, heads, key_dim, value_dim)")
+        check_shape("initial_state", initial_state, wanted, "(batch, heads, key_dim, value_dim)")
         if initial_state.dtype != state_dtype(v.dtype):
             raise ValueError(
                 f"initial_state has dtype {initial_state.dtype}; it must be {state_dtype(v.dtype)} for inputs of "
@@ -153,7 +153,8 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check_tensor(name: str, tensor: object) -> Tensor:
+def check_tensor(name: str, tensor: object) -> Tensor:
+    """Returns it if it is a tensor of a dtype that operations take."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor")
     if tensor.dtype not in FLOAT_TYPES:
@@ -162,16 +163,27 @@ def _check_tensor(name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """`meaning` says where that shape comes from."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}, {meaning}")
 
 
-def _check_values(tensors: dict[str, Tensor], gates: Sequence[tuple[GateInput, Tensor | None]]) -> None:
+def values_are_checked() -> bool:
+    """Whether `check_values` asks for it."""
+    return _values_checked
+
+
+def check_finite(tensors: dict[str, Tensor]) -> None:
+    """Of each name its tensor; reads all of them."""
     for name, tensor in tensors.items():
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
             raise ValueError(f"{name} holds {int((~finite).sum())} values that are not finite; all must be")
+
+
+def _check_values(tensors: dict[str, Tensor], gates: Sequence[tuple[GateInput, Tensor | None]]) -> None:
+    check_finite(tensors)
     for gate, values in gates:
         if values is None or not values.numel():
             continue

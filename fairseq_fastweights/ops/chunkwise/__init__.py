@@ -2,7 +2,8 @@
 
 A sequence is cut into chunks. Within a chunk all steps are computed at once by matrix products; from chunk to chunk
 only the state is handed on. Between forward and backward pass nothing is kept but the inputs and the state at each
-chunk's start; the states within a chunk are never formed, in either direction.
+chunk's start; the states within a chunk are never formed, in either direction, but for those of the selective scan,
+which are as many numbers as a chunk's steps have.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fairseq_fastweights.ops.chunkwise.delta import DeltaFunction
 from fairseq_fastweights.ops.chunkwise.diagonal import DiagonalFunction
+from fairseq_fastweights.ops.chunkwise.scan import ScanFunction
 
 
 def sum_rule(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -43,3 +45,17 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T."""
     return DeltaFunction.apply(q, k, v, beta, initial_state)
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(delta_t A) * h_{t-1} + (delta_t * u_t) B_t^T, of which a chunk's states are formed together."""
+    return ScanFunction.apply(u, delta, A, B, C, D, initial_state)

@@ -1,0 +1,169 @@
+"""The selective scan (Gu & Dao 2023, Algorithm 2), whatever computes it: its definition, its checks, the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.ops import checks, chunkwise
+from fairseq_fastweights.ops.checks import state_dtype
+from fairseq_fastweights.ops.native import BackendUnavailable
+from fairseq_fastweights.ops.operations import BACKENDS
+
+Implementation = Callable[..., tuple[Tensor, Tensor]]
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A diagonal state space whose steps depend on the input (Gu & Dao 2023, Eq. 2a and 2b, Algorithm 2).
+
+        h_t = exp(delta_t A) * h_{t-1} + (delta_t * u_t) B_t^T,   y_t = h_t C_t + D * u_t
+
+    with h_t of shape (channels, state), delta_t and u_t a number for each channel, B_t and C_t one for each dimension
+    of the state. A delta of 0 leaves the state as it is. Any strides will do.
+
+    Args:
+        u: (batch, time, channels), what is written.
+        delta: (batch, time, channels), the size of each step, at least 0.
+        A: (channels, state), at most 0: how fast each state decays.
+        B, C: (batch, time, state), where it is written to and read from.
+        D: (channels,), how much of `u` goes into the output as it is; None for nothing.
+        initial_state: (batch, channels, state), float32 (float64 for `u` in float64); None for zeros.
+        in_place: whether the final state replaces the initial one where that lies, as in generation. Nothing of such a
+            call can be differentiated.
+        backend: one of `BACKENDS`; "native" has kernels for CPUs alone.
+
+    All but `initial_state` are of the dtype of `u` or float32.
+
+    Returns:
+        out (batch, time, channels), in the dtype of `u`, and the final state, as `initial_state`.
+
+    Raises:
+        ValueError: for a shape, dtype or device that does not fit, or `in_place` without a state or where a gradient is
+            wanted; the message names the argument.
+        BackendUnavailable: if the backend cannot do it.
+        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
+
+    Example:
+        >>> u, delta, A = torch.randn(2, 10, 6), torch.rand(2, 10, 6), -torch.rand(6, 4)
+        >>> out, state = selective_scan(u, delta, A, torch.randn(2, 10, 4), torch.randn(2, 10, 4))
+        >>> out.shape, state.shape
+        (torch.Size([2, 10, 6]), torch.Size([2, 6, 4]))
+    """
+    _check(u, delta, A, B, C, D, initial_state)
+    inputs = (u, delta, A, B, C, D)
+    run = _implementation(backend, u)
+    state = checks.check_in_place(initial_state, *inputs) if in_place else None
+    if u.shape[1] == 0:
+        return _nothing(inputs, initial_state) if state is None else (torch.zeros_like(u), state)
+    out, final_state = run(*inputs, initial_state=initial_state)
+    return out, final_state if state is None else state.copy_(final_state)
+
+
+def reference(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step at a time: the definition. Its gradients are those that autograd finds through the loop."""
+    dtype = state_dtype(u.dtype)
+    A = A.to(dtype)
+    state = _start(u, A) if initial_state is None else initial_state
+    outputs = []
+    for u_t, delta_t, B_t, C_t in zip(*(x.to(dtype).unbind(1) for x in (u, delta, B, C)), strict=True):
+        decay = (delta_t[..., None] * A).exp()
+        state = decay * state + (delta_t * u_t)[..., None] * B_t[:, None, :]
+        outputs.append((state * C_t[:, None, :]).sum(-1))
+    out = torch.stack(outputs, 1)
+    return (out if D is None else out + D.to(dtype) * u.to(dtype)).to(u.dtype), state
+
+
+def _start(u: Tensor, A: Tensor) -> Tensor:
+    return u.new_zeros(u.shape[0], *A.shape, dtype=state_dtype(u.dtype))
+
+
+def _nothing(inputs: tuple[Tensor | None, ...], initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The result of no steps at all. Its empty output has a gradient, of zeros, for all that an output depends on."""
+    u, _, A, *_ = inputs
+    assert u is not None and A is not None
+    # Sums of no rows: nothing is read, nor is anything added to the nothing that there is.
+    depends = sum(x[:0].sum() for x in (initial_state, *inputs) if x is not None)
+    return torch.zeros_like(u) + depends, _start(u, A) if initial_state is None else initial_state.clone()
+
+
+def _implementation(backend: str, u: Tensor) -> Implementation:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    if backend == "native":
+        raise BackendUnavailable(
+            "backend='native' was asked for: the selective scan has no compiled kernel; use backend='chunkwise'"
+        )
+    # A single step has nothing to chunk: the reference's loop over time is that step.
+    if backend == "reference" or (backend == "auto" and u.shape[1] == 1):
+        return reference
+    return chunkwise.selective_scan
+
+
+def _check(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
+) -> None:
+    given: dict[str, Tensor] = {"u": u, "delta": delta, "A": A, "B": B, "C": C}
+    given |= {} if D is None else {"D": D}
+    for name, tensor in given.items():
+        checks.check_tensor(name, tensor)
+    for name, tensor, dims in (("u", u, "(batch, time, channels)"), ("A", A, "(channels, state)")):
+        if tensor.dim() != dims.count(",") + 1:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {dims}")
+    batch, time, channels = u.shape
+    state = A.shape[1]
+    if channels < 1 or state < 1:
+        raise ValueError(f"A has shape {tuple(A.shape)}; channels and state must be at least 1")
+    checks.check_shape("delta", delta, (batch, time, channels), "that of u")
+    checks.check_shape("A", A, (channels, state), "(channels, state), with the channels of u")
+    for name in ("B", "C"):
+        checks.check_shape(name, given[name], (batch, time, state), "(batch, time, state) as u and A have them")
+    if D is not None:
+        checks.check_shape("D", D, (channels,), "(channels,) as u has them")
+    for name, tensor in given.items():
+        if tensor.dtype not in (u.dtype, torch.float32):
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of u, {u.dtype}, or torch.float32")
+    if initial_state is not None:
+        given["initial_state"] = checks.check_tensor("initial_state", initial_state)
+        checks.check_shape("initial_state", initial_state, (batch, channels, state), "(batch, channels, state)")
+        if initial_state.dtype != state_dtype(u.dtype):
+            raise ValueError(
+                f"initial_state has dtype {initial_state.dtype}; it must be {state_dtype(u.dtype)} for inputs of "
+                f"{u.dtype}"
+            )
+    for name, tensor in given.items():
+        if tensor.device != u.device:
+            raise ValueError(f"{name} is on device {tensor.device}; it must be on that of u, {u.device}")
+    if checks.values_are_checked():
+        checks.check_finite(given)
+        if delta.numel() and (least := float(delta.detach().amin())) < 0:
+            raise ValueError(f"delta has a least value of {least:g}; the sizes of steps must be at least 0")
+        if (most := float(A.detach().amax())) > 0:
+            raise ValueError(f"A has a largest value of {most:g}; it must be at most 0")

@@ -1,0 +1,306 @@
+"""The selective scan: every backend against the definition in float64, what it refuses, and its operators."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.ops import scan
+from tests.ops.rules import (
+    DEVICE,
+    TOLERANCE,
+    Inputs,
+    assert_close,
+    assert_same,
+    cotangents,
+    differentiate,
+    in_float64,
+    label,
+    named,
+    state_dtype,
+)
+
+BACKENDS = ("chunkwise",)
+
+# Bits below which a product with a decay is nothing: what sizes of steps there are, from 1e-30 to 1e4.
+REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
+
+
+def inputs_of(
+    batch: int = 2,
+    time: int = 31,
+    channels: int = 3,
+    state: int = 5,
+    *,
+    dtype: torch.dtype = torch.float32,
+    others: torch.dtype | None = None,
+    regime: str = "ordinary",
+    initial_state: bool = True,
+    skip: bool = True,
+    requires_grad: bool = True,
+) -> Inputs:
+    """Arguments by name; `others` is the dtype of all but `u` and the initial state."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    delta = torch.nn.functional.softplus(draw(batch, time, channels) - 2)
+    extremes = 10 ** (-torch.rand(delta.shape, generator=generator, dtype=torch.float64) * 6 - 3), delta * 1e4
+    rare = torch.rand(delta.shape, generator=generator) < 0.1
+    delta = {
+        "ordinary": delta,
+        "tiny": extremes[0],
+        "huge": extremes[1],
+        "tiny or huge": torch.where(rare, extremes[1], extremes[0]),
+        "none": torch.where(rare, delta, 0.0),
+    }[regime]
+    drawn: Inputs = {
+        "u": draw(batch, time, channels),
+        "delta": delta,
+        "A": -(torch.arange(state, dtype=torch.float64) + 0.5).repeat(channels, 1) * draw(channels, 1).exp(),
+        "B": draw(batch, time, state),
+        "C": draw(batch, time, state),
+        "D": draw(channels) if skip else None,
+        "initial_state": draw(batch, channels, state) if initial_state else None,
+    }
+    dtypes = {"u": dtype, "initial_state": state_dtype(dtype)}
+    return {
+        name: None if x is None else x.to(DEVICE, dtypes.get(name, others or dtype)).requires_grad_(requires_grad)
+        for name, x in drawn.items()
+    }
+
+
+def outcome(inputs: Inputs, backend: str, use: str = "out, final_state") -> Inputs:
+    outputs = ops.selective_scan(**inputs, backend=backend)
+    weights = cotangents(outputs)
+    used = (weights[0] if "out" in use else None, weights[1] if "state" in use else None)
+    return named(outputs, differentiate(outputs, inputs, used))
+
+
+def definition(inputs: Inputs, outputs: Inputs, use: str = "out, final_state") -> Inputs:
+    """What the definition makes of the same numbers in float64, with the cotangents that `outcome` draws."""
+    exact = in_float64(inputs)
+    weights = [x.cpu().double() for x in cotangents((outputs["out"], outputs["final_state"]))]
+    found = scan.reference(**exact)
+    used = (weights[0] if "out" in use else None, weights[1] if "state" in use else None)
+    return named(found, differentiate(found, exact, used))
+
+
+def assert_agrees(inputs: Inputs, backend: str, use: str = "out, final_state") -> None:
+    before = {name: None if x is None else x.detach().clone() for name, x in inputs.items()}
+    found = outcome(inputs, backend, use)
+    dtype = inputs["u"].dtype
+    assert (found["out"].dtype, found["final_state"].dtype) == (dtype, state_dtype(dtype))
+    for name, x in inputs.items():
+        gradient = found.get(f"gradient of {name}")
+        assert gradient is None or (gradient.dtype, gradient.shape) == (x.dtype, x.shape), name
+        assert x is None or torch.equal(x, before[name]), f"{name} was changed"
+    # Gradients of float32 inputs are rounded to it, whatever the dtype of `u`.
+    coarse = max(TOLERANCE[x.dtype] for x in inputs.values() if x is not None)
+    assert_close(found, definition(inputs, found, use), coarse)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """`torch.empty` gives NaN, so that whoever reads what was never written is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE.type != "cpu")
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+# Values
+
+# (time, channels, state): chunks of 16 steps and states kept every 32, and one more and less; vectors of 2 to 16 channels,
+# 64 of them to a task.
+SIZES = [(1, 1, 1), (2, 3, 5), (63, 17, 16), (64, 1, 64), (65, 3, 1), (200, 17, 5), (17, 64, 3), (33, 65, 16)]
+SIZES += [(31, 8, 2), (32, 100, 17), (16, 130, 4), (40, 31, 33)]
+HOW = [
+    {"dtype": torch.float32},
+    {"dtype": torch.float64, "initial_state": False},
+    {"dtype": torch.bfloat16, "skip": False},
+    {"dtype": torch.float16, "others": torch.float32, "initial_state": False},
+    {"dtype": torch.float64, "others": torch.float32},
+]
+CASES = [(size, how) for i, size in enumerate(SIZES) for how in (HOW[i % 2], HOW[2 + i % 3])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("size", "how"), CASES, ids=label)
+def test_sizes_and_dtypes(backend, size, how):
+    time, channels, state = size
+    assert_agrees(inputs_of(2, time, channels, state, **how), backend)
+
+
+@pytest.mark.parametrize("use", ["out", "final_state"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loss_of_either_output(backend, use):
+    """Of a final state alone, C and D have gradients of zeros."""
+    assert_agrees(inputs_of(time=40), backend, use)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=label)
+@pytest.mark.parametrize("regime", REGIMES, ids=label)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sizes_of_steps(backend, regime, dtype):
+    for initial_state in (True, False):
+        assert_agrees(inputs_of(2, 75, 9, 6, dtype=dtype, regime=regime, initial_state=initial_state), backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_gradients_are_those_of_finite_differences(backend):
+    inputs = inputs_of(1, 5, 2, 3, dtype=torch.float64)
+    torch.autograd.gradcheck(
+        lambda *x: ops.selective_scan(*x[:6], initial_state=x[6], backend=backend), [*inputs.values()]
+    )
+
+
+def test_the_definition_is_the_papers_equation():
+    inputs = inputs_of(1, 4, 2, 3, dtype=torch.float64, requires_grad=False)
+    u, delta, A, B, C, D, h = (x.cpu() for x in inputs.values())
+    out, final = ops.selective_scan(**inputs, backend="reference")
+    for t in range(4):
+        for c in range(2):
+            for n in range(3):
+                h[0, c, n] = torch.exp(delta[0, t, c] * A[c, n]) * h[0, c, n] + delta[0, t, c] * u[0, t, c] * B[0, t, n]
+            wanted = h[0, c] @ C[0, t] + D[c] * u[0, t, c]
+            torch.testing.assert_close(out[0, t, c].cpu(), wanted)
+    torch.testing.assert_close(final.cpu(), h)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_a_sequence_in_parts_is_the_sequence(backend):
+    """Gradients flow from part to part through the state."""
+    inputs = inputs_of(time=70, dtype=torch.float64)
+    outs, state = [], inputs["initial_state"]
+    for steps in (slice(0, 1), slice(1, 40), slice(40, 40), slice(40, 70)):
+        part = {name: x[:, steps] if name in ("u", "delta", "B", "C") else x for name, x in inputs.items()}
+        out, state = ops.selective_scan(**part | {"initial_state": state}, backend=backend)
+        outs.append(out)
+    outputs = torch.cat(outs, 1), state
+    found = named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
+    assert_close(found, definition(inputs, found), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", *BACKENDS])
+def test_no_steps(backend):
+    inputs = inputs_of(time=0)
+    outputs = ops.selective_scan(**inputs, backend=backend)
+    assert outputs[0].shape == (2, 0, 3) and torch.equal(outputs[1], inputs["initial_state"])
+    gradients = differentiate(outputs, inputs, cotangents(outputs))
+    assert all(x is not None and (name == "initial_state" or not x.any()) for name, x in gradients.items())
+    assert not ops.selective_scan(**inputs | {"initial_state": None}, backend=backend)[1].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_strides(backend):
+    inputs = inputs_of(3, 40, 17, 5)
+    expected = outcome(inputs, backend)
+    time_first = {
+        name: x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        for name, x in inputs.items()
+        if x.dim() == 3
+    }
+    last_first = {
+        name: x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for name, x in inputs.items()
+    }
+    for laid in (time_first, last_first):
+        assert_close(outcome(inputs | laid, backend), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_does_not_reach_inside(backend):
+    inputs = inputs_of(dtype=torch.bfloat16, others=torch.float32)
+    expected = outcome(inputs, backend)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert_same(outcome(inputs, backend), expected, "inside autocast")
+
+
+# In generation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=label)
+@pytest.mark.parametrize("backend", ["auto", "reference", *BACKENDS])
+def test_in_place(backend, dtype):
+    """Of a step and of more; of a state that lies among others, which stay as they are."""
+    for time, channels, state, apart in ((1, 5, 3, False), (1, 70, 16, True), (1, 3, 20, True), (6, 5, 3, True)):
+        inputs = inputs_of(2, time, channels, state, dtype=dtype, requires_grad=False)
+        wanted, final = scan.reference(**in_float64(inputs))
+        whole = torch.full((2, channels, 2 * state), 7.0, dtype=state_dtype(dtype), device=DEVICE)
+        place = whole[..., :state] if apart else whole.view(2, channels, 2, state)[:, :, 0].contiguous()
+        place.copy_(inputs["initial_state"])
+        out, given = ops.selective_scan(**inputs | {"initial_state": place}, in_place=True, backend=backend)
+        assert given is place and out.dtype == dtype
+        assert_close(named((out, given)), named((wanted, final)), TOLERANCE[dtype])
+        assert (whole[..., state:] == 7).all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", *BACKENDS])
+def test_a_state_that_is_not_to_change_does_not(backend):
+    inputs = inputs_of(time=1, requires_grad=False)
+    before = inputs["initial_state"].clone()
+    _, final_state = ops.selective_scan(**inputs, backend=backend)
+    assert torch.equal(inputs["initial_state"], before) and not torch.equal(final_state, before)
+
+
+# What is refused
+
+WRONG = [
+    ({"u": lambda x: x[0]}, r"u has shape \(7, 3\); it must be \(batch, time, channels\)"),
+    ({"u": lambda x: x.long()}, "u has dtype torch.int64; it must be one of float16, bfloat16, float32, float64"),
+    ({"delta": lambda x: x[:, :1]}, r"delta has shape \(2, 1, 3\); it must be \(2, 7, 3\), that of u"),
+    ({"A": lambda x: x[:, 0]}, r"A has shape \(3,\); it must be \(channels, state\)"),
+    ({"A": lambda x: x[:2]}, r"A has shape \(2, 5\); it must be \(3, 5\), \(channels, state\), with the channels of u"),
+    ({"A": lambda x: x[:, :0]}, r"A has shape \(3, 0\); channels and state must be at least 1"),
+    ({"B": lambda x: x[..., :4]}, r"B has shape \(2, 7, 4\); it must be \(2, 7, 5\), \(batch, time, state\) as u and"),
+    ({"C": lambda x: x[:1]}, r"C has shape \(1, 7, 5\); it must be \(2, 7, 5\)"),
+    ({"D": lambda x: x[:1]}, r"D has shape \(1,\); it must be \(3,\), \(channels,\) as u has them"),
+    ({"delta": lambda x: x.double()}, "delta has dtype torch.float64; it must be that of u, torch.float32, or torch.f"),
+    ({"A": lambda x: None}, "A is of type NoneType; it must be a torch.Tensor"),
+    ({"initial_state": lambda x: x.half()}, "initial_state has dtype torch.float16; it must be torch.float32 for inp"),
+    ({"initial_state": lambda x: x[:, :1]}, r"initial_state has shape \(2, 1, 5\); it must be \(2, 3, 5\)"),
+    ({"C": lambda x: x.to("meta")}, "C is on device meta; it must be on that of u, "),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_what_is_wrong_is_named(changes, message):
+    inputs = inputs_of(time=7, requires_grad=False)
+    inputs |= {name: change(inputs[name]) for name, change in changes.items()}
+    for backend in ("auto", "reference"):
+        with pytest.raises(ValueError, match=message):
+            ops.selective_scan(**inputs, backend=backend)
+
+
+def test_what_cannot_be_done_is_said():
+    inputs = inputs_of(time=7)
+    with pytest.raises(
+        ValueError, match=re.escape("backend is 'triton'; it must be one of auto, reference, chunkwise")
+    ):
+        ops.selective_scan(**inputs, backend="triton")
+    with pytest.raises(ValueError, match="initial_state is None and in_place is True"):
+        ops.selective_scan(**inputs | {"initial_state": None}, in_place=True)
+    with pytest.raises(ValueError, match=r"requires a gradient.*torch.no_grad\(\)"):
+        ops.selective_scan(**inputs, in_place=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("delta", -0.5, "delta has a least value of -0.5; the sizes of steps must be at least 0"),
+        ("A", 2.0, "A has a largest value of 2; it must be at most 0"),
+        ("B", torch.inf, "B holds 1 values that are not finite"),
+    ],
+)
+def test_values_are_checked_where_that_is_asked_for(name, value, message):
+    inputs = inputs_of(time=7, requires_grad=False)
+    inputs[name].view(-1)[3] = value
+    with ops.check_values(False):
+        ops.selective_scan(**inputs)
+    with ops.check_values(True), pytest.raises(ValueError, match=message):
+        ops.selective_scan(**inputs)
