@@ -116,8 +116,8 @@ def poisoned_memory():
 
 # Values
 
-# (time, channels, state): chunks of 16 steps and states kept every 32, and one more and less; vectors of 2 to 16 channels,
-# 64 of them to a task.
+# (time, channels, state): chunks of 16 steps and states kept every 32, and one more and less; vectors of 2 to 16
+# channels, 64 of them to a task.
 SIZES = [(1, 1, 1), (2, 3, 5), (63, 17, 16), (64, 1, 64), (65, 3, 1), (200, 17, 5), (17, 64, 3), (33, 65, 16)]
 SIZES += [(31, 8, 2), (32, 100, 17), (16, 130, 4), (40, 31, 33)]
 HOW = [

@@ -1,0 +1,152 @@
+"""Mamba: a diagonal state space whose steps depend on what is read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+
+SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
+"""Between which the sizes of steps start, their logarithms spread evenly (Gu & Dao 2023, Sec. 3.6)."""
+
+
+class Mamba(Mixer):
+    """A selective state space between a short convolution and a gate (Gu & Dao 2023, Sec. 3.4 and Algorithm 2).
+
+        x, z = W_in input                           `expansion` x embed_dim channels each
+        u_t = silu(sum_i w_i * x_{t-i} + b)         the last `conv` inputs of each channel
+        dt, B, C = W_x u                            dt of `dt_rank` numbers, B and C of `state` numbers
+        delta = softplus(W_dt dt + b_dt)            the size of a channel's step
+        h_t = exp(-delta_t exp(A_log)) * h_{t-1} + (delta_t * u_t) B_t^T
+        out = W_out ((h_t C_t + D * u_t) * silu(z))
+
+    Parameters have the names and shapes of Hugging Face's `MambaMixer` and of the authors' `Mamba`. StripedMamba (Choi
+    2024, Sec. 4.1) is such layers in the place of a Transformer's attention.
+
+    Its state is "conv", (batch, conv - 1, channels), the inputs that the convolution still needs, and "scan",
+    (batch, channels, state): float32, or float64 if that is what it computes in.
+
+    Args:
+        embed_dim: width of the input and of the output.
+        state: numbers that each channel remembers.
+        conv: inputs that the convolution reaches.
+        expansion: channels for each dimension of `embed_dim`.
+        dt_rank: numbers that the sizes of steps are made from; 0 for a sixteenth of `embed_dim`, rounded up.
+        bias: whether the projections in and out have biases.
+        backend: of `ops.selective_scan`.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+    """
+
+    options = {
+        "state": Option(int, 16, "numbers that each channel of Mamba remembers"),
+        "conv": Option(int, 4, "inputs that the convolution of Mamba reaches"),
+        "expansion": Option(int, 2, "channels of Mamba for each dimension of the input"),
+        "dt_rank": Option(int, 0, "numbers that Mamba makes step sizes from (0: a sixteenth of the width)"),
+    }
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        state: int = 16,
+        conv: int = 4,
+        expansion: int = 2,
+        dt_rank: int = 0,
+        bias: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(embed_dim)
+        for name, value, least in (("state", state, 1), ("conv", conv, 1), ("expansion", expansion, 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if dt_rank < 0:
+            raise ValueError(f"dt_rank is {dt_rank}; it must be at least 1, or 0 for a sixteenth of embed_dim")
+        if backend not in ops.BACKENDS:
+            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+        self.state, self.conv, self.expansion = state, conv, expansion
+        self.dt_rank = dt_rank or math.ceil(embed_dim / 16)
+        self.backend = backend
+        self.channels = channels = expansion * embed_dim
+        self.in_proj = nn.Linear(embed_dim, 2 * channels, bias=bias)
+        # It holds the parameters; `_convolve` does its work.
+        self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1)
+        self.x_proj = nn.Linear(channels, self.dt_rank + 2 * state, bias=False)
+        self.dt_proj = nn.Linear(self.dt_rank, channels)
+        self.A_log = nn.Parameter(torch.empty(channels, state))
+        self.D = nn.Parameter(torch.empty(channels))
+        self.out_proj = nn.Linear(channels, embed_dim, bias=bias)
+        self.reset_special_parameters()
+
+    @torch.no_grad()
+    def reset_special_parameters(self) -> None:
+        """A = -(1 ... state) for each channel and D = 1; steps of `SMALLEST_STEP` to `LARGEST_STEP` (Sec. 3.6)."""
+        rates = torch.arange(1, self.state + 1, dtype=torch.float32, device=self.A_log.device)
+        self.A_log.copy_(rates.log().expand_as(self.A_log))
+        self.D.fill_(1)
+        nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
+        logs = torch.empty_like(self.dt_proj.bias, dtype=torch.float32)
+        step = logs.uniform_(math.log(SMALLEST_STEP), math.log(LARGEST_STEP)).exp()
+        self.dt_proj.bias.copy_(step + torch.log(-torch.expm1(-step)))  # of which softplus makes the step
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        if padding is None:
+            return self._mix(x, state, None, overwrite)
+        # Padding is put behind the rest of its row, where nothing sees it.
+        padding = padding.to(torch.bool).t()
+        order = torch.sort(padding, dim=0, stable=True).indices[..., None]
+        text = x.masked_fill(padding[..., None], 0).gather(0, order.expand_as(x))
+        out, state = self._mix(text, state, (~padding).sum(0), overwrite)
+        return torch.empty_like(out).scatter_(0, order.expand_as(out), out), state
+
+    def _mix(self, text: Tensor, state: State | None, lengths: Tensor | None, overwrite: bool) -> tuple[Tensor, State]:
+        """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
+        before = {} if state is None else state
+        x, z = self.in_proj(text).chunk(2, dim=-1)
+        u, conv_state = self._convolve(x, before.get("conv"), lengths)
+        dt, B, C = self.x_proj(u).split([self.dt_rank, self.state, self.state], dim=-1)
+        precise = ops.state_dtype(u.dtype)
+        delta = F.softplus(F.linear(dt, self.dt_proj.weight).to(precise) + self.dt_proj.bias.to(precise))
+        if lengths is not None:  # a step of no size leaves the state as it is
+            beyond = torch.arange(len(text), device=text.device)[:, None] >= lengths
+            delta = delta.masked_fill(beyond[..., None], 0)
+        y, scan_state = ops.selective_scan(
+            u.transpose(0, 1),
+            delta.transpose(0, 1),
+            -self.A_log.to(precise).exp(),
+            B.transpose(0, 1),
+            C.transpose(0, 1),
+            self.D.to(precise),
+            initial_state=before.get("scan"),
+            in_place=overwrite and "scan" in before and not torch.is_grad_enabled(),
+            backend=self.backend,
+        )
+        out = self.out_proj(y.transpose(0, 1) * F.silu(z))
+        return out, {"conv": conv_state, "scan": scan_state}
+
+    def _convolve(self, x: Tensor, before: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """silu of the convolution of x, (time, batch, channels), and the last inputs of each row."""
+        time, batch, channels = x.shape
+        reach = self.conv - 1
+        precise = ops.state_dtype(x.dtype)
+        first = x.new_zeros(reach, batch, channels) if before is None else before.transpose(0, 1)
+        inputs = torch.cat([first.to(precise), x.to(precise)])
+        assert self.conv1d.bias is not None
+        u = self.conv1d.bias.to(precise)
+        # Sums of products of shifted inputs: channels stay side by side, as the projections have them.
+        for i, weight in enumerate(self.conv1d.weight[:, 0].to(precise).unbind(1)):
+            u = torch.addcmul(u, inputs[i : i + time], weight)
+        if lengths is None:
+            last = inputs[time:]
+        else:
+            places = lengths + torch.arange(reach, device=x.device)[:, None]
+            last = inputs.gather(0, places[..., None].expand(reach, batch, channels))
+        return F.silu(u).to(x.dtype), last.transpose(0, 1).contiguous()
