@@ -17,6 +17,7 @@ namespace {
 using at::Tensor;
 using c10::optional;
 using fast_weights::Problem;
+using fast_weights::Scan;
 using fast_weights::Sequence;
 using fast_weights::Step;
 using fast_weights::Type;
@@ -259,12 +260,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_backward(
     return {blocks.total(with.dq, q), blocks.total(with.dk, k), with.dv, blocks.total(d_beta, beta), with.d_initial};
 }
 
+// Of a step: what is changed where it lies.
+void check_state(const Tensor& state, const Tensor& x) {
+    TORCH_CHECK(state.scalar_type() == state_type(x), "state is of type ", state.scalar_type(), "; it must be ",
+                state_type(x), " for inputs of ", x.scalar_type());
+    TORCH_CHECK(state.size(-1) <= 1 || state.stride(-1) == 1, "state has strides ", state.strides(),
+                "; its last dimension must be contiguous");
+}
+
+// Fewer numbers of state are not worth another thread.
+constexpr int64_t SMALLEST_SHARE = 65536;
+
 Step step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& state, const Tensor& out) {
     TORCH_CHECK(v.size(1) == 1, "v has shape ", v.sizes(), "; a step takes one token");
-    TORCH_CHECK(state.scalar_type() == state_type(v), "state is of type ", state.scalar_type(), "; it must be ",
-                state_type(v), " for inputs of ", v.scalar_type());
-    TORCH_CHECK(state.size(3) <= 1 || state.stride(3) == 1, "state has strides ", state.strides(),
-                "; its last dimension must be contiguous");
+    check_state(state, v);
     Step p;
     p.batch = v.size(0), p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
     p.q = sequence("q", q), p.k = sequence("k", k), p.v = sequence("v", v), p.out = sequence("out", out);
@@ -274,8 +283,7 @@ Step step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& state
 }
 
 void run(void (*kernel)(const Step&, int64_t, int64_t), const Step& p) {
-    // Less than this many numbers of state are not worth another thread.
-    const int64_t grain = std::max<int64_t>(1, 65536 / (p.keys * p.values));
+    const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.keys * p.values));
     at::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
@@ -306,6 +314,99 @@ Tensor delta_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
     return out;
 }
 
+// A tensor (batch, time, channels or states).
+Sequence rows_of(const char* name, const Tensor& x) {
+    TORCH_CHECK(x.size(2) <= 1 || x.stride(2) == 1 || x.numel() == 0, name, " has strides ", x.strides(),
+                "; its last dimension must be contiguous");
+    return {x.data_ptr(), type_of(x), x.stride(0), x.stride(1)};
+}
+
+// A selective scan. What it makes contiguous, and of the dtype of states, must outlive it.
+struct ScanCall {
+    Tensor A, D, initial;
+    Scan p;
+
+    ScanCall(const Tensor& u, const Tensor& delta, const Tensor& a, const Tensor& B, const Tensor& C,
+             const optional<Tensor>& d, const optional<Tensor>& initial_state, int64_t interval)
+        : A(a.to(state_type(u)).contiguous()), D(d ? d->to(state_type(u)).contiguous() : Tensor()),
+          initial(contiguous_state(initial_state)) {
+        TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval,
+                    "; it must be a multiple of 16, or 0");
+        p.batch = u.size(0), p.time = u.size(1), p.channels = u.size(2), p.states = A.size(1);
+        p.interval = interval;
+        p.u = rows_of("u", u), p.delta = rows_of("delta", delta), p.B = rows_of("B", B), p.C = rows_of("C", C);
+        p.A = data_of(A), p.D = data_of(D), p.initial_state = data_of(initial);
+    }
+
+    int64_t kept_states() const { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
+
+    void run(void (*kernel)(const Scan&, int64_t, int64_t), int64_t grain = 1) const {
+        at::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+    }
+};
+
+std::tuple<Tensor, Tensor, Tensor> selective_scan_forward(const Tensor& u, const Tensor& delta, const Tensor& A,
+                                                          const Tensor& B, const Tensor& C, const optional<Tensor>& D,
+                                                          const optional<Tensor>& initial_state, int64_t interval) {
+    ScanCall call(u, delta, A, B, C, D, initial_state, interval);
+    Scan& p = call.p;
+    const auto options = u.options().dtype(state_type(u));
+    Tensor out = at::empty_like(u);
+    Tensor final_state = at::empty({p.batch, p.channels, p.states}, options);
+    Tensor kept = at::empty({p.batch, call.kept_states(), p.states, p.channels}, options);
+    p.out = rows_of("out", out), p.final_state = final_state.data_ptr(), p.kept = kept.data_ptr();
+    call.run(kernels().scan_forward);
+    return {out, final_state, kept};
+}
+
+// The sum over the first dimension, in its order, as the gradient of `x`.
+Tensor total(const Tensor& parts, const Tensor& x) {
+    Tensor sum = parts.size(0) ? parts.select(0, 0) : at::zeros(x.sizes(), parts.options());
+    for (int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts.select(0, i));
+    return at::empty_like(x).copy_(sum);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_scan_backward(
+    const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& u, const Tensor& delta, const Tensor& A,
+    const Tensor& B, const Tensor& C, const optional<Tensor>& D, const optional<Tensor>& initial_state,
+    const Tensor& states, int64_t interval) {
+    ScanCall call(u, delta, A, B, C, D, initial_state, interval);
+    Scan& p = call.p;
+    TORCH_CHECK(interval > 0, "the forward pass kept no states (interval 0)");
+    TORCH_CHECK(states.size(1) == call.kept_states(), "states has shape ", states.sizes(), "; an interval of ",
+                interval, " makes ", call.kept_states(), " states of each row");
+    const auto options = u.options().dtype(state_type(u));
+    const Tensor dy = d_out.size(2) <= 1 || d_out.stride(2) == 1 ? d_out : d_out.contiguous();
+    const Tensor d_final = contiguous_state(d_final_state), kept = states.contiguous();
+    Tensor du = at::empty_like(u), d_delta = at::empty_like(delta);
+    Tensor dA = at::empty({p.batch, p.channels, p.states}, options), dD = at::empty({p.batch, p.channels}, options);
+    Tensor dB = at::empty({p.groups(), p.batch, p.time, p.states}, options), dC = at::empty_like(dB);
+    Tensor d_initial = initial_state ? at::empty({p.batch, p.channels, p.states}, options) : at::empty({0}, options);
+    p.d_out = rows_of("d_out", dy), p.d_final_state = data_of(d_final), p.kept = kept.data_ptr();
+    p.du = rows_of("du", du), p.d_delta = rows_of("d_delta", d_delta);
+    for (auto [to, parts] : {std::pair(&p.dB, &dB), std::pair(&p.dC, &dC)}) {
+        *to = {parts->data_ptr(), type_of(*parts), parts->stride(1), parts->stride(2), parts->stride(0)};
+    }
+    p.dA = dA.data_ptr(), p.dD = dD.data_ptr(), p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
+    call.run(kernels().scan_backward);
+    const Tensor d_skip = D ? total(dD, *D) : at::empty({0}, u.options());
+    return {du, d_delta, total(dA, A), total(dB, B), total(dC, C), d_skip, d_initial};
+}
+
+Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
+                           const optional<Tensor>& D, const Tensor& state) {
+    TORCH_CHECK(u.size(1) == 1, "u has shape ", u.sizes(), "; a step takes one token");
+    check_state(state, u);
+    Tensor out = at::empty_like(u);
+    ScanCall call(u, delta, A, B, C, D, {}, 0);
+    Scan& p = call.p;
+    p.out = rows_of("out", out);
+    p.state = state.data_ptr(), p.state_batch = state.stride(0), p.state_channel = state.stride(1);
+    call.run(kernels().scan_step, std::max<int64_t>(1, SMALLEST_SHARE / (Scan::GROUP * p.states)));
+    mark_changed(state);
+    return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fairseq_fastweights, CPU, m) {
@@ -315,6 +416,9 @@ TORCH_LIBRARY_IMPL(fairseq_fastweights, CPU, m) {
     m.impl("delta_backward", delta_backward);
     m.impl("diagonal_step_", diagonal_step);
     m.impl("delta_step_", delta_step);
+    m.impl("selective_scan_forward", selective_scan_forward);
+    m.impl("selective_scan_backward", selective_scan_backward);
+    m.impl("selective_scan_step_", selective_scan_step);
 }
 
 TORCH_LIBRARY_IMPL(fairseq_fastweights, CompositeExplicitAutograd, m) {

@@ -2,6 +2,7 @@
 #include "delta.h"
 #include "diagonal.h"
 #include "march.h"
+#include "scan.h"
 #include "small_decay.h"
 #include "small_delta.h"
 #include "small_sum.h"
@@ -98,6 +99,21 @@ void delta_step_any(const Step& p, index_t begin, index_t end) {
     p.v.type == Type::float64 ? delta_step<double>(p, begin, end) : delta_step<float>(p, begin, end);
 }
 
+void scan_forward(const Scan& p, index_t begin, index_t end) {
+    p.u.type == Type::float64 ? scan_tasks<double, &ScanTask<double>::forward>(p, begin, end, false, CHUNK)
+                              : scan_tasks<float, &ScanTask<float>::forward>(p, begin, end, false, CHUNK);
+}
+
+void scan_backward(const Scan& p, index_t begin, index_t end) {
+    p.u.type == Type::float64 ? scan_tasks<double, &ScanTask<double>::backward>(p, begin, end, true, p.interval)
+                              : scan_tasks<float, &ScanTask<float>::backward>(p, begin, end, true, p.interval);
+}
+
+void scan_step(const Scan& p, index_t begin, index_t end) {
+    p.u.type == Type::float64 ? scan_tasks<double, &ScanTask<double>::step>(p, begin, end, false, 1)
+                              : scan_tasks<float, &ScanTask<float>::step>(p, begin, end, false, 1);
+}
+
 }  // namespace
 
 extern const Kernels table;
@@ -107,7 +123,10 @@ const Kernels table = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA),
                        delta_forward,
                        delta_backward,
                        diagonal_step_any,
-                       delta_step_any};
+                       delta_step_any,
+                       scan_forward,
+                       scan_backward,
+                       scan_step};
 
 }  // namespace FAST_WEIGHTS_ISA
 }  // namespace fast_weights

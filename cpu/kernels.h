@@ -56,6 +56,32 @@ struct Step {
     int64_t tasks() const { return batch * heads; }
 };
 
+// One call of the selective scan: a step that changes the state where it lies, or a sequence. u, delta and out are (batch,
+// time, channels), B and C (batch, time, states); what is `void*` is float64 if `u` is and float32 otherwise.
+struct Scan {
+    // Channels of a task. They never depend on the number of threads, nor does any sum over them.
+    static constexpr int64_t GROUP = 64;
+
+    int64_t batch = 0, time = 0, channels = 0, states = 0;
+    int64_t interval = 0;  // as in Problem
+    Sequence u, delta, B, C, out;
+    const void *A = nullptr, *D = nullptr;         // (channels, states) and (channels), contiguous; no D: zeros
+    const void* initial_state = nullptr;           // (batch, channels, states) contiguous, as all states; null: zeros
+    void *final_state = nullptr, *kept = nullptr;  // kept: (batch, ceil(time / interval) - 1, states, channels)
+
+    void* state = nullptr;  // of a step; those of a channel are contiguous
+    int64_t state_batch = 0, state_channel = 0;
+
+    Sequence d_out, du, d_delta;
+    Sequence dB, dC;  // of each group of channels, which are its "heads"
+    const void* d_final_state = nullptr;
+    void *dA = nullptr, *dD = nullptr;  // (batch, channels, states) and (batch, channels)
+    void* d_initial_state = nullptr;    // null: not wanted
+
+    int64_t groups() const { return (channels + GROUP - 1) / GROUP; }
+    int64_t tasks() const { return batch * groups(); }
+};
+
 // Each runs the tasks [begin, end).
 struct Kernels {
     const char* instruction_set;
@@ -65,6 +91,9 @@ struct Kernels {
     void (*delta_backward)(const Problem&, int64_t begin, int64_t end);
     void (*diagonal_step)(const Step&, int64_t begin, int64_t end);
     void (*delta_step)(const Step&, int64_t begin, int64_t end);
+    void (*scan_forward)(const Scan&, int64_t begin, int64_t end);
+    void (*scan_backward)(const Scan&, int64_t begin, int64_t end);
+    void (*scan_step)(const Scan&, int64_t begin, int64_t end);
 };
 
 // Those for the processor at hand; the environment variable FASTWEIGHTS_CPU_ISA (baseline, avx2, avx512) may ask for

@@ -234,14 +234,21 @@ FAST_WEIGHTS_INLINE vec<float> reduced_exponential(vec<float> y, vec<float>& sca
     return p * (r * r) + r;
 }
 
-// x = exp(x) for x at most 0, to about an ulp; results below the smallest normal number become 0, NaN stays NaN.
-inline void exponentiate(float* x, index_t n) {
-    for (index_t i = 0; i < n; i += Vector<float>::lanes) {
-        const vec<float> given = load(x + i);
-        vec<float> scale;
-        const vec<float> p = reduced_exponential(given > 88.f ? vec<float>{} + 88.f : given, scale);
-        store(x + i, given < -87.3f ? vec<float>{} : (p + 1.f) * scale);
-    }
+// exp(x) for x at most 0, to about an ulp; results below the smallest normal number become 0, NaN stays NaN.
+FAST_WEIGHTS_INLINE vec<float> exponential(vec<float> x) {
+    vec<float> scale;
+    const vec<float> p = reduced_exponential(x > 88.f ? vec<float>{} + 88.f : x, scale);
+    return x < -87.3f ? vec<float>{} : (p + 1.f) * scale;
+}
+
+FAST_WEIGHTS_INLINE vec<double> exponential(vec<double> x) {
+    for (int i = 0; i < Vector<double>::lanes; ++i) x[i] = __builtin_exp(x[i]);
+    return x;
+}
+
+// x = exp(x), likewise.
+template <class real> inline void exponentiate(real* x, index_t n) {
+    for (index_t i = 0; i < n; i += Vector<real>::lanes) store(x + i, exponential(load(x + i)));
 }
 
 // y = exp(-x) and x = exp(x), to about an ulp, for x between -64 and 64.
@@ -269,10 +276,6 @@ inline void exponentiate_small(double* x, double* y, index_t n) {
         x[i] = __builtin_exp(x[i]);
         y[i] = 1 / x[i];
     }
-}
-
-inline void exponentiate(double* x, index_t n) {
-    for (index_t i = 0; i < n; ++i) x[i] = __builtin_exp(x[i]);
 }
 
 // x = 1 - exp(x) for x at most 0, to about two ulp, however close to 0; NaN stays NaN.

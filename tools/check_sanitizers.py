@@ -22,7 +22,10 @@ LONGEST = 25 * 60
 """Seconds; it takes a few minutes on two cores."""
 NOT_RUN = 77
 """The exit status that automake's tests have for this."""
-FILES = ("tests/ops/test_native.py", "tests/ops/test_native_cpu.py", "tests/ops/test_backends.py")
+FILES = (
+    *("tests/ops/test_native.py", "tests/ops/test_native_cpu.py", "tests/ops/test_backends.py"),
+    "tests/ops/test_selective_scan.py",
+)
 # Sizes and what fills chunks; dtypes, regimes and what is not finite; strides, threads, steps and instruction sets.
 PATHS = (
     *("papers_sizes", "fill_chunks", "empty_batches", "states_are_kept"),

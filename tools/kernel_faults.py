@@ -133,6 +133,13 @@ CPU = (
     Fault("cpu/step.h", "-exponential_minus_one(log)", "exponential(log)"),
     Fault("cpu/step.h", "f * z[m] * row[m]", "f * row[m]"),
     Fault("cpu/step.h", "u[m] = beta * (u[m] - retrieved[m]);", "u[m] = beta * u[m] - retrieved[m];"),
+    # The selective scan
+    Fault("cpu/scan.h", "t > 0 ? load_rows(h_, kept(t)", "t > p_.interval ? load_rows(h_, kept(t)"),
+    Fault("cpu/scan.h", "load(u_ + row + j * W) * from_B[j] + from_a[j]", "load(u_ + row + j * W) * from_B[j]"),
+    Fault("cpu/scan.h", "sum_from<W, 1>(sums_C_ + n * W)", "sum_from<W, 1>(sums_B_ + n * W)"),
+    Fault("cpu/scan.h", "y_[c] += sum<real>(y);", "y_[c] = sum<real>(y);"),
+    without("cpu/scan.h", "        fill(dA_, real(0), N_ * ld_);\n"),
+    without("cpu/scan.h", "                g *= load(kept_a + at_kept);\n"),
     # Heads that threads share
     without("cpu/binding.cpp", "            advance(*x, start);\n"),
 )

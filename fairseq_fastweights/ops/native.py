@@ -33,6 +33,9 @@ Larger ones are divided (`divided`), but for the delta rule's keys.
 INTERVALS = {"cpu": (64,), "cuda": (64, 128, 256)}
 """By type of device, the steps that may lie between the states that are kept for the backward pass."""
 
+SCAN_INTERVAL = 32
+"""The steps that lie between the states that the selective scan keeps for the backward pass."""
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -154,6 +157,39 @@ class Kernel:
         return step(q, k, v, *self.arguments(*gates), state)
 
 
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Every step of the selective scan: `out` and the final state."""
+    keeps = _differentiated(u, delta, A, B, C, D, initial_state)
+    if u.shape[1] == 1 and not keeps:
+        state = (
+            u.new_zeros(u.shape[0], *A.shape, dtype=state_dtype(u.dtype)) if initial_state is None else initial_state
+        )
+        state = state.clone(memory_format=torch.contiguous_format)
+        return selective_scan_step_(u, delta, A, B, C, D, state=state), state
+    u, delta, B, C = (_last_contiguous(x) for x in (u, delta, B, C))
+    out, final_state, _ = torch.ops.fairseq_fastweights.selective_scan_forward(
+        u, delta, A, B, C, D, initial_state, SCAN_INTERVAL if keeps else 0
+    )
+    return out, final_state
+
+
+def selective_scan_step_(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *, state: Tensor
+) -> Tensor:
+    """One step of it, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
+    u, delta, B, C = (_last_contiguous(x) for x in (u, delta, B, C))
+    return torch.ops.fairseq_fastweights.selective_scan_step_(u, delta, A, B, C, D, state)
+
+
 def can_change(state: Tensor) -> bool:
     """Whether the steps take a state that lies in memory like this: its rows contiguous."""
     return state.shape[-1] <= 1 or state.stride(-1) == 1
@@ -229,6 +265,7 @@ def _interval(k: Tensor, v: Tensor) -> int:
 # The operators: schemas, shapes, derivatives
 
 _DIAGONAL = "Tensor? log_gate, bool complement, Tensor? log_key_decay, Tensor? log_value_decay"
+_SCAN = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D"
 _SCHEMAS = (
     f"diagonal_forward(Tensor q, Tensor k, Tensor v, {_DIAGONAL}, Tensor? initial_state, int interval)"
     " -> (Tensor out, Tensor final_state, Tensor states)",
@@ -243,6 +280,12 @@ _SCHEMAS = (
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_beta, Tensor d_initial_state)",
     f"diagonal_step_(Tensor q, Tensor k, Tensor v, {_DIAGONAL}, Tensor(a!) state) -> Tensor out",
     "delta_step_(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor(a!) state) -> Tensor out",
+    f"selective_scan_forward({_SCAN}, Tensor? initial_state, int interval)"
+    " -> (Tensor out, Tensor final_state, Tensor states)",
+    f"selective_scan_backward(Tensor d_out, Tensor? d_final_state, {_SCAN}, Tensor? initial_state, Tensor states,"
+    " int interval)"
+    " -> (Tensor du, Tensor d_delta, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor d_initial_state)",
+    f"selective_scan_step_({_SCAN}, Tensor(a!) state) -> Tensor out",
     "cpu_instruction_set() -> str",
     "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, bool separate_decays, int capability)"
     " -> int[]",
@@ -319,6 +362,42 @@ def _(q: Any, k: Any, v: Any, beta: Any, state: Any) -> Any:
     return torch.empty_like(v)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::selective_scan_forward", lib=_library)
+def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, initial_state: Any, interval: int) -> Any:
+    batch, time, channels = u.shape
+    kept = (time + interval - 1) // interval - 1 if interval else 0
+    dtype = state_dtype(u.dtype)
+    return (
+        torch.empty_like(u),
+        u.new_empty(batch, *A.shape, dtype=dtype),
+        u.new_empty(batch, kept, A.shape[1], channels, dtype=dtype),
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::selective_scan_backward", lib=_library)
+def _(
+    d_out: Any,
+    d_final_state: Any,
+    u: Any,
+    delta: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any,
+    initial_state: Any,
+    states: Any,
+    interval: int,
+) -> Any:
+    gradients = [_shape_of_gradient(x, u) for x in (u, delta, A, B, C, D)]
+    shape = (0,) if initial_state is None else (u.shape[0], *A.shape)
+    return (*gradients, u.new_empty(shape, dtype=state_dtype(u.dtype)))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::selective_scan_step_", lib=_library)
+def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, state: Any) -> Any:
+    return torch.empty_like(u)
+
+
 def _keep_diagonal(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, log_gate, ctx.complement, f, z, initial_state, ctx.interval = inputs
     ctx.save_for_backward(q, k, v, log_gate, f, z, initial_state, output[2])
@@ -376,6 +455,30 @@ def _differentiate_delta(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any
     return dq, dk, dv, d_beta, None if initial_state is None else d_initial, None
 
 
+def _keep_scan(ctx: Any, inputs: Any, output: Any) -> None:
+    *given, ctx.interval = inputs
+    ctx.save_for_backward(*given, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_scan(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
+    u, delta, A, B, C, D, initial_state, states = ctx.saved_tensors
+    *gradients, dD, d_initial = torch.ops.fairseq_fastweights.selective_scan_backward(
+        torch.zeros_like(u) if d_out is None else d_out,
+        d_final_state,
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        initial_state,
+        states,
+        ctx.interval,
+    )
+    return *gradients, None if D is None else dD, None if initial_state is None else d_initial, None
+
+
 def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
     pass
 
@@ -390,7 +493,10 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     f"{NAMESPACE}::delta_forward", _differentiate_delta, setup_context=_keep_delta, lib=_library
 )
-for _operator in ("diagonal_backward", "delta_backward"):
+torch.library.register_autograd(
+    f"{NAMESPACE}::selective_scan_forward", _differentiate_scan, setup_context=_keep_scan, lib=_library
+)
+for _operator in ("diagonal_backward", "delta_backward", "selective_scan_backward"):
     torch.library.register_autograd(
         f"{NAMESPACE}::{_operator}", _refuse_second_derivatives, setup_context=_keep_nothing, lib=_library
     )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import scan
+from fairseq_fastweights.ops import libraries, native, scan
 from tests.ops.rules import (
+    CPU_KERNELS,
     DEVICE,
     TOLERANCE,
     Inputs,
@@ -24,7 +30,8 @@ from tests.ops.rules import (
     state_dtype,
 )
 
-BACKENDS = ("chunkwise",)
+ROOT = Path(__file__).resolve().parents[2]
+BACKENDS = ("chunkwise", "native") if DEVICE.type == "cpu" else ("chunkwise",)
 
 # Bits below which a product with a decay is nothing: what sizes of steps there are, from 1e-30 to 1e4.
 REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
@@ -226,7 +233,7 @@ def test_autocast_does_not_reach_inside(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=label)
 @pytest.mark.parametrize("backend", ["auto", "reference", *BACKENDS])
-def test_in_place(backend, dtype):
+def test_steps_in_place(backend, dtype):
     """Of a step and of more; of a state that lies among others, which stay as they are."""
     for time, channels, state, apart in ((1, 5, 3, False), (1, 70, 16, True), (1, 3, 20, True), (6, 5, 3, True)):
         inputs = inputs_of(2, time, channels, state, dtype=dtype, requires_grad=False)
@@ -246,6 +253,178 @@ def test_a_state_that_is_not_to_change_does_not(backend):
     before = inputs["initial_state"].clone()
     _, final_state = ops.selective_scan(**inputs, backend=backend)
     assert torch.equal(inputs["initial_state"], before) and not torch.equal(final_state, before)
+
+
+# The compiled kernels
+
+OPERATORS = torch.ops.fairseq_fastweights
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
+
+
+@pytest.fixture
+def loaded() -> None:
+    """Operators that are called by their names do not load the kernels themselves."""
+    assert libraries.load("cpu") is None
+
+
+def check_operators(inputs: Inputs, utils: list[str]) -> None:
+    arguments = tuple(inputs.values())
+    plain = [None if x is None else x.detach() for x in arguments]
+    forward = OPERATORS.selective_scan_forward.default
+    torch.library.opcheck(forward, (*arguments, 32), test_utils=utils)
+    with torch.no_grad():
+        torch.library.opcheck(forward, (*arguments, 0), test_utils=utils)
+        out, final_state, states = forward(*arguments, 32)
+        for d_final_state in (final_state, None):
+            backward = OPERATORS.selective_scan_backward.default
+            torch.library.opcheck(backward, (out, d_final_state, *plain, states, 32), test_utils=utils)
+        if out.shape[1] == 1:
+            step = OPERATORS.selective_scan_step_.default
+            torch.library.opcheck(step, (*plain[:-1], final_state.clone()), test_utils=utils)
+
+
+@on_cpu
+@pytest.mark.parametrize("absent", [{}, {"initial_state": False, "skip": False}], ids=["all", "least"])
+@pytest.mark.parametrize("time", [1, 70])
+def test_operators_pass_torchs_own_checks(loaded, time, absent):
+    """Schemas, registration with autograd, and shapes, strides and dtypes without data; in time-first memory too."""
+    inputs = inputs_of(time=time, dtype=torch.bfloat16, others=torch.float32, **absent)
+    laid = {
+        name: inputs[name].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        for name in ("u", "delta", "B", "C")
+    }
+    for given in (inputs, inputs | laid):
+        check_operators(given, ["test_schema", "test_autograd_registration", "test_faketensor"])
+
+
+@on_cpu
+@pytest.mark.slow
+def test_operators_compile_with_dynamic_shapes(loaded):
+    check_operators(inputs_of(time=40), ["test_aot_dispatch_dynamic"])
+
+
+@on_cpu
+@pytest.mark.slow
+def test_torch_compile():
+    """One graph, forward and backward, which stays right when shapes change; and one of steps in place."""
+    torch.compiler.reset()
+    names = list(inputs_of(time=2))
+    run = torch.compile(
+        lambda *x: ops.selective_scan(**dict(zip(names, x, strict=True))), backend="aot_eager", fullgraph=True
+    )
+    for batch, time in ((2, 20), (3, 33), (1, 70)):
+        inputs = inputs_of(batch, time)
+        outputs = run(*inputs.values())
+        found = named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
+        assert_close(found, outcome(inputs, "native"), 1e-6)
+
+    def step(inputs: Inputs) -> Tensor:
+        return ops.selective_scan(**inputs, in_place=True)[0]
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    inputs, same = (inputs_of(time=1, requires_grad=False) for _ in range(2))
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(inputs), step(same))
+            torch.testing.assert_close(inputs["initial_state"], same["initial_state"])
+
+
+@on_cpu
+def test_threads_change_no_bit():
+    inputs = inputs_of(3, 80, 150, 7)
+    before, outcomes = torch.get_num_threads(), []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        outcomes.append(outcome(inputs, "native"))
+    torch.set_num_threads(before)
+    for found in outcomes[1:]:
+        assert_same(found, outcomes[0], "with other threads")
+
+
+@on_cpu
+@pytest.mark.parametrize("interval", [16, 48, 64, 512])
+def test_how_many_states_are_kept_changes_no_bit(interval, monkeypatch):
+    inputs = inputs_of(2, 150, 70, 3)
+    expected = outcome(inputs, "native")
+    monkeypatch.setattr(native, "SCAN_INTERVAL", interval)
+    assert_same(outcome(inputs, "native"), expected, f"with a state every {interval} steps")
+
+
+@on_cpu
+def test_states_are_kept_for_a_backward_pass_only(loaded):
+    arguments = tuple(inputs_of(time=100).values())
+    out, _, states = OPERATORS.selective_scan_forward(*arguments, 0)
+    assert states.shape[1] == 0 and OPERATORS.selective_scan_forward(*arguments, 32)[2].shape == (2, 3, 5, 3)
+    with pytest.raises(RuntimeError, match="kept no states"):
+        out.sum().backward()
+
+
+@on_cpu
+@pytest.mark.parametrize("time", [1, 37])
+def test_what_is_not_finite_stays_in_its_row(time):
+    """A number of a row of the batch that is infinite or NaN changes no bit of the others' results."""
+    given = inputs_of(3, time, 70, 5)
+    shared = ("gradient of A", "gradient of D")
+
+    def others(inputs: Inputs) -> Inputs:
+        return {name: x[1:] for name, x in outcome(inputs, "native").items() if name not in shared}
+
+    expected = others(given)
+    for name in ("u", "delta", "B", "C", "initial_state"):
+        for value in (torch.inf, torch.nan):
+            changed = given[name].detach().clone()
+            changed[0].view(-1)[changed[0].numel() // 2] = value
+            assert_same(others(given | {name: changed.requires_grad_()}), expected, f"where {name} has {value}")
+
+
+@on_cpu
+@pytest.mark.slow
+def test_every_instruction_set_agrees():
+    """Each in a process of its own, as a process has one."""
+    known = ["baseline", "avx2", "avx512"]
+    for name in known[: known.index(native.cpu_instruction_set())]:
+        chosen = "native and (sizes or steps) or finite_differences"
+        command = [sys.executable, "-m", "pytest", __file__, "-k", chosen, "-q", "-p", "no:cacheprovider"]
+        run = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"FASTWEIGHTS_CPU_ISA": name}, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("time", [1, 5])
+def test_forward_mode_is_of_the_reference_alone(time):
+    inputs = inputs_of(time=time, requires_grad=False)
+
+    def run(u: Tensor, backend: str) -> Tensor:
+        return ops.selective_scan(**inputs | {"u": u}, backend=backend)[0]
+
+    with pytest.raises(NotImplementedError, match=r"carries a tangent.*use backend='reference'"):
+        torch.func.jvp(lambda u: run(u, "native"), (inputs["u"],), (inputs["u"],))
+    out, tangent = torch.func.jvp(lambda u: run(u, "reference"), (inputs["u"],), (inputs["u"],))
+    start = ops.selective_scan(**inputs | {"u": torch.zeros_like(inputs["u"])})[0]
+    torch.testing.assert_close(tangent, out - start)  # it is linear in u
+
+
+def test_second_derivatives_are_of_the_reference_alone():
+    inputs = inputs_of(time=5)
+    u = inputs["u"]
+    for backend, error in (("native", "cannot be differentiated twice"), ("chunkwise", "once_differentiable")):
+        loss = ops.selective_scan(**inputs, backend=backend)[0].square().sum()
+        (grad,) = torch.autograd.grad(loss, u, create_graph=True)
+        with pytest.raises(RuntimeError, match=error):
+            grad.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "auto"])
+@pytest.mark.parametrize("time", [1, 40])
+def test_shapes_on_meta(backend, time):
+    drawn = inputs_of(time=time, dtype=torch.bfloat16, others=torch.float32)
+    inputs = {name: x.detach().to("meta").requires_grad_() for name, x in drawn.items()}
+    out, final_state = ops.selective_scan(**inputs, backend=backend)
+    assert out.is_meta and (out.shape, out.dtype) == ((2, time, 3), torch.bfloat16)
+    assert final_state.is_meta and (final_state.shape, final_state.dtype) == ((2, 3, 5), torch.float32)
+    for name, grad in differentiate((out, final_state), inputs, (out.detach(), final_state.detach())).items():
+        assert grad.is_meta and (grad.shape, grad.dtype) == (inputs[name].shape, inputs[name].dtype)
 
 
 # What is refused
@@ -283,6 +462,13 @@ def test_what_cannot_be_done_is_said():
         ValueError, match=re.escape("backend is 'triton'; it must be one of auto, reference, chunkwise")
     ):
         ops.selective_scan(**inputs, backend="triton")
+    for device, reason in (
+        ("meta", "devices of type meta"),
+        ("cuda", "the selective scan has compiled kernels for CPUs"),
+    ):
+        u = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+        with pytest.raises(ops.BackendUnavailable, match=f"'native' was asked for: .*{reason}.*backend='chunkwise'"):
+            scan._implementation("native", u)
     with pytest.raises(ValueError, match="initial_state is None and in_place is True"):
         ops.selective_scan(**inputs | {"initial_state": None}, in_place=True)
     with pytest.raises(ValueError, match=r"requires a gradient.*torch.no_grad\(\)"):
