@@ -11,6 +11,7 @@ from typing import Any
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
 from fairseq_fastweights.mixers.local_attention import LocalAttention
+from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.mixer import Mixer, Option
 from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
@@ -51,6 +52,7 @@ MIXERS: dict[str, Kind] = {
     "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
     "softmax": Kind(SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base")),
     "local": Kind(LocalAttention, ("dropout", "bias")),
+    "mamba": Kind(Mamba, ("backend",), heads=None),
 }
 """What reads a text, each position what came before it."""
 

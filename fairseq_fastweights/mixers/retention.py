@@ -95,19 +95,15 @@ class Retention(MemoryAttention):
         turned = turns(positions[..., None].double(), q.shape[-1], ROTARY_BASE, q.dtype)
         q, k = rotate(q, *turned), rotate(k, *turned)
 
-        # One decay for all key dimensions, for which the compiled kernels are those of the gated rule, without its
-        # second factor 1 - g. The gated rule itself would need values divided by 1 - gamma, up to 2^(4 + heads), which
-        # float16 has not the range for.
         decays = log_decays(self.num_heads, x.device, ops.state_dtype(x.dtype)).expand(batch, time, self.num_heads)
         if padding is not None:
             k = k.masked_fill(padding[:, :, None, None], 0)
             decays = decays.masked_fill(padding[:, :, None], 0)
-        out, memory = ops.decay_rule(
+        out, memory = retention(
             q,
             k,
             v,
-            decays[..., None].expand(k.shape),
-            None,
+            decays,
             initial_state=before.get("state"),
             in_place=overwrite and bool(before) and not torch.is_grad_enabled(),
             backend=self.backend,
@@ -119,6 +115,16 @@ class Retention(MemoryAttention):
         eps = GROUP_NORM_EPS * self.feature_map.output_dim
         out = F.layer_norm(out, (self.head_dim,), eps=eps) * self._heads(F.silu(self.g_proj(x)), self.head_dim)
         return self._project_out(out, x), {"state": memory, "position": read}
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """S_t = gamma S_{t-1} + v_t k_t^T, y_t = S_t q_t (Sun et al. 2023, Eq. 6); log_decay: (batch, time, heads).
+
+    It is the decay rule with one decay for all key dimensions, for which the compiled kernels are those of the gated
+    rule, without its second factor 1 - g. The gated rule itself would need values divided by 1 - gamma, up to 2^(4 +
+    heads), which float16 has not the range for.
+    """
+    return ops.decay_rule(q, k, v, log_decay[..., None].expand(k.shape), None, **options)
 
 
 def log_decays(heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The attention module computes its papers' equations, in one piece or in many, with and without
+"""Memories compute their papers' equations, in one piece or in many, with and without
 padding, in every precision.
 
 Which parameters it has, how they start and what it refuses is in `test_attention_parameters.py`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,12 +19,16 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.mixers.memory_attention import keeps_rows
+from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.mixer import keeps_rows
+from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, Gate, UpdateRule
 
 # Head dim 8. 13 steps are a prime, and enough for the normaliser of one step to differ from that of
 # another by an order of magnitude.
 TIME, BATCH, EMBED, HEADS = 13, 3, 16, 2
+
+RULES = (*UPDATE_RULES, "retention")
 
 # The bound of the design for float32, as the norm of the difference over the norm: room for the
 # 6e-8 of every operation to add up over some dozens of them. A step that is left out, written twice
@@ -54,13 +59,13 @@ class Case:
         sizes = [f"{name}={value}" for name, value in self.sizes.items()]
         return "-".join([self.rule, self.feature_map, *sorted(self.normalization), *sizes])
 
-    def build(self, **options: Any) -> FastWeightAttention:
+    def build(self, **options: Any) -> MemoryAttention:
         torch.manual_seed(0)
-        module = FastWeightAttention(
+        kind = {"retention": Retention}.get(self.rule, partial(FastWeightAttention, update_rule=self.rule))
+        module = kind(
             **{
                 "embed_dim": EMBED,
                 "num_heads": HEADS,
-                "update_rule": self.rule,
                 "feature_map": self.feature_map,
                 "normalization": self.normalization,
                 **self.sizes,
@@ -72,7 +77,7 @@ class Case:
 
 
 def combinations(rule: str) -> list[frozenset[str]]:
-    if UPDATE_RULES[rule].gated_read_out:
+    if rule == "retention":
         return [frozenset()]
     names = ["sum", "attention"] + (["removal"] if UPDATE_RULES[rule].corrects else [])
     sets: list[frozenset[str]] = [frozenset()]
@@ -85,7 +90,7 @@ def combinations(rule: str) -> list[frozenset[str]]:
 # ways to round agree (and training diverges, of which the module warns).
 CASES = [
     Case(rule, feature_map, normalization)
-    for rule in UPDATE_RULES
+    for rule in RULES
     for feature_map in FEATURE_MAPS
     for normalization in combinations(rule)
     if FEATURE_MAPS[feature_map].positive or not normalization
@@ -119,20 +124,14 @@ def sequence(time: int = TIME, batch: int = BATCH, width: int = EMBED, seed: int
     return torch.randn(time, batch, width, generator=generator)
 
 
-def state_of(incremental: dict[str, Any]) -> torch.Tensor:
-    (buffer,) = incremental.values()
-    return buffer["state"]
-
-
-def in_pieces(module, x, lengths, padding=None, incremental=None):
-    """The outputs of one call after another, with the state passed on through a dictionary."""
-    incremental = {} if incremental is None else incremental
+def in_pieces(module, x, lengths, padding=None, state=None):
+    """The outputs of one call after another, each with the state that the one before left, and the last memory."""
     masks = [None] * len(lengths) if padding is None else padding.split(lengths, dim=1)
-    outputs = [
-        module(piece, piece, piece, key_padding_mask=mask, incremental_state=incremental)[0]
-        for piece, mask in zip(x.split(lengths), masks, strict=True)
-    ]
-    return torch.cat(outputs), state_of(incremental)
+    outputs = []
+    for piece, mask in zip(x.split(lengths), masks, strict=True):
+        out, state = module(piece, state, mask, overwrite=True)
+        outputs.append(out)
+    return torch.cat(outputs), state["state"]
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -173,7 +172,8 @@ def papers_equations(module: FastWeightAttention, x: torch.Tensor) -> torch.Tens
 
     W is (value, key) as in the papers: Schlag et al. 2021 ("S"), Mao 2022 ("M"), Sun et al. 2023 ("R").
     """
-    rule, normalization = module.update_rule, module.normalization
+    rule = "retention" if isinstance(module, Retention) else module.update_rule
+    normalization = module.normalization
 
     def heads(y):
         return y.unflatten(-1, (module.num_heads, -1))
@@ -238,8 +238,7 @@ def test_outputs_and_gradients_are_those_of_the_papers_equations(case):
     module, x = case.build(), sequence()
     exact = copy.deepcopy(module).double()
     expected = papers_equations(exact, x.double())
-    out, weights = module(x)
-    assert weights is None
+    out, _ = module(x)
     assert relative_error(out, expected) <= FLOAT32
     actual = gradients(module, out)
     zero = [name for name, grad in actual.items() if not grad.norm() > 0]
@@ -276,7 +275,7 @@ def test_the_normaliser_of_a_rule_that_corrects_and_decays_decays_too(per, norma
     assert relative_error(in_pieces(module, x, [4, 1, 8])[0], expected) <= FLOAT64
 
 
-@pytest.mark.parametrize("rule", UPDATE_RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("options", [{"bias": False}, {"scale_read_out": True}], ids=str)
 def test_options_change_what_they_say_and_nothing_else(rule, options):
     module = Case(rule, "elu", max(combinations(rule)[:2], key=len)).build(**options)
@@ -314,34 +313,28 @@ def test_gradients_do_not_depend_on_where_a_text_is_cut(case):
 def test_rows_of_the_state_follow_the_beam(case, order):
     """Rows that are swapped, doubled, dropped or multiplied go on from the state they are given."""
     module, x, order = case.build(), sequence(), torch.tensor(order)
-    incremental: dict[str, Any] = {}
-    in_pieces(module, x[:5], [1] * 5, incremental=incremental)
-    module.reorder_incremental_state(incremental, order)
+    state = module.reorder(module(x[:5])[1], order)
     # What comes next differs between rows, also between those with one past.
     after = sequence(TIME - 5, batch=len(order), seed=3)
-    out, _ = in_pieces(module, after, [1, 1, 6], incremental=incremental)
+    out, _ = in_pieces(module, after, [1, 1, 6], state=state)
     expected = module(torch.cat([x[:5, order], after]))[0][5:]
     assert relative_error(out, expected) <= FLOAT32
-
-
-def test_reordering_before_the_first_token_does_nothing():
-    module = STATES[0].build()
-    incremental: dict[str, Any] = {}
-    assert module.reorder_incremental_state(incremental, torch.tensor([0, 0])) == {}
 
 
 @cases(STATES)
 @torch.no_grad()
 def test_a_step_changes_the_state_where_it_lies_and_an_order_that_keeps_rows_copies_nothing(case):
-    module, x = case.build().eval(), sequence()
-    incremental: dict[str, Any] = {}
-    in_pieces(module, x[:2], [1, 1], incremental=incremental)
-    before = state_of(incremental)
-    in_pieces(module, x[2:3], [1], incremental=incremental)
-    module.reorder_incremental_state(incremental, torch.arange(BATCH))
-    assert state_of(incremental) is before or state_of(incremental).data_ptr() == before.data_ptr()
-    module.reorder_incremental_state(incremental, torch.arange(BATCH - 1))
-    assert len(state_of(incremental)) == BATCH - 1
+    module, x = case.build(), sequence()
+    _, before = module(x[:2])
+    kept = before["state"].clone()
+    out, after = module(x[2:3], before)
+    assert torch.equal(before["state"], kept)
+    again, state = module(x[2:3], before, overwrite=True)
+    assert torch.equal(again, out) and torch.equal(state["state"], after["state"])
+    # With the normaliser of a rule that corrects, the memory and it lie side by side, each written anew.
+    assert state["state"].data_ptr() == before["state"].data_ptr()
+    assert module.reorder(state, torch.arange(BATCH)) is state
+    assert len(module.reorder(state, torch.arange(BATCH - 1))["state"]) == BATCH - 1
 
 
 @pytest.mark.parametrize(
@@ -349,15 +342,6 @@ def test_a_step_changes_the_state_where_it_lies_and_an_order_that_keeps_rows_cop
 )
 def test_which_orders_keep_rows(order, rows, kept):
     assert keeps_rows(torch.tensor(order), rows) is kept
-
-
-def test_two_modules_keep_their_states_apart_in_one_dictionary():
-    first, second, x = STATES[1].build(), STATES[7].build(), sequence()
-    incremental: dict[str, Any] = {}
-    for token in x.split(1):
-        last = [module(token, incremental_state=incremental)[0] for module in (first, second)]
-    for module, out in zip((first, second), last, strict=True):
-        assert relative_error(out, module(x)[0][-1:]) <= FLOAT32
 
 
 @cases(STATES)
@@ -375,16 +359,8 @@ def test_no_output_depends_on_a_later_input(case):
 @cases(STATES)
 def test_nothing_comes_of_nothing(case, shape):
     module = case.build()
-    incremental: dict[str, Any] = {}
-    out, _ = module(torch.zeros(*shape, EMBED), incremental_state=incremental)
-    assert out.shape == (*shape, EMBED) and not state_of(incremental).any()
-
-
-def test_only_self_attention_is_computed():
-    module, x = STATES[0].build(), sequence()
-    for key, value in ((x.clone(), None), (None, x.clone())):
-        with pytest.raises(ValueError, match="key and value must be None or query itself"):
-            module(x, key, value)
+    out, state = module(torch.zeros(*shape, EMBED))
+    assert out.shape == (*shape, EMBED) and not state["state"].any()
 
 
 # -------------------------------------------------------------------------------------- padding
@@ -428,10 +404,9 @@ def test_rows_of_nothing_but_padding_are_finite(case):
     padding = torch.zeros(2, TIME, dtype=torch.bool)
     padding[0] = True
     padding[1, :4] = True
-    incremental: dict[str, Any] = {}
-    out, _ = module(x, key_padding_mask=padding, incremental_state=incremental)
+    out, state = module(x, None, padding)
     assert out.isfinite().all()
-    assert not state_of(incremental)[0].any(), "a row of padding has left something"
+    assert not state["state"][0].any(), "a row of padding has left something"
     grads = gradients(module, out)
     assert all(grad.isfinite().all() for grad in grads.values())
     assert x.grad is not None and x.grad.isfinite().all()
@@ -580,5 +555,5 @@ def test_recomputed_activations_use_the_same_draws(case, dropout):
 
 def test_every_update_rule_has_its_rows():
     for table in (CASES, STATES):
-        assert {case.rule for case in table} == set(UPDATE_RULES)
+        assert {case.rule for case in table} == set(RULES)
     assert {case.feature_map for case in CASES} == set(FEATURE_MAPS)

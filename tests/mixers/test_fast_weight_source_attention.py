@@ -12,8 +12,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention, check_without_order
-from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
 
 # Heads of 8 numbers.
 SOURCE, TARGET, BATCH, EMBED, HEADS = 11, 5, 3, 16, 2
@@ -49,27 +48,22 @@ def inputs(source_width: int = EMBED, batch: int = BATCH) -> tuple[torch.Tensor,
     return sequence(TARGET, batch), sequence(SOURCE, batch, source_width, seed=2)
 
 
-def attend(module: FastWeightSourceAttention, query: torch.Tensor, source: torch.Tensor, **options: Any):
-    out, weights = module(query, source, source, **options)
-    assert weights is None
-    return out
+def attend(module: FastWeightSourceAttention, query: torch.Tensor, source: torch.Tensor, padding=None):
+    return module(query, None, padding, source=source)[0]
 
 
-def one_by_one(module, query, source, padding=None, incremental=None) -> torch.Tensor:
+def one_by_one(module, query, source, padding=None) -> torch.Tensor:
     """As a decoder asks in generation."""
-    incremental = {} if incremental is None else incremental
-    steps = [attend(module, q, source, key_padding_mask=padding, incremental_state=incremental) for q in query.split(1)]
+    state, steps = None, []
+    for q in query.split(1):
+        out, state = module(q, state, padding, source=source)
+        steps.append(out)
     return torch.cat(steps)
 
 
-def memory_of(incremental: dict[str, Any]) -> dict[str, torch.Tensor]:
-    (memory,) = (x for x in incremental.values() if isinstance(x, dict))
-    return memory
-
-
-def rows_of(incremental: dict[str, Any]) -> int:
+def rows_of(module, query, source, padding=None) -> int:
     """Of how many sources a memory is kept."""
-    (rows,) = {len(x) for x in memory_of(incremental).values()}
+    (rows,) = {len(x) for x in module(query[:1], None, padding, source=source)[1].values()}
     return rows
 
 
@@ -135,7 +129,7 @@ def test_outputs_and_gradients_are_those_of_the_equation(feature_map, source_wid
     for which, attention, dtype in ((module, attend, low), (exact, equation_5, torch.float64)):
         query, source = (x.to(dtype).requires_grad_() for x in inputs(source_width))
         if attention is attend:
-            out = attend(which, query, source, key_padding_mask=padding)
+            out = attend(which, query, source, padding)
         else:
             out = equation_5(which, query, source, padding)
         results.append((out, gradients(which, out, query=query, source=source)))
@@ -184,13 +178,8 @@ def test_parameters_are_those_of_fairseqs_attention():
 )
 def test_memories_have_the_papers_sizes(options, size):
     module = FastWeightSourceAttention(128, 2, **options).eval()
-    incremental: dict[str, Any] = {}
-    x = torch.randn(3, 1, 128)
-    attend(module, x, x, incremental_state=incremental)
-    assert {name: tuple(x.shape) for name, x in memory_of(incremental).items()} == {
-        "state": (1, 2, size, 64),
-        "z": (1, 2, size),
-    }
+    _, state = module(torch.randn(3, 1, 128))
+    assert (state["state"].shape, state["z"].shape) == ((1, 2, size, 64), (1, 2, size))
     assert size in (256, 384, 512)
 
 
@@ -203,7 +192,7 @@ def test_padding_is_no_part_of_a_source(feature_map):
     module, (query, source) = build(feature_map, dtype=dtype), (x.to(dtype) for x in inputs())
     # What stands at padded positions is large, so that a trace of it would be seen.
     source = source.masked_fill(PADDING.t()[..., None], 50.0).requires_grad_()
-    out = attend(module, query, source, key_padding_mask=PADDING)
+    out = attend(module, query, source, PADDING)
     for row, padded in enumerate(PADDING):
         alone = attend(module, query[:, row : row + 1], source[~padded, row : row + 1])
         assert relative_error(out[:, row : row + 1], alone) <= FLOAT32, f"row {row}"
@@ -222,7 +211,7 @@ def test_words_with_long_keys_do_not_vanish_beside_padding():
     low, high = ([x.to(dtype).requires_grad_() for x in (query, source)] for dtype in (torch.float32, torch.float64))
     expected = equation_5(exact, *high, PADDING)
     expected_gradients = gradients(exact, expected, query=high[0], source=high[1])
-    for out in (attend(module, *low, key_padding_mask=PADDING), one_by_one(module, *low, PADDING)):
+    for out in (attend(module, *low, PADDING), one_by_one(module, *low, PADDING)):
         assert relative_error(out, expected) <= FLOAT32
         assert_same(gradients(module, out, query=low[0], source=low[1]), expected_gradients, FLOAT32_GRADIENT)
 
@@ -233,11 +222,10 @@ def test_a_source_of_nothing_but_padding_is_finite(feature_map):
     query, source = query.requires_grad_(), source.requires_grad_()
     padding = PADDING.clone()
     padding[0] = True
-    incremental: dict[str, Any] = {}
-    out = attend(module, query, source, key_padding_mask=padding, incremental_state=incremental)
+    out, state = module(query, None, padding, source=source)
     # Nothing is read: what is left is the output's bias.
     assert out.isfinite().all() and torch.equal(out[:, 0], module.out_proj.bias.expand(TARGET, -1))
-    assert not any(x[0].any() for x in memory_of(incremental).values())
+    assert not state["state"][0].any() and not state["z"][0].any()
     assert all(grad.isfinite().all() for grad in gradients(module, out, query=query, source=source).values())
 
 
@@ -247,11 +235,13 @@ def test_a_source_of_nothing_but_padding_is_finite(feature_map):
 )
 def test_nothing_comes_of_nothing(shape, beam):
     module, (time, source_time, batch) = build(), shape
-    module.set_beam_size(beam)
+    module.beam_size = beam
     query, source = torch.ones(time, batch, EMBED), torch.ones(source_time, batch, EMBED)
-    for options in ({}, {"incremental_state": {}}, {"key_padding_mask": torch.ones(batch, source_time)}):
-        out = attend(module, query, source, **options)
+    for padding in (None, torch.ones(batch, source_time, dtype=torch.bool)):
+        out, state = module(query, None, padding, source=source)
         assert out.shape == query.shape and out.isfinite().all()
+        assert module(query, state)[0].shape == query.shape
+        module.reorder(state, torch.arange(batch))
 
 
 # --------------------------------------------------------------------------------- generation
@@ -262,32 +252,25 @@ def test_nothing_comes_of_nothing(shape, beam):
 def test_single_queries_give_what_all_at_once_give(feature_map, padding):
     dtype = torch.float32 if feature_map in POSITIVE else torch.float64
     module, (query, source) = build(feature_map, dtype=dtype), (x.to(dtype) for x in inputs())
-    expected = attend(module, query, source, key_padding_mask=padding)
-    incremental: dict[str, Any] = {}
-    assert relative_error(one_by_one(module, query, source, padding, incremental), expected) <= FLOAT32
+    expected = attend(module, query, source, padding)
+    assert relative_error(one_by_one(module, query, source, padding), expected) <= FLOAT32
     # Once it is there the source is read from the memory: it need not be given again.
-    again, _ = module(query, None, None, incremental_state=incremental)
-    assert relative_error(again, expected) <= FLOAT32
+    _, state = module(query[:1], None, padding, source=source)
+    assert relative_error(module(query, state)[0], expected) <= FLOAT32
 
 
 def test_the_memory_neither_grows_nor_changes():
     module, (query, source) = build(), inputs()
-    incremental: dict[str, Any] = {}
-    kept = []
-    for token in query.split(1):
-        attend(module, token, source, incremental_state=incremental)
-        kept.append({name: x.clone() for name, x in memory_of(incremental).items()})
-    assert all(torch.equal(step[name], kept[0][name]) for step in kept for name in ("state", "z"))
-    assert kept[0]["state"].shape == (BATCH, HEADS, 8, 8)
+    _, state = module(query[:1], source=source)
+    kept = {name: x.clone() for name, x in state.items()}
+    _, after = module(query[1:], state, overwrite=True)
+    assert all(torch.equal(after[name], kept[name]) for name in kept)
+    assert kept["state"].shape == (BATCH, HEADS, 8, 8)
 
 
-def test_two_modules_keep_their_memories_apart_in_one_dictionary():
-    (query, source), incremental = inputs(), {}
-    modules = [build(), build("dpfp")]
-    for token in query.split(1):
-        last = [attend(module, token, source, incremental_state=incremental) for module in modules]
-    for module, out in zip(modules, last, strict=True):
-        assert relative_error(out, attend(module, query, source)[-1:]) <= FLOAT32
+def test_without_a_source_it_reads_its_own_input():
+    module, (query, _) = build(), inputs()
+    assert torch.equal(module(query, None, PADDING[:, :TARGET])[0], attend(module, query, query, PADDING[:, :TARGET]))
 
 
 def copies(x: torch.Tensor, beam: int, dim: int = 1) -> torch.Tensor:
@@ -302,50 +285,45 @@ def test_a_beam_shares_one_memory(feature_map, beam, padding):
     module, source = build(feature_map), copies(inputs()[1], beam)
     query = sequence(TARGET, BATCH * beam)
     padding = None if padding is None else copies(padding, beam, dim=0)
-    expected = attend(module, query, source, key_padding_mask=padding)
-    alone: dict[str, Any] = {}
-    one_by_one(module, query, source, padding, alone)
-    assert rows_of(alone) == BATCH * beam, "nobody has said that there are beams"
-    module.set_beam_size(beam)
-    shared: dict[str, Any] = {}
-    out = one_by_one(module, query, source, padding, shared)
-    assert rows_of(shared) == BATCH
-    assert relative_error(out, expected) <= FLOAT32
-    # Several queries at once, as a prefix that is forced could be read.
-    at_once = attend(module, query, source, key_padding_mask=padding, incremental_state={})
-    assert relative_error(at_once, expected) <= FLOAT32
+    expected = attend(module, query, source, padding)
+    assert rows_of(module, query, source, padding) == BATCH * beam, "nobody has said that there are beams"
+    module.beam_size = beam
+    assert rows_of(module, query, source, padding) == BATCH
+    # Several queries at once too, as a prefix that is forced could be read.
+    for out in (one_by_one(module, query, source, padding), attend(module, query, source, padding)):
+        assert relative_error(out, expected) <= FLOAT32
 
 
 def test_rows_of_different_sources_share_nothing():
     """A beam size may be that of a search before this one: sources are compared, not believed."""
     module = build()
     for batch, beam, padding in ((4, 2, None), (4, 4, None), (3, 2, None), (3, 3, PADDING)):
-        module.set_beam_size(beam)
+        module.beam_size = beam
         query, source = sequence(TARGET, batch), sequence(SOURCE, batch, seed=2)
-        incremental: dict[str, Any] = {}
-        out = one_by_one(module, query, source, padding, incremental)
-        assert rows_of(incremental) == batch
-        assert relative_error(out, attend(module, query, source, key_padding_mask=padding)) <= FLOAT32
+        assert rows_of(module, query, source, padding) == batch
+        out = one_by_one(module, query, source, padding)
+        module.beam_size = 1
+        assert relative_error(out, attend(module, query, source, padding)) <= FLOAT32
 
 
 def test_copies_that_are_padded_differently_share_nothing():
     module, source = build(), copies(sequence(SOURCE, 1, seed=2), 3)
-    module.set_beam_size(3)
-    incremental: dict[str, Any] = {}
+    module.beam_size = 3
     query = sequence(TARGET)
-    out = one_by_one(module, query, source, PADDING, incremental)
-    assert rows_of(incremental) == 3
-    assert relative_error(out, attend(module, query, source, key_padding_mask=PADDING)) <= FLOAT32
+    assert rows_of(module, query, source, PADDING) == 3
+    out = one_by_one(module, query, source, PADDING)
+    module.beam_size = 1
+    assert relative_error(out, attend(module, query, source, PADDING)) <= FLOAT32
 
 
 def test_one_group_of_several_that_is_not_of_copies_is_enough_to_share_nothing():
     module, source = build(), copies(sequence(SOURCE, 2, seed=2), 2)
     source[3, 3, 5] += 1e-3  # of the second group's second row
-    module.set_beam_size(2)
-    incremental: dict[str, Any] = {}
+    module.beam_size = 2
     query = sequence(TARGET, 4)
-    out = one_by_one(module, query, source, None, incremental)
-    assert rows_of(incremental) == 4
+    assert rows_of(module, query, source) == 4
+    out = one_by_one(module, query, source)
+    module.beam_size = 1
     assert relative_error(out, attend(module, query, source)) <= FLOAT32
 
 
@@ -355,12 +333,13 @@ def test_memories_follow_any_sequence_of_orders(seed):
     beam, sentences = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
     module, source = build(draw.choice(POSITIVE)), copies(sequence(SOURCE, sentences, seed=seed), beam)
     padding = copies(PADDING[:sentences], beam, dim=0)
-    module.set_beam_size(beam)
-    incremental: dict[str, Any] = {}
+    module.beam_size = beam
+    alone, state = copy.deepcopy(module), None
+    alone.beam_size = 1
     for step in range(6):
         query = sequence(1, source.shape[1], seed=100 * seed + step)
-        out = attend(module, query, source, key_padding_mask=padding, incremental_state=incremental)
-        assert relative_error(out, attend(module, query, source, key_padding_mask=padding)) <= FLOAT32, step
+        out, state = module(query, state, padding, source=source)
+        assert relative_error(out, attend(alone, query, source, padding)) <= FLOAT32, step
         rows = source.shape[1]
         if draw.random() < 0.5 and rows % beam == 0:  # as beam search does it: sentences leave, hypotheses move
             kept = sorted(draw.sample(range(rows // beam), draw.randint(1, rows // beam)))
@@ -368,7 +347,7 @@ def test_memories_follow_any_sequence_of_orders(seed):
         else:
             order = draw.choices(range(rows), k=draw.randint(1, 7))
         index = torch.tensor(order)
-        module.reorder_incremental_state(incremental, index)
+        state = module.reorder(state, index)
         source, padding = source[:, index], padding[index]
 
 
@@ -405,32 +384,12 @@ def test_the_normaliser_of_a_long_source_is_in_range_and_exact(feature_map, dtyp
     assert all(grad.isfinite().all() for grad in gradients(low[0], attend(*low)).values())
 
 
-# ---------------------------------------------------------------------------- chance in training
-
-
 # ------------------------------------------------------------------------------------- errors
-
-ORDERED = [name for name, rule in UPDATE_RULES.items() if rule.ordered]
-
-
-def test_rules_with_an_order_are_all_but_the_sum():
-    assert ORDERED == ["gated", "decay", "delta", "retention"]
-
-
-@pytest.mark.parametrize("rule", ORDERED)
-def test_rules_with_an_order_are_refused(rule):
-    with pytest.raises(
-        ValueError, match=f"update_rule is '{rule}'; it must be sum: what is read as a whole has no order"
-    ):
-        FastWeightSourceAttention(EMBED, HEADS, update_rule=rule)
-    with pytest.raises(ValueError, match=f"^cross_update_rule is '{rule}'; it must be sum"):
-        check_without_order("cross_update_rule", rule)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"update_rule": "hebb"}, "update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
         ({"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16"),
         ({"feature_map": "softmax"}, "feature map 'softmax'; .* identity, elu, relu, favor, dpfp, tanh"),
         ({"feature_map": "dpfp", "feature_dim": 17}, "feature_dim is 17; .*dpfp_nu = 16"),
@@ -442,26 +401,13 @@ def test_impossible_modules_are_refused_by_name(options, message):
         build(**options)
 
 
-def test_parts_of_a_source_cannot_be_hidden():
-    query, source = inputs()
-    with pytest.raises(ValueError, match="attn_mask must be None"):
-        attend(build(), query, source, attn_mask=torch.zeros(TARGET, SOURCE))
-
-
-def test_keys_and_values_are_one_source():
-    module, (query, source) = build(), inputs()
-    for key, value in ((source, source.clone()), (source, None), (None, source), (None, None)):
-        with pytest.raises(ValueError, match="key and value must be the same tensor, the source"):
-            module(query, key, value)
-
-
 def test_long_queries_and_keys_of_favor_neither_vanish_nor_overflow():
     """Their features are e^-(|x|^2 / 2), and smaller: a training of a translation model ended at NaN over them."""
     module = build("favor", embed_dim=128, num_heads=4, favor_features=64).train()
     for scale in (1.0, 5.0, 8.0, 12.0, 30.0, 1000.0):
         x = (scale * sequence(16, 8, 128)).requires_grad_()
         torch.manual_seed(0)
-        out, _ = module(x, x, x)
+        out, _ = module(x)
         assert out.abs().mean() > 0.1 * scale * module.out_proj.weight.std()
         gradients = torch.autograd.grad(out.sum(), [x, *module.parameters()])
         assert all(gradient.isfinite().all() for gradient in gradients)

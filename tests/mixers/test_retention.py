@@ -7,13 +7,12 @@ import copy
 import pytest
 import torch
 
-from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.models.segment_state import SegmentState
+from fairseq_fastweights.mixers.retention import Retention, log_decays, retention
 
 
-def build(embed_dim: int = 16, num_heads: int = 2, **options) -> FastWeightAttention:
+def build(embed_dim: int = 16, num_heads: int = 2, **options) -> Retention:
     torch.manual_seed(0)
-    return FastWeightAttention(embed_dim, num_heads, update_rule="retention", **options).eval()
+    return Retention(embed_dim, num_heads, **options).eval()
 
 
 def draw(time: int, batch: int = 2, width: int = 16) -> torch.Tensor:
@@ -25,41 +24,62 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
+def test_retention_is_its_equation_exactly_as_far_as_types_reach():
+    """Parallel form: y_t = sum over s <= t of gamma^(t - s) <q_t, k_s> v_s; gamma = 1 - 2^(-5 - h)."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 150, 16, 4, dtype=torch.float64).unbind()
+    decays = 1 - 2.0 ** -(5 + torch.arange(16, dtype=torch.float64))
+    distance = (torch.arange(150)[:, None] - torch.arange(150)).double()
+    mask = (decays[:, None, None] ** distance).masked_fill(distance < 0, 0)
+    expected = torch.einsum("bthk,bshk,hts,bshv->bthv", q, k, mask, v)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        logs = log_decays(16, q.device, dtype)
+        # To the last digit, where 1 - gamma has lost most of them: 2^-20 in float32.
+        assert torch.allclose(logs.double(), decays.log(), rtol=torch.finfo(dtype).eps, atol=0)
+        for backend in ("reference", "chunkwise", "native"):
+            y, _ = retention(*(x.to(dtype) for x in (q, k, v)), logs.expand(2, 150, 16), backend=backend)
+            assert (y.double() - expected).norm() <= bound * expected.norm(), (dtype, backend)
+
+
+def test_retention_takes_the_kernels_of_one_gate_per_head(monkeypatch):
+    taken = []
+    forward = torch.ops.fairseq_fastweights.diagonal_forward
+    monkeypatch.setattr(
+        torch.ops.fairseq_fastweights, "diagonal_forward", lambda *args: (taken.append(args[3:7]), forward(*args))[1]
+    )
+    q, k, v = torch.randn(3, 2, 5, 4, 6, requires_grad=True).unbind()
+    retention(q, k, v, log_decays(4, q.device, q.dtype).expand(2, 5, 4), backend="native")
+    ((gate, complement, key_decay, value_decay),) = taken
+    assert gate.shape == (2, 5, 4) and not complement and key_decay is None and value_decay is None
+
+
 @pytest.mark.parametrize("position", [1, 1000, 100_000_000])
 def test_only_differences_of_positions_matter_however_long_the_text_is(position):
     """Angles in float32 would be off by a radian after ten million positions, a tenth of WikiText-103."""
     module, x = build(), draw(20)
-    incremental: dict = {}
-    module(x[:0], incremental_state=incremental)
-    (buffer,) = incremental.values()
-    buffer["position"] += position
-    out, far = module(x)[0], module(x, incremental_state=incremental)[0]
+    _, state = module(x[:0])
+    out, far = module(x)[0], module(x, {**state, "position": state["position"] + position})[0]
     # Cosines and sines are rounded once, wherever they stand.
     assert error(far, out) <= 1e-6
     assert position == 1 or not torch.equal(far, out)
 
 
-def test_rows_that_start_anew_start_at_position_nothing():
+def test_rows_of_zeros_start_at_position_nothing():
     module, x = build(), draw(9)
-    incremental: dict = {}
-    module(x[:4], incremental_state=incremental)
-    (name,) = incremental
-    assert incremental[name]["position"].tolist() == [4, 4]
-    segment = SegmentState(incremental, torch.tensor([True, False]))
-    assert segment[name]["position"].tolist() == [4, 0]
-    out, _ = module(x[4:], incremental_state=segment)
+    _, state = module(x[:4])
+    assert state["position"].tolist() == [4, 4]
+    out, after = module(
+        x[4:], {name: torch.stack([tensor[0], torch.zeros_like(tensor[1])]) for name, tensor in state.items()}
+    )
     assert error(out[:, 0], module(x)[0][4:, 0]) <= 1e-5
     assert error(out[:, 1], module(x[4:])[0][:, 1]) <= 1e-5
-    assert segment.detached()[name]["position"].tolist() == [9, 5]
+    assert after["position"].tolist() == [9, 5]
 
 
 def test_padding_takes_no_position():
     module, x = build(), draw(6)
     padding = torch.tensor([[0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)
-    incremental: dict = {}
-    module(x, key_padding_mask=padding, incremental_state=incremental)
-    (buffer,) = incremental.values()
-    assert buffer["position"].tolist() == [3, 6]
+    assert module(x, None, padding)[1]["position"].tolist() == [3, 6]
 
 
 def test_the_order_of_steps_matters():
@@ -104,11 +124,11 @@ def test_half_types_at_the_size_of_retnet(dtype, bound):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_heads": 16}, "gives keys 1 dimensions; with the retention rule their number must be even"),
-        ({"feature_dim": 5}, "gives keys 5 dimensions; with the retention rule"),
+        ({"num_heads": 16}, "gives keys 1 dimensions; with retention their number must be even"),
+        ({"feature_dim": 5}, "gives keys 5 dimensions; with retention"),
         (
             {"feature_map": "elu", "normalization": frozenset({"sum"})},
-            "normalization is 'sum'; with the retention rule",
+            "normalization is 'sum'; with retention",
         ),
     ],
     ids=["one dimension", "five dimensions", "normalised"],

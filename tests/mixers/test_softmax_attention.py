@@ -1,4 +1,4 @@
-"""Rotary attention computes GPT-NeoX's equations, at once and step by step, with padding, in every precision."""
+"""Softmax attention, plain and with GPT-NeoX's rotary positions, is its definition: at once, step by step, padded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 
-from fairseq_fastweights.mixers.softmax_attention import RotaryAttention
+from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
 TIME, BATCH, EMBED, HEADS = 11, 3, 24, 2  # heads of 12 dimensions
 
@@ -16,9 +16,9 @@ TIME, BATCH, EMBED, HEADS = 11, 3, 24, 2  # heads of 12 dimensions
 FLOAT32 = 1e-5
 
 
-def build(rotary_dim: int = 4, seed: int = 0, **options) -> RotaryAttention:
+def build(rotary_dim: int = 4, seed: int = 0, **options) -> SoftmaxAttention:
     torch.manual_seed(seed)
-    module = RotaryAttention(EMBED, HEADS, rotary_dim=rotary_dim, **options).eval()
+    module = SoftmaxAttention(EMBED, HEADS, rotary_dim=rotary_dim, **options).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.4)
@@ -34,7 +34,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-def by_hand(module: RotaryAttention, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+def by_hand(module: SoftmaxAttention, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
     """Complex numbers, one position after the other, in float64."""
     rows = torch.zeros(*x.shape, dtype=torch.float64)
     dim, half = module.head_dim, module.rotary_dim // 2
@@ -59,11 +59,10 @@ def by_hand(module: RotaryAttention, x: torch.Tensor, padding: torch.Tensor | No
     return (rows @ module.out_proj.weight.double().t() + module.out_proj.bias.double()).float()
 
 
-@pytest.mark.parametrize(("rotary_dim", "base"), [(2, 10000), (4, 10000), (12, 10000), (6, 50.5)])
+@pytest.mark.parametrize(("rotary_dim", "base"), [(0, 10000), (2, 10000), (4, 10000), (12, 10000), (6, 50.5)])
 def test_it_is_its_definition(rotary_dim, base):
     module = build(rotary_dim, rotary_base=base)
-    out, weights = module(draw())
-    assert weights is None
+    out, _ = module(draw())
     assert error(out, by_hand(module, draw())) <= FLOAT32
 
 
@@ -75,13 +74,13 @@ def test_padding_is_not_attended_to(side):
         padding[0, :4] = True
     if side != "left":
         padding[1, 8:] = True
-    out, _ = module(draw(), key_padding_mask=padding)
+    out, _ = module(draw(), None, padding)
     assert out.isfinite().all()
     real = ~padding.t()
     assert error(out[real], by_hand(module, draw(), padding)[real]) <= FLOAT32
     # What stands where padding is changes nothing elsewhere.
     other = torch.where(padding.t()[..., None], draw(seed=7), draw())
-    assert torch.equal(module(other, key_padding_mask=padding)[0][real], out[real])
+    assert torch.equal(module(other, None, padding)[0][real], out[real])
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -92,36 +91,38 @@ def test_in_pieces_it_is_the_same(pieces, padded):
     if padded:
         padding[0, :3] = True
         padding[2, :1] = True
-    full, _ = module(draw(), key_padding_mask=padding if padded else None)
-    state: dict = {}
-    outs, start = [], 0
-    for size in pieces:
-        mask = padding[:, start : start + size]
+    full, _ = module(draw(), None, padding if padded else None)
+    state, outs = None, []
+    for x, mask in zip(draw().split(pieces), padding.split(pieces, dim=1), strict=True):
         # As fairseq's decoder does: no mask where nothing in the piece is padding.
-        x = draw()[start : start + size]
-        outs.append(module(x, x, x, key_padding_mask=mask if mask.any() else None, incremental_state=state)[0])
-        start += size
+        out, state = module(x, state, mask if mask.any() else None)
+        outs.append(out)
     real = ~padding.t()
     assert error(torch.cat(outs)[real], full[real]) <= FLOAT32
 
 
-def test_the_state_is_fairseqs_and_its_rows_can_be_reordered():
+def test_its_parameters_are_fairseqs_and_the_states_rows_can_be_reordered():
     module, fairseqs = build(), MultiheadAttention(EMBED, HEADS, self_attention=True)
     assert {n: p.shape for n, p in module.named_parameters()} == {n: p.shape for n, p in fairseqs.named_parameters()}
-    states: tuple[dict, dict] = ({}, {})
-    for state, each in zip(states, (module, fairseqs), strict=True):
-        for t in range(3):
-            x = draw()[t : t + 1]
-            each(x, x, x, incremental_state=state)
-    (ours,), (theirs,) = (list(state.values()) for state in states)
-    assert {n: x.shape for n, x in ours.items() if x is not None} == {
-        n: x.shape for n, x in theirs.items() if x is not None
-    }
+    padding = torch.tensor([[True, False, False], [False, False, False], [False, False, False]])
+    _, state = module(draw()[:3], None, padding)
     order = torch.tensor([2, 0, 0])
-    module.reorder_incremental_state(states[0], order)
-    out, _ = module(draw()[3:4], incremental_state=states[0])
+    out, _ = module(draw()[3:4], module.reorder(state, order))
     mixed = torch.cat([draw()[:3, order], draw()[3:4]])
-    assert error(out, module(mixed)[0][3:]) <= FLOAT32
+    whole = torch.cat([padding[order], torch.zeros(3, 1, dtype=torch.bool)], dim=1)
+    assert error(out, module(mixed, None, whole)[0][3:]) <= FLOAT32
+
+
+@torch.no_grad()
+def test_it_starts_as_fairseqs_attention_and_gives_what_that_gives():
+    modules = []
+    for kind, options in ((SoftmaxAttention, {}), (MultiheadAttention, {"self_attention": True})):
+        torch.manual_seed(3)
+        modules.append(kind(EMBED, HEADS, **options).eval())
+    ours, theirs = modules
+    assert all(torch.equal(p, theirs.get_parameter(name)) for name, p in ours.named_parameters())
+    x, mask = draw(), torch.full((TIME, TIME), -torch.inf).triu(1)
+    assert error(ours(x)[0], theirs(x, x, x, attn_mask=mask)[0]) <= 1e-6
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 5e-3), (torch.bfloat16, 3e-2)])
@@ -143,9 +144,8 @@ def test_dropout_is_of_training_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 12"),
+        ({"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 12, or 0 for none"),
         ({"rotary_dim": 14}, "rotary_dim is 14; "),
-        ({"rotary_dim": 0}, "rotary_dim is 0; "),
         ({"rotary_dim": -2}, "rotary_dim is -2; "),
         ({"rotary_dim": 4, "rotary_base": 0}, "rotary_base is 0; it must be positive"),
         ({"rotary_dim": 4, "rotary_base": float("nan")}, "rotary_base is nan"),
@@ -154,11 +154,4 @@ def test_dropout_is_of_training_only():
 )
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        RotaryAttention(EMBED, **{"num_heads": HEADS, **options})
-
-
-def test_it_is_self_attention():
-    x = draw()
-    for key, value in ((x.clone(), x), (x, x.clone()), (None, x.clone()), (x.clone(), None)):
-        with pytest.raises(ValueError, match="must be None or query itself"):
-            build()(x, key, value)
+        SoftmaxAttention(EMBED, **{"num_heads": HEADS, **options})

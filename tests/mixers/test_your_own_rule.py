@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.conftest import QUIET, ROOT, SMALL_MODEL, spawn
 
 PAGE = ROOT / "docs" / "your-own-rule.md"
 
 
+@pytest.mark.slow
 def test_a_rule_and_a_mixer_in_a_folder_of_ones_own_train_and_score(corpus, tmp_path):
     page = PAGE.read_text()
     assert len(page.splitlines()) < 100
