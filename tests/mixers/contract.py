@@ -88,23 +88,24 @@ def check_parts(mixer: Mixer, x: Tensor, padding: Tensor | None) -> None:
                 for name in end:
                     assert state[name].dtype == end[name].dtype and state[name].shape[0] == x.shape[1]
                 # What the states hold alike may be written in two ways: they are alike where they lead on alike.
-                more = draw(3, x.shape[2], seed=5)[: mixer_room(mixer, time)]
+                more = draw(3, x.shape[2], seed=5)[: room(mixer, time)]
                 assert error(mixer(more, state)[0], mixer(more, end)[0]) <= FLOAT64
 
 
-def mixer_room(mixer: Mixer, time: int) -> int | None:
+def room(mixer: Mixer, time: int) -> int | None:
     """How many positions more a mixer can read after `time`; None for any number."""
     return mixer.max_positions - time if mixer.bounded else None
 
 
 def check_gradients_through_the_state(mixer: Mixer, x: Tensor) -> None:
-    whole = torch.autograd.grad(mixer(x)[0].square().sum(), list(mixer.parameters()))
-    parts = torch.autograd.grad(
-        in_parts(mixer, x, [2, x.shape[0] - 2], None)[0].square().sum(), list(mixer.parameters())
-    )
+    """Also where the state may be overwritten: a gradient needs it as it was."""
+    parameters = list(mixer.parameters())
+    whole = torch.autograd.grad(mixer(x)[0].square().sum(), parameters)
     scale = max(grad.norm() for grad in whole)
-    for one, other in zip(parts, whole, strict=True):
-        assert (one - other).norm() <= FLOAT64 * max(other.norm(), 1e-3 * scale)
+    for overwrite in (False, True):
+        out, _ = in_parts(mixer, x, [2, x.shape[0] - 2], None, overwrite=overwrite)
+        for one, other in zip(torch.autograd.grad(out.square().sum(), parameters), whole, strict=True):
+            assert (one - other).norm() <= FLOAT64 * max(other.norm(), 1e-3 * scale)
 
 
 def check_state(mixer: Mixer, x: Tensor) -> None:

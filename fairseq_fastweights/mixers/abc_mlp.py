@@ -1,0 +1,77 @@
+"""Attention to slots that are written as the text itself says (Peng et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.bounded_memory_attention import BoundedMemoryAttention
+from fairseq_fastweights.mixers.mixer import Option, State
+
+LOG_OF_NOTHING = -1e30
+"""For the log of 0: exp() of it is 0, and unlike infinity it has differences and gradients."""
+
+
+class ABCMLP(BoundedMemoryAttention):
+    """Bounded-memory attention whose control is a layer of weights and an exponential (Peng et al. 2022, Sec. 4).
+
+        alpha_t = exp(W_phi x_t)
+        phi_t = psi_t = alpha_t / (alpha_1 + ... + alpha_t), for each slot by itself
+
+    The paper divides by the sum over the whole text, and where attention is causal by that over the prefix, as here.
+    What is written stays: later steps do not divide it again (they do in flash-linear-attention's `abc`, which makes
+    the slots averages). There is no bias, which the quotient would take away, and no other activation or layer.
+    Mao 2022 compares with it (Table 3: 2 x 32 slots).
+
+    Args:
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        dropout: of the attention weights.
+        bias: whether the projections have biases.
+        slots: how many slots the memories of each head have.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Example:
+        >>> layer = ABCMLP(16, 2, slots=4)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
+    """
+
+    options: ClassVar[dict[str, Option]] = {
+        "slots": Option(int, 32, "how many slots each head has for keys, and as many for values")
+    }
+    needs_positions = True
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, slots: int = 32
+    ) -> None:
+        super().__init__(embed_dim, num_heads, slots=slots, dropout=dropout, bias=bias)
+        self.control_proj = nn.Linear(embed_dim, num_heads * slots, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, and that of the control as its output's."""
+        super().reset_parameters()
+        nn.init.xavier_uniform_(self.control_proj.weight)
+
+    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, State]:
+        # The sum is kept as its log, and phi = exp(logit - log of the sum) is an exponential of what is at most 0:
+        # neither large logits nor long texts overflow it, and the first position's is 1 however small its logit.
+        # In float32 a log near 100 would stop growing after some 100,000 positions, whose terms round to nothing.
+        logits = self.control_proj(x).view(*x.shape[:2], self.num_heads, self.slots).transpose(0, 1).double()
+        logits = logits.masked_fill(~real[:, :, None, None], LOG_OF_NOTHING)
+        if state is None:
+            before = torch.full_like(logits[:, 0], LOG_OF_NOTHING)
+        else:
+            before = state["log_sum"].masked_fill(state["read"][:, None, None] == 0, LOG_OF_NOTHING)
+        log_sum = torch.cat([before[:, None], logits], dim=1).logcumsumexp(dim=1)
+        phi = (logits - log_sum[:, 1:]).exp().to(ops.state_dtype(x.dtype))
+        return phi, phi, {"log_sum": log_sum[:, -1]}

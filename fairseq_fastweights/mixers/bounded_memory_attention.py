@@ -1,0 +1,96 @@
+"""Softmax attention to a fixed number of slots, over which a control spreads what is read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.mixer import Mixer, State
+
+
+class BoundedMemoryAttention(Mixer):
+    """Attention with bounded-memory control (ABC; Peng et al. 2022, Sec. 3), causal.
+
+        K_t = K_{t-1} + phi_t k_t^T,  V_t = V_{t-1} + psi_t v_t^T          n x head_dim: n slots, of keys and of values
+        out = W_out V_t^T softmax(K_t q_t / sqrt(head_dim))
+
+    This is the sum rule twice: it writes phi_t under k_t and reads with q_t, which gives each slot's score; it writes
+    v_t under psi_t and reads with the softmax of the scores. A kind of it is a subclass that says how much each slot
+    takes of a position, the controls phi_t and psi_t: `ABCMLP`, `Linformer`.
+
+    Padding writes nothing and takes no position.
+
+    Args:
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        slots: n, how many slots the memories of each head have.
+        dropout: of the attention weights.
+        bias: whether the projections have biases.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, slots: int, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__(embed_dim, num_heads)
+        if slots < 1:
+            raise ValueError(f"slots is {slots}; it must be at least 1")
+        self.slots = slots
+        self.dropout_module = nn.Dropout(dropout)
+        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, in its order."""
+        for module in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, State]:
+        """How much each slot takes of each position.
+
+        Args:
+            x: (time, batch, embed_dim).
+            state: the state before it; None at a text's beginning.
+            real: (batch, time), false at padding, for which any control will do.
+
+        Returns:
+            phi and psi, (batch, time, heads, slots), and what the state after the last step holds for them.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        """Writes and reads the slots for every step; shapes and results are those of `Mixer.forward`.
+
+        The state holds "keys", (batch, heads, head_dim, slots), "values", (batch, heads, slots, head_dim), "read",
+        (batch,), how many positions there were, and what the controls add.
+        """
+        time, batch, _ = x.shape
+        q, k, v = (
+            projection(x).view(time, batch, self.num_heads, self.head_dim).transpose(0, 1)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        real = x.new_ones(batch, time, dtype=torch.bool) if padding is None else ~padding
+        phi, psi, after = self._controls(x, state, real)
+        if padding is not None:
+            phi, psi = (control.masked_fill(padding[:, :, None, None], 0) for control in (phi, psi))
+
+        keys, values = (None, None) if state is None else (state["keys"], state["values"])
+        in_place = overwrite and state is not None and not torch.is_grad_enabled()
+        scores, keys = ops.sum_rule(q * self.head_dim**-0.5, k, phi.to(v.dtype), initial_state=keys, in_place=in_place)
+        weights = self.dropout_module(scores.softmax(dim=-1, dtype=ops.state_dtype(v.dtype)))
+        out, values = ops.sum_rule(weights.to(v.dtype), psi.to(v.dtype), v, initial_state=values, in_place=in_place)
+        out = self.out_proj(out.to(x.dtype).transpose(0, 1).reshape(time, batch, self.embed_dim))
+        read = real.sum(dim=1) if state is None else state["read"] + real.sum(dim=1)
+        return out, {"keys": keys, "values": values, "read": read, **after}
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, slots={self.slots}"

@@ -1,0 +1,93 @@
+"""Attention to slots that are written by position (Wang et al. 2020, Peng et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights.mixers.bounded_memory_attention import BoundedMemoryAttention
+from fairseq_fastweights.mixers.mixer import Option, State
+
+
+class Linformer(BoundedMemoryAttention):
+    """Causal Linformer: bounded-memory attention whose controls are learned for each position.
+
+        phi_t, psi_t = the columns t of E and F, both slots x max_positions
+
+    Linformer (Wang et al. 2020, Eq. 7) projects all keys of a text to E K and all values to F V. That reads ahead: each
+    slot mixes every position of the text, so that masking the attention to slots does not make it causal, and no
+    decoder may use it. This is the causal form of Peng et al. 2022 (Sec. 3.1), whose numbers Mao 2022 quotes (Table 3:
+    2 x 64 slots): position t reads the sums over its own prefix, E[:, :t] K[:t] and F[:, :t] V[:t]. What the last
+    position of a text of `max_positions` reads is the same in both. All heads share E and F.
+
+    There is a column for each of `max_positions` positions and for no more, so that no text can be longer.
+
+    Args:
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        max_positions: how many positions a text may have.
+        dropout: of the attention weights.
+        bias: whether the projections have biases; E and F have none.
+        slots: how many slots the memories of each head have.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Example:
+        >>> layer = Linformer(16, 2, max_positions=9, slots=4)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
+    """
+
+    options: ClassVar[dict[str, Option]] = {
+        "slots": Option(int, 64, "how many slots each head has for keys, and as many for values")
+    }
+    carries = False
+    bounded = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        max_positions: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        slots: int = 64,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, slots=slots, dropout=dropout, bias=bias)
+        if max_positions < 1:
+            raise ValueError(f"max_positions is {max_positions}; it must be at least 1")
+        self.max_positions = max_positions
+        # Layers, as in fairseq's Linformer, for the sake of their names and of who draws all layers' weights anew.
+        self.compress_k = nn.Linear(max_positions, slots, bias=False)
+        self.compress_v = nn.Linear(max_positions, slots, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, and E and F as those of keys and values."""
+        super().reset_parameters()
+        for module in (self.compress_k, self.compress_v):
+            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
+
+    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, State]:
+        time, batch, _ = x.shape
+        positions = real.cumsum(dim=1)
+        if state is not None:
+            positions = positions + state["read"][:, None]
+        # Only where it may be too long does the CPU wait for a GPU, to say so.
+        if (state is not None or time > self.max_positions) and (end := int(positions.max())) > self.max_positions:
+            raise ValueError(f"x ends at position {end} of a text; max_positions is {self.max_positions}")
+        # Padding before a text has no position; it takes the first one's control, and the slots take nothing of it.
+        columns = (positions - 1).clamp(min=0)
+        phi, psi = (
+            F.embedding(columns, module.weight.t())[:, :, None].expand(batch, time, self.num_heads, self.slots)
+            for module in (self.compress_k, self.compress_v)
+        )
+        return phi, psi, {}

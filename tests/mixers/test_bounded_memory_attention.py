@@ -1,0 +1,216 @@
+"""ABC and Linformer are attention to slots, whole or in parts, with padding, in every precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from fairseq.modules import MultiheadAttention
+from torch import Tensor
+
+from fairseq_fastweights.mixers.abc_mlp import ABCMLP
+from fairseq_fastweights.mixers.bounded_memory_attention import BoundedMemoryAttention
+from fairseq_fastweights.mixers.linformer import Linformer
+from tests.mixers import contract
+
+EMBED, HEADS = 12, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: type[BoundedMemoryAttention]
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}-{self.slots}"
+
+    def build(self, **options: Any) -> BoundedMemoryAttention:
+        torch.manual_seed(0)
+        if self.kind is Linformer:
+            options = {"max_positions": 320, **options}
+        mixer = self.kind(EMBED, HEADS, slots=self.slots, **options).double().eval()
+        with torch.no_grad():
+            for parameter in mixer.parameters():
+                parameter.normal_(std=0.5)
+        return mixer
+
+
+CASES = [Case(kind, slots) for kind in (ABCMLP, Linformer) for slots in (1, 3, 40)]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+kinds = pytest.mark.parametrize("case", CASES[1::3], ids=str)
+
+
+def controls(mixer: BoundedMemoryAttention, x: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    """(time, slots) of a row: what its paper says, with nothing done against overflow."""
+    if isinstance(mixer, Linformer):
+        return mixer.compress_k.weight.t()[: len(x)], mixer.compress_v.weight.t()[: len(x)]
+    alpha = mixer.control_proj(x).chunk(HEADS, dim=-1)[head].exp()
+    phi = torch.stack([alpha[t] / alpha[: t + 1].sum(dim=0) for t in range(len(x))])
+    return phi, phi
+
+
+def naive(mixer: BoundedMemoryAttention, x: Tensor) -> Tensor:
+    """All the memories there are, one position after the other."""
+    if not len(x):
+        return x
+    heads = []
+    for head in range(HEADS):
+        q, k, v = (each(x).chunk(HEADS, dim=-1)[head] for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+        phi, psi = controls(mixer, x, head)
+        rows = []
+        for t in range(len(x)):
+            keys, values = phi[: t + 1].t() @ k[: t + 1], psi[: t + 1].t() @ v[: t + 1]
+            rows.append(values.t() @ (keys @ q[t] / math.sqrt(mixer.head_dim)).softmax(0))
+        heads.append(torch.stack(rows))
+    return mixer.out_proj(torch.cat(heads, dim=-1))
+
+
+@cases
+@pytest.mark.parametrize(
+    ("time", "padding"),
+    [(1, "none"), *((time, padding) for time in (13, 70) for padding in ("none", "within", "whole"))],
+)
+def test_it_is_its_definition(case, time, padding):
+    contract.check_definition(case.build(), naive, contract.draw(time, EMBED), contract.paddings(time)[padding])
+
+
+@cases
+@pytest.mark.parametrize("padding", ["none", "within", "whole"])
+def test_in_parts_it_is_the_same(case, padding):
+    contract.check_parts(case.build(), contract.draw(13, EMBED), contract.paddings(13)[padding])
+
+
+@kinds
+def test_gradients_go_through_the_state(case):
+    contract.check_gradients_through_the_state(case.build(), contract.draw(9, EMBED))
+
+
+@kinds
+def test_the_state_has_rows(case):
+    contract.check_state(case.build(), contract.draw(9, EMBED))
+
+
+@kinds
+def test_the_state_does_not_grow(case):
+    shapes = [
+        {name: tensor.shape for name, tensor in case.build()(contract.draw(time, EMBED))[1].items()} for time in (1, 90)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+@kinds
+@pytest.mark.parametrize("dtype", contract.HALF)
+def test_half_precision(case, dtype):
+    mixer = case.build()
+    with torch.no_grad():  # of ordinary sizes: what rounds a score of 30 by 2^-8 rounds its softmax by a tenth
+        for parameter in mixer.parameters():
+            parameter.mul_(0.5)
+    contract.check_half(mixer, naive, contract.draw(300, EMBED), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *contract.HALF])
+def test_the_control_neither_overflows_nor_vanishes(dtype):
+    """Logits from -5,000 to 5,000: exp() of them and sums of that have no place even in float64."""
+    mixer, time = Case(ABCMLP, 3).build(), 300
+    x = contract.draw(time, EMBED)
+    x[:, :, :3] += torch.linspace(-5000, 5000, time)[:, None, None] * torch.tensor([1.0, -1.0, 0.0])
+    with torch.no_grad():  # these three numbers of the input are the slots' logits, and nothing else
+        mixer.control_proj.weight.copy_(torch.eye(3, EMBED).repeat(HEADS, 1))
+        for module in (mixer.q_proj, mixer.k_proj, mixer.v_proj):
+            module.weight[:, :3] = 0
+    mixer, x = mixer.to(dtype), x.to(dtype)
+    real = torch.ones(contract.BATCH, time, dtype=torch.bool)
+    phi, _, after = mixer._controls(x, None, real)
+    exact = x[:, :, :3].double()
+    expected = (exact - exact.logcumsumexp(dim=0)).exp().transpose(0, 1)
+    assert contract.error(phi[:, :, 0].double(), expected) <= 1e-6
+    assert contract.error(after["log_sum"][:, 1], exact.logcumsumexp(dim=0)[-1]) <= 1e-12
+    out, _ = mixer(x)
+    assert out.isfinite().all()
+    assert contract.error(out, contract.in_parts(mixer, x, [1, 100, time - 101], None)[0]) <= 2e-2
+    loss = 1e-3 * out.float().square().mean()  # or the gradients of weights for inputs of 5,000 leave float16
+    for grad in torch.autograd.grad(loss, list(mixer.parameters())):
+        assert grad.isfinite().all()
+
+
+def test_a_control_counts_millions_of_positions():
+    """The ten millionth of equal positions is written with 1e-7, as the sum in float32 could no longer say."""
+    mixer = Case(ABCMLP, 3).build().float()
+    x = torch.zeros(1, 1, EMBED)
+    _, state = mixer(x)
+    state["log_sum"].fill_(math.log(1e7 - 1))
+    for _ in range(5):
+        before = state["log_sum"].exp()
+        _, state = mixer(x, state)
+        assert (state["log_sum"].exp() - before - 1).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_linformer_reads_no_more_positions_than_it_has_learned(state):
+    mixer, x = Case(Linformer, 3).build(max_positions=9), contract.draw(10, EMBED)
+    padding = torch.zeros(contract.BATCH, 10, dtype=torch.bool)
+    padding[:, 3] = True
+    before = mixer(x[:2])[1] if state else None
+    rest = slice(2 if state else 0, None)
+    with pytest.raises(ValueError, match="x ends at position 10 of a text; max_positions is 9"):
+        mixer(x[rest], before)
+    mixer(x[rest], before, padding[:, rest])
+    padding[1] = False
+    with pytest.raises(ValueError, match="x ends at position 10 "):
+        mixer(x[rest], before, padding[:, rest])
+
+
+def test_linformer_at_its_last_position_is_that_of_wang():
+    """Which reads all positions of a text from everywhere."""
+    mixer, x = Case(Linformer, 3).build(max_positions=9), contract.draw(9, EMBED)
+    q, k, v = (
+        each(x).view(9, contract.BATCH, HEADS, -1).permute(1, 2, 0, 3)
+        for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, mixer.compress_k.weight @ k, mixer.compress_v.weight @ v
+    )
+    expected = mixer.out_proj(expected.permute(2, 0, 1, 3).reshape(x.shape))
+    assert contract.error(mixer(x)[0][-1], expected[-1]) <= contract.FLOAT64
+
+
+@kinds
+def test_dropout_is_of_training_only(case):
+    mixer, x = case.build(dropout=0.5), contract.draw(40, EMBED)
+    assert torch.equal(mixer(x)[0], mixer(x)[0])
+    mixer.train()
+    assert not torch.equal(mixer(x)[0], mixer(x)[0])
+
+
+@kinds
+def test_parameters_are_fairseqs_and_a_control(case):
+    torch.manual_seed(0)
+    theirs = MultiheadAttention(EMBED, HEADS, self_attention=True).state_dict()
+    options = {"max_positions": 9} if case.kind is Linformer else {}
+    torch.manual_seed(0)
+    mixer = case.kind(EMBED, HEADS, **options)
+    others = {name: tensor.shape for name, tensor in mixer.state_dict().items() if name not in theirs}
+    assert others == (
+        {"compress_k.weight": (64, 9), "compress_v.weight": (64, 9)}
+        if options
+        else {"control_proj.weight": (HEADS * 32, EMBED)}
+    )
+    assert not any("bias" in name for name, _ in case.kind(EMBED, HEADS, bias=False, **options).named_parameters())
+    assert mixer.settings() == {"slots": case.kind.options["slots"].default}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (ABCMLP, {"slots": 0}, "slots is 0; it must be at least 1"),
+        (ABCMLP, {"num_heads": 5}, "num_heads is 5; .*divisor of embed_dim, 12"),
+        (Linformer, {"slots": -1, "max_positions": 9}, "slots is -1; it must be at least 1"),
+        (Linformer, {"max_positions": 0}, "max_positions is 0; it must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(EMBED, **{"num_heads": HEADS, **options})
