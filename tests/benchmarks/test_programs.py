@@ -60,6 +60,21 @@ def test_all_results_of_a_cpu_are_made_by_one_command(
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
 
 
+@pytest.mark.slow
+def test_the_selective_scan_takes_turns_with_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("selective_scan.keep_freed_memory", lambda: True)  # of this process it is not to be kept
+    assert run("selective_scan", "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    names = {"scan": ("native", "chunkwise", "transformers"), "layer": ("Mamba", "transformers")}
+    assert {(row["part"], row["pass"], row["name"]) for row in rows} == {
+        (part, kind, name) for part in names for kind in ("forward", "forward+backward") for name in names[part]
+    }
+    assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in rows)
+
+
 @pytest.mark.parametrize("given", [[], ["--results"], ["--page"], ["--results", "--page"]])
 @pytest.mark.parametrize("quick", [True, False])
 def test_tiny_cases_never_replace_what_was_measured(

@@ -1,0 +1,96 @@
+"""Mamba's selective scan and its whole layer on a CPU, against those of Hugging Face's Transformers, in one run.
+
+The scan's kernels, its form by chunks and the scan that Transformers runs on a CPU, one step after the other, take
+turns; so do a layer of `Mamba` and a `MambaMixer` with the same weights. Ratios are of medians. Needs transformers:
+
+    .venv/bin/python benchmarks/selective_scan.py [--threads 1] [--rounds 5] [--out results.json]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from harness import records
+from harness.memory import keep_freed_memory
+from harness.program import make_parser, parse
+from harness.timing import Clock, first_calls, time_in_turns
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import MambaConfig
+from transformers.models.mamba import modeling_mamba
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.mamba import Mamba
+
+SIZES = {"batch": 4, "channels": 512, "state": 16}
+QUICK_SIZES = {"batch": 1, "channels": 16, "state": 4}
+PEER = "transformers"
+# Its backward pass goes over all steps as often as there are steps, which for many takes minutes.
+LONGEST_BACKWARD_OF_PEER = 64
+CASES = (("forward", 1024), ("forward+backward", 1024), ("forward+backward", LONGEST_BACKWARD_OF_PEER))
+QUICK_CASES = (("forward", 8), ("forward+backward", 8))
+
+
+def scans(time: int, batch: int, channels: int, state: int) -> dict[str, Callable[[], Any]]:
+    """By name a forward pass; each gets its inputs in the memory layout that it wants."""
+    u, B, C = (torch.randn(batch, time, size, requires_grad=True) for size in (channels, state, state))
+    delta = F.softplus(torch.randn(batch, time, channels) - 4).requires_grad_()
+    A = -torch.arange(1.0, state + 1).repeat(channels, 1)
+    A.requires_grad_()
+    D = torch.ones(channels, requires_grad=True)
+    theirs = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (u, delta, B, C)]
+    ours = {name: partial(ops.selective_scan, u, delta, A, B, C, D, backend=name) for name in ("native", "chunkwise")}
+    return ours | {
+        PEER: lambda: modeling_mamba.mamba_selective_scan(theirs[0], theirs[1], A, theirs[2], theirs[3], D),
+    }
+
+
+def layers(time: int, batch: int, channels: int, state: int) -> dict[str, Callable[[], Any]]:
+    config = MambaConfig(hidden_size=channels // 2, state_size=state, num_hidden_layers=1)
+    theirs = modeling_mamba.MambaMixer(config, layer_idx=0)
+    ours = Mamba(channels // 2, state=state)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(time, batch, channels // 2, requires_grad=True)
+    x_theirs = x.detach().transpose(0, 1).contiguous().requires_grad_()
+    return {"Mamba": lambda: ours(x), PEER: lambda: theirs(x_theirs)}
+
+
+def backward_too(forward: Callable[[], Any]) -> None:
+    out = forward()
+    out = out if isinstance(out, Tensor) else out[0]
+    out.sum().backward()
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "--threads", "--rounds", "--out", "--quick", rounds=5)
+    parser.set_defaults(device="cpu")
+    options = parse(parser)
+    keep_freed_memory()
+    sizes, cases = (QUICK_SIZES, QUICK_CASES) if options.quick else (SIZES, CASES)
+    rows = []
+    for (part, prepare), (kind, time) in itertools.product((("scan", scans), ("layer", layers)), cases):
+        calls = prepare(time, **sizes)
+        if kind == "forward":
+            calls = {name: torch.no_grad()(call) for name, call in calls.items()}
+        else:
+            calls = {name: partial(backward_too, call) for name, call in calls.items()}
+            if time > LONGEST_BACKWARD_OF_PEER:
+                del calls[PEER]
+        warm = {name: first_calls(call, lambda: None)[1] for name, call in calls.items()}
+        seconds, _ = time_in_turns(calls, warm, Clock(), rounds=options.rounds)
+        first = next(iter(seconds))
+        for name, measured in seconds.items():
+            ratio = measured["median"] / seconds[first]["median"]
+            row = {"part": part, "pass": kind, "time": time, "name": name, "ratio": ratio}
+            rows.append(row | {"seconds": measured})
+            print(f"{part:6}{kind:18}{time:5}  {name:14}{1e3 * measured['median']:9.1f} ms {ratio:6.1f} x {first}")
+    if options.out is not None:
+        records.write(records.describe_run("selective_scan", "cpu", sizes=sizes, rows=rows), options.out)
+
+
+if __name__ == "__main__":
+    main()
