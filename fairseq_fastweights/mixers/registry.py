@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fairseq_fastweights.mixers.abc_mlp import ABCMLP
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.linformer import Linformer
 from fairseq_fastweights.mixers.local_attention import LocalAttention
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.mixer import Mixer, Option
@@ -52,6 +54,8 @@ MIXERS: dict[str, Kind] = {
     "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
     "softmax": Kind(SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base")),
     "local": Kind(LocalAttention, ("dropout", "bias")),
+    "linformer": Kind(Linformer, ("dropout", "bias", "max_positions")),
+    "abc": Kind(ABCMLP, ("dropout", "bias")),
     "mamba": Kind(Mamba, ("backend",), heads=None),
 }
 """What reads a text, each position what came before it."""

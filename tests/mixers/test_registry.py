@@ -13,7 +13,7 @@ SETTINGS = {"num_heads": 2, "fast_weight_heads": 4, "max_positions": 16}
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
     kind = MIXERS[name]
-    others = {option: row.default + 1 if row.type is int else row.default for option, row in kind.options.items()}
+    others = {option: row.default + 2 if row.type is int else row.default for option, row in kind.options.items()}
     settings = {option_name(name, option): value for option, value in others.items()}
     mixer, default = build_mixer(name, 16, {**SETTINGS, **settings}), build_mixer(name, 16, SETTINGS)
     assert mixer.num_heads == {None: 1, **SETTINGS}[kind.heads]
@@ -39,7 +39,7 @@ def test_only_a_rule_without_order_reads_a_source():
         ("delta:1-3,softmax:4-5", "d d d s s"),
         ("softmax:5,delta", "d d d d s"),
         ("delta,softmax:2,4", "d s d s d"),
-        (" softmax : 1-2 , 5 , delta ", "s s d d s"),
+        (" softmax: 1-2 , 5 , delta ", "s s d d s"),
         ("delta,softmax:1-5", "s s s s s"),
     ],
 )

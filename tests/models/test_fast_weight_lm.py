@@ -37,6 +37,11 @@ RULES = {
     "delta removal": "--update-rule delta --normalization sum,attention,removal",
     "pre-norm": "--decoder-normalize-before --no-attention-bias --scale-read-out",
     "adaptive": f"--update-rule sum {ADAPTIVE} --tie-adaptive-weights --tie-adaptive-proj",
+    "retention": "--update-rule retention",
+    "local": "--mixers local --local-window 3",
+    "abc": "--mixers abc --abc-slots 3",
+    "mamba": "--mixers mamba --mamba-state 4",
+    "two": "--mixers delta,local:2 --local-window 3",
     "small state": "--update-rule gated --feature-dim 3 --share-decoder-input-output-embed",
 }
 POSITIONS = {
