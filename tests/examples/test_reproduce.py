@@ -68,6 +68,7 @@ def test_a_row_is_these_command_lines(block: str, reproduce: Reproduce) -> None:
 
 
 SOFTMAX = "1 standard|2 (small|medium)-transformer|mao.* (base|gpt2)$"
+OTHERS = "(transformer-xl|local|linformer|abc)-"  # that have no update rule
 WANTED = [
     ("--arch", "schlag-table1", "fast_weight_transformer_wmt_en_de_big"),
     ("--arch", "small|schlag-table5", "fast_weight_lm_wiki103_small"),
@@ -76,30 +77,36 @@ WANTED = [
     ("--arch", "mao", "fast_weight_lm_gpt2_small"),
     ("--arch", "mha", "fast_weight_lm_pythia_410m"),
     ("--arch", "1b", "fast_weight_lm_retnet_1b"),
+    ("--arch", "mamba", "fast_weight_lm_stripedmamba_430m"),
     ("--arch", "choi", "fast_weight_lm_retnet_430m"),
+    ("--mixers", OTHERS, r"\1"),
+    ("--local-window", "local-32", "32"),
+    ("--linformer-slots", "linformer-64", "64"),
+    ("--abc-slots", "abc-32", "32"),
+    ("--transformer-xl-memory", "transformer-xl-", "384"),
     ("--fast-weight-attention", "standard", "none"),
     ("--fast-weight-attention", "schlag-table1", "encoder,decoder,cross"),
     ("--softmax-attention-layers", "schlag-table1", None),
     ("--softmax-attention-layers", f"{SOFTMAX}|mha", "all"),
     ("--softmax-attention-layers", "400m.*hybrid", "2,12"),
     ("--softmax-attention-layers", "1b.*hybrid", "2,8"),
-    ("--update-rule", f"{SOFTMAX}|choi", None),
+    ("--update-rule", f"{SOFTMAX}|{OTHERS}|choi", None),
     ("--update-rule", "schlag-table3|delta", "delta"),
     ("--update-rule", "mao.*(decay|gated)", r"\1"),
     ("--update-rule", "", "sum"),
-    ("--feature-map", f"{SOFTMAX}|choi", None),
+    ("--feature-map", f"{SOFTMAX}|{OTHERS}|choi", None),
     ("--feature-map", "performer", "favor"),
     ("--feature-map", "dpfp", "dpfp"),
     ("--feature-map", "schlag", "elu"),
     ("--feature-map", "baseline|no-normalization", "relu"),
     ("--feature-map", "", "identity"),
-    ("--normalization", f"{SOFTMAX}|choi", None),
+    ("--normalization", f"{SOFTMAX}|{OTHERS}|choi", None),
     ("--normalization", "normalization-yes", "sum,attention,removal"),
     ("--normalization", "delta-baseline", "sum,attention"),
     ("--normalization", "schlag-table3|delta|schlag.*no-normalization", "sum"),
     ("--normalization", "schlag|baseline", "attention"),
     ("--normalization", "", "none"),
-    ("--feature-dim", SOFTMAX, None),
+    ("--feature-dim", f"{SOFTMAX}|{OTHERS}", None),
     ("--feature-dim", "mao-table1", "4"),
     ("--feature-dim", r"mao.*-(\d+)", r"\1"),
     # Table 6, and d_dot = 2 m or 2 nu d_key with d_key = 64.
@@ -107,8 +114,9 @@ WANTED = [
     ("--favor-features", "schlag-table1 performer-256", "128"),
     ("--favor-features", "schlag-table1 performer-512", "256"),
     ("--favor-features", "small-performer", "8"),
+    ("--favor-features", "performer.*-m-32", "32"),
     ("--favor-features", "performer", "16"),
-    ("--dpfp-nu", "dpfp-256", "2"),
+    ("--dpfp-nu", "dpfp-256|-nu-2", "2"),
     ("--dpfp-nu", "dpfp-512", "4"),
     ("--dpfp-nu", "dpfp", "1"),
     ("--transfer", "choi.*embeddings", "embeddings,output"),
@@ -140,6 +148,7 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: 
     assert ("--no-token-positional-embeddings" in asked) == ("positions-no" in row or table == "schlag-table4")
     assert ("--unfreeze-threshold" in asked) == (row == "wo-lit")
     assert ("--transfer-from" in asked) == (recipe.sources and "scratch" not in row)
+    assert ("--carry-over-state" in asked) == (table == "schlag-table4")
     given = [word for word in train if word.startswith("--")]
     assert len(given) == len(set(given))  # none overrides another
 
@@ -199,7 +208,7 @@ def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Re
         ([*MAO, "evaluate", "DATA", "UNFINISHED"], {}, "unfinished, which holds no checkpoint_last.pt"),
         ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "x.pt"}, "trained, which holds no x.pt"),
         ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "a/x.pt"}, "it must be the name of a file in OUT"),
-        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "folded"}, "MODE is folded; it must be sliding, carried or"),
+        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "folded"}, "MODE is folded; it must be sliding, carried, context-N"),
         ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "context-"}, "MODE is context-; it must be"),
         ([*MAO, "evaluate", "DATA", "TRAINED"], {"MODE": "context-512"}, "N a number below the length, 512"),
         ([*SMALL, "train", "DATA", "OUT"], {"GPUS": "two"}, "GPUS is two; it must be a positive number"),

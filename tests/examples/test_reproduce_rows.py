@@ -35,9 +35,11 @@ Train = Callable[..., str]
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
 
 
-def places(table: str) -> list[str]:
+def places(table: str, row: str) -> list[str]:
     """The fixtures that a call of `train` takes."""
-    return ["published", "numbered"] if table == "mao-table3" else PLACES[TABLES[table].folder]
+    if table != "mao-table3":
+        return PLACES[TABLES[table].folder]
+    return ["published", "numbered"] if TABLES[table].rows[row].recipe.sources else ["numbered"]
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -49,7 +51,7 @@ def train(request: pytest.FixtureRequest, reproduce: Reproduce) -> Train:
     """Trains a small model of a row in `out` for two updates; returns the log."""
 
     def run(table: str, row: str, out: Path, *options: object, of: list[str] | None = None, **env: str) -> str:
-        folders = [request.getfixturevalue(name) for name in of or places(table)]
+        folders = [request.getfixturevalue(name) for name in of or places(table, row)]
         status, log, err = reproduce(table, row, "train", *folders, out, *TRAINING, *tiny(table, row), *options, **env)
         assert status == 0, err
         return log
@@ -85,7 +87,7 @@ def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduc
     from fairseq import options, tasks
     from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
 
-    folders = [request.getfixturevalue("gpt2" if name == "target" else name) for name in places(table)]
+    folders = [request.getfixturevalue("gpt2" if name == "target" else name) for name in places(table, row)]
     languages = "--source-lang en --target-lang de".split() if table == "schlag-table1" else []
     call = [table, row, "train", *folders, tmp_path, *tiny(table, row), *languages]
     status, printed, err = reproduce("--print", *call)
@@ -108,6 +110,9 @@ def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduc
         ("schlag-table5", "dpfp-sum"),
         ("mao-table1", "delta-baseline"),
         ("mao-table2", "decay-16"),
+        ("mao-table2", "local-32"),
+        ("mao-table3", "linformer-64"),
+        ("mao-table3", "abc-32"),
     ],
 )
 def test_a_row_of_each_table_trains(table: str, row: str, train: Train, tmp_path: Path) -> None:
@@ -117,13 +122,15 @@ def test_a_row_of_each_table_trains(table: str, row: str, train: Train, tmp_path
     assert all(x.isfinite().all() for x in trained.values() if x.is_floating_point())
 
 
-@pytest.mark.parametrize("row", ["400m-scratch-retnet", "1b-attention-hybrid", "ffn-frozen"])
+@pytest.mark.parametrize("row", ["400m-scratch-retnet", "400m-ffn-mamba", "1b-attention-hybrid", "ffn-frozen"])
 def test_a_row_of_each_kind_of_choi_trains_what_it_says(row: str, pythia: Path, train: Train, tmp_path: Path) -> None:
     """One of each kind: from scratch, transferred into a hybrid, frozen."""
     train("choi-table3" if "frozen" in row else "choi-table2", row, tmp_path / "out")
     trained = weights(tmp_path / "out" / "checkpoint_best.pt")
-    assert "decoder.layers.0.self_attn.g_proj.weight" in trained
-    assert ("decoder.layers.1.self_attn.g_proj.weight" in trained) == ("hybrid" not in row)
+    mamba = "mamba" in row
+    assert ("decoder.layers.0.self_attn.g_proj.weight" in trained) != mamba
+    assert ("decoder.layers.0.self_attn.A_log" in trained) == mamba
+    assert ("decoder.layers.1.self_attn.g_proj.weight" in trained) == ("hybrid" not in row and not mamba)
     # fairseq writes bfloat16 as float32.
     source = {key: x.bfloat16().float() for key, x in weights(pythia / "model.pt").items()}
     # A warm-up of one update, then 0.0003 in each: what was transferred is still near the source, or there.
