@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
 
 SMALLEST_BLOCK = 32
-"""Queries are taken so many at a time, or as many as the window holds; fewer cost more in calls than they save."""
+"""Queries are taken so many at a time, or a quarter of the window; fewer cost more in calls than they save."""
 
 
 class LocalAttention(Mixer):
@@ -88,70 +88,63 @@ class LocalAttention(Mixer):
             order = padding.t().long().argsort(dim=0, stable=True)[:, :, None].expand(x.shape)
             x = x.gather(0, order)
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        if state is None:
+        before = state
+        if before is None:
             nothing = k.new_zeros(batch, self.num_heads, self.window - 1, self.head_dim)
-            before = {"keys": nothing, "values": nothing}
+            before = {"keys": nothing, "values": nothing, "read": torch.zeros(batch, dtype=torch.long, device=x.device)}
+        if state is None and time <= self.window:
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=self._dropout(), is_causal=True)
         else:
-            before = state
-        out = self._attend(q, k, v, before)
+            out = self._attend(q, k, v, before)
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
         if order is not None:
             out = torch.empty_like(out).scatter(0, order, out)
 
-        read = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
-        after = {
-            name: _last(before[name], new, None if padding is None else read)
-            for name, new in (("keys", k), ("values", v))
+        real = None if padding is None else (~padding).sum(dim=1)
+        return out, {
+            "keys": _last(before["keys"], k, real),
+            "values": _last(before["values"], v, real),
+            "read": before["read"] + (time if real is None else real),
         }
-        if state is not None:
-            read = read + state["read"]
-        return out, {**after, "read": read}
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: State) -> Tensor:
         """What (batch, heads, time, head_dim) queries read: each block from its own keys and those just before it."""
         batch, heads, time, dim = q.shape
-        # A block has the window's size, so that the one before holds all that it sees beside itself.
-        size = min(time, max(self.window - 1, SMALLEST_BLOCK))
+        past = self.window - 1
+        size = min(time, max(SMALLEST_BLOCK, -(-past // 4)))
         blocks = -(-time // size)
-        overlap = self.window - 1 if "read" in before or blocks > 1 else 0
+        behind = -(-past // size)  # blocks that a block sees of, beside itself
+        overlap = past if blocks == 1 else behind * size
 
         def in_blocks(x: Tensor) -> Tensor:
             return F.pad(x, (0, 0, 0, blocks * size - time)).view(batch, heads, blocks, size, dim)
 
         def with_overlap(x: Tensor, past: Tensor) -> Tensor:
-            own, past = in_blocks(x), past[:, :, None, self.window - 1 - overlap :]
-            if blocks > 1:
-                past = torch.cat([past, own[:, :, :-1, size - overlap :]], dim=2)
-            return torch.cat([past, own], dim=3)
+            if blocks == 1:
+                return torch.cat([past, x], dim=2)[:, :, None]
+            past = F.pad(past, (0, 0, overlap - past.shape[2], 0)).view(batch, heads, behind, size, dim)
+            every = torch.cat([past, in_blocks(x)], dim=2)
+            return torch.cat([every[:, :, i : i + blocks] for i in range(behind + 1)], dim=3)
 
         # Blocks become rows: (batch * blocks, heads, positions, head_dim).
-        rows = [
+        q, k, v = (
             x.transpose(1, 2).reshape(batch * blocks, heads, -1, dim)
             for x in (in_blocks(q), with_overlap(k, before["keys"]), with_overlap(v, before["values"]))
-        ]
-        drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)
+        )
+        keys = torch.arange(-overlap, size, device=q.device)
+        age = torch.arange(size, device=q.device)[:, None] - keys
+        # Of what stands before the text's first position, only so much is real as was read.
+        starts = torch.arange(blocks, device=q.device)[:, None] * size
+        real = (starts + keys >= -before["read"][:, None, None])[:, :, None]
+        visible = (age >= 0) & (age < self.window) & real
         out = F.scaled_dot_product_attention(
-            rows[0],
-            rows[1],
-            rows[2],
-            attn_mask=self._visible(batch, blocks, size, overlap, before.get("read"), q.device),
-            dropout_p=self.dropout_module.p if drops else 0.0,
+            q, k, v, attn_mask=visible.flatten(0, 1)[:, None], dropout_p=self._dropout()
         )
         return out.view(batch, blocks, heads, size, dim).transpose(1, 2).reshape(batch, heads, -1, dim)[:, :, :time]
 
-    def _visible(
-        self, batch: int, blocks: int, size: int, overlap: int, read: Tensor | None, device: torch.device
-    ) -> Tensor:
-        """(batch * blocks, 1, size, overlap + size): which keys each query of a block sees, itself always."""
-        keys = torch.arange(-overlap, size, device=device)
-        age = torch.arange(size, device=device)[:, None] - keys
-        visible = ((age >= 0) & (age < self.window)).expand(batch, blocks, size, -1)
-        if overlap:
-            # Before the first block stands what was read before the text, of which there may be less than has room.
-            real = keys >= (0 if read is None else -read[:, None])
-            first = visible[:, :1] & real.view(-1, 1, 1, overlap + size)
-            visible = torch.cat([first, visible[:, 1:]], dim=1)
-        return visible.reshape(batch * blocks, 1, size, overlap + size)
+    def _dropout(self) -> float:
+        drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)
+        return self.dropout_module.p if drops else 0.0
 
     def _heads(self, x: Tensor) -> Tensor:
         """(time, batch, heads * dim) -> (batch, heads, time, dim), without a copy."""

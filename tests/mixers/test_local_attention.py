@@ -14,9 +14,22 @@ from tests.mixers import contract
 
 EMBED, HEADS = 12, 2
 
-# One block; a part of a second; several, the last full; windows of one, within a block, larger than one and than the
-# text. With these sizes every block has neighbours and every boundary of a window falls somewhere.
-SIZES = [(1, 1), (7, 1), (7, 3), (7, 7), (9, 40), (33, 1), (33, 2), (64, 32), (65, 33), (100, 34), (121, 40), (70, 500)]
+# One block; a part of a second; several, the last full; windows of one, within a block, as large, of several blocks, of
+# blocks that are larger for it, and larger than the text.
+SIZES = [
+    (1, 1),
+    (7, 1),
+    (7, 3),
+    (7, 7),
+    (9, 40),
+    (33, 1),
+    (33, 2),
+    (64, 32),
+    (65, 33),
+    (100, 34),
+    (121, 70),
+    (200, 138),
+]
 sizes = pytest.mark.parametrize(("time", "window"), SIZES)
 
 
@@ -50,13 +63,13 @@ def test_it_is_its_definition(time, window):
 
 
 @pytest.mark.parametrize("padding", ["within", "whole"])
-@pytest.mark.parametrize(("time", "window"), [(13, 1), (13, 4), (13, 40), (70, 20), (75, 36)])
+@pytest.mark.parametrize(("time", "window"), [(13, 1), (13, 4), (13, 40), (70, 20), (110, 70)])
 def test_padding_takes_no_place_in_the_window(time, window, padding):
     contract.check_definition(build(window), naive, contract.draw(time, EMBED), contract.paddings(time)[padding])
 
 
 @pytest.mark.parametrize("padding", ["none", "within", "whole"])
-@pytest.mark.parametrize(("time", "window"), [(13, 1), (13, 4), (13, 40), (70, 20), (75, 36)])
+@pytest.mark.parametrize(("time", "window"), [(13, 1), (13, 4), (13, 40), (70, 20), (110, 70)])
 def test_in_parts_it_is_the_same(time, window, padding):
     contract.check_parts(build(window), contract.draw(time, EMBED), contract.paddings(time)[padding])
 
