@@ -12,7 +12,7 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
-"""Between which the sizes of steps start, their logarithms spread evenly (Gu & Dao 2023, Sec. 3.6)."""
+"""Between which the sizes of steps start (Gu & Dao 2023, Sec. 3.6): as in the authors' code, evenly in logarithms."""
 
 
 class Mamba(Mixer):

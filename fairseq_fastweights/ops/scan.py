@@ -32,7 +32,8 @@ def selective_scan(
         h_t = exp(delta_t A) * h_{t-1} + (delta_t * u_t) B_t^T,   y_t = h_t C_t + D * u_t
 
     with h_t of shape (channels, state), delta_t and u_t a number for each channel, B_t and C_t one for each dimension
-    of the state. A delta of 0 leaves the state as it is. Any strides will do.
+    of the state. What is written is delta_t B_t times u_t, as in the authors' code; the paper's Eq. 4 has a further
+    factor, which is near 1 for small steps. A delta of 0 leaves the state as it is. Any strides will do.
 
     Args:
         u: (batch, time, channels), what is written.
