@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 
-class BoundedMemoryAttention(Mixer):
+class BoundedMemoryAttention(ReadsBySoftmax):
     """Attention with bounded-memory control (ABC; Peng et al. 2022, Sec. 3), causal.
 
         K_t = K_{t-1} + phi_t k_t^T,  V_t = V_{t-1} + psi_t v_t^T          n x head_dim: n slots, of keys and of values
@@ -34,23 +33,10 @@ class BoundedMemoryAttention(Mixer):
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, slots: int, dropout: float = 0.0, bias: bool = True) -> None:
-        super().__init__(embed_dim, num_heads)
+        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
         self.slots = slots
-        self.dropout_module = nn.Dropout(dropout)
-        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-
-    def reset_parameters(self) -> None:
-        """Draws the projections as fairseq's attention does, in its order."""
-        for module in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
 
     def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, State]:
         """How much each slot takes of each position.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 SMALLEST_BLOCK = 32
 """Queries are taken so many at a time, or a quarter of the window; fewer cost more in calls than they save."""
 
 
-class LocalAttention(Mixer):
+class LocalAttention(ReadsBySoftmax):
     """Softmax attention in which each position sees itself and the window - 1 positions before it.
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v, over the last `window` keys and values
@@ -54,24 +54,11 @@ class LocalAttention(Mixer):
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, window: int = 32
     ) -> None:
-        super().__init__(embed_dim, num_heads)
+        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         if window < 1:
             raise ValueError(f"window is {window}; it must be at least 1")
         self.window = window
-        self.dropout_module = nn.Dropout(dropout)
-        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws the projections as fairseq's attention does, in its order."""
-        for module in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
 
     def forward(
         self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
@@ -141,15 +128,6 @@ class LocalAttention(Mixer):
             q, k, v, attn_mask=visible.flatten(0, 1)[:, None], dropout_p=self._dropout()
         )
         return out.view(batch, blocks, heads, size, dim).transpose(1, 2).reshape(batch, heads, -1, dim)[:, :, :time]
-
-    def _dropout(self) -> float:
-        drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)
-        return self.dropout_module.p if drops else 0.0
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """(time, batch, heads * dim) -> (batch, heads, time, dim), without a copy."""
-        time, batch, _ = x.shape
-        return x.view(time, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, window={self.window}"

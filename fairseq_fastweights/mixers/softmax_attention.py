@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
+from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 
-class SoftmaxAttention(Mixer):
+class SoftmaxAttention(ReadsBySoftmax):
     """A Transformer's self-attention, each position to itself and to those before it (Vaswani et al. 2017, Eq. 1).
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v
@@ -45,7 +44,7 @@ class SoftmaxAttention(Mixer):
         rotary_base: float = 10000.0,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(embed_dim, num_heads)
+        super().__init__(embed_dim, num_heads, dropout=dropout)
         if rotary_dim % 2 or not 0 <= rotary_dim <= self.head_dim:
             raise ValueError(
                 f"rotary_dim is {rotary_dim}; it must be an even number from 2 to the head dim, {self.head_dim}, or 0 "
@@ -56,19 +55,7 @@ class SoftmaxAttention(Mixer):
         self.needs_positions = rotary_dim == 0
         self.rotary_dim = rotary_dim
         self.rotary_base = float(rotary_base)
-        self.dropout_module = nn.Dropout(dropout)
-        self.k_proj = nn.Linear(embed_dim, embed_dim)
-        self.v_proj = nn.Linear(embed_dim, embed_dim)
-        self.q_proj = nn.Linear(embed_dim, embed_dim)
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws the projections as fairseq's attention does, in its order."""
-        for module in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        nn.init.zeros_(self.out_proj.bias)
 
     def forward(
         self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
@@ -88,22 +75,16 @@ class SoftmaxAttention(Mixer):
                 padding = torch.cat(
                     [x.new_zeros(batch, n, dtype=torch.bool) if mask is None else mask for mask, n in parts], dim=1
                 )
-        drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)
         out = F.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=_visible(time, before + time, padding, x.device),
-            dropout_p=self.dropout_module.p if drops else 0.0,
+            dropout_p=self._dropout(),
             is_causal=padding is None and before == 0 and time > 1,
         )
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
         return out, {"keys": k, "values": v, **({} if padding is None else {"padding": padding})}
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """(time, batch, heads * dim) -> (batch, heads, time, dim), without a copy."""
-        time, batch, _ = x.shape
-        return x.view(time, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
     def settings(self) -> dict[str, float]:
         """What tells it from another whose parameters have the same names and shapes."""
