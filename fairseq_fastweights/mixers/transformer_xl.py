@@ -1,0 +1,200 @@
+"""Softmax attention to a segment and a memory of what came before it (Dai et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+from fairseq_fastweights.mixers.rotary_embedding import turns
+
+WAVELENGTH_BASE = 10000.0
+"""Of the sinusoids that encode distances, as in Vaswani et al. 2017: the slowest has a period of 2 pi x base."""
+
+BIAS_STD = 0.02
+"""Of the normal law that u and v are drawn from, as in the authors' code."""
+
+
+class TransformerXL(Mixer):
+    """A Transformer-XL's relative attention, with recurrence over segments (Dai et al. 2019, Sec. 3.2 and 3.3).
+
+        h = [SG(memory), x]                             memory: the last inputs of the segments before; no gradient
+        q, k, v = W_q x, W_k h, W_v h
+        score_ij = (q_i + u) k_j + (q_i + v) W_R R_{i-j}    divided by sqrt(head_dim), for all j <= i
+        out = W_out softmax(score) v
+
+    R_d, (embed_dim,), holds the sines and then the cosines of the distance d. u (`content_bias`) and v
+    (`position_bias`), (heads, head_dim), are each layer's own, as with the authors' option `untie_r`. Time grows with
+    segment x (memory + segment); the state does not grow.
+
+    A call is a segment. Its i-th position, from 0, sees itself, the i before it and the memory, so that what is read
+    depends on how a text is cut, as with no other mixer. Texts of at most `memory` positions are read the same
+    however they are cut. Step by step each position sees the `memory` positions before it; with `same_length` it does
+    in every segment, and cuts change nothing but the gradients, which end at them. (In the authors' code `same_length`
+    counts the position itself among the `memory` that it sees.)
+
+    Padding takes no place: wherever it stands, a row gives what it gives without it.
+
+    No parameter depends on the options: evaluation may have others than training. Schlag et al. 2021 (Table 4, App. F)
+    count as a layer's state all keys and values that a segment needs, (memory + segment) x 2 embed_dim numbers: only
+    with this sum, where their text has a product, do their numbers follow. What is kept between segments is
+    memory x embed_dim numbers, from which keys and values are computed anew.
+
+    Args:
+        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        dropout: of the attention weights.
+        bias: whether the projections have biases; the paper's have none.
+        memory: how many positions before a segment it sees; 0 for none. The paper trains with a segment's length.
+        clamp_len: distances above it are taken for it, for memories longer than those of the training; 0 for none.
+        same_length: whether every position sees `memory` positions before it and no more.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Example:
+        >>> layer = TransformerXL(16, 2, memory=4)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)  # sees text[1:5] and itself
+        >>> {name: tuple(x.shape) for name, x in state.items()}
+        {'memory': (3, 4, 16), 'filled': (3,)}
+    """
+
+    options: ClassVar[dict[str, Option]] = {
+        "memory": Option(int, 64, "how many positions before a segment Transformer-XL sees"),
+        "clamp_len": Option(int, 0, "longer distances are taken for this one by Transformer-XL (0: none are)"),
+        "same_length": Option(bool, False, "lets each position of Transformer-XL see as many before it, `memory`"),
+    }
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout: float = 0.0,
+        bias: bool = False,
+        memory: int = 64,
+        clamp_len: int = 0,
+        same_length: bool = False,
+    ) -> None:
+        super().__init__(embed_dim, num_heads)
+        if memory < 0:
+            raise ValueError(f"memory is {memory}; it must be at least 1, or 0 for none")
+        if clamp_len < 0:
+            raise ValueError(f"clamp_len is {clamp_len}; it must be at least 1, or 0 for none")
+        self.memory = memory
+        self.clamp_len = clamp_len
+        self.same_length = same_length
+        self.dropout_module = nn.Dropout(dropout)
+        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.content_bias = nn.Parameter(torch.empty(num_heads, self.head_dim))
+        self.position_bias = nn.Parameter(torch.empty(num_heads, self.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, in its order, and then what it does not have."""
+        for module in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
+        for module in (self.out_proj, self.position_proj):
+            nn.init.xavier_uniform_(module.weight)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+        self.reset_special_parameters()
+
+    def reset_special_parameters(self) -> None:
+        """Draws u and v from N(0, `BIAS_STD`)."""
+        nn.init.normal_(self.content_bias, std=BIAS_STD)
+        nn.init.normal_(self.position_bias, std=BIAS_STD)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        """Reads a segment; shapes and results are those of `Mixer.forward`, and "the same" what the class says.
+
+        The state holds "memory", (batch, memory, embed_dim), the layer's last inputs with the last at the end, and
+        "filled", (batch,), how many of them there were. There is nothing in it that `overwrite` could save.
+        """
+        time, batch, _ = x.shape
+        order = None
+        if padding is not None:
+            # What is real goes first, in its order: then padding stands between no two positions that are.
+            order = padding.t().long().argsort(dim=0, stable=True)[:, :, None].expand(x.shape)
+            x = x.gather(0, order)
+        filled = None if state is None else state["filled"]
+        inputs = x if state is None else torch.cat([state["memory"].transpose(0, 1), x])
+
+        q = self.q_proj(x).view(time, batch, self.num_heads, self.head_dim)
+        k, v = (
+            projection(inputs).view(len(inputs), batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+            for projection in (self.k_proj, self.v_proj)
+        )
+        scores = self._position_scores(q + self.position_bias, len(inputs))
+        drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)
+        out = F.scaled_dot_product_attention(
+            (q + self.content_bias).permute(1, 2, 0, 3),
+            k,
+            v,
+            attn_mask=scores.masked_fill(~self._visible(time, len(inputs), filled, x.device), -math.inf),
+            dropout_p=self.dropout_module.p if drops else 0.0,
+        )
+        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
+        if order is not None:
+            out = torch.empty_like(out).scatter(0, order, out)
+
+        real = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
+        places = real[:, None] + torch.arange(len(inputs) - time - self.memory, len(inputs) - time, device=x.device)
+        # A copy: a state must not keep alive what it was taken from. Places before the first are not filled.
+        last = places.clamp(min=0)[:, :, None].expand(batch, self.memory, self.embed_dim)
+        kept = inputs.detach().transpose(0, 1).gather(1, last)
+        filled = real if filled is None else filled + real
+        return out, {"memory": kept, "filled": filled.clamp(max=self.memory)}
+
+    def _position_scores(self, q: Tensor, keys: int) -> Tensor:
+        """What distances add to the scores.
+
+        Args:
+            q: (time, batch, heads, head_dim), the queries of the last positions.
+            keys: how many positions there are.
+
+        Returns:
+            (batch, heads, time, keys); of keys after the query it means nothing.
+        """
+        time = q.shape[0]
+        # One distance more than there are: rows of keys + 1 scores, each read from one place later than the row before,
+        # are rows of keys that follow one another. So distances i - j are a view of distances by place (App. B).
+        precise = ops.state_dtype(q.dtype)  # bfloat16 cannot tell distance 300 from 301
+        distances = torch.arange(keys - 1, -2, -1, device=q.device, dtype=precise)
+        if self.clamp_len:
+            distances = distances.clamp(max=self.clamp_len)
+        cosines, sines = turns(distances, self.embed_dim, WAVELENGTH_BASE, self.position_proj.weight.dtype)
+        encoded = torch.cat([sines, cosines], dim=-1)[:, : self.embed_dim]
+        encoded = self.position_proj(encoded).view(keys + 1, self.num_heads, self.head_dim)
+        by_place = torch.einsum("tbhd,phd->bhtp", q * self.head_dim**-0.5, encoded).flatten(2)
+        return by_place[:, :, time - 1 : time - 1 + time * keys].unflatten(2, (time, keys))
+
+    def _visible(self, time: int, keys: int, filled: Tensor | None, device: torch.device) -> Tensor:
+        """(time, keys), or (batch, 1, time, keys): which keys each of the last `time` positions sees, itself always."""
+        places = torch.arange(keys, device=device)
+        age = places[keys - time :, None] - places
+        visible = age >= 0
+        if self.same_length:
+            visible = visible & (age <= self.memory)
+        if filled is not None:
+            visible = visible & (places >= keys - time - filled[:, None])[:, None, None]
+        return visible
+
+    def settings(self) -> dict[str, Any]:
+        """Nothing: whatever the options, its weights mean the same."""
+        return {}
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, memory={self.memory}"

@@ -1,0 +1,220 @@
+"""Transformer-XL's attention is its equations, segment after segment, with padding, in every precision."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fairseq_fastweights.mixers.transformer_xl import TransformerXL
+from tests.mixers import contract
+
+EMBED, HEADS = 12, 2
+
+
+def build(memory: int, embed: int = EMBED, heads: int = HEADS, **options) -> TransformerXL:
+    torch.manual_seed(0)
+    mixer = TransformerXL(embed, heads, memory=memory, **options).double().eval()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.normal_(std=0.5)
+    return mixer
+
+
+@cache
+def encoding(distance: int, embed: int) -> Tensor:
+    angles = [distance / 10000 ** (2 * i / embed) for i in range((embed + 1) // 2)]
+    return torch.tensor([*map(math.sin, angles), *map(math.cos, angles)][:embed], dtype=torch.float64)
+
+
+def naive(mixer: TransformerXL, x: Tensor, past: Tensor | None = None) -> Tensor:
+    """One query after the other, with the encoding of its distance to each key."""
+    past = x[:0] if past is None else past.detach()
+    inputs = torch.cat([past, x])
+    q, k, v = mixer.q_proj(x), mixer.k_proj(inputs), mixer.v_proj(inputs)
+    rows = []
+    for i in range(len(x)):
+        place, heads = len(past) + i, []
+        seen = list(range(max(0, place - mixer.memory) if mixer.same_length else 0, place + 1))
+        distances = [min(place - j, mixer.clamp_len or place) for j in seen]
+        encoded = mixer.position_proj(torch.stack([encoding(distance, mixer.embed_dim) for distance in distances]))
+        for h in range(mixer.num_heads):
+            part = slice(h * mixer.head_dim, (h + 1) * mixer.head_dim)
+            scores = k[seen, part] @ (q[i, part] + mixer.content_bias[h])
+            scores = scores + encoded[:, part] @ (q[i, part] + mixer.position_bias[h])
+            heads.append((scores / math.sqrt(mixer.head_dim)).softmax(0) @ v[seen, part])
+        rows.append(mixer.out_proj(torch.cat(heads)))
+    return torch.stack(rows) if rows else x
+
+
+@pytest.mark.parametrize("padding", ["none", "within", "whole"])
+@pytest.mark.parametrize(
+    ("time", "options"),
+    [
+        (2, {"memory": 0}),
+        (9, {"memory": 3}),
+        (9, {"memory": 3, "bias": True}),
+        (9, {"memory": 3, "clamp_len": 4}),
+        (9, {"memory": 3, "embed": 15, "heads": 3}),
+        (9, {"memory": 0, "same_length": True}),
+        (9, {"memory": 3, "same_length": True}),
+        (9, {"memory": 40, "same_length": True}),
+    ],
+)
+def test_it_is_its_definition(time, options, padding):
+    mixer = build(**options)
+    contract.check_definition(mixer, naive, contract.draw(time, mixer.embed_dim), contract.paddings(time)[padding])
+
+
+@pytest.mark.parametrize("padding", ["none", "within", "whole"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"memory": memory} for memory in (0, 1, 3, 5, 7, 40)),
+        {"memory": 4, "same_length": True},
+        {"memory": 7, "clamp_len": 6},
+    ],
+)
+def test_segments_see_the_memory_and_no_gradient_enters_it(options, padding):
+    """Memories of none, one, fewer, as many and more positions than the segments have."""
+    mixer, lengths = build(**options), [5, 5, 1, 1, 4]
+    x, padding = contract.draw(sum(lengths), EMBED).requires_grad_(), contract.paddings(sum(lengths))[padding]
+    real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()
+    out, state = contract.in_parts(mixer, x, lengths, padding)
+    assert not state["memory"].requires_grad
+    expected = torch.zeros_like(out)
+    for b in range(contract.BATCH):
+        past, start = x[:0, b], 0
+        for length in lengths:
+            places = torch.arange(start, start + length)[real[start : start + length, b]]
+            expected = expected.index_put((places, torch.tensor(b)), naive(mixer, x[places, b], past))
+            past = torch.cat([past, x[places, b]])
+            past, start = past[max(0, len(past) - mixer.memory) :], start + length
+        assert state["filled"][b] == len(past)
+        assert torch.equal(state["memory"][b, mixer.memory - len(past) :], past)
+    assert contract.error(out[real], expected[real]) <= contract.FLOAT64
+    weights = contract.draw(len(x), EMBED, seed=2)
+    wanted = [x, *mixer.parameters()]
+    ours, theirs = (torch.autograd.grad((y * weights)[real].sum(), wanted) for y in (out, expected))
+    for mine, its in zip(ours, theirs, strict=True):
+        assert contract.error(mine, its) <= contract.FLOAT64
+
+
+@pytest.mark.parametrize("padding", ["none", "within", "whole"])
+@pytest.mark.parametrize(
+    ("memory", "same_length"), [(13, False), (40, False), (0, True), (1, True), (4, True), (40, True)]
+)
+def test_in_parts_it_is_the_same_where_as_much_is_seen(memory, same_length, padding):
+    mixer = build(memory, same_length=same_length)
+    contract.check_parts(mixer, contract.draw(13, EMBED), contract.paddings(13)[padding])
+
+
+def test_step_by_step_it_is_as_with_the_same_length():
+    x = contract.draw(13, EMBED)
+    steps, _ = contract.in_parts(build(4), x, [1] * 13, None)
+    assert contract.error(steps, build(4, same_length=True)(x)[0]) <= contract.FLOAT64
+    assert contract.error(steps[5:], build(4)(x)[0][5:]) > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"memory": 9}, {"memory": 2, "same_length": True}])
+def test_the_state_has_rows(options):
+    contract.check_state(build(**options), contract.draw(9, EMBED))
+
+
+def test_the_state_does_not_grow():
+    """Nor does it keep the text alive that it was taken from."""
+    sizes = {
+        tuple((name, tensor.shape, tensor.untyped_storage().nbytes()) for name, tensor in state.items())
+        for state in (build(5)(contract.draw(time, EMBED))[1] for time in (1, 5, 90))
+    }
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(("trained", "evaluated"), [(4, 9), (9, 4), (4, 0)])
+def test_another_memory_takes_the_same_weights_and_a_state_of_the_first(trained, evaluated):
+    x, first, second = contract.draw(12, EMBED), build(trained), build(evaluated)
+    second.load_state_dict(first.state_dict())
+    assert second.settings() == first.settings()
+    _, state = first(x[:4])
+    out, state = second(x[4:8], state)
+    last, _ = second(x[8:], state)
+    for b in range(contract.BATCH):
+        assert contract.error(out[:, b], naive(second, x[4:8, b], x[:4, b])) <= contract.FLOAT64
+        assert contract.error(last[:, b], naive(second, x[8:, b], x[max(0, 8 - evaluated) : 8, b])) <= contract.FLOAT64
+
+
+@pytest.mark.parametrize("dtype", contract.HALF)
+def test_half_precision(dtype):
+    """Past a distance of 256, from where bfloat16 has only every second number."""
+    contract.check_half(build(300), naive, contract.draw(300, EMBED), dtype)
+
+
+def test_autocast():
+    mixer, x = build(8).float(), contract.draw(13, EMBED).float()
+    expected, _ = contract.in_parts(mixer, x, [8, 5], None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, state = contract.in_parts(mixer, x, [8, 5], None)
+        out.float().square().mean().backward()
+    assert contract.error(out.float(), expected) <= contract.HALF[torch.bfloat16]
+    assert state["memory"].dtype == x.dtype
+    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
+
+
+def test_pairs_of_positions_have_a_score_and_no_vector():
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(each, Tensor) and each.untyped_storage():
+                    self.largest = max(self.largest, each.untyped_storage().nbytes() // each.element_size())
+            return out
+
+    mixer, x = build(50), contract.draw(50, EMBED)
+    state = mixer(x)[1]
+    with Sizes() as sizes:
+        mixer(x, state)[0].sum().backward()
+    assert sizes.largest <= contract.BATCH * HEADS * 50 * 101
+
+
+def test_dropout_is_of_training_only():
+    mixer, x = build(4, dropout=0.5), contract.draw(40, EMBED)
+    assert torch.equal(mixer(x)[0], mixer(x)[0])
+    mixer.train()
+    assert not torch.equal(mixer(x)[0], mixer(x)[0])
+
+
+def test_parameters_have_fairseqs_names_and_initial_values():
+    from fairseq.modules import MultiheadAttention
+
+    theirs = MultiheadAttention(64, HEADS, self_attention=True).state_dict()
+    ours = TransformerXL(64, HEADS, bias=True).state_dict()
+    own = {name: ours.pop(name) for name in ("content_bias", "position_bias", "position_proj.weight")}
+    # Uniform up to bounds that differ by a root of 2; the largest of 4096 numbers is at them.
+    for name, tensor in [*theirs.items(), ("position_proj.weight", theirs["out_proj.weight"])]:
+        mine = own[name] if name in own else ours[name]
+        assert mine.shape == tensor.shape
+        if name.endswith("weight"):
+            assert mine.abs().max().item() == pytest.approx(tensor.abs().max().item(), rel=0.02), name
+    assert ours.keys() == theirs.keys() and not ours["out_proj.bias"].any()
+    for name in ("content_bias", "position_bias"):
+        assert own[name].shape == (HEADS, 32) and 0.01 < own[name].std() < 0.03
+    assert not any(name.endswith("proj.bias") for name in TransformerXL(EMBED, HEADS).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": -1}, "memory is -1; it must be at least 1, or 0 for none"),
+        ({"clamp_len": -2}, "clamp_len is -2; it must be at least 1, or 0 for none"),
+        ({"num_heads": 5}, "num_heads is 5; .*embed_dim, 12"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerXL(EMBED, **{"num_heads": HEADS, **options})
