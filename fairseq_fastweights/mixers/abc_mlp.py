@@ -69,7 +69,7 @@ class ABCMLP(BoundedMemoryAttention):
         logits = self.control_proj(x).view(*x.shape[:2], self.num_heads, self.slots).transpose(0, 1).double()
         logits = logits.masked_fill(~real[:, :, None, None], LOG_OF_NOTHING)
         if state is None:
-            before = torch.full_like(logits[:, 0], LOG_OF_NOTHING)
+            before = logits.new_full((x.shape[1], self.num_heads, self.slots), LOG_OF_NOTHING)
         else:
             before = state["log_sum"].masked_fill(state["read"][:, None, None] == 0, LOG_OF_NOTHING)
         log_sum = torch.cat([before[:, None], logits], dim=1).logcumsumexp(dim=1)

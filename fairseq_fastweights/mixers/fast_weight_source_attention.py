@@ -99,7 +99,8 @@ class FastWeightSourceAttention(MemoryAttention):
     def _copies(self, source: Tensor, padding_mask: Tensor | None) -> int:
         """How many rows in a row are copies of each other, in all of the batch: `beam_size`, or 1."""
         rows = source.shape[1]
-        if self.beam_size == 1 or rows == 0 or rows % self.beam_size:
+        # Where gradients are wanted it is not generation: to compare would make a GPU wait.
+        if torch.is_grad_enabled() or self.beam_size == 1 or rows == 0 or rows % self.beam_size:
             return 1
         groups = source.unflatten(1, (-1, self.beam_size))
         same = torch.equal(groups, groups[:, :, :1].expand_as(groups))

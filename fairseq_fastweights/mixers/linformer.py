@@ -82,7 +82,9 @@ class Linformer(BoundedMemoryAttention):
         if state is not None:
             positions = positions + state["read"][:, None]
         # Only where it may be too long does the CPU wait for a GPU, to say so.
-        if (state is not None or time > self.max_positions) and (end := int(positions.max())) > self.max_positions:
+        if (state is not None or time > self.max_positions) and (
+            end := max(positions[:, -1:].flatten().tolist(), default=0)
+        ) > self.max_positions:
             raise ValueError(f"x ends at position {end} of a text; max_positions is {self.max_positions}")
         # Padding before a text has no position; it takes the first one's control, and the slots take nothing of it.
         columns = (positions - 1).clamp(min=0)

@@ -115,7 +115,7 @@ class LocalAttention(ReadsBySoftmax):
 
         # Blocks become rows: (batch * blocks, heads, positions, head_dim).
         q, k, v = (
-            x.transpose(1, 2).reshape(batch * blocks, heads, -1, dim)
+            x.transpose(1, 2).flatten(0, 1)
             for x in (in_blocks(q), with_overlap(k, before["keys"]), with_overlap(v, before["values"]))
         )
         keys = torch.arange(-overlap, size, device=q.device)
@@ -127,7 +127,7 @@ class LocalAttention(ReadsBySoftmax):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible.flatten(0, 1)[:, None], dropout_p=self._dropout()
         )
-        return out.view(batch, blocks, heads, size, dim).transpose(1, 2).reshape(batch, heads, -1, dim)[:, :, :time]
+        return out.view(batch, blocks, heads, size, dim).transpose(1, 2).flatten(2, 3)[:, :, :time]
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, window={self.window}"

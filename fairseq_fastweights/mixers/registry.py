@@ -17,6 +17,7 @@ from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.mixer import Mixer, Option
 from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
+from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 
 _MAP = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features", "scale_read_out")
@@ -56,6 +57,7 @@ MIXERS: dict[str, Kind] = {
     "local": Kind(LocalAttention, ("dropout", "bias")),
     "linformer": Kind(Linformer, ("dropout", "bias", "max_positions")),
     "abc": Kind(ABCMLP, ("dropout", "bias")),
+    "transformer-xl": Kind(TransformerXL, ("dropout", "bias")),
     "mamba": Kind(Mamba, ("backend",), heads=None),
 }
 """What reads a text, each position what came before it."""

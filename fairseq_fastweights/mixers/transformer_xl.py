@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.rotary_embedding import turns
+from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 WAVELENGTH_BASE = 10000.0
 """Of the sinusoids that encode distances, as in Vaswani et al. 2017: the slowest has a period of 2 pi x base."""
@@ -20,7 +21,7 @@ BIAS_STD = 0.02
 """Of the normal law that u and v are drawn from, as in the authors' code."""
 
 
-class TransformerXL(Mixer):
+class TransformerXL(ReadsBySoftmax):
     """A Transformer-XL's relative attention, with recurrence over segments (Dai et al. 2019, Sec. 3.2 and 3.3).
 
         h = [SG(memory), x]                             memory: the last inputs of the segments before; no gradient
@@ -82,7 +83,7 @@ class TransformerXL(Mixer):
         clamp_len: int = 0,
         same_length: bool = False,
     ) -> None:
-        super().__init__(embed_dim, num_heads)
+        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         if memory < 0:
             raise ValueError(f"memory is {memory}; it must be at least 1, or 0 for none")
         if clamp_len < 0:
@@ -90,11 +91,6 @@ class TransformerXL(Mixer):
         self.memory = memory
         self.clamp_len = clamp_len
         self.same_length = same_length
-        self.dropout_module = nn.Dropout(dropout)
-        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False)
         self.content_bias = nn.Parameter(torch.empty(num_heads, self.head_dim))
         self.position_bias = nn.Parameter(torch.empty(num_heads, self.head_dim))
@@ -102,12 +98,8 @@ class TransformerXL(Mixer):
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does, in its order, and then what it does not have."""
-        for module in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
-        for module in (self.out_proj, self.position_proj):
-            nn.init.xavier_uniform_(module.weight)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
+        super().reset_parameters()
+        nn.init.xavier_uniform_(self.position_proj.weight)
         self.reset_special_parameters()
 
     def reset_special_parameters(self) -> None:
@@ -133,18 +125,14 @@ class TransformerXL(Mixer):
         inputs = x if state is None else torch.cat([state["memory"].transpose(0, 1), x])
 
         q = self.q_proj(x).view(time, batch, self.num_heads, self.head_dim)
-        k, v = (
-            projection(inputs).view(len(inputs), batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
-            for projection in (self.k_proj, self.v_proj)
-        )
+        k, v = (self._heads(projection(inputs)) for projection in (self.k_proj, self.v_proj))
         scores = self._position_scores(q + self.position_bias, len(inputs))
-        drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)
         out = F.scaled_dot_product_attention(
             (q + self.content_bias).permute(1, 2, 0, 3),
             k,
             v,
             attn_mask=scores.masked_fill(~self._visible(time, len(inputs), filled, x.device), -math.inf),
-            dropout_p=self.dropout_module.p if drops else 0.0,
+            dropout_p=self._dropout(),
         )
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
         if order is not None:
@@ -154,7 +142,8 @@ class TransformerXL(Mixer):
         places = real[:, None] + torch.arange(len(inputs) - time - self.memory, len(inputs) - time, device=x.device)
         # A copy: a state must not keep alive what it was taken from. Places before the first are not filled.
         last = places.clamp(min=0)[:, :, None].expand(batch, self.memory, self.embed_dim)
-        kept = inputs.detach().transpose(0, 1).gather(1, last)
+        past = inputs.detach() if len(inputs) else x.new_zeros(1, batch, self.embed_dim)
+        kept = past.transpose(0, 1).gather(1, last)
         filled = real if filled is None else filled + real
         return out, {"memory": kept, "filled": filled.clamp(max=self.memory)}
 

@@ -208,7 +208,11 @@ def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Re
         ([*MAO, "evaluate", "DATA", "UNFINISHED"], {}, "unfinished, which holds no checkpoint_last.pt"),
         ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "x.pt"}, "trained, which holds no x.pt"),
         ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "a/x.pt"}, "it must be the name of a file in OUT"),
-        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "folded"}, "MODE is folded; it must be sliding, carried, context-N"),
+        (
+            [*SMALL, "evaluate", "DATA", "TRAINED"],
+            {"MODE": "folded"},
+            "MODE is folded; it must be sliding, carried, con",
+        ),
         ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "context-"}, "MODE is context-; it must be"),
         ([*MAO, "evaluate", "DATA", "TRAINED"], {"MODE": "context-512"}, "N a number below the length, 512"),
         ([*SMALL, "train", "DATA", "OUT"], {"GPUS": "two"}, "GPUS is two; it must be a positive number"),

@@ -13,6 +13,7 @@ from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.mixer import State
 
 # Heads of 8 numbers.
 SOURCE, TARGET, BATCH, EMBED, HEADS = 11, 5, 3, 16, 2
@@ -52,18 +53,23 @@ def attend(module: FastWeightSourceAttention, query: torch.Tensor, source: torch
     return module(query, None, padding, source=source)[0]
 
 
-def one_by_one(module, query, source, padding=None) -> torch.Tensor:
-    """As a decoder asks in generation."""
-    state, steps = None, []
+def steps(module, query, source, padding=None) -> tuple[torch.Tensor, State]:
+    """As a decoder asks in generation: the outputs, and the memory."""
+    outputs, state = [], None
     for q in query.split(1):
-        out, state = module(q, state, padding, source=source)
-        steps.append(out)
-    return torch.cat(steps)
+        out, state = module(q, state, padding, source=source, overwrite=True)
+        outputs.append(out)
+    assert state is not None
+    return torch.cat(outputs), state
 
 
-def rows_of(module, query, source, padding=None) -> int:
+def one_by_one(*arguments) -> torch.Tensor:
+    return steps(*arguments)[0]
+
+
+def rows_of(state: State) -> int:
     """Of how many sources a memory is kept."""
-    (rows,) = {len(x) for x in module(query[:1], None, padding, source=source)[1].values()}
+    (rows,) = {len(x) for x in state.values()}
     return rows
 
 
@@ -128,10 +134,7 @@ def test_outputs_and_gradients_are_those_of_the_equation(feature_map, source_wid
     results = []
     for which, attention, dtype in ((module, attend, low), (exact, equation_5, torch.float64)):
         query, source = (x.to(dtype).requires_grad_() for x in inputs(source_width))
-        if attention is attend:
-            out = attend(which, query, source, padding)
-        else:
-            out = equation_5(which, query, source, padding)
+        out = attention(which, query, source, padding)
         results.append((out, gradients(which, out, query=query, source=source)))
     (out, actual), (expected, expected_gradients) = results
     assert relative_error(out, expected) <= (FLOAT32 if low is torch.float32 else FLOAT64)
@@ -160,6 +163,11 @@ def test_every_query_reads_all_of_the_source():
         assert (attend(module, query, changed) - out).abs().amax(dim=(1, 2)).min() > 1e-3
 
 
+def test_without_a_source_it_reads_what_asks():
+    module, (_, source) = build(), inputs()
+    assert torch.equal(module(source, padding=PADDING)[0], attend(module, source, source, PADDING))
+
+
 def test_parameters_are_those_of_fairseqs_attention():
     for width in (EMBED, 24):
         theirs = MultiheadAttention(EMBED, HEADS, kdim=width, vdim=width, encoder_decoder_attention=True)
@@ -179,7 +187,11 @@ def test_parameters_are_those_of_fairseqs_attention():
 def test_memories_have_the_papers_sizes(options, size):
     module = FastWeightSourceAttention(128, 2, **options).eval()
     _, state = module(torch.randn(3, 1, 128))
-    assert (state["state"].shape, state["z"].shape) == ((1, 2, size, 64), (1, 2, size))
+    assert {name: tuple(x.shape) for name, x in state.items()} == {
+        "state": (1, 2, size, 64),
+        "z": (1, 2, size),
+        "copies": (1,),
+    }
     assert size in (256, 384, 512)
 
 
@@ -229,6 +241,7 @@ def test_a_source_of_nothing_but_padding_is_finite(feature_map):
     assert all(grad.isfinite().all() for grad in gradients(module, out, query=query, source=source).values())
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("beam", [1, 2])
 @pytest.mark.parametrize(
     "shape", [(0, SOURCE, 2), (TARGET, 0, 2), (TARGET, SOURCE, 0)], ids=["queries", "source", "rows"]
@@ -239,9 +252,8 @@ def test_nothing_comes_of_nothing(shape, beam):
     query, source = torch.ones(time, batch, EMBED), torch.ones(source_time, batch, EMBED)
     for padding in (None, torch.ones(batch, source_time, dtype=torch.bool)):
         out, state = module(query, None, padding, source=source)
-        assert out.shape == query.shape and out.isfinite().all()
-        assert module(query, state)[0].shape == query.shape
-        module.reorder(state, torch.arange(batch))
+        for each in (out, module(query, module.reorder(state, torch.arange(batch)), padding, source=source)[0]):
+            assert each.shape == query.shape and each.isfinite().all()
 
 
 # --------------------------------------------------------------------------------- generation
@@ -253,24 +265,21 @@ def test_single_queries_give_what_all_at_once_give(feature_map, padding):
     dtype = torch.float32 if feature_map in POSITIVE else torch.float64
     module, (query, source) = build(feature_map, dtype=dtype), (x.to(dtype) for x in inputs())
     expected = attend(module, query, source, padding)
-    assert relative_error(one_by_one(module, query, source, padding), expected) <= FLOAT32
+    out, state = steps(module, query, source, padding)
+    assert relative_error(out, expected) <= FLOAT32
     # Once it is there the source is read from the memory: it need not be given again.
-    _, state = module(query[:1], None, padding, source=source)
     assert relative_error(module(query, state)[0], expected) <= FLOAT32
 
 
 def test_the_memory_neither_grows_nor_changes():
     module, (query, source) = build(), inputs()
-    _, state = module(query[:1], source=source)
-    kept = {name: x.clone() for name, x in state.items()}
-    _, after = module(query[1:], state, overwrite=True)
-    assert all(torch.equal(after[name], kept[name]) for name in kept)
-    assert kept["state"].shape == (BATCH, HEADS, 8, 8)
-
-
-def test_without_a_source_it_reads_its_own_input():
-    module, (query, _) = build(), inputs()
-    assert torch.equal(module(query, None, PADDING[:, :TARGET])[0], attend(module, query, query, PADDING[:, :TARGET]))
+    _, first = steps(module, query[:1], source)
+    assert first["state"].shape == (BATCH, HEADS, 8, 8)
+    kept = {name: x.clone() for name, x in first.items()}
+    with torch.no_grad():
+        _, after = module(query, first, source=source, overwrite=True)
+    for state in (first, after):
+        assert_same(state, kept, 0)
 
 
 def copies(x: torch.Tensor, beam: int, dim: int = 1) -> torch.Tensor:
@@ -278,6 +287,7 @@ def copies(x: torch.Tensor, beam: int, dim: int = 1) -> torch.Tensor:
     return x.repeat_interleave(beam, dim=dim)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("feature_map", POSITIVE)
 @pytest.mark.parametrize("beam", [2, 4])
@@ -285,61 +295,64 @@ def test_a_beam_shares_one_memory(feature_map, beam, padding):
     module, source = build(feature_map), copies(inputs()[1], beam)
     query = sequence(TARGET, BATCH * beam)
     padding = None if padding is None else copies(padding, beam, dim=0)
-    expected = attend(module, query, source, padding)
-    assert rows_of(module, query, source, padding) == BATCH * beam, "nobody has said that there are beams"
+    expected, alone = module(query, None, padding, source=source)
+    assert rows_of(alone) == BATCH * beam, "nobody has said that there are beams"
     module.beam_size = beam
-    assert rows_of(module, query, source, padding) == BATCH
     # Several queries at once too, as a prefix that is forced could be read.
-    for out in (one_by_one(module, query, source, padding), attend(module, query, source, padding)):
+    for out, shared in (steps(module, query, source, padding), module(query, None, padding, source=source)):
+        assert rows_of(shared) == BATCH
         assert relative_error(out, expected) <= FLOAT32
 
 
-def test_rows_of_different_sources_share_nothing():
+def test_where_gradients_are_wanted_rows_are_not_compared():
+    """A training goes on after hypotheses were searched for, to validate it."""
+    module, source = build(), copies(inputs()[1], 2).requires_grad_()
+    module.beam_size = 2
+    out, state = module(sequence(TARGET, BATCH * 2), source=source)
+    assert rows_of(state) == BATCH * 2
+    assert gradients(module, out, source=source)["source"].all()
+
+
+@torch.no_grad()
+def assert_nothing_shared(source: torch.Tensor, beam: int, padding: torch.Tensor | None = None) -> None:
+    module, query = build(), sequence(TARGET, source.shape[1])
+    expected = attend(module, query, source, padding)
+    module.beam_size = beam
+    out, state = steps(module, query, source, padding)
+    assert rows_of(state) == source.shape[1]
+    assert relative_error(out, expected) <= FLOAT32
+
+
+@pytest.mark.parametrize(("batch", "beam", "padding"), [(4, 2, None), (4, 4, None), (3, 2, None), (3, 3, PADDING)])
+def test_rows_of_different_sources_share_nothing(batch, beam, padding):
     """A beam size may be that of a search before this one: sources are compared, not believed."""
-    module = build()
-    for batch, beam, padding in ((4, 2, None), (4, 4, None), (3, 2, None), (3, 3, PADDING)):
-        module.beam_size = beam
-        query, source = sequence(TARGET, batch), sequence(SOURCE, batch, seed=2)
-        assert rows_of(module, query, source, padding) == batch
-        out = one_by_one(module, query, source, padding)
-        module.beam_size = 1
-        assert relative_error(out, attend(module, query, source, padding)) <= FLOAT32
+    assert_nothing_shared(sequence(SOURCE, batch, seed=2), beam, padding)
 
 
 def test_copies_that_are_padded_differently_share_nothing():
-    module, source = build(), copies(sequence(SOURCE, 1, seed=2), 3)
-    module.beam_size = 3
-    query = sequence(TARGET)
-    assert rows_of(module, query, source, PADDING) == 3
-    out = one_by_one(module, query, source, PADDING)
-    module.beam_size = 1
-    assert relative_error(out, attend(module, query, source, PADDING)) <= FLOAT32
+    assert_nothing_shared(copies(sequence(SOURCE, 1, seed=2), 3), 3, PADDING)
 
 
 def test_one_group_of_several_that_is_not_of_copies_is_enough_to_share_nothing():
-    module, source = build(), copies(sequence(SOURCE, 2, seed=2), 2)
+    source = copies(sequence(SOURCE, 2, seed=2), 2)
     source[3, 3, 5] += 1e-3  # of the second group's second row
-    module.beam_size = 2
-    query = sequence(TARGET, 4)
-    assert rows_of(module, query, source) == 4
-    out = one_by_one(module, query, source)
-    module.beam_size = 1
-    assert relative_error(out, attend(module, query, source)) <= FLOAT32
+    assert_nothing_shared(source, 2)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("seed", range(20))
 def test_memories_follow_any_sequence_of_orders(seed):
     draw = random.Random(seed)
     beam, sentences = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
     module, source = build(draw.choice(POSITIVE)), copies(sequence(SOURCE, sentences, seed=seed), beam)
     padding = copies(PADDING[:sentences], beam, dim=0)
-    module.beam_size = beam
-    alone, state = copy.deepcopy(module), None
-    alone.beam_size = 1
+    state = None
     for step in range(6):
         query = sequence(1, source.shape[1], seed=100 * seed + step)
+        module.beam_size = beam
         out, state = module(query, state, padding, source=source)
-        assert relative_error(out, attend(alone, query, source, padding)) <= FLOAT32, step
+        module.beam_size = 1
+        assert relative_error(out, attend(module, query, source, padding)) <= FLOAT32, step
         rows = source.shape[1]
         if draw.random() < 0.5 and rows % beam == 0:  # as beam search does it: sentences leave, hypotheses move
             kept = sorted(draw.sample(range(rows // beam), draw.randint(1, rows // beam)))

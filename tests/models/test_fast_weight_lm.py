@@ -40,6 +40,7 @@ RULES = {
     "retention": "--update-rule retention",
     "local": "--mixers local --local-window 3",
     "abc": "--mixers abc --abc-slots 3",
+    "transformer-xl": "--mixers transformer-xl --transformer-xl-same-length",
     "mamba": "--mixers mamba --mamba-state 4",
     "two": "--mixers delta,local:2 --local-window 3",
     "small state": "--update-rule gated --feature-dim 3 --share-decoder-input-output-embed",
