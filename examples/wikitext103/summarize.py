@@ -19,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.summaries import Run, draw_curves
 
-WIKITEXT2 = ("softmax", "sum", "delta", "delta-no-positions", "sum-carried", "delta-carried")
+WIKITEXT2 = (
+    *("softmax", "sum", "delta", "delta-no-positions", "sum-carried", "delta-carried"),
+    *("gated", "decay", "retention", "local", "linformer", "abc", "mamba", "transformer-xl-carried"),
+)
 EVALUATIONS = {
     # log: column. wikitext2.sh scores the test set only, and does not name it. A checkpoint that is not the best one
     # comes after a dot in the log's name.
@@ -33,6 +36,11 @@ EVALUATIONS = {
     "carried": "test, carried over",
     "context-0-test": "test, context 0",
     "context-480-test": "test, context 480",
+    **{
+        f"memory-{memory}-{target}-{split}": f"{split}, memory {memory}, target {target}"
+        for memory, target in ((15, 1), (64, 64), (128, 128), (384, 384))
+        for split in ("valid", "test")
+    },
 }
 ABSENT = "–"
 

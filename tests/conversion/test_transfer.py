@@ -369,6 +369,27 @@ def test_fast_weight_layers_with_the_sources_heads_take_its_attention(fairseq, s
     ]
 
 
+def test_local_attention_keeps_all_weights_and_is_the_source_within_its_window(fairseq, source, text, caplog):
+    model, folder = source
+    tokens = text(2, 9)
+    local = take(fairseq, folder, f"{PRE_NORM} --mixers local --local-window 9")
+    assert torch.allclose(log_probs(local, tokens), log_probs(model, tokens), atol=1e-5)
+    report = report_of(caplog, lambda: take(fairseq, folder, f"{PRE_NORM} --mixers local --local-window 4"))
+    kept, *others = report["all"]
+    assert kept == f"{sum(p.numel() for p in model.parameters()):,}" and set(others[:3]) == {"0"}
+
+
+@pytest.mark.parametrize("mixer", ["abc", "linformer", "transformer-xl", "mamba"])
+def test_mixers_of_other_kinds_start_with_weights_of_their_own(fairseq, source, text, mixer):
+    _, folder = source
+    model = take(fairseq, folder, f"{PRE_NORM} --mixers {mixer}:2,softmax:1 --transfer embeddings,feed-forward")
+    own, theirs = model.state_dict(), read_source(folder / "model.pt").weights
+    parameters = {name for name, _ in model.named_parameters() if ".self_attn." in name}
+    assert parameters and not any(name in theirs and torch.equal(own[name], theirs[name]) for name in parameters)
+    assert torch.equal(own["decoder.layers.1.fc1.weight"], theirs["decoder.layers.1.fc1.weight"])
+    assert model(text(2, 9))[0].isfinite().all()
+
+
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre-norm", "post-norm"])
 def test_retention_starts_with_attention_of_its_own(fairseq, tmp_path, caplog, pre_norm):
     """Choi 2024, Sec. 3.2: in hybrids attention goes to the softmax layers; norms go with what they precede."""
