@@ -61,14 +61,16 @@ def test_all_results_of_a_cpu_are_made_by_one_command(
 
 
 @pytest.mark.slow
-def test_the_selective_scan_takes_turns_with_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_mixers_take_turns_with_their_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("selective_scan.keep_freed_memory", lambda: True)  # of this process it is not to be kept
-    assert run("selective_scan", "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
+    monkeypatch.setattr("mixers.keep_freed_memory", lambda: True)  # of this process it is not to be kept
+    assert run("mixers", "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    names = {"scan": ("native", "chunkwise", "transformers"), "layer": ("Mamba", "transformers")}
+    names = {
+        "scan": ("native", "chunkwise", "transformers"),
+        "layer": ("Mamba", "transformers"),
+        "attention": ("softmax", "local", "abc"),
+    }
     assert {(row["part"], row["pass"], row["name"]) for row in rows} == {
         (part, kind, name) for part in names for kind in ("forward", "forward+backward") for name in names[part]
     }

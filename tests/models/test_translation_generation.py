@@ -32,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"delta {name}": {"update_rule": "delta", "feature_map": name} for name in ("favor", "dpfp")},
     "delta removal": {"update_rule": "delta", "normalization": "sum,attention,removal"},
     **{f"in {places}": {"fast_weight_attention": places, "update_rule": "gated"} for places in SUBSETS},
+    "retention": {"update_rule": "retention"},
+    **{
+        f"with {mixer}": {"mixers": mixer}
+        for mixer in ("local,softmax:2", "mamba", "abc", "linformer", "transformer-xl")
+    },
     "other widths": {"encoder_embed_dim": 24, "decoder_embed_dim": 16},
     "learned positions, pre-norm": {"decoder_learned_pos": True, "decoder_normalize_before": True},
 }

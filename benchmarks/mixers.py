@@ -1,14 +1,14 @@
-"""Mamba's selective scan and its whole layer on a CPU, against those of Hugging Face's Transformers, in one run.
+"""Mixers on a CPU against their peers, in one run.
 
-The scan's kernels, its form by chunks and the scan that Transformers runs on a CPU, one step after the other, take
-turns; so do a layer of `Mamba` and a `MambaMixer` with the same weights. Ratios are of medians. Needs transformers:
+Mamba's selective scan: its kernels, its form by chunks and the scan that Hugging Face's Transformers runs on a CPU, one
+step after the other, take turns; so do a layer of `Mamba` and a `MambaMixer` with the same weights. Local attention and
+ABC take turns with softmax attention. Ratios are of medians. Needs transformers:
 
-    .venv/bin/python benchmarks/selective_scan.py [--threads 1] [--rounds 5] [--out results.json]
+    .venv/bin/python benchmarks/mixers.py [--threads 1] [--rounds 5] [--out results.json]
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from transformers.models.mamba import modeling_mamba
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mamba import Mamba
+from fairseq_fastweights.mixers.registry import build_mixer
 
 SIZES = {"batch": 4, "channels": 512, "state": 16}
 QUICK_SIZES = {"batch": 1, "channels": 16, "state": 4}
@@ -59,10 +60,25 @@ def layers(time: int, batch: int, channels: int, state: int) -> dict[str, Callab
     return {"Mamba": lambda: ours(x), PEER: lambda: theirs(x_theirs)}
 
 
+def attention(time: int, batch: int, channels: int, state: int) -> dict[str, Callable[[], Any]]:
+    """Layers of one row, in heads of 64 but where they are tiny."""
+    x = torch.randn(time, 1, channels, requires_grad=True)
+    settings = {"num_heads": max(1, channels // 64)}
+    mixers = {name: build_mixer(name, channels, settings) for name in ("softmax", "local", "abc")}
+    return {name: partial(mixer, x) for name, mixer in mixers.items()}
+
+
 def backward_too(forward: Callable[[], Any]) -> None:
     out = forward()
     out = out if isinstance(out, Tensor) else out[0]
     out.sum().backward()
+
+
+PARTS = {
+    ("scan", scans): CASES,
+    ("layer", layers): CASES,
+    ("attention", attention): tuple(("forward+backward", 4**n) for n in range(4, 8)),
+}
 
 
 def main() -> None:
@@ -70,16 +86,18 @@ def main() -> None:
     parser.set_defaults(device="cpu")
     options = parse(parser)
     keep_freed_memory()
-    sizes, cases = (QUICK_SIZES, QUICK_CASES) if options.quick else (SIZES, CASES)
+    sizes = QUICK_SIZES if options.quick else SIZES
     rows = []
-    for (part, prepare), (kind, time) in itertools.product((("scan", scans), ("layer", layers)), cases):
+    for (part, prepare), (kind, time) in (
+        (part, case) for part, cases in PARTS.items() for case in (QUICK_CASES if options.quick else cases)
+    ):
         calls = prepare(time, **sizes)
         if kind == "forward":
             calls = {name: torch.no_grad()(call) for name, call in calls.items()}
         else:
             calls = {name: partial(backward_too, call) for name, call in calls.items()}
             if time > LONGEST_BACKWARD_OF_PEER:
-                del calls[PEER]
+                calls.pop(PEER, None)
         warm = {name: first_calls(call, lambda: None)[1] for name, call in calls.items()}
         seconds, _ = time_in_turns(calls, warm, Clock(), rounds=options.rounds)
         first = next(iter(seconds))
@@ -87,9 +105,9 @@ def main() -> None:
             ratio = measured["median"] / seconds[first]["median"]
             row = {"part": part, "pass": kind, "time": time, "name": name, "ratio": ratio}
             rows.append(row | {"seconds": measured})
-            print(f"{part:6}{kind:18}{time:5}  {name:14}{1e3 * measured['median']:9.1f} ms {ratio:6.1f} x {first}")
+            print(f"{part:10}{kind:18}{time:5}  {name:14}{1e3 * measured['median']:9.1f} ms {ratio:6.1f} x {first}")
     if options.out is not None:
-        records.write(records.describe_run("selective_scan", "cpu", sizes=sizes, rows=rows), options.out)
+        records.write(records.describe_run("mixers", "cpu", sizes=sizes, rows=rows), options.out)
 
 
 if __name__ == "__main__":
