@@ -106,6 +106,8 @@ def command(name: str, *arguments: str, program: Callable[[], object] | None = N
         sys.argv = before
         root.setLevel(level)
         root.removeHandler(handler)
+        # Of fairseq-preprocess, which would log what later calls do in this one's folder.
+        logging.getLogger("fairseq_cli.preprocess").handlers.clear()
     return "\n".join(lines)
 
 

@@ -76,8 +76,9 @@ def test_sizes_are_those_of_all_tensors() -> None:
     # A state for each hypothesis, and one for each sentence, with a column for the normaliser.
     states = (ROWS + ROWS // beam) * layers * heads * head * (head + 1) * 4
     numbers = ROWS * 8  # of the sentences that the hypotheses are for
+    copies = layers * ROWS // beam * 8  # how many hypotheses each sentence has
     assert {name: list(begin(name, beam)[1].sizes().values()) for name in ("transformer", "elu", "dpfp-2")} == {
         "transformer": [pairs, encoder],
-        "elu": [states, encoder + numbers],
-        "dpfp-2": [4 * states, encoder + numbers],
+        "elu": [states + copies, encoder + numbers],
+        "dpfp-2": [4 * states + copies, encoder + numbers],
     }

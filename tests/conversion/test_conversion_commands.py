@@ -130,7 +130,7 @@ def test_a_checkpoint_with_fast_weights_has_no_way_back(converted, data, tmp_pat
     last = tmp_path / "run" / "checkpoint_last.pt"
     assert main(["to-huggingface", str(ours), str(tmp_path / "back"), "--checkpoint", str(last)]) == 2
     error = capsys.readouterr().err
-    assert "mixers is 'delta' in the checkpoint and 'softmax' in the model" in error
+    assert "mixers is 'sum' in the checkpoint and 'softmax' in the model" in error
     assert not (tmp_path / "back").exists()
 
 
