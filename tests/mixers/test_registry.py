@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from fairseq_fastweights.mixers.mixer import Mixer, Option
 from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind, build_mixer, option_name, parse_pattern
+from tests.conftest import ROOT
 
 WIDTH, TIME, BATCH = 16, 9, 3
 HEADS = {"num_heads": 4, "fast_weight_heads": 2, "max_positions": 24}
@@ -219,3 +222,8 @@ def test_states_that_are_carried_have_one_size(name):
     grows = any(value.shape != longer[n].shape for n, value in state.items())
     assert (name == "softmax") == grows and not (grows and mixer.carries)
     assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
+
+
+def test_mixers_need_torch_alone():
+    code = "import sys, fairseq_fastweights.mixers.registry; sys.exit('fairseq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
