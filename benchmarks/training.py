@@ -1,7 +1,7 @@
-"""Words per second of training the paper's small language model, end to end, against softmax attention in fairseq.
+"""Words per second of training the paper's small language model, end to end, against softmax attention.
 
 `fairseq-train` with the architecture fast_weight_lm_wiki103_small of Schlag et al. (2021): 16 layers, width 128,
-batches of 96 rows of 256 words, 267,735 word types. The softmax Transformer is the same architecture with fairseq's own
+batches of 96 rows of 256 words, 267,735 word types. The softmax Transformer is the same architecture with softmax
 attention in all its layers (--softmax-attention-layers all), which has fairseq's numbers and parameters. The text is
 random. The commands take turns, and a command's speed is the median of what fairseq logs once it is warm.
 

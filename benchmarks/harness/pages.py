@@ -184,12 +184,26 @@ def _training(record: Record) -> Iterator[str]:
     yield table(columns, record["rows"])
 
 
+def _mixers(record: Record) -> Iterator[str]:
+    """A table for each part, with every contestant's time over that of the first."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "pass": lambda row: row["pass"],
+        "T": lambda row: f"{row['time']:,}",
+        "who": lambda row: row["name"],
+        "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
+        "times as long as the first": lambda row: ratio(row["ratio"]),
+    }
+    for part in _unique(row["part"] for row in record["rows"]):
+        yield f"**{part}**\n\n{table(columns, [row for row in record['rows'] if row['part'] == part])}"
+
+
 _PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
     "kernels": _kernels,
     "generation": _generation,
     "translation": _translation,
     "training_length": _training_length,
     "training": _training,
+    "mixers": _mixers,
 }
 
 
