@@ -67,6 +67,7 @@ def test_outputs_and_gradients_are_those_of_the_equations(options):
         torch.testing.assert_close(got, right, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"expand": 1, "conv_kernel": 3, "use_bias": True}, {"time_step_rank": 3}], ids=str
 )

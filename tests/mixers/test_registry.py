@@ -224,6 +224,7 @@ def test_states_that_are_carried_have_one_size(name):
     assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
 
 
+@pytest.mark.slow
 def test_mixers_need_torch_alone():
     code = "import sys, fairseq_fastweights.mixers.registry; sys.exit('fairseq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

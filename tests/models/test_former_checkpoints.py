@@ -44,6 +44,7 @@ def logits(tmp_path_factory) -> Path:
 FAIRSEQS = ("softmax", "hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_former_checkpoints_give_the_same_bits(logits, kind):
     expected, now = (torch.load(logits / of / f"{kind}.pt") for of in ("former", "now"))

@@ -187,6 +187,7 @@ def main() -> None:
 
 
 @on_cpu
+@pytest.mark.slow
 def test_an_instruction_set_that_is_not_there_is_named():
     """And of those that are there, the last is the one that is taken."""
     code = "from fairseq_fastweights.ops import native; native.cpu_instruction_set()"
