@@ -1,12 +1,15 @@
-"""The Markdown files: what they link to is there, and nothing is left to be filled in."""
+"""The Markdown files: what they link to is there, and nothing is left to be filled in. Examples in docstrings work."""
 
 from __future__ import annotations
 
+import doctest
 import re
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("", "benchmarks", "cuda", "docs", "examples", "fairseq_fastweights", "tests")
@@ -16,6 +19,19 @@ PAGES = sorted(
     for page in (ROOT / folder).glob("*.md" if folder == "" else "**/*.md")
     if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
 )
+
+
+EXAMPLES = sorted(
+    str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+    for path in (ROOT / "fairseq_fastweights").rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("module", EXAMPLES)
+def test_examples_of_docstrings_give_what_they_say(module: str) -> None:
+    found = doctest.testmod(import_module(module.removesuffix(".__init__")), extraglobs={"torch": torch})
+    assert found.attempted and not found.failed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

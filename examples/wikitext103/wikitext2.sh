@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A scaled-down version of Tables 2 to 4 on WikiText-2, and the papers' other systems at that size: on two CPU cores
-# about ten minutes for each model.
+# A scaled-down version of Tables 2 to 4 on WikiText-2, for two CPU cores and about an hour (the first six models), and
+# the papers' other systems at that size.
 #
 #   wikitext2.sh DATA OUT [MODEL ...]
 #

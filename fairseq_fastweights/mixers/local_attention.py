@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.padding import put_back, to_the_end
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 SMALLEST_BLOCK = 32
@@ -71,9 +72,7 @@ class LocalAttention(ReadsBySoftmax):
         time, batch, _ = x.shape
         order = None
         if padding is not None:
-            # What is real goes first, in its order: then padding stands between no two positions that are.
-            order = padding.t().long().argsort(dim=0, stable=True)[:, :, None].expand(x.shape)
-            x = x.gather(0, order)
+            x, order = to_the_end(x, padding)
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         before = state
         if before is None:
@@ -85,7 +84,7 @@ class LocalAttention(ReadsBySoftmax):
             out = self._attend(q, k, v, before)
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
         if order is not None:
-            out = torch.empty_like(out).scatter(0, order, out)
+            out = put_back(out, order)
 
         real = None if padding is None else (~padding).sum(dim=1)
         return out, {

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+from fairseq_fastweights.mixers.padding import put_back, to_the_end
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
 """Between which the sizes of steps start (Gu & Dao 2023, Sec. 3.6): as in the authors' code, evenly in logarithms."""
@@ -100,12 +101,9 @@ class Mamba(Mixer):
     ) -> tuple[Tensor, State]:
         if padding is None:
             return self._mix(x, state, None, overwrite)
-        # Padding is put behind the rest of its row, where nothing sees it.
-        padding = padding.to(torch.bool).t()
-        order = torch.sort(padding, dim=0, stable=True).indices[..., None]
-        text = x.masked_fill(padding[..., None], 0).gather(0, order.expand_as(x))
-        out, state = self._mix(text, state, (~padding).sum(0), overwrite)
-        return torch.empty_like(out).scatter_(0, order.expand_as(out), out), state
+        text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
+        out, state = self._mix(text, state, (~padding).sum(1), overwrite)
+        return put_back(out, order), state
 
     def _mix(self, text: Tensor, state: State | None, lengths: Tensor | None, overwrite: bool) -> tuple[Tensor, State]:
         """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""

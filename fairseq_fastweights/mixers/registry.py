@@ -83,12 +83,9 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         ValueError: naming the setting, what it was and what it may be.
 
     Example:
-        >>> build_mixer("delta", 16, {"fast_weight_heads": 2, "feature_map": "dpfp"})
-        FastWeightAttention(
-          update_rule=delta, normalization=sum, heads=2
-          (feature_map): DPFP()
-          ...
-        )
+        >>> layer = build_mixer("local", 16, {"num_heads": 2, "local_window": 8})
+        >>> layer.window, layer.carries
+        (8, True)
     """
     kind = lookup("mixers", name, kinds)
     arguments = {setting: settings[setting] for setting in kind.shared if setting in settings}

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.padding import put_back, to_the_end
 from fairseq_fastweights.mixers.rotary_embedding import turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
@@ -118,9 +119,7 @@ class TransformerXL(ReadsBySoftmax):
         time, batch, _ = x.shape
         order = None
         if padding is not None:
-            # What is real goes first, in its order: then padding stands between no two positions that are.
-            order = padding.t().long().argsort(dim=0, stable=True)[:, :, None].expand(x.shape)
-            x = x.gather(0, order)
+            x, order = to_the_end(x, padding)
         filled = None if state is None else state["filled"]
         inputs = x if state is None else torch.cat([state["memory"].transpose(0, 1), x])
 
@@ -136,7 +135,7 @@ class TransformerXL(ReadsBySoftmax):
         )
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
         if order is not None:
-            out = torch.empty_like(out).scatter(0, order, out)
+            out = put_back(out, order)
 
         real = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
         places = real[:, None] + torch.arange(len(inputs) - time - self.memory, len(inputs) - time, device=x.device)

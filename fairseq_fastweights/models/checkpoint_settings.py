@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,12 @@ def upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
     return settings
 
 
+def _count_layers(state_dict: dict[str, Any], module: str) -> int:
+    """How many layers the module has whose parameters these are."""
+    numbers = (re.match(rf"{re.escape(module)}\.layers\.(\d+)\.", name) for name in state_dict)
+    return 1 + max((int(number[1]) for number in numbers if number), default=-1)
+
+
 def _together(names: list[str]) -> str | list[str]:
     """One name where all are the same."""
     return names[0] if len(set(names)) == 1 else names
@@ -91,7 +98,7 @@ def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
     key = f"{module}.{NAME}"
     if key not in state_dict:
         return
-    settings = upgrade(decode(state_dict[key]), max(kept))
+    settings = upgrade(decode(state_dict[key]), _count_layers(state_dict, module))
     before = settings["mixers"]
     if isinstance(before, list):
         left = [before[number - 1] for number in kept]
@@ -124,10 +131,7 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
     """
     rename_former(state_dict, prefix)
     expected = decode(own)
-    layers = max((len(names) for names in expected.values() if isinstance(names, list)), default=1)
-    saved = upgrade(decode(state_dict.setdefault(f"{prefix}.{NAME}", own)), layers)
-    # Of what it was all its life: the model's own settings, in today's words, go into the next checkpoint.
-    state_dict[f"{prefix}.{NAME}"] = own
+    saved = upgrade(decode(state_dict.setdefault(f"{prefix}.{NAME}", own)), _count_layers(state_dict, prefix))
     names = {name for name in saved | expected if saved.get(name) != expected.get(name)}
     if any(name.endswith("mixers") for name in names):
         # What only one of them says is said of a mixer that the other has not.
@@ -138,6 +142,7 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
     ]
     if different:
         raise ValueError("the checkpoint does not fit the model: " + "; ".join(different))
+    state_dict[f"{prefix}.{NAME}"] = own  # the same, in today's words
 
 
 def decode(codes: Tensor) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
-from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, parse_normalization
+from fairseq_fastweights.mixers.update_rules import parse_normalization
 
-MEMORIES = [*UPDATE_RULES, "retention"]
+MEMORIES = [name for name, kind in MIXERS.items() if kind.heads == "fast_weight_heads"]
 """What --update-rule chooses from: the mixers that are a fast weight memory, and nothing else."""
 
 MixerOptions = make_dataclass(
@@ -126,11 +126,9 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
     }
 
 
-def mixer_builder(
-    name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS, **others: Any
-) -> Callable[[int], Mixer]:
+def mixer_builder(name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS) -> Callable[[int], Mixer]:
     """What makes a layer's mixer, given its width."""
-    return partial(build_mixer, name, settings={**settings, **others}, kinds=kinds)
+    return partial(build_mixer, name, settings=settings, kinds=kinds)
 
 
 def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default_rule: str) -> tuple[str, ...]:

@@ -154,11 +154,9 @@ class FastWeightTransformerModel(TransformerModel):
 
 def _decoder_mixers(args: Any) -> tuple[str, ...]:
     """The names of the mixers of the decoder's layers."""
-    layers = args.decoder_layers
-    softmax = frozenset() if "decoder" in parse_places(args.fast_weight_attention) else range(1, layers + 1)
-    if args.mixers:
-        softmax = frozenset()
-    return parse_mixers(args, frozenset(softmax), layers, FastWeightTransformerOptions.update_rule)
+    if not args.mixers and "decoder" not in parse_places(args.fast_weight_attention):
+        return ("softmax",) * args.decoder_layers
+    return parse_mixers(args, frozenset(), args.decoder_layers, FastWeightTransformerOptions.update_rule)
 
 
 def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str, MixerBuilder | None]:

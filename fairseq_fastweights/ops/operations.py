@@ -85,10 +85,9 @@ class Operation:
 
     def best_backend(self, device_type: str, dtype: torch.dtype, time: int, key_dim: int) -> str:
         """What "auto" takes."""
-        if self.why_not_native(device_type, dtype, key_dim) is None:
-            return "native"
-        # A single step has nothing to chunk: the reference's loop over time is that step.
-        return "reference" if time == 1 or self.chunkwise is None else "chunkwise"
+        return choose_backend(
+            "auto", time, self.why_not_native(device_type, dtype, key_dim), self.chunkwise is not None
+        )
 
     def why_not_native(self, device_type: str, dtype: torch.dtype, key_dim: int) -> str | None:
         """Why no kernel takes such inputs; None if one does."""
@@ -113,16 +112,9 @@ class Operation:
 
     def _implementation(self, backend: str, k: Tensor, v: Tensor) -> tuple[Kernel | Divided | None, Implementation]:
         """The kernel, if that is what runs, and what runs for a sequence."""
-        if backend not in BACKENDS:
-            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
         kind, key_dim = v.device.type, k.shape[-1]
-        if backend == "auto":
-            backend = self.best_backend(kind, v.dtype, v.shape[1], key_dim)
-        elif backend == "native" and (reason := self.why_not_native(kind, v.dtype, key_dim)) is not None:
-            other = "reference" if self.chunkwise is None else "chunkwise"
-            raise BackendUnavailable(
-                f"backend='native' was asked for: {reason}; or use backend={other!r} (which 'auto' takes then)"
-            )
+        reason = self.why_not_native(kind, v.dtype, key_dim)
+        backend = choose_backend(backend, v.shape[1], reason, self.chunkwise is not None)
         if backend == "native":
             assert self.kernel is not None
             kernel = self.kernel if native.fits(kind, max(key_dim, v.shape[-1])) else self.divided
@@ -135,6 +127,34 @@ class Operation:
                 "backend='reference'"
             )
         return None, self.chunkwise
+
+
+def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunks: bool) -> str:
+    """What computes a call of so many steps: `backend`, or what "auto" takes.
+
+    Args:
+        backend: one of `BACKENDS`.
+        time: how many steps there are.
+        why_not_native: why there is no kernel for the call; None if there is one.
+        in_chunks: whether there is a form that is parallel in time.
+
+    Raises:
+        ValueError: for what is no backend.
+        BackendUnavailable: if kernels are asked for and there are none.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        if why_not_native is None:
+            return "native"
+        # A single step has nothing to chunk: the reference's loop over time is that step.
+        return "chunkwise" if in_chunks and time > 1 else "reference"
+    if backend == "native" and why_not_native is not None:
+        other = "chunkwise" if in_chunks else "reference"
+        raise BackendUnavailable(
+            f"backend='native' was asked for: {why_not_native}; or use backend={other!r} (which 'auto' takes then)"
+        )
+    return backend
 
 
 def _nothing(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops import checks, chunkwise, native
 from fairseq_fastweights.ops.checks import state_dtype
-from fairseq_fastweights.ops.native import BackendUnavailable
-from fairseq_fastweights.ops.operations import BACKENDS
-
-Implementation = Callable[..., tuple[Tensor, Tensor]]
+from fairseq_fastweights.ops.operations import choose_backend
 
 
 def selective_scan(
@@ -65,13 +60,14 @@ def selective_scan(
     """
     _check(u, delta, A, B, C, D, initial_state)
     inputs = (u, delta, A, B, C, D)
-    run = _implementation(backend, u)
-    if run is native.selective_scan:
+    backend = choose_backend(backend, u.shape[1], _why_not_native(u), in_chunks=True)
+    run = {"native": native.selective_scan, "chunkwise": chunkwise.selective_scan, "reference": reference}[backend]
+    if backend == "native":
         native.refuse_tangents(initial_state, *inputs)
     state = checks.check_in_place(initial_state, *inputs) if in_place else None
     if u.shape[1] == 0:
         return _nothing(inputs, initial_state) if state is None else (torch.zeros_like(u), state)
-    if state is not None and run is native.selective_scan and u.shape[1] == 1 and native.can_change(state):
+    if state is not None and backend == "native" and u.shape[1] == 1 and native.can_change(state):
         return native.selective_scan_step_(*inputs, state=state), state
     out, final_state = run(*inputs, initial_state=initial_state)
     return out, final_state if state is None else state.copy_(final_state)
@@ -111,20 +107,6 @@ def _nothing(inputs: tuple[Tensor | None, ...], initial_state: Tensor | None) ->
     # Sums of no rows: nothing is read, nor is anything added to the nothing that there is.
     depends = sum(x[:0].sum() for x in (initial_state, *inputs) if x is not None)
     return torch.zeros_like(u) + depends, _start(u, A) if initial_state is None else initial_state.clone()
-
-
-def _implementation(backend: str, u: Tensor) -> Implementation:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    reason = _why_not_native(u)
-    if backend == "native" and reason is not None:
-        raise BackendUnavailable(
-            f"backend='native' was asked for: {reason}; or use backend='chunkwise' (which 'auto' takes then)"
-        )
-    if backend == "native" or (backend == "auto" and reason is None):
-        return native.selective_scan
-    # A single step has nothing to chunk: the reference's loop over time is that step.
-    return reference if backend == "reference" or (backend == "auto" and u.shape[1] == 1) else chunkwise.selective_scan
 
 
 def _why_not_native(u: Tensor) -> str | None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from generation import TRANSFORMER, generation_after
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = generation.QUICK_SETTINGS
 ROWS = SETTINGS["batch"]
 

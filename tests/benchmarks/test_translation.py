@@ -14,6 +14,8 @@ from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from torch.utils._pytree import tree_map
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = translation.QUICK_SETTINGS
 ROWS = SETTINGS["hypotheses"]
 SOURCE = torch.tensor([4, 9, 7])

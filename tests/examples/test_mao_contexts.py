@@ -23,7 +23,7 @@ COUNTING = """--arch fast_weight_lm --update-rule sum --feature-map identity --n
     --decoder-attention-heads 1 --no-token-positional-embeddings --dropout 0""".split()
 
 # fairseq and what it calls, attributed to the line that calls fairseq.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
 
 # Words of the text before each token, in its window. Worked out by hand.
 SEEN = {

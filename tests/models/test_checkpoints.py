@@ -12,6 +12,7 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
+from fairseq_fastweights.models import checkpoint_settings
 from tests.ops.rules import deal
 
 WORDS = tuple(f"w{i}" for i in range(40))
@@ -84,6 +85,44 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(fairseq, made_with, f
     assert all(words in str(error.value) for words in named), error.value
     # Nothing was loaded before the difference was seen.
     assert_unchanged(model, before)
+
+
+def with_former_settings(state_dict: dict[str, torch.Tensor], rule: str, softmax: list[int]) -> dict[str, torch.Tensor]:
+    """With settings as they were said before layers were mixers: one rule, and a list of softmax layers."""
+    settings = checkpoint_settings.decode(state_dict["decoder.settings_version"])
+    del settings["mixers"]
+    former = {name.removeprefix(f"{rule} ").removeprefix("softmax "): value for name, value in settings.items()}
+    former |= {"softmax attention layers": softmax} | ({"update rule": rule} if rule else {})
+    return {**state_dict, "decoder.settings_version": checkpoint_settings.encode(former)}
+
+
+@pytest.mark.parametrize("layers", ["", "1", "2", "all"])
+@pytest.mark.parametrize("flags", ["--update-rule sum", "--update-rule sum --rotary-dim 4"])
+def test_former_hybrids_load_where_their_softmax_layers_are_and_nowhere_else(fairseq, text, flags, layers):
+    """The sum rule has softmax attention's parameters: settings alone tell the layers apart."""
+    for number, others in ((1, "2"), (2, "1")):
+        saved = fairseq.build(f"{flags} --softmax-attention-layers {number}")
+        state_dict = with_former_settings(saved.state_dict(), "sum", [number])
+        before = dict(state_dict)
+        model = fairseq.build(f"{flags} --softmax-attention-layers {layers}" if layers else flags, seed=1)
+        if layers == str(number):
+            model.load_state_dict(state_dict)
+            assert torch.equal(model(text(2, 6))[0], saved(text(2, 6))[0])
+        else:
+            assert layers in ("", "all", others)
+            with pytest.raises(ValueError, match=r"mixers is .* in the checkpoint and .* in the model"):
+                model.load_state_dict(state_dict)
+            assert all(state_dict[name] is x for name, x in before.items()), "a refusal has changed the checkpoint"
+
+
+def test_former_hybrids_are_pruned(fairseq, text):
+    flags = "--update-rule sum --rotary-dim 4 --softmax-attention-layers 4"
+    whole = fairseq.build(f"--decoder-layers 4 {flags}")
+    state_dict = with_former_settings(whole.state_dict(), "sum", [4])
+    cfg = fairseq.tiny("fast_weight_lm", f"--decoder-layers 4 {flags} --decoder-layers-to-keep 0,1")
+    pruned = fairseq.build(f"--decoder-layers 4 {flags} --decoder-layers-to-keep 0,1", seed=1)
+    pruned.load_state_dict(state_dict, model_cfg=cfg)
+    assert torch.equal(pruned.decoder.layers[1].fc1.weight, whole.decoder.layers[1].fc1.weight)
 
 
 def test_every_difference_is_named(fairseq):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native, scan
+from fairseq_fastweights.ops.operations import choose_backend
 from tests.ops.rules import (
     CPU_KERNELS,
     DEVICE,
@@ -470,7 +471,7 @@ def test_what_cannot_be_done_is_said():
     ):
         u = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
         with pytest.raises(ops.BackendUnavailable, match=f"'native' was asked for: .*{reason}.*backend='chunkwise'"):
-            scan._implementation("native", u)
+            choose_backend("native", 7, scan._why_not_native(u), in_chunks=True)
     with pytest.raises(ValueError, match="initial_state is None and in_place is True"):
         ops.selective_scan(**inputs | {"initial_state": None}, in_place=True)
     with pytest.raises(ValueError, match=r"requires a gradient.*torch.no_grad\(\)"):

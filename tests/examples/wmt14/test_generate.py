@@ -12,6 +12,8 @@ import pytest
 from tests.examples.conftest import options
 from tests.examples.wmt14.conftest import SUMMARY, Programs, contents, corpus, generate, score
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.examples.wmt14.conftest import Programs, corpus, subwords
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pieces(parallel: Path) -> Any:
