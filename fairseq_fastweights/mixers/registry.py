@@ -94,7 +94,13 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
     for option in kind.options:
         if (setting := option_name(name, option)) in settings:
             arguments[option] = settings[setting]
-    return kind.build(embed_dim, **arguments)
+    try:
+        return kind.build(embed_dim, **arguments)
+    except ValueError as error:
+        option, _, why = str(error).partition(" ")
+        if option not in kind.options:
+            raise
+        raise ValueError(f"{option_name(name, option)} {why}") from None  # by the name that it has here
 
 
 def option_name(mixer: str, option: str) -> str:

@@ -276,6 +276,22 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ),
         ({"fast_weight_backend": "cuda"}, r"backend is 'cuda'; .*auto, reference, chunkwise"),
         ({"decoder_attention_heads": 3}, r"num_heads is 3; .*divisor of embed_dim, 16"),
+        # Patterns, alone and beside what says the same in short.
+        ({"mixers": "delta:1"}, r"mixers is 'delta:1', which leaves layers without a mixer: 2"),
+        ({"mixers": "delta", "softmax_attention_layers": "2"}, r"mixers is 'delta', and softmax_attention_layers is"),
+        (
+            {"mixers": "delta", "update_rule": "gated"},
+            r"update_rule is 'gated', which mixers, 'delta', has in no layer",
+        ),
+        (
+            {"softmax_attention_layers": "2", "decoder_xformers_att_config": "{}"},
+            r"decoder_xformers_att_config is '{}'",
+        ),
+        # Of mixers, by the names that their options have here.
+        ({"mixers": "local", "local_window": 0}, r"^local_window is 0; it must be at least 1"),
+        ({"mixers": "delta,mamba:2", "mamba_dt_rank": -1}, r"^mamba_dt_rank is -1; it must be"),
+        ({"mixers": "transformer-xl", "transformer_xl_memory": -1}, r"^transformer_xl_memory is -1"),
+        ({"mixers": "abc", "abc_slots": 0}, r"^abc_slots is 0"),
         # Feature dims that a map cannot give.
         ({"feature_dim": 0}, r"feature_dim is 0; it must be a positive integer"),
         ({"feature_map": "dpfp", "feature_dim": 48}, r"feature_dim is 48; .*dpfp_nu = 16"),

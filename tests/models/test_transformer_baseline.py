@@ -140,6 +140,25 @@ def test_a_hybrid_takes_both_kinds_of_weights_from_a_transformer(fairseq, text):
     assert hybrid(text(2, 5))[0].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--softmax-attention-layers all", "layers 1, 2 (softmax)"),
+        ("--mixers delta,local:2", "layers 2 (local)"),
+        ("--softmax-attention-layers all --rotary-dim 4", ""),
+        ("--mixers delta,transformer-xl:2", ""),
+    ],
+)
+def test_layers_that_tell_no_positions_apart_are_told(fairseq, caplog, flags, named):
+    fairseq.build(flags)
+    assert not caplog.records
+    fairseq.build(f"{flags} --no-token-positional-embeddings")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == (
+        [f"no_token_positional_embeddings is set, but nothing tells positions apart in {named}"] if named else []
+    )
+
+
 def test_softmax_layers_have_no_state_to_carry(fairseq, text):
     for layers, named in (("all", "layers 1, 2"), ("2", "layers 2")):
         model = fairseq.build(f"--softmax-attention-layers {layers}")

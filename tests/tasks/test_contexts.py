@@ -195,3 +195,20 @@ def test_a_run_that_is_taken_up_with_another_batch_size_starts_empty(corpus, tmp
     train(corpus, tmp_path, *flags, "--max-update", "3")
     log = train(corpus, tmp_path, *flags, "--max-update", "5", "--batch-size", "3")
     assert "the checkpoint's states are left out" in log and "start empty" in log
+
+
+@pytest.mark.parametrize(
+    ("flags", "concerns"),
+    [
+        (["--update-rule", "delta"], []),
+        (["--update-rule", "sum"], ["the normaliser of attention normalisation grows"]),
+        (["--mixers", "mamba,sum:2", "--feature-map", "favor"], ["the normaliser of attention normalisation grows"]),
+        (["--update-rule", "delta", "--feature-map", "favor"], ["FAVOR+ draws new features for every training batch"]),
+    ],
+)
+def test_memories_whose_states_should_not_be_carried_are_told(corpus, tmp_path, flags, concerns):
+    log = train(corpus, tmp_path, *CARRY, *flags, "--max-update", "1", "--no-save")
+    told = [
+        line.removeprefix("carry_over_state: ") for line in log.splitlines() if line.startswith("carry_over_state: ")
+    ]
+    assert len(told) == len(concerns) and all(map(str.startswith, told, concerns))
