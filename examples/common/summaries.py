@@ -38,6 +38,11 @@ class Run:
         return text
 
 
+def _style(number: int) -> dict[str, str]:
+    """Of a run's curve: there are ten colours, and broken lines for more runs than that."""
+    return {"color": f"C{number}", "linestyle": "-" if number < 10 else "--"}
+
+
 def draw_curves(runs: Sequence[Run], path: Path, perplexity: str) -> None:
     """Draws perplexity over updates, training on the left and validation on the right, and saves a PNG.
 
@@ -59,7 +64,8 @@ def draw_curves(runs: Sequence[Run], path: Path, perplexity: str) -> None:
             if curve:
                 updates, perplexities = zip(*curve, strict=True)
                 marker = "o" if kind == "valid" or len(curve) == 1 else None
-                axis.plot(updates, perplexities, f"C{number}", marker=marker, markersize=3, linewidth=1.4)
+                style = _style(number)
+                axis.plot(updates, perplexities, **style, marker=marker, markersize=3, linewidth=1.4)
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
         axis.yaxis.set_minor_locator(NullLocator())
@@ -72,7 +78,7 @@ def draw_curves(runs: Sequence[Run], path: Path, perplexity: str) -> None:
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     names = [
-        plt.Line2D([], [], color=f"C{number}", linewidth=2, label=run.name)
+        plt.Line2D([], [], **_style(number), linewidth=2, label=run.name)
         for number, run in enumerate(runs)
         if run.training.train or run.training.valid
     ]

@@ -1,15 +1,17 @@
 #!/usr/bin/env python
 """Makes a table, and curves, of what wikitext2.sh, or ../reproduce.py for rows of the papers' tables, left in OUT.
 
-    summarize.py OUT [MODEL ...] [--markdown FILE] [--figure FILE]
+    summarize.py OUT [MODEL ...] [--markdown FILE] [--figure FILE] [--state-figure FILE]
 
-OUT has one folder for each model, with train.log and the logs of evaluations in it. What is not of the best checkpoint
-stands in a column of its own. Without MODEL all models are listed, and those that wikitext2.sh would have made besides.
+OUT has one folder for each model, with train.log and the logs of evaluations in it, and what speed.py measured. What is
+not of the best checkpoint stands in a column of its own. Without MODEL all models are listed, and those that
+wikitext2.sh would have made besides.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from dataclasses import dataclass, field
@@ -42,6 +44,8 @@ EVALUATIONS = {
         for split in ("valid", "test")
     },
 }
+MEASURED = {"state": "state", "training": "trained words/s", "generation": "generated words/s"}
+"""What speed.py measured: column."""
 ABSENT = "–"
 
 
@@ -51,9 +55,11 @@ class ScoredRun(Run):
 
     Attributes:
         scores: perplexity by column of the table.
+        measured: what speed.py wrote, by its names.
     """
 
     scores: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
 
     @property
     def missing(self) -> bool:
@@ -67,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names of folders in OUT (default: all)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw training and validation curves (PNG)")
+    parser.add_argument("--state-figure", type=Path, metavar="FILE", help="draw perplexity over state size (PNG)")
     options = parser.parse_args(arguments)
 
     if not options.out.is_dir():
@@ -84,6 +91,12 @@ def main(arguments: list[str] | None = None) -> int:
         options.markdown.write_text(table + "\n", encoding="utf-8")
     if options.figure:
         draw_curves(runs, options.figure, "perplexity")
+    if options.state_figure:
+        drawn = [run for run in runs if "state" in run.measured and POINTS & set(run.scores)]
+        if not drawn:
+            print(f"summarize.py: {options.out} holds no model that is both scored and measured", file=sys.stderr)
+            return 1
+        draw_states(drawn, options.state_figure)
     return 0
 
 
@@ -103,6 +116,12 @@ def read_run(folder: Path) -> ScoredRun:
         run.problems.append(f"{log} is missing: {folder.name} was not trained")
         return run
     run.read_training(log)
+    try:
+        run.measured = json.loads((folder / "speed.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except ValueError:
+        run.problems.append(f"{folder / 'speed.json'} is damaged: measure again with speed.py")
     for name, column in EVALUATIONS.items():
         for log in sorted([*folder.glob(f"{name}.log"), *folder.glob(f"{name}.*.log")]):
             checkpoint = log.name[len(name) + 1 : -len(".log")]
@@ -123,23 +142,59 @@ def format_table(runs: list[ScoredRun]) -> str:
         for name in scored
         if name == column or name.startswith(f"{column} (")
     ]
-    header = ["model", "parameters", "updates", "valid, in training", *columns, "train words/s"]
+    measured = any(run.measured for run in runs)
+    speeds = list(MEASURED.values()) if measured else ["train words/s"]
+    header = ["model", "parameters", "updates", "valid, in training", *columns, *speeds]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]
     for run in runs:
         if run.missing:
             rows.append([run.name, "missing", *[ABSENT] * (len(header) - 2)])
             continue
         best = min(run.training.valid.values(), default=None)
+        numbers = [run.measured.get(name) for name in MEASURED] if measured else [run.training.speed]
         rows.append(
             [
                 run.name,
                 f"{run.training.parameters:,}",
                 f"{run.training.updates:,}" + ("" if run.training.finished else " (unfinished)"),
                 *(ABSENT if x is None else f"{x:.2f}" for x in (best, *map(run.scores.get, columns))),
-                ABSENT if run.training.speed is None else f"{run.training.speed:,.0f}",
+                *(ABSENT if x is None else f"{x:,.0f}" for x in numbers),
             ]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+POINTS = {"test, sliding", "test, carried over"}
+
+
+def draw_states(runs: list[ScoredRun], path: Path) -> None:
+    """Draws the lower perplexity of each model, in windows (dots) or carried over (triangles), over its state size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    points: list[tuple[float, float]] = []
+    for run in runs:
+        column = min(POINTS & set(run.scores), key=run.scores.__getitem__)
+        point = (run.measured["state"], run.scores[column])
+        axis.plot(*point, "^" if "carried" in column else "o", color="C0", markersize=6)
+        # On the left where there is a name on the right already.
+        taken = any(x == point[0] and abs(y / point[1] - 1) < 0.03 for x, y in points)
+        points.append(point)
+        place, side = ((-6, 3), "right") if taken else ((6, 3), "left")
+        axis.annotate(run.name, point, xytext=place, ha=side, textcoords="offset points", fontsize=8)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.margins(x=0.15, y=0.08)
+    axis.set_xlabel("numbers of state after 256 words (log scale)")
+    axis.set_ylabel("test perplexity")
+    axis.grid(color="0.9", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, format="png")
+    plt.close(figure)
 
 
 if __name__ == "__main__":

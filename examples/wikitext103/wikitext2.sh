@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A scaled-down version of Tables 2 to 4 on WikiText-2, for two CPU cores and about an hour (the first six models), and
-# the papers' other systems at that size.
+# A scaled-down version of Tables 2 to 4 on WikiText-2, and the papers' other systems at that size, for two CPU cores and
+# about two hours.
 #
 #   wikitext2.sh DATA OUT [MODEL ...]
 #
@@ -9,7 +9,7 @@
 # MODEL   of those below; all of them if none is named
 #
 # UPDATES (default 2000) and JOBS (models trained at the same time, default 2) can be set in the environment.
-# summarize.py makes the table and the curves from OUT.
+# speed.py measures the models then, and summarize.py makes the table and the figures from OUT.
 set -euo pipefail
 
 here=$(dirname "$0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import shutil
 import subprocess
@@ -69,6 +70,12 @@ def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp
     assert table["delta-carried"][1] == "missing"
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
+    measured = run_script(WIKITEXT103 / "speed.py", data, tmp_path / "out", "--rounds", "1")
+    assert measured.returncode == 0, measured.stderr
+    found = json.loads((tmp_path / "out" / "sum" / "speed.json").read_text())
+    # 4 layers of 8 heads, keys and values of 16, and the normaliser.
+    assert found["state"] == 4 * 8 * 16 * 17 and found["training"] > 0 and found["generation"] > 0
+
 
 # --- summarize.py
 
@@ -87,6 +94,37 @@ def test_a_summary_tells_the_best_validation_and_the_scores(tmp_path: Path) -> N
         "| a | 1,234,567 | 40 | 24.98 | 32.00 | 1,000 |",
         "| b | 1,234,567 | 20 | 49.95 | – | 1,000 |",
     ]
+
+
+def test_a_summary_has_what_was_measured_and_draws_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run = write_training(tmp_path / name, 40)
+        (run / "sliding.log").write_text("x | Loss (base 2): 5.0, Perplexity: 32.00\n")
+    (tmp_path / "a" / "speed.json").write_text('{"state": 8192, "training": 2000.4, "generation": 99.6}')
+    result = summarize(tmp_path, "--state-figure", tmp_path / "s.png")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert result.stdout.splitlines()[2:] == [
+        "| a | 1,234,567 | 40 | 24.98 | 32.00 | 8,192 | 2,000 | 100 |",
+        "| b | 1,234,567 | 40 | 24.98 | 32.00 | – | – | – |",
+    ]
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "a" / "speed.json").write_text('{"state": 81')
+    result = summarize(tmp_path, "--state-figure", tmp_path / "t.png")
+    assert result.returncode == 1 and not (tmp_path / "t.png").exists()
+    assert "a/speed.json is damaged" in result.stderr and "no model that is both scored and measured" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("DATA", "OUT", "--rounds", "0"), "--rounds is 0; it must be at least 1"),
+        (("DATA", "OUT"), "which holds no trained model"),
+        (("DATA", "OUT", "never"), "never holds no checkpoint_best.pt"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = run_script(WIKITEXT103 / "speed.py", *(x.replace("OUT", str(tmp_path)) for x in arguments))
+    assert result.returncode == 2 and message in result.stderr
 
 
 def test_a_summary_says_what_is_unfinished_or_missing(tmp_path: Path) -> None:
