@@ -16,7 +16,7 @@ LOG_OF_NOTHING = -1e30
 
 
 class ABCMLP(BoundedMemoryAttention):
-    """Bounded-memory attention whose control is a layer of weights and an exponential (Peng et al. 2022, Sec. 4).
+    """Bounded-memory attention whose control is a layer of weights and an exponential (Peng et al. 2022).
 
         alpha_t = exp(W_phi x_t)
         phi_t = psi_t = alpha_t / (alpha_1 + ... + alpha_t), for each slot by itself

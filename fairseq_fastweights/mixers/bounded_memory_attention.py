@@ -11,7 +11,7 @@ from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 
 class BoundedMemoryAttention(ReadsBySoftmax):
-    """Attention with bounded-memory control (ABC; Peng et al. 2022, Sec. 3), causal.
+    """Attention with bounded-memory control (ABC; Peng et al. 2022), causal.
 
         K_t = K_{t-1} + phi_t k_t^T,  V_t = V_{t-1} + psi_t v_t^T          n x head_dim: n slots, of keys and of values
         out = W_out V_t^T softmax(K_t q_t / sqrt(head_dim))

@@ -17,9 +17,9 @@ class Linformer(BoundedMemoryAttention):
 
         phi_t, psi_t = the columns t of E and F, both slots x max_positions
 
-    Linformer (Wang et al. 2020, Eq. 7) projects all keys of a text to E K and all values to F V. That reads ahead: each
+    Linformer (Wang et al. 2020) projects all keys of a text to E K and all values to F V. That reads ahead: each
     slot mixes every position of the text, so that masking the attention to slots does not make it causal, and no
-    decoder may use it. This is the causal form of Peng et al. 2022 (Sec. 3.1), whose numbers Mao 2022 quotes (Table 3:
+    decoder may use it. This is the causal form of Peng et al. 2022, whose numbers Mao 2022 quotes (Table 3:
     2 x 64 slots): position t reads the sums over its own prefix, E[:, :t] K[:t] and F[:, :t] V[:t]. What the last
     position of a text of `max_positions` reads is the same in both. All heads share E and F.
 
