@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.curves import save_figure
 from common.fairseq_logs import Training, parse_training
 
 
@@ -83,5 +84,4 @@ def draw_curves(runs: Sequence[Run], path: Path, perplexity: str) -> None:
         if run.training.train or run.training.valid
     ]
     figure.legend(handles=names, loc="outside lower center", ncols=min(len(names) or 1, 6), frameon=False)
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+    save_figure(figure, path)

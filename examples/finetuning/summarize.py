@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.curves import save_figure
 from common.fairseq_logs import Training, parse_training
 from common.tables import format_table
 
@@ -138,10 +139,7 @@ def draw_curves(runs: dict[str, Run], path: Path) -> None:
     lowest = min(min(run.curve.values()) for run in runs.values())
     panels[0][0].set(ylabel="perplexity of the validation set", ylim=(0.9 * lowest, max(1000, 2 * lowest)))
     figure.legend(*panels[0][-1].get_legend_handles_labels(), loc="outside right upper")
-    new = path.with_name(f"{path.name}.new")
-    figure.savefig(new, format="png", dpi=120)
-    pyplot.close(figure)
-    new.replace(path)
+    save_figure(figure, path)
 
 
 def _order(name: str) -> tuple[int, int, int, str]:

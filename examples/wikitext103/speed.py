@@ -7,7 +7,8 @@ DATA is what they were trained on, OUT has one folder for each model. Models tak
 counts. Into each folder goes speed.json, which summarize.py reads:
 
     "state"      numbers that one text leaves behind after 256 words: what a generation keeps beside the parameters
-    "training"   words per second of a forward and backward pass over 4 segments of 256
+    "training"   words per second of a forward and backward pass over 4 segments of 256; models that carry their state
+                 from segment to segment read that of the segments before
     "generation" words per second, one at a time, after 128 of them, up to 256
 """
 
@@ -34,22 +35,27 @@ class Measured:
         from fairseq import checkpoint_utils
         from fairseq.data import data_utils
 
-        (self.model,), self.config, task = checkpoint_utils.load_model_ensemble_and_task(
+        (self.model,), config, task = checkpoint_utils.load_model_ensemble_and_task(
             [str(folder / "checkpoint_best.pt")], arg_overrides={"data": str(data)}
         )
-        self.criterion = task.build_criterion(self.config.criterion)
+        self.criterion = task.build_criterion(config.criterion)
         lines = data_utils.load_indexed_dataset(str(data / "test"), task.dictionary)
         read = torch.cat([lines[i] for i in range(min(len(lines), 200))]).long()
         stream = read.repeat(1 + ROWS * LENGTH // len(read))[: ROWS * LENGTH + 1]
         self.words, self.targets = (x.view(ROWS, LENGTH) for x in (stream[:-1], stream[1:]))
+        self.carries = task.args.carry_over_state
+        self.continues = torch.zeros(ROWS, dtype=torch.bool)
+        self.train()  # memory that the first pass finds is not there yet, and no state of a segment before
 
     def train(self) -> float:
         """Words per second."""
         self.model.train()
-        lengths = torch.full((ROWS,), LENGTH)
+        net_input = {"src_tokens": self.words, "src_lengths": torch.full((ROWS,), LENGTH)}
+        if self.carries:
+            net_input["continues"] = self.continues
         sample = {
             "id": torch.arange(ROWS),
-            "net_input": {"src_tokens": self.words, "src_lengths": lengths},
+            "net_input": net_input,
             "target": self.targets,
             "ntokens": ROWS * LENGTH,
             "nsentences": ROWS,
@@ -58,6 +64,7 @@ class Measured:
         self.criterion(self.model, sample)[0].backward()
         seconds = time.perf_counter() - begin
         self.model.zero_grad()
+        self.continues = torch.ones_like(self.continues)
         return ROWS * LENGTH / seconds
 
     @torch.no_grad()
@@ -87,6 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{missing[0]} holds no checkpoint_best.pt; wikitext2.sh trains the model")
     if not folders:
         parser.error(f"OUT is {options.out}, which holds no trained model; wikitext2.sh trains them")
+    if not (options.data / "dict.txt").exists():
+        parser.error(f"DATA is {options.data}, which holds no dict.txt; prepare.sh makes it")
     from fairseq import utils
 
     torch.set_num_threads(1)
@@ -105,7 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
             tensors = [x for buffer in state.values() for x in buffer.values() if x is not None]
             fastest[folder]["state"] = sum(x.numel() for x in tensors if x.is_floating_point())
     for folder, found in fastest.items():
-        (folder / "speed.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+        new = folder / "speed.json.new"
+        new.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        new.replace(folder / "speed.json")
         print(f"{folder.name}: " + ", ".join(f"{name} {number:,.0f}" for name, number in found.items()))
     return 0
 

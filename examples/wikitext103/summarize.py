@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.curves import save_figure
 from common.summaries import Run, draw_curves
 
 WIKITEXT2 = (
@@ -46,6 +47,8 @@ EVALUATIONS = {
 }
 MEASURED = {"state": "state", "training": "trained words/s", "generation": "generated words/s"}
 """What speed.py measured: column."""
+POINTS = {"test, sliding", "test, carried over"}
+"""The columns that the figure of states draws the lower one of."""
 ABSENT = "–"
 
 
@@ -164,9 +167,6 @@ def format_table(runs: list[ScoredRun]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-POINTS = {"test, sliding", "test, carried over"}
-
-
 def draw_states(runs: list[ScoredRun], path: Path) -> None:
     """Draws the lower perplexity of each model, in windows (dots) or carried over (triangles), over its state size."""
     import matplotlib
@@ -193,8 +193,7 @@ def draw_states(runs: list[ScoredRun], path: Path) -> None:
     axis.grid(color="0.9", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

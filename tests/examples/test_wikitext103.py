@@ -8,14 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import import_plugin
+
 from .conftest import WIKITEXT103, run_script, write_training
 
 PREPARE, WIKITEXT2 = WIKITEXT103 / "prepare.sh", WIKITEXT103 / "wikitext2.sh"
-SUMMARIZE = WIKITEXT103 / "summarize.py"
+SUMMARIZE, SPEED = WIKITEXT103 / "summarize.py", WIKITEXT103 / "speed.py"
 
 # fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -55,10 +58,10 @@ def test_a_model_of_the_comparison_trains_and_is_scored(model: str, data: Path, 
 
 
 @pytest.mark.slow
-def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path) -> None:
-    result = run_script(WIKITEXT2, data, tmp_path / "out", "sum", env={"UPDATES": "2"})
+def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path, monkeypatch) -> None:
+    result = run_script(WIKITEXT2, data, tmp_path / "out", "sum-carried", env={"UPDATES": "2"})
     assert result.returncode == 0, result.stderr
-    again = run_script(WIKITEXT2, data, tmp_path / "out", "sum", env={"UPDATES": "2"})
+    again = run_script(WIKITEXT2, data, tmp_path / "out", "sum-carried", env={"UPDATES": "2"})
     assert again.returncode == 0 and "training" not in again.stdout
 
     summary = summarize(tmp_path / "out", "--markdown", tmp_path / "t.md", "--figure", tmp_path / "t.png")
@@ -66,15 +69,24 @@ def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp
     assert summary.stdout == (tmp_path / "t.md").read_text()
     table = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in summary.stdout.splitlines()}
     assert table["model"][3:6] == ["valid, in training", "test, sliding", "test, carried over"]
-    assert table["sum"][2] == "2" and "–" not in table["sum"]
+    assert table["sum-carried"][2] == "2" and "–" not in table["sum-carried"]
     assert table["delta-carried"][1] == "missing"
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
-    measured = run_script(WIKITEXT103 / "speed.py", data, tmp_path / "out", "--rounds", "1")
+    measured = run_script(SPEED, data, tmp_path / "out", "--rounds", "1")
     assert measured.returncode == 0, measured.stderr
-    found = json.loads((tmp_path / "out" / "sum" / "speed.json").read_text())
+    found = json.loads((tmp_path / "out" / "sum-carried" / "speed.json").read_text())
     # 4 layers of 8 heads, keys and values of 16, and the normaliser.
     assert found["state"] == 4 * 8 * 16 * 17 and found["training"] > 0 and found["generation"] > 0
+
+    # Trained as it was trained: every segment that is timed goes on from the state of one before.
+    import_plugin()
+    monkeypatch.syspath_prepend(WIKITEXT103)
+    speed, seen = import_module("speed"), []
+    model = speed.Measured(tmp_path / "out" / "sum-carried", data)
+    model.model.register_forward_pre_hook(lambda _, __, options: seen.append(options["continues"]), with_kwargs=True)
+    model.train()
+    assert len(seen) == 1 and seen[0].shape == (4,) and seen[0].all()
 
 
 # --- summarize.py
@@ -120,10 +132,13 @@ def test_a_summary_has_what_was_measured_and_draws_it(tmp_path: Path) -> None:
         (("DATA", "OUT", "--rounds", "0"), "--rounds is 0; it must be at least 1"),
         (("DATA", "OUT"), "which holds no trained model"),
         (("DATA", "OUT", "never"), "never holds no checkpoint_best.pt"),
+        (("DATA", "OUT", "sum"), "DATA is DATA, which holds no dict.txt"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    result = run_script(WIKITEXT103 / "speed.py", *(x.replace("OUT", str(tmp_path)) for x in arguments))
+    (tmp_path / "sum").mkdir()
+    (tmp_path / "sum" / "checkpoint_best.pt").touch()
+    result = run_script(SPEED, *(x.replace("OUT", str(tmp_path)) for x in arguments))
     assert result.returncode == 2 and message in result.stderr
 
 
