@@ -45,7 +45,7 @@ class Measured:
         self.words, self.targets = (x.view(ROWS, LENGTH) for x in (stream[:-1], stream[1:]))
         self.carries = task.args.carry_over_state
         self.continues = torch.zeros(ROWS, dtype=torch.bool)
-        self.train()  # memory that the first pass finds is not there yet, and no state of a segment before
+        self.train()  # not timed: it finds its memory, and has no segment before it
 
     def train(self) -> float:
         """Words per second."""
