@@ -21,13 +21,17 @@ FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _values_checked = os.environ.get("FASTWEIGHTS_CHECK_VALUES", "0") not in ("", "0")
 
 
+class BackendUnavailable(RuntimeError):
+    """The backend that was asked for cannot do this, here; no other is taken in its place."""
+
+
 class check_values:
     """Turns the checks of values on or off: ``check_values(True)``, or ``with check_values(True): ...``.
 
     They are off unless the environment variable ``FASTWEIGHTS_CHECK_VALUES`` is set to something other than 0 when
     the package is imported. While they are on, each operation raises a `ValueError` for inputs that are not finite,
-    log gates and log decays above 0, and write strengths outside [0, 1]; on a GPU each call then waits for the
-    device.
+    log gates and log decays above 0, and write strengths outside [0, 1] (where a gate or an erase key may come with
+    them, [0, 2]); on a GPU each call then waits for the device.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -54,15 +58,20 @@ class GateInput:
 
     Attributes:
         name: of the argument.
-        per: what it has a number for at every step: each "head", or each "key" or "value" dimension of each head.
-        log: whether it is the logarithm of a decay, at most 0; otherwise it is a write strength in [0, 1].
+        per: what it has a number for at every step: each "head", or each "key" or "value" dimension of each head;
+            "head or key" takes both.
+        log: whether it is the logarithm of a decay, at most 0; otherwise it is a write strength from 0 to `most`.
         optional: whether None will do, for no such gate.
+        is_key: whether it is no gate but a key, of any values, in as many heads as k.
+        most: what a write strength may be.
     """
 
     name: str
-    per: Literal["head", "key", "value"]
-    log: bool
+    per: Literal["head", "key", "value", "head or key"]
+    log: bool = False
     optional: bool = False
+    is_key: bool = False
+    most: float = 1
 
 
 def check_inputs(
@@ -71,14 +80,16 @@ def check_inputs(
     v: Tensor,
     initial_state: Tensor | None,
     gates: Sequence[tuple[GateInput, Tensor | None]] = (),
+    starts: Tensor | None = None,
 ) -> None:
     """Raises `ValueError` for inputs that an operation cannot take.
 
     Args:
-        q, k: (batch, time, heads, key_dim), of one dtype with v.
-        v: (batch, time, heads, value_dim).
+        q, k: (batch, time, key_heads, key_dim), of one dtype with v.
+        v: (batch, time, heads, value_dim), heads a multiple of key_heads.
         initial_state: (batch, heads, key_dim, value_dim) or None.
         gates: each of (batch, time, heads), with key_dim or value_dim after it where it is per key or per value.
+        starts: (batch, time) of bool, or None.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
@@ -87,14 +98,19 @@ def check_inputs(
                 f"{name} has shape {tuple(tensor.shape)}; it must have four dimensions: "
                 f"(batch, time, heads, {'value_dim' if name == 'v' else 'key_dim'})"
             )
-    steps = tuple(k.shape[:3])
-    batch, _, heads = steps
-    key_dim, value_dim = k.shape[3], v.shape[3]
-    check_shape("q", q, (*steps, key_dim), "that of k")
-    check_shape("v", v, (*steps, value_dim), "(batch, time, heads) as k has them")
-    if key_dim < 1 or value_dim < 1 or heads < 1:
+    batch, time, heads, value_dim = v.shape
+    key_dim, steps = k.shape[3], (batch, time, heads)
+    check_shape("q", q, tuple(k.shape), "that of k")
+    if key_dim < 1 or value_dim < 1 or heads < 1 or k.shape[2] < 1:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: heads, key_dim and value_dim must be at least 1"
+        )
+    if tuple(k.shape[:2]) != (batch, time):
+        check_shape("v", v, (*k.shape[:2], heads, value_dim), "batch and time as k has them")
+    if heads % k.shape[2]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; the heads of v, {heads}, must be those of k, "
+            f"{k.shape[2]}, or a multiple"
         )
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dtype != v.dtype:
@@ -108,11 +124,16 @@ def check_inputs(
         if given is None and gate.optional:
             continue
         tensor = check_tensor(gate.name, given)
-        dims: tuple[int, ...] = {"head": (), "key": (key_dim,), "value": (value_dim,)}[gate.per]
-        meaning = "(batch, time, heads)" if gate.per == "head" else f"(batch, time, heads, {gate.per}_dim)"
-        check_shape(gate.name, tensor, (*steps, *dims), meaning)
-        if tensor.dtype not in (v.dtype, torch.float32):
-            raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {v.dtype}, or torch.float32")
+        if gate.is_key:
+            check_shape(gate.name, tensor, tuple(k.shape), "that of k")
+        else:
+            per = gate.per if gate.per != "head or key" else "head" if tensor.dim() == 3 else "key"
+            dims: tuple[int, ...] = {"head": (), "key": (key_dim,), "value": (value_dim,)}[per]
+            meaning = "(batch, time, heads)" if per == "head" else f"(batch, time, heads, {per}_dim)"
+            check_shape(gate.name, tensor, (*steps, *dims), meaning)
+        if tensor.dtype not in ((v.dtype,) if gate.is_key else (v.dtype, torch.float32)):
+            other = "" if gate.is_key else ", or torch.float32"
+            raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {v.dtype}{other}")
         others[gate.name] = tensor
     if initial_state is not None:
         check_tensor("initial_state", initial_state)
@@ -124,7 +145,12 @@ def check_inputs(
                 f"{v.dtype}"
             )
         others["initial_state"] = initial_state
-    for name, tensor in others.items():
+    if starts is not None:
+        if not isinstance(starts, Tensor) or starts.dtype != torch.bool:
+            kind = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
+            raise ValueError(f"starts is of {kind}; it must be a tensor of torch.bool")
+        check_shape("starts", starts, (batch, time), "(batch, time)")
+    for name, tensor in (others if starts is None else others | {"starts": starts}).items():
         if tensor.device != v.device:
             raise ValueError(f"{name} is on device {tensor.device}; it must be on that of v, {v.device}")
     if _values_checked:
@@ -185,10 +211,12 @@ def check_finite(tensors: dict[str, Tensor]) -> None:
 def _check_values(tensors: dict[str, Tensor], gates: Sequence[tuple[GateInput, Tensor | None]]) -> None:
     check_finite(tensors)
     for gate, values in gates:
-        if values is None or not values.numel():
+        if values is None or not values.numel() or gate.is_key:
             continue
         least, most = (float(x) for x in torch.aminmax(values.detach()))
         if gate.log and most > 0:
             raise ValueError(f"{gate.name} has a largest value of {most:g}; logs of decays must be at most 0")
-        if not gate.log and not 0 <= least <= most <= 1:
-            raise ValueError(f"{gate.name} ranges from {least:g} to {most:g}; write strengths must be in [0, 1]")
+        if not gate.log and not 0 <= least <= most <= gate.most:
+            raise ValueError(
+                f"{gate.name} ranges from {least:g} to {most:g}; write strengths must be in [0, {gate.most:g}]"
+            )

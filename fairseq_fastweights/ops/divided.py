@@ -49,24 +49,28 @@ class Divided:
     dims: tuple[int, ...]
     along: tuple[int | None, ...]
 
-    def sequence(self, *inputs: Tensor | None, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def sequence(
+        self, *inputs: Tensor | None, initial_state: Tensor | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As `Kernel.sequence`, on parts along the first of `dims`, each of them on parts along the others."""
         if not self.dims:
-            return self.kernel.sequence(*cast(Any, inputs), initial_state=initial_state)
+            return self.kernel.sequence(*cast(Any, inputs), initial_state=initial_state, starts=starts)
         (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
-        parts = [inner.sequence(*part, initial_state=state) for part, state in self._parts(inputs, initial_state)]
+        parts = [
+            inner.sequence(*part, initial_state=state, starts=starts)
+            for part, state in self._parts(inputs, initial_state)
+        ]
         final_states = [final_state for _, final_state in parts]
         final_state = torch.cat(final_states, dim) if len(parts) > 1 else final_states[0]
         return _whole_out(dim, [out for out, _ in parts]), final_state
 
-    def step_(self, *inputs: Tensor | None, state: Tensor) -> Tensor:
+    def step_(self, *inputs: Tensor | None, state: Tensor, starts: Tensor | None = None) -> Tensor:
         """As `Kernel.step_`: each part changes its part of the state."""
         if not self.dims:
-            return self.kernel.step_(*cast(Any, inputs), state=state)
+            return self.kernel.step_(*cast(Any, inputs), state=state, starts=starts)
         (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
-        return _whole_out(
-            dim, [inner.step_(*part, state=part_state) for part, part_state in self._parts(inputs, state)]
-        )
+        parts = self._parts(inputs, state)
+        return _whole_out(dim, [inner.step_(*part, state=of_part, starts=starts) for part, of_part in parts])
 
     def _parts(self, inputs: Inputs, state: Tensor | None) -> Iterator[tuple[Inputs, Any]]:
         """Inputs and a state in as few parts as the kernels take, and these as even as `_MULTIPLE` lets them.

@@ -8,16 +8,18 @@ of q, k, write strengths and gates but those of values) are rounded in another o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from fairseq_fastweights.ops import libraries
-from fairseq_fastweights.ops.checks import state_dtype
+from fairseq_fastweights.ops.checks import BackendUnavailable, state_dtype
+from fairseq_fastweights.ops.gates import decay_at_starts, one_minus_gate
+from fairseq_fastweights.ops.reference import ungrouped
 
 NAMESPACE = "fairseq_fastweights"
 DTYPES = {
@@ -25,6 +27,8 @@ DTYPES = {
     "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
 }
 """By type of device, the dtypes that its kernels take."""
+EXTENSIONS = {"cpu": "cpu", "cuda": "cuda"}
+"""By type of device, whose kernels its tensors are given to."""
 LARGEST_DIM = {"cuda": 512}
 """By type of device, the largest key and value dimension that one call of its kernels takes, where there is a largest.
 
@@ -37,10 +41,6 @@ SCAN_INTERVAL = 32
 """The steps that lie between the states that the selective scan keeps for the backward pass."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-
-
-class BackendUnavailable(RuntimeError):
-    """The backend that was asked for cannot do this, here; no other is taken in its place."""
 
 
 @torch.compiler.assume_constant_result
@@ -124,37 +124,116 @@ def cuda_plan(
     return dict(zip(names, numbers, strict=True)) if numbers else None
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A rule by the operators that compute it.
+class Arguments(NamedTuple):
+    """What the operators of the rules take between v and `starts`: the parts of the one recurrence.
+
+    S_t = S' + k_t (beta_t (w_t v_t - S'^T e_t))^T, S' = (f_t z_t^T) * S_{t-1}; a part that is None is left out.
 
     Attributes:
-        family: "diagonal" or "delta", the operators' name but for what they do.
-        arguments: makes of the rule's gates what the operators take between v and the state.
+        erase: e, (batch, time, heads, key_dim); None for k, if the rule corrects.
+        corrects: whether the rule takes out what it retrieves, or only adds.
+        beta: (batch, time, heads).
+        log_gate: log f, (batch, time, heads).
+        complement: whether w = 1 - f, for a log_gate, or else 1.
+        log_key_decay: log f, (batch, time, heads, key_dim), where there is no log_gate.
+        log_value_decay: log z, (batch, time, heads, value_dim), where there is no log_gate.
     """
 
-    family: str
-    arguments: Callable[..., tuple[Any, ...]]
+    erase: Tensor | None = None
+    corrects: bool = False
+    beta: Tensor | None = None
+    log_gate: Tensor | None = None
+    complement: bool = False
+    log_key_decay: Tensor | None = None
+    log_value_decay: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A rule by what the operators make of it.
+
+    Attributes:
+        arguments: makes of the rule's gates what the operators take.
+        rule: the rule's name.
+        cuda: whether the CUDA kernels have it.
+    """
+
+    arguments: Callable[..., Arguments]
+    rule: str
+    cuda: bool = True
+
+    def why_not(self, device_type: str) -> str | None:
+        """Why the kernels for such a device do not have the rule; None if they do."""
+        return None if self.cuda or not _is_cuda(device_type) else f"the CUDA kernels do not have the {self.rule} rule"
+
+    def why_not_these(self, device_type: str, gates: Sequence[Tensor | None], starts: Tensor | None) -> str | None:
+        """Why they do not take such gates and starts; None if they do."""
+        given = self.arguments(*gates)
+        if given.corrects and given.log_value_decay is not None:
+            return "no kernel takes decays of values together with an erase key"
+        if given.corrects and starts is not None and _is_cuda(device_type):
+            return f"the CUDA kernels take no starts with the {self.rule} rule"
+        return None
 
     def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, initial_state: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *gates: Tensor | None,
+        initial_state: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Every step: `out` and the final state."""
         keeps = _differentiated(q, k, v, *gates, initial_state)
         if v.shape[1] == 1 and not keeps:
             state = _state_of_its_own(k, v, initial_state)
-            return self.step_(q, k, v, *gates, state=state), state
-        q, k, v = (_last_contiguous(x) for x in (q, k, v))
-        forward = getattr(torch.ops.fairseq_fastweights, f"{self.family}_forward")
-        interval = _interval(k, v) if keeps else 0
-        out, final_state, _ = forward(q, k, v, *self.arguments(*gates), _last_contiguous(initial_state), interval)
+            return self.step_(q, k, v, *gates, state=state, starts=starts), state
+        out, final_state, _ = torch.ops.fairseq_fastweights.rule_forward(
+            *self._given(q, k, v, gates, starts), _last_contiguous(initial_state), _interval(k, v) if keeps else 0
+        )
         return out, final_state
 
-    def step_(self, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, state: Tensor) -> Tensor:
+    def step_(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *gates: Tensor | None,
+        state: Tensor,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """One step, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
-        step = getattr(torch.ops.fairseq_fastweights, f"{self.family}_step_")
-        q, k, v = (_last_contiguous(x) for x in (q, k, v))
-        return step(q, k, v, *self.arguments(*gates), state)
+        return torch.ops.fairseq_fastweights.rule_step_(*self._given(q, k, v, gates, starts), state)
+
+    def _given(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor | None, ...], starts: Tensor | None
+    ) -> tuple[Any, ...]:
+        given = self.arguments(*gates)
+        if _is_cuda(v.device.type):
+            # Kernels for these know of neither: heads are repeated, and starts are decays.
+            q, k = ungrouped(q, v), ungrouped(k, v)
+            if starts is not None:
+                k, given, starts = (*_starts_as_decays(k, v, given, starts), None)
+        erase, corrects, beta, log_gate, complement, f, z = given
+        q, k, v, erase, f, z = (_last_contiguous(x) for x in (q, k, v, erase, f, z))
+        return q, k, v, erase, corrects, beta, log_gate, complement, f, z, starts
+
+
+def _is_cuda(device_type: str) -> bool:
+    return EXTENSIONS.get(device_type) == "cuda"
+
+
+def _starts_as_decays(k: Tensor, v: Tensor, given: Arguments, starts: Tensor) -> tuple[Tensor, Arguments]:
+    if given.complement:
+        assert given.log_gate is not None
+        write = one_minus_gate(given.log_gate.to(state_dtype(v.dtype)))
+        k, given = (k * write[..., None]).to(k.dtype), given._replace(complement=False)
+    if given.log_gate is not None or (given.log_key_decay is None and given.log_value_decay is None):
+        log_gate = None if given.log_gate is None else given.log_gate[..., None]
+        return k, given._replace(log_gate=decay_at_starts(starts, log_gate, v)[..., 0])
+    log_key_decay = decay_at_starts(starts, given.log_key_decay, v).expand(*k.shape)
+    return k, given._replace(log_key_decay=log_key_decay)
 
 
 def selective_scan(
@@ -195,33 +274,43 @@ def can_change(state: Tensor) -> bool:
     return state.shape[-1] <= 1 or state.stride(-1) == 1
 
 
-def _no_gate() -> tuple[Any, ...]:
-    return None, False, None, None
+def _one_gate(log_gate: Tensor) -> Arguments:
+    return Arguments(log_gate=log_gate, complement=True)
 
 
-def _one_gate(log_gate: Tensor) -> tuple[Any, ...]:
-    return log_gate, True, None, None
+def _decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, **others: Any) -> Arguments:
+    """Decays of keys and values: one decay that all keys share is the cheaper log_gate.
 
-
-def _shared_or_separate(log_key_decay: Tensor | None, log_value_decay: Tensor | None) -> tuple[Any, ...]:
-    """(log_gate, complement, log_key_decay, log_value_decay): one decay that all keys share is the cheaper log_gate.
-
-    Where it is differentiated it is not: each key's share of the gradient is asked for.
+    An expanded one is not where it is differentiated: each key's share of the gradient is asked for.
     """
-    shared = log_key_decay is not None and log_value_decay is None and log_key_decay.stride(-1) == 0
-    if log_key_decay is not None and shared and not _differentiated(log_key_decay):
-        return log_key_decay[..., 0], False, None, None
-    return None, False, _last_contiguous(log_key_decay), _last_contiguous(log_value_decay)
+    if log_key_decay is not None and log_value_decay is None:
+        if log_key_decay.dim() == 3:
+            return Arguments(log_gate=log_key_decay, **others)
+        if log_key_decay.stride(-1) == 0 and not _differentiated(log_key_decay):
+            return Arguments(log_gate=log_key_decay[..., 0], **others)
+    return Arguments(log_key_decay=log_key_decay, log_value_decay=log_value_decay, **others)
 
 
-def _write_strength(beta: Tensor) -> tuple[Any, ...]:
-    return (beta,)
+def _correction(beta: Tensor) -> Arguments:
+    return Arguments(corrects=True, beta=beta)
 
 
-SUM = Kernel("diagonal", _no_gate)
-GATED = Kernel("diagonal", _one_gate)
-DECAY = Kernel("diagonal", _shared_or_separate)
-DELTA = Kernel("delta", _write_strength)
+def _gated_correction(beta: Tensor, log_gate: Tensor) -> Arguments:
+    return _decays(log_gate, corrects=True, beta=beta)
+
+
+def _every_part(
+    erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
+) -> Arguments:
+    return _decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
+
+
+SUM = Kernel(Arguments, "sum")
+GATED = Kernel(_one_gate, "gated")
+DECAY = Kernel(_decays, "decay")
+DELTA = Kernel(_correction, "delta")
+GATED_DELTA = Kernel(_gated_correction, "gated-delta", cuda=False)
+FAST_WEIGHT = Kernel(_every_part, "fast-weight", cuda=False)
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:
@@ -245,8 +334,7 @@ def _last_contiguous(x: Any) -> Any:
 def _state_of_its_own(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
     if initial_state is not None:
         return initial_state.clone(memory_format=torch.contiguous_format)
-    batch, _, heads, key_dim = k.shape
-    return v.new_zeros(batch, heads, key_dim, v.shape[-1], dtype=state_dtype(v.dtype))
+    return v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=state_dtype(v.dtype))
 
 
 def _interval(k: Tensor, v: Tensor) -> int:
@@ -264,22 +352,17 @@ def _interval(k: Tensor, v: Tensor) -> int:
 
 # The operators: schemas, shapes, derivatives
 
-_DIAGONAL = "Tensor? log_gate, bool complement, Tensor? log_key_decay, Tensor? log_value_decay"
+_RULE = (
+    "Tensor q, Tensor k, Tensor v, Tensor? erase, bool corrects, Tensor? beta, Tensor? log_gate, bool complement,"
+    " Tensor? log_key_decay, Tensor? log_value_decay, Tensor? starts"
+)
 _SCAN = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D"
 _SCHEMAS = (
-    f"diagonal_forward(Tensor q, Tensor k, Tensor v, {_DIAGONAL}, Tensor? initial_state, int interval)"
-    " -> (Tensor out, Tensor final_state, Tensor states)",
-    "diagonal_backward(Tensor d_out, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, "
-    f"{_DIAGONAL}, Tensor? initial_state, Tensor states, int interval)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_log_gate, Tensor d_log_key_decay, Tensor d_log_value_decay,"
-    " Tensor d_initial_state)",
-    "delta_forward(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? initial_state, int interval)"
-    " -> (Tensor out, Tensor final_state, Tensor states)",
-    "delta_backward(Tensor d_out, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor beta,"
-    " Tensor? initial_state, Tensor states, int interval)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_beta, Tensor d_initial_state)",
-    f"diagonal_step_(Tensor q, Tensor k, Tensor v, {_DIAGONAL}, Tensor(a!) state) -> Tensor out",
-    "delta_step_(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor(a!) state) -> Tensor out",
+    f"rule_forward({_RULE}, Tensor? initial_state, int interval) -> (Tensor out, Tensor final_state, Tensor states)",
+    f"rule_backward(Tensor d_out, Tensor? d_final_state, {_RULE}, Tensor? initial_state, Tensor states, int interval)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_erase, Tensor d_beta, Tensor d_log_gate, Tensor d_log_key_decay,"
+    " Tensor d_log_value_decay, Tensor d_initial_state)",
+    f"rule_step_({_RULE}, Tensor(a!) state) -> Tensor out",
     f"selective_scan_forward({_SCAN}, Tensor? initial_state, int interval)"
     " -> (Tensor out, Tensor final_state, Tensor states)",
     f"selective_scan_backward(Tensor d_out, Tensor? d_final_state, {_SCAN}, Tensor? initial_state, Tensor states,"
@@ -295,7 +378,7 @@ for _schema in _SCHEMAS:
 
 
 def _shape_of_forward(k: Tensor, v: Tensor, interval: int) -> tuple[Tensor, Tensor, Tensor]:
-    batch, time, heads, key_dim = k.shape
+    batch, time, heads, key_dim = *v.shape[:3], k.shape[3]
     kept = (time + interval - 1) // interval - 1 if interval else 0
     dtype = state_dtype(v.dtype)
     return (
@@ -310,55 +393,24 @@ def _shape_of_gradient(x: Tensor | None, v: Tensor) -> Tensor:
 
 
 def _shape_of_state_gradient(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
-    batch, _, heads, key_dim = k.shape
-    shape = (0,) if initial_state is None else (batch, heads, key_dim, v.shape[-1])
+    shape = (0,) if initial_state is None else (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     return v.new_empty(shape, dtype=state_dtype(v.dtype))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::diagonal_forward", lib=_library)
-def _(q: Any, k: Any, v: Any, log_gate: Any, complement: Any, f: Any, z: Any, initial_state: Any, interval: int) -> Any:
-    return _shape_of_forward(k, v, interval)
+@torch.library.register_fake(f"{NAMESPACE}::rule_forward", lib=_library)
+def _(q: Any, k: Any, v: Any, *others: Any) -> Any:
+    return _shape_of_forward(k, v, others[-1])
 
 
-@torch.library.register_fake(f"{NAMESPACE}::diagonal_backward", lib=_library)
-def _(
-    d_out: Any,
-    d_final_state: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    log_gate: Any,
-    complement: Any,
-    f: Any,
-    z: Any,
-    initial_state: Any,
-    states: Any,
-    interval: int,
-) -> Any:
-    gradients = [_shape_of_gradient(x, v) for x in (q, k, v, log_gate, f, z)]
+@torch.library.register_fake(f"{NAMESPACE}::rule_backward", lib=_library)
+def _(d_out: Any, d_final_state: Any, *given: Any) -> Any:
+    q, k, v, erase, _, beta, log_gate, _, f, z, _, initial_state, _, _ = given
+    gradients = [_shape_of_gradient(x, v) for x in (q, k, v, erase, beta, log_gate, f, z)]
     return (*gradients, _shape_of_state_gradient(k, v, initial_state))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::delta_forward", lib=_library)
-def _(q: Any, k: Any, v: Any, beta: Any, initial_state: Any, interval: int) -> Any:
-    return _shape_of_forward(k, v, interval)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::delta_backward", lib=_library)
-def _(
-    d_out: Any, d_final_state: Any, q: Any, k: Any, v: Any, beta: Any, initial_state: Any, states: Any, interval: int
-) -> Any:
-    gradients = [_shape_of_gradient(x, v) for x in (q, k, v, beta)]
-    return (*gradients, _shape_of_state_gradient(k, v, initial_state))
-
-
-@torch.library.register_fake(f"{NAMESPACE}::diagonal_step_", lib=_library)
-def _(q: Any, k: Any, v: Any, log_gate: Any, complement: Any, f: Any, z: Any, state: Any) -> Any:
-    return torch.empty_like(v)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::delta_step_", lib=_library)
-def _(q: Any, k: Any, v: Any, beta: Any, state: Any) -> Any:
+@torch.library.register_fake(f"{NAMESPACE}::rule_step_", lib=_library)
+def _(q: Any, k: Any, v: Any, *others: Any) -> Any:
     return torch.empty_like(v)
 
 
@@ -398,61 +450,25 @@ def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, state: Any) -> Any:
     return torch.empty_like(u)
 
 
-def _keep_diagonal(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, log_gate, ctx.complement, f, z, initial_state, ctx.interval = inputs
-    ctx.save_for_backward(q, k, v, log_gate, f, z, initial_state, output[2])
+def _keep_rule(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.interval = inputs
+    ctx.corrects, ctx.complement = tensors.pop(4), tensors.pop(6)
+    ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_diagonal(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
-    q, k, v, log_gate, f, z, initial_state, states = ctx.saved_tensors
-    dq, dk, dv, d_gate, df, dz, d_initial = torch.ops.fairseq_fastweights.diagonal_backward(
-        torch.zeros_like(v) if d_out is None else d_out,
-        d_final_state,
-        q,
-        k,
-        v,
-        log_gate,
-        ctx.complement,
-        f,
-        z,
-        initial_state,
-        states,
-        ctx.interval,
+def _differentiate_rule(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
+    q, k, v, erase, beta, log_gate, f, z, starts, initial_state, states = ctx.saved_tensors
+    given = (q, k, v, erase, ctx.corrects, beta, log_gate, ctx.complement, f, z, starts, initial_state)
+    gradients = torch.ops.fairseq_fastweights.rule_backward(
+        torch.zeros_like(v) if d_out is None else d_out, d_final_state, *given, states, ctx.interval
     )
-    return (
-        dq,
-        dk,
-        dv,
-        None if log_gate is None else d_gate,
-        None,
-        None if f is None else df,
-        None if z is None else dz,
-        None if initial_state is None else d_initial,
-        None,
+    # What is absent has an empty tensor for a gradient.
+    of = (q, k, v, erase, beta, log_gate, f, z, initial_state)
+    dq, dk, dv, d_erase, d_beta, d_gate, df, dz, d_initial = (
+        None if x is None else gradient for x, gradient in zip(of, gradients, strict=True)
     )
-
-
-def _keep_delta(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, beta, initial_state, ctx.interval = inputs
-    ctx.save_for_backward(q, k, v, beta, initial_state, output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_delta(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
-    q, k, v, beta, initial_state, states = ctx.saved_tensors
-    dq, dk, dv, d_beta, d_initial = torch.ops.fairseq_fastweights.delta_backward(
-        torch.zeros_like(v) if d_out is None else d_out,
-        d_final_state,
-        q,
-        k,
-        v,
-        beta,
-        initial_state,
-        states,
-        ctx.interval,
-    )
-    return dq, dk, dv, d_beta, None if initial_state is None else d_initial, None
+    return dq, dk, dv, d_erase, None, d_beta, d_gate, None, df, dz, None, d_initial, None
 
 
 def _keep_scan(ctx: Any, inputs: Any, output: Any) -> None:
@@ -488,15 +504,12 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
 
 
 torch.library.register_autograd(
-    f"{NAMESPACE}::diagonal_forward", _differentiate_diagonal, setup_context=_keep_diagonal, lib=_library
-)
-torch.library.register_autograd(
-    f"{NAMESPACE}::delta_forward", _differentiate_delta, setup_context=_keep_delta, lib=_library
+    f"{NAMESPACE}::rule_forward", _differentiate_rule, setup_context=_keep_rule, lib=_library
 )
 torch.library.register_autograd(
     f"{NAMESPACE}::selective_scan_forward", _differentiate_scan, setup_context=_keep_scan, lib=_library
 )
-for _operator in ("diagonal_backward", "delta_backward", "selective_scan_backward"):
+for _operator in ("rule_backward", "selective_scan_backward"):
     torch.library.register_autograd(
         f"{NAMESPACE}::{_operator}", _refuse_second_derivatives, setup_context=_keep_nothing, lib=_library
     )

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops import chunkwise, native, reference
-from fairseq_fastweights.ops.checks import GateInput, check_in_place, check_inputs, state_dtype
+from fairseq_fastweights.ops.checks import BackendUnavailable, GateInput, check_in_place, check_inputs, state_dtype
 from fairseq_fastweights.ops.divided import KEYS, VALUES, Divided
-from fairseq_fastweights.ops.native import BackendUnavailable, Kernel
+from fairseq_fastweights.ops.native import Kernel
 
 BACKENDS = ("auto", "reference", "chunkwise", "native")
 
@@ -34,6 +34,7 @@ class Operation:
         kernel: the same, compiled; None if there is none.
         keys_apart: whether the rows of a state, one for each key, have nothing to do with one another, so that calls
             can be divided over keys. The columns, one for each value, never have.
+        takes_starts: whether its implementations take `starts`, and q and k of fewer heads than v.
 
     Example:
         >>> def last_value(q, k, v, *, initial_state=None):  # S_t = v_t k_t^T, y_t = S_t q_t
@@ -51,11 +52,13 @@ class Operation:
     chunkwise: Implementation | None = None
     kernel: Kernel | None = None
     keys_apart: bool = True
+    takes_starts: bool = False
 
     def __call__(
         self,
         *inputs: Tensor | None,
         initial_state: Tensor | None = None,
+        starts: Tensor | None = None,
         in_place: bool = False,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor]:
@@ -68,19 +71,26 @@ class Operation:
             names = ", ".join(["q", "k", "v", *(gate.name for gate in self.gates)])
             raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {names}")
         q, k, v, *gates = inputs
-        check_inputs(q, k, v, initial_state, list(zip(self.gates, gates, strict=True)))  # type: ignore[arg-type]
+        named = list(zip(self.gates, gates, strict=True))
+        check_inputs(q, k, v, initial_state, named, starts)  # type: ignore[arg-type]
         assert k is not None and v is not None
-        kernel, plain = self._implementation(backend, k, v)
+        if not self.takes_starts and (starts is not None or k.shape[2] != v.shape[2]):
+            what = "starts" if starts is not None else f"k of {k.shape[2]} heads for v of {v.shape[2]}"
+            raise ValueError(
+                f"the {self.name} rule was given {what}; it takes neither starts nor fewer heads of q and k"
+            )
+        kernel, plain = self._implementation(backend, k, v, gates, starts)
+        options = {} if starts is None else {"starts": starts}
         if kernel is not None:
             native.refuse_tangents(initial_state, *inputs)
         state = check_in_place(initial_state, *inputs) if in_place else None
         if v.shape[1] == 0:
             return _nothing(k, v, initial_state, inputs) if state is None else (torch.zeros_like(v), state)
         if state is None:
-            return plain(*inputs, initial_state=initial_state)
+            return plain(*inputs, initial_state=initial_state, **options)
         if kernel is not None and v.shape[1] == 1 and native.can_change(state):
-            return kernel.step_(q, k, v, *gates, state=state), state  # type: ignore[arg-type]
-        out, final_state = plain(*inputs, initial_state=state)
+            return kernel.step_(q, k, v, *gates, state=state, **options), state  # type: ignore[arg-type]
+        out, final_state = plain(*inputs, initial_state=state, **options)
         return out, state.copy_(final_state)
 
     def best_backend(self, device_type: str, dtype: torch.dtype, time: int, key_dim: int) -> str:
@@ -93,7 +103,7 @@ class Operation:
         """Why no kernel takes such inputs; None if one does."""
         if self.kernel is None:
             return f"the {self.name} rule has no compiled kernel"
-        reason = native.why_not(device_type, dtype)
+        reason = native.why_not(device_type, dtype) or self.kernel.why_not(device_type)
         if reason is None and not self.keys_apart and not native.fits(device_type, key_dim):
             largest = native.LARGEST_DIM[device_type]
             return (
@@ -106,14 +116,18 @@ class Operation:
     def divided(self) -> Divided:
         """Its kernel, for keys and values of any dimension."""
         assert self.kernel is not None
-        along = {"key": KEYS, "value": VALUES, "head": None}
+        along = {"key": KEYS, "value": VALUES, "head": None, "head or key": None}
         dims = (VALUES, KEYS) if self.keys_apart else (VALUES,)
         return Divided(self.kernel, dims, (KEYS, KEYS, VALUES, *(along[gate.per] for gate in self.gates)))
 
-    def _implementation(self, backend: str, k: Tensor, v: Tensor) -> tuple[Kernel | Divided | None, Implementation]:
+    def _implementation(
+        self, backend: str, k: Tensor, v: Tensor, gates: list[Tensor | None], starts: Tensor | None
+    ) -> tuple[Kernel | Divided | None, Implementation]:
         """The kernel, if that is what runs, and what runs for a sequence."""
         kind, key_dim = v.device.type, k.shape[-1]
         reason = self.why_not_native(kind, v.dtype, key_dim)
+        if reason is None and self.kernel is not None:
+            reason = self.kernel.why_not_these(kind, gates, starts)
         backend = choose_backend(backend, v.shape[1], reason, self.chunkwise is not None)
         if backend == "native":
             assert self.kernel is not None
@@ -164,38 +178,47 @@ def _nothing(
     # Sums of no rows: nothing is read, nor is anything added to the nothing that there is.
     depends = sum(x[:0].sum() for x in (initial_state, *inputs) if x is not None)
     if initial_state is None:
-        batch, _, heads, key_dim = k.shape
-        initial_state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=state_dtype(v.dtype), device=v.device)
+        sizes = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
+        initial_state = torch.zeros(sizes, dtype=state_dtype(v.dtype), device=v.device)
     return torch.zeros_like(v) + depends, initial_state.clone()
 
+
+def _rule(name: str, *gates: GateInput, keys_apart: bool = True) -> Operation:
+    """A rule of this package: its functions and its kernel are named after it."""
+    function, kernel = f"{name.replace('-', '_')}_rule", name.replace("-", "_").upper()
+    return Operation(
+        name,
+        gates,
+        getattr(reference, function),
+        getattr(chunkwise, function),
+        getattr(native, kernel),
+        keys_apart,
+        takes_starts=True,
+    )
+
+
+_KEY_DECAY = GateInput("log_key_decay", per="key", log=True, optional=True)
+_VALUE_DECAY = GateInput("log_value_decay", per="value", log=True, optional=True)
 
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("sum", (), reference.sum_rule, chunkwise.sum_rule, native.SUM),
-        Operation(
-            "gated",
-            (GateInput("log_gate", per="head", log=True),),
-            reference.gated_rule,
-            chunkwise.gated_rule,
-            native.GATED,
+        _rule("sum"),
+        _rule("gated", GateInput("log_gate", per="head", log=True)),
+        _rule("decay", _KEY_DECAY, _VALUE_DECAY),
+        _rule("delta", GateInput("beta", per="head"), keys_apart=False),
+        _rule(
+            "gated-delta",
+            GateInput("beta", per="head", most=2),
+            GateInput("log_gate", per="head or key", log=True),
+            keys_apart=False,
         ),
-        Operation(
-            "decay",
-            (
-                GateInput("log_key_decay", per="key", log=True, optional=True),
-                GateInput("log_value_decay", per="value", log=True, optional=True),
-            ),
-            reference.decay_rule,
-            chunkwise.decay_rule,
-            native.DECAY,
-        ),
-        Operation(
-            "delta",
-            (GateInput("beta", per="head", log=False),),
-            reference.delta_rule,
-            chunkwise.delta_rule,
-            native.DELTA,
+        _rule(
+            "fast-weight",
+            GateInput("erase", per="key", is_key=True, optional=True),
+            GateInput("beta", per="head", optional=True, most=2),
+            GateInput("log_key_decay", per="head or key", log=True, optional=True),
+            _VALUE_DECAY,
             keys_apart=False,
         ),
     )

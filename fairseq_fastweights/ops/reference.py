@@ -1,9 +1,9 @@
 """The update rules one step at a time, as in the papers: what every other implementation is held against.
 
-The papers write the state as W or S of shape (value_dim, key_dim), y = S q. Here, as in the rest of the package, the
-state is its transpose, (batch, heads, key_dim, value_dim), so that S_t += v_t k_t^T reads ``state += outer(k_t, v_t)``.
-Gradients are those that autograd finds through the loop. Everything is computed in float64 for float64 inputs and in
-float32 for all others, under autocast too.
+All are rows of one recurrence, `fast_weight_rule`. The papers write the state as W or S of shape (value_dim, key_dim),
+y = S q. Here, as in the rest of the package, the state is its transpose, (batch, heads, key_dim, value_dim), so that
+S_t += v_t k_t^T reads ``state += outer(k_t, v_t)``. Gradients are those that autograd finds through the loop.
+Everything is computed in float64 for float64 inputs and in float32 for all others, under autocast too.
 """
 
 from __future__ import annotations
@@ -15,22 +15,29 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops.checks import state_dtype
+from fairseq_fastweights.ops.gates import one_minus_gate
 
 
-def sum_rule(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sum_rule(
+    q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor | None = None, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """S_t = S_{t-1} + v_t k_t^T (Schlag et al. 2021, Eq. 17; Mao 2022, Eq. 3)."""
-    return _decaying(q, k, v, initial_state)
+    return fast_weight_rule(q, k, v, None, None, None, None, initial_state=initial_state, starts=starts)
 
 
 def gated_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, initial_state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T (Peng et al. 2021; Mao 2022, Eq. 5)."""
-    log_gate = log_gate.to(state_dtype(v.dtype))[..., None]
-    # 1 - exp(x) loses the digits of the value for a gate near 1, -expm1(x), whose derivative autograd computes as
-    # expm1(x) + 1, those of the gradient for a gate near 0: each is taken where it is exact.
-    write = torch.where(log_gate > -0.7, -torch.expm1(log_gate), 1 - torch.exp(log_gate))
-    return _decaying(q, k, v, initial_state, log_key_decay=log_gate, write=write)
+    log_gate = log_gate.to(state_dtype(v.dtype))
+    write = one_minus_gate(log_gate)
+    return fast_weight_rule(q, k, v, None, write, log_gate, None, initial_state=initial_state, starts=starts)
 
 
 def decay_rule(
@@ -41,51 +48,89 @@ def decay_rule(
     log_value_decay: Tensor | None,
     *,
     initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T (Mao 2022, Eq. 7), z the value decay and f the key decay."""
-    return _decaying(q, k, v, initial_state, log_key_decay=log_key_decay, log_value_decay=log_value_decay)
+    return fast_weight_rule(
+        q, k, v, None, None, log_key_decay, log_value_decay, initial_state=initial_state, starts=starts
+    )
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T (Schlag et al. 2021, Eq. 24), read after the write (Eq. 25)."""
-    dtype = state_dtype(v.dtype)
-    state = _start(k, v, initial_state)
-    outputs = []
-    for q_t, k_t, v_t, beta_t in zip(*_steps(dtype, q, k, v, beta), strict=True):
-        retrieved = _read(k_t, state)
-        error = beta_t[..., None] * (v_t - retrieved)
-        state = state + k_t[..., :, None] * error[..., None, :]
-        outputs.append(_read(q_t, state))
-    return _stack(outputs, v), state
-
-
-def _decaying(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    initial_state: Tensor | None,
+    beta: Tensor,
     *,
-    log_key_decay: Tensor | None = None,
-    log_value_decay: Tensor | None = None,
-    write: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = (z_t f_t^T) * S_{t-1} + w_t v_t k_t^T; f, z, w are 1 where they are None."""
+    """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T (Schlag et al. 2021, Eq. 24), read after the write (Eq. 25)."""
+    return fast_weight_rule(q, k, v, k, beta, None, None, initial_state=initial_state, starts=starts)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_gate: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = S' + beta_t (v_t - S' k_t) k_t^T, S' = S_{t-1} Diag(f_t) (Yang et al. 2025; per key: Kimi Team 2025)."""
+    return fast_weight_rule(q, k, v, k, beta, log_gate, None, initial_state=initial_state, starts=starts)
+
+
+def fast_weight_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    erase: Tensor | None,
+    beta: Tensor | None,
+    log_key_decay: Tensor | None,
+    log_value_decay: Tensor | None,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = S' + beta_t (v_t - S' e_t) k_t^T, S' = (z_t f_t^T) * S_{t-1}, y_t = S_t q_t; what is None is left out.
+
+    log_key_decay may be (batch, time, heads), the same for all keys. Heads of q, k and e serve as many of v in turn.
+    """
     dtype = state_dtype(v.dtype)
-    state = _start(k, v, initial_state)
+    q, k = ungrouped(q, v), ungrouped(k, v)
+    erase = None if erase is None else ungrouped(erase, v)
+    if log_key_decay is not None and log_key_decay.dim() == 3:
+        log_key_decay = log_key_decay[..., None]
+    kept = None if starts is None else ~starts[..., None, None, None]
+    if initial_state is None:
+        batch, _, heads, key_dim = k.shape
+        initial_state = k.new_zeros(batch, heads, key_dim, v.shape[3], dtype=dtype)
+    state = initial_state
     outputs = []
-    steps = zip(*_steps(dtype, q, k, v, log_key_decay, log_value_decay, write), strict=True)
-    for q_t, k_t, v_t, log_f_t, log_z_t, w_t in steps:
+    inputs = (q, k, v, erase, beta, log_key_decay, log_value_decay)
+    for q_t, k_t, v_t, e_t, beta_t, log_f_t, log_z_t, kept_t in zip(
+        *_steps(dtype, *inputs), _each(kept, v), strict=True
+    ):
+        if kept_t is not None:
+            state = torch.where(kept_t, state, 0)
         if log_f_t is not None:
             state = state * log_f_t.exp()[..., :, None]
         if log_z_t is not None:
             state = state * log_z_t.exp()[..., None, :]
-        if w_t is not None:
-            k_t = k_t * w_t
-        state = state + k_t[..., :, None] * v_t[..., None, :]
+        written = v_t if e_t is None else v_t - _read(e_t, state)
+        if beta_t is not None:
+            written = beta_t[..., None] * written
+        state = state + k_t[..., :, None] * written[..., None, :]
         outputs.append(_read(q_t, state))
-    return _stack(outputs, v), state
+    return (torch.stack(outputs, dim=1).to(v.dtype) if outputs else torch.zeros_like(v)), state
+
+
+def ungrouped(x: Tensor, v: Tensor) -> Tensor:
+    """`x` with as many heads as `v`, each of its own repeated for those that share it."""
+    return x if x.shape[2] == v.shape[2] else x.repeat_interleave(v.shape[2] // x.shape[2], 2)
 
 
 def _read(q_t: Tensor, state: Tensor) -> Tensor:
@@ -93,18 +138,10 @@ def _read(q_t: Tensor, state: Tensor) -> Tensor:
     return (q_t[..., :, None] * state).sum(-2)
 
 
-def _start(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
-    if initial_state is not None:
-        return initial_state
-    batch, _, heads, key_dim = k.shape
-    return k.new_zeros(batch, heads, key_dim, v.shape[3], dtype=state_dtype(v.dtype))
-
-
 def _steps(dtype: torch.dtype, first: Tensor, *others: Tensor | None) -> list[Sequence[Any]]:
     """Each input's steps. Taking them apart at once, not by index, keeps the backward pass linear in time."""
-    absent = [None] * first.shape[1]
-    return [first.to(dtype).unbind(1), *(absent if x is None else x.to(dtype).unbind(1) for x in others)]
+    return [_each(None if x is None else x.to(dtype), first) for x in (first, *others)]
 
 
-def _stack(outputs: list[Tensor], v: Tensor) -> Tensor:
-    return torch.stack(outputs, dim=1).to(v.dtype) if outputs else torch.zeros_like(v)
+def _each(x: Tensor | None, like: Tensor) -> Sequence[Any]:
+    return [None] * like.shape[1] if x is None else x.unbind(1)

@@ -1,18 +1,19 @@
-"""The delta family: S_t = S_{t-1} + k_t u_t^T with u_t = beta_t (v_t - S_{t-1}^T k_t), y_t = S_t^T q_t.
+"""The delta family: S_t = S' + k_t u_t^T, u_t = beta_t (v_t - S'^T e_t), S' = Diag(f_t) S_{t-1}, y_t = S_t^T q_t.
 
-Within a chunk that starts from S_0, u_t = beta_t (v_t - S_0^T k_t - sum_{s<t} <k_t, k_s> u_s). With the steps as rows,
-B = diag(beta) and A the part of B K K^T below the diagonal, this is a triangular system (the WY form of a product of
-Householder-like factors; Bischof & Van Loan 1987):
+Within a chunk that starts from S, with the steps as rows, P the decays from the chunk's start to each step, R those
+from each step to its end, and <a_t, b_s> products with the decays of (s, t] between them, this is a triangular system
+(the WY form of a product of Householder-like factors; Bischof & Van Loan 1987; with decays, Yang et al. 2025):
 
-    (I + A) U = B (V - K S_0)              U = Uv - W S_0,  Uv = (I + A)^-1 B V,  W = (I + A)^-1 B K
-    Y = Q S_0 + tril(Q K^T) U              S_end = S_0 + K^T U
+    (I + A) U = B (V - (E * P) S)          A_ts = beta_t <e_t, k_s> for s < t,  B = diag(beta)
+    Y = (Q * P) S + <Q, K> U               S_end = Diag(P_end) S + (K * R)^T U
 
-Uv and W need no state, so all chunks are solved at once; from chunk to chunk only S_end is computed in turn.
+U = Uv - W S, and Uv = (I + A)^-1 B V and W = (I + A)^-1 B (E * P) need no state: they are made for all chunks at once,
+and differentiated by autograd. From chunk to chunk only the state is computed in turn, and its gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
+from fairseq_fastweights.ops.chunkwise.decays import exclusive_reverse, inclusive, scores, times
 from fairseq_fastweights.ops.chunkwise.layout import (
     chunk_length,
     first_state,
@@ -29,103 +31,105 @@ from fairseq_fastweights.ops.chunkwise.layout import (
 
 
 class DeltaFunction(torch.autograd.Function):
-    """(q, k, v, beta, initial_state) -> (out, final_state)."""
+    """(q, k, v, erase, beta, log_key_decay, initial_state) -> (out, final_state).
+
+    erase and beta may be None, for k and for 1; log_key_decay too, or (batch, time, heads, key_dim or 1).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        erase: Tensor | None,
+        beta: Tensor | None,
+        log_key_decay: Tensor | None,
+        initial_state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         with without_autocast(v):
-            qc, kc, vc, bc = _chunks(q, k, v, beta)
-            system = _system(kc, bc)
-            state = first_state(initial_state, kc, vc)
-            scores = (qc @ kc.transpose(-1, -2)).tril_()
-            if initial_state is None and kc.shape[2] == 1:
-                # A single chunk that starts from nothing, as in sliding windows: U = Uv, and W is not needed.
-                (u,) = _solve(system, bc * vc)
-                out = scores @ u
-                stacked = torch.stack([state, (kc.transpose(-1, -2) @ u)[:, :, 0]], dim=2)
-            else:
-                uv, w = _solve(system, bc * vc, bc * kc)
-                states = [state]
-                for n in range(kc.shape[2]):
-                    u = uv[:, :, n] - w[:, :, n] @ states[-1]
-                    states.append(states[-1] + kc[:, :, n].transpose(-1, -2) @ u)
-                stacked = torch.stack(states, dim=2)
-                starts = stacked[:, :, :-1]
-                out = qc @ starts + scores @ (uv - w @ starts)
-        ctx.save_for_backward(q, k, v, beta, stacked)
-        return from_chunks(out, v.shape[1], v.dtype), stacked[:, :, -1].clone()
+            chunks = _prepare(q, k, v, erase, beta, log_key_decay)
+            states = [first_state(initial_state, chunks.writes, chunks.uv)]
+            for n in range(chunks.uv.shape[2]):
+                u = chunks.uv[:, :, n] - chunks.w[:, :, n] @ states[-1]
+                kept = states[-1] if chunks.total is None else chunks.total[:, :, n] * states[-1]
+                states.append(kept + chunks.writes[:, :, n].transpose(-1, -2) @ u)
+            stacked = torch.stack(states, dim=2)
+            starts = stacked[:, :, :-1]
+            out = chunks.reads @ starts + chunks.scores @ (chunks.uv - chunks.w @ starts)
+        ctx.save_for_backward(q, k, v, erase, beta, log_key_decay, stacked)
+        return from_chunks(out, v.shape[1], v.dtype), states[-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, states = ctx.saved_tensors
+        *inputs, states = ctx.saved_tensors
+        leaves = [
+            None if x is None else x.detach().requires_grad_(n)
+            for x, n in zip(inputs, ctx.needs_input_grad[:6], strict=True)
+        ]
+        v = inputs[2]
+        with without_autocast(v), torch.enable_grad():
+            chunks = _prepare(*leaves)
         with without_autocast(v):
-            qc, kc, vc, bc = _chunks(q, k, v, beta)
-            dy = to_chunks(d_out.to(v.dtype), qc.shape[-2])
+            uv, w, inside, reads, writes, total = (None if x is None else x.detach() for x in chunks)
+            dy = to_chunks(d_out.to(v.dtype), uv.shape[-2])
             starts = states[:, :, :-1]
-            keys_t = kc.transpose(-1, -2)
-            system = _system(kc, bc)
-            uv, w = _solve(system, bc * vc, bc * kc)
             u = uv - w @ starts
-            scores = (qc @ keys_t).tril_()
-
-            # d S_0 = d S_end + Q^T dY - W^T dU with dU = tril(QK^T)^T dY + K d S_end, chunk by chunk from the last.
-            du_inside = scores.transpose(-1, -2) @ dy
-            direct = qc.transpose(-1, -2) @ dy - w.transpose(-1, -2) @ du_inside
-            d_state = d_final.to(qc.dtype)
+            # d S = reads^T dY + total * d S_end - W^T dU, dU = scores^T dY + writes d S_end, from the last chunk on.
+            du_inside = inside.transpose(-1, -2) @ dy
+            direct = reads.transpose(-1, -2) @ dy - w.transpose(-1, -2) @ du_inside
+            d_state = d_final.to(states.dtype)
             d_ends: list[Tensor] = []
-            for n in reversed(range(qc.shape[2])):
+            for n in reversed(range(uv.shape[2])):
                 d_ends.append(d_state)
-                back = w[:, :, n].transpose(-1, -2) @ (kc[:, :, n] @ d_state)
-                d_state = d_state + direct[:, :, n] - back
+                back = w[:, :, n].transpose(-1, -2) @ (writes[:, :, n] @ d_state)
+                d_state = (d_state if total is None else total[:, :, n] * d_state) + direct[:, :, n] - back
             d_end = torch.stack(d_ends[::-1], dim=2)
-
-            du = du_inside + kc @ d_end
-            # (I + A) U = R: dR = (I + A)^-T dU, dA = -dR U^T below the diagonal.
-            d_right = torch.linalg.solve_triangular(system.transpose(-1, -2), du, upper=True, unitriangular=True)
-            d_system = -(d_right @ u.transpose(-1, -2)).tril_(-1)
-            d_scores = (dy @ u.transpose(-1, -2)).tril_()
-            error = vc - kc @ starts
-            dq = dy @ starts.transpose(-1, -2) + d_scores @ kc
-            dv = bc * d_right
-            d_products = bc * d_system
-            dk = (
-                d_scores.transpose(-1, -2) @ qc
-                + u @ d_end.transpose(-1, -2)
-                + d_products @ kc
-                + d_products.transpose(-1, -2) @ kc
-                - dv @ starts.transpose(-1, -2)
+            du = du_inside + writes @ d_end
+            gradients = _Chunks(
+                uv=du,
+                w=-du @ starts.transpose(-1, -2),
+                scores=dy @ u.transpose(-1, -2),
+                reads=dy @ starts.transpose(-1, -2),
+                writes=u @ d_end.transpose(-1, -2),
+                total=None if total is None else (starts * d_end).sum(-1, keepdim=True).sum_to_size(total.shape),
             )
-            db = (d_right * error).sum(-1, keepdim=True)
-            db += (d_system * (kc @ keys_t)).sum(-1, keepdim=True)
-        gradients: list[Tensor | None] = []
-        for gradient, source in ((dq, q), (dk, k), (dv, v), (db, beta)):
-            wanted = ctx.needs_input_grad[len(gradients)]
-            gradients.append(from_chunks(gradient, v.shape[1], source.dtype) if wanted else None)
-        if gradients[3] is not None:
-            gradients[3] = gradients[3].squeeze(-1)
-        gradients.append(d_state if ctx.needs_input_grad[4] else None)
-        return tuple(gradients)
+            wanted = [x for x in leaves if x is not None and x.requires_grad]
+            through = [(x, g) for x, g in zip(chunks, gradients, strict=True) if x is not None and x.requires_grad]
+            outputs, cotangents = zip(*through, strict=True) if wanted else ((), ())
+            found = iter(torch.autograd.grad(outputs, wanted, cotangents) if wanted else ())
+        of_inputs = [next(found) if x is not None and x.requires_grad else None for x in leaves]
+        return *of_inputs, d_state if ctx.needs_input_grad[6] else None
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class _Chunks(NamedTuple):
+    """What of a sequence needs no state: (batch, heads, chunks, ...) each; the names are those of the page's top."""
+
+    uv: Tensor
+    w: Tensor
+    scores: Tensor  # <Q, K>
+    reads: Tensor  # Q * P
+    writes: Tensor  # K * R
+    total: Tensor | None  # P_end, (..., key_dim or 1, 1); None without decays
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None
+) -> _Chunks:
     length = chunk_length(v.shape[1])
-    strength = beta[..., None].to(state_dtype(v.dtype))
-    return (
-        to_chunks(q, length),
-        to_chunks(k, length),
-        to_chunks(v, length),
-        to_chunks(strength, length),
+    qc, kc, vc = (to_chunks(x, length) for x in (q, k, v))
+    ec = kc if erase is None else to_chunks(erase, length)
+    fc = None if log_key_decay is None else to_chunks(log_key_decay.to(state_dtype(v.dtype)), length)
+    entering, leaving = inclusive(fc), exclusive_reverse(fc)
+    system, right, reading = scores(ec, kc, fc), vc, times(ec, entering)
+    if beta is not None:
+        strength = to_chunks(beta[..., None].to(state_dtype(v.dtype)), length)
+        system, right, reading = strength * system, strength * right, strength * reading
+    # The solver takes what is below the diagonal, and supplies ones for what is on it.
+    solved = torch.linalg.solve_triangular(
+        system.tril(-1), torch.cat([right, reading], -1), upper=False, unitriangular=True
     )
-
-
-def _system(k: Tensor, beta: Tensor) -> Tensor:
-    """A, strictly lower triangular; the solver supplies the diagonal of ones."""
-    return (beta * (k @ k.transpose(-1, -2))).tril_(-1)
-
-
-def _solve(system: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
-    solved = torch.linalg.solve_triangular(system, torch.cat(right, dim=-1), upper=False, unitriangular=True)
-    return solved.split([r.shape[-1] for r in right], dim=-1)
+    uv, w = solved.split([v.shape[-1], k.shape[-1]], -1)
+    total = None if fc is None else fc.sum(-2).exp()[..., None]
+    return _Chunks(uv, w, scores(qc, kc, fc), times(qc, entering), times(kc, leaving), total)

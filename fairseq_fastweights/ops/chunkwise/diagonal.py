@@ -27,6 +27,16 @@ from torch.autograd.function import once_differentiable
 
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
+from fairseq_fastweights.ops.chunkwise.decays import (
+    decays_around_middle,
+    exclusive_prefix_sums,
+    exclusive_reverse,
+    halves,
+    inclusive,
+    split,
+    suffix_sums,
+    times,
+)
 from fairseq_fastweights.ops.chunkwise.layout import (
     chunk_length,
     first_state,
@@ -36,10 +46,10 @@ from fairseq_fastweights.ops.chunkwise.layout import (
 
 
 class DiagonalFunction(torch.autograd.Function):
-    """(q, k, v, log_key_decay, log_value_decay, initial_state, gated) -> (out, final_state).
+    """(q, k, v, log_key_decay, log_value_decay, initial_state) -> (out, final_state).
 
     log_key_decay is (batch, time, heads, key_dim or 1), log_value_decay (batch, time, heads, value_dim), either may
-    be None. `gated` writes with 1 - exp(log_key_decay), which is then the same for all key dimensions.
+    be None.
     """
 
     @staticmethod
@@ -51,29 +61,24 @@ class DiagonalFunction(torch.autograd.Function):
         log_key_decay: Tensor | None,
         log_value_decay: Tensor | None,
         initial_state: Tensor | None,
-        gated: bool,
     ) -> tuple[Tensor, Tensor]:
         with without_autocast(v):
             time = v.shape[1]
             qc, kc, vc, fc, zc = _chunks(q, k, v, log_key_decay, log_value_decay)
-            if gated:
-                assert fc is not None
-                kc = kc * -torch.expm1(fc)
             states = _states(kc, vc, fc, zc, first_state(initial_state, kc, vc))
             if fc is None and zc is None:
                 out = (qc @ kc.transpose(-1, -2)).tril_() @ vc
             else:
                 out = (qc * kc).sum(-1, keepdim=True) * vc
-                for half in _halves(qc.shape[-2]):
-                    (_, q2), (k1, _), (v1, _) = (_split(x, half) for x in (qc, kc, vc))
-                    (_, p_f), (r_f, _) = _decays_around_middle(fc, half)
-                    (_, p_z), (r_z, _) = _decays_around_middle(zc, half)
-                    scores = _times(q2, p_f) @ _times(k1, r_f).transpose(-1, -2)
-                    _split(out, half)[1].add_(_times(scores @ _times(v1, r_z), p_z))
-            inside_f, inside_z = _inclusive(fc), _inclusive(zc)
-            out += _times(_times(qc, inside_f) @ states[:, :, :-1], inside_z)
+                for half in halves(qc.shape[-2]):
+                    (_, q2), (k1, _), (v1, _) = (split(x, half) for x in (qc, kc, vc))
+                    (_, p_f), (r_f, _) = decays_around_middle(fc, half)
+                    (_, p_z), (r_z, _) = decays_around_middle(zc, half)
+                    scores = times(q2, p_f) @ times(k1, r_f).transpose(-1, -2)
+                    split(out, half)[1].add_(times(scores @ times(v1, r_z), p_z))
+            inside_f, inside_z = inclusive(fc), inclusive(zc)
+            out += times(times(qc, inside_f) @ states[:, :, :-1], inside_z)
         ctx.save_for_backward(q, k, v, log_key_decay, log_value_decay, states)
-        ctx.gated = gated
         # The last state is handed out as a copy: what is saved must not change with it.
         return from_chunks(out, time, v.dtype), states[:, :, -1].clone()
 
@@ -85,10 +90,6 @@ class DiagonalFunction(torch.autograd.Function):
             time = v.shape[1]
             qc, kc, vc, fc, zc = _chunks(q, k, v, log_key_decay, log_value_decay)
             dyc = to_chunks(d_out.to(v.dtype), qc.shape[-2])
-            keys = kc
-            if ctx.gated:
-                assert fc is not None
-                kc = keys * -torch.expm1(fc)
             df = None if fc is None else torch.zeros_like(fc)
             dz = None if zc is None else torch.zeros_like(zc)
             if fc is None and zc is None:
@@ -102,14 +103,9 @@ class DiagonalFunction(torch.autograd.Function):
             else:
                 own = (dyc * vc).sum(-1, keepdim=True)
                 dq, dk, dv = own * kc, own * qc, (qc * kc).sum(-1, keepdim=True) * dyc
-                for half in _halves(qc.shape[-2]):
+                for half in halves(qc.shape[-2]):
                     _add_block_gradients(half, (qc, kc, vc, fc, zc, dyc), (dq, dk, dv, df, dz))
             d_states = _add_state_gradients(states, d_final, (qc, kc, vc, fc, zc, dyc), (dq, dk, dv, df, dz))
-            if ctx.gated:
-                assert fc is not None and df is not None
-                # k_t (1 - g_t): the gate's gradient through the write, d(1 - g)/d log g = -g.
-                df -= (dk * keys).sum(-1, keepdim=True) * torch.exp(fc)
-                dk = dk * -torch.expm1(fc)
         gradients: list[Tensor | None] = []
         for gradient, source in (
             (dq, q),
@@ -123,7 +119,7 @@ class DiagonalFunction(torch.autograd.Function):
             else:
                 gradients.append(from_chunks(gradient, time, source.dtype))
         gradients.append(d_states if ctx.needs_input_grad[5] else None)
-        return (*gradients, None)
+        return tuple(gradients)
 
 
 def _chunks(
@@ -137,7 +133,7 @@ def _chunks(
 
 def _states(k: Tensor, v: Tensor, f: Tensor | None, z: Tensor | None, first: Tensor) -> Tensor:
     """The state at the start of every chunk and after the last: (batch, heads, chunks + 1, key_dim, value_dim)."""
-    written = _times(k, _exclusive_reverse(f)).transpose(-1, -2) @ _times(v, _exclusive_reverse(z))
+    written = times(k, exclusive_reverse(f)).transpose(-1, -2) @ times(v, exclusive_reverse(z))
     states = [first]
     for n in range(k.shape[2]):
         states.append(_through_chunk(states[-1], f, z, n) + written[:, :, n])
@@ -159,10 +155,10 @@ def _add_block_gradients(half: int, inputs: tuple[Tensor | None, ...], gradients
     dq, dk, dv, df, dz = gradients
     assert q is not None and k is not None and v is not None and dy is not None
     assert dq is not None and dk is not None and dv is not None
-    (_, q2), (k1, _), (v1, _), (_, dy2) = (_split(x, half) for x in (q, k, v, dy))
-    (_, p_f), (r_f, _) = _decays_around_middle(f, half)
-    (_, p_z), (r_z, _) = _decays_around_middle(z, half)
-    q2, k1, v1, dy2 = _times(q2, p_f), _times(k1, r_f), _times(v1, r_z), _times(dy2, p_z)
+    (_, q2), (k1, _), (v1, _), (_, dy2) = (split(x, half) for x in (q, k, v, dy))
+    (_, p_f), (r_f, _) = decays_around_middle(f, half)
+    (_, p_z), (r_z, _) = decays_around_middle(z, half)
+    q2, k1, v1, dy2 = times(q2, p_f), times(k1, r_f), times(v1, r_z), times(dy2, p_z)
     scores = q2 @ k1.transpose(-1, -2)
     d_scores = dy2 @ v1.transpose(-1, -2)
     dq2, dk1, dv1 = (
@@ -170,17 +166,17 @@ def _add_block_gradients(half: int, inputs: tuple[Tensor | None, ...], gradients
         d_scores.transpose(-1, -2) @ q2,
         scores.transpose(-1, -2) @ dy2,
     )
-    _split(dq, half)[1].add_(_times(dq2, p_f))
-    _split(dk, half)[0].add_(_times(dk1, r_f))
-    _split(dv, half)[0].add_(_times(dv1, r_z))
+    split(dq, half)[1].add_(times(dq2, p_f))
+    split(dk, half)[0].add_(times(dk1, r_f))
+    split(dv, half)[0].add_(times(dv1, r_z))
     if df is not None:
-        first, second = _split(df, half)
-        second += _suffix_sums(_fold(dq2 * q2, df))
-        first += _exclusive_prefix_sums(_fold(dk1 * k1, df))
+        first, second = split(df, half)
+        second += suffix_sums(_fold(dq2 * q2, df))
+        first += exclusive_prefix_sums(_fold(dk1 * k1, df))
     if dz is not None:
-        first, second = _split(dz, half)
-        second += _suffix_sums(_fold((scores @ v1) * dy2, dz))
-        first += _exclusive_prefix_sums(_fold(dv1 * v1, dz))
+        first, second = split(dz, half)
+        second += suffix_sums(_fold((scores @ v1) * dy2, dz))
+        first += exclusive_prefix_sums(_fold(dv1 * v1, dz))
 
 
 def _add_state_gradients(
@@ -195,12 +191,12 @@ def _add_state_gradients(
     assert q is not None and k is not None and v is not None and dy is not None
     assert dq is not None and dk is not None and dv is not None
     in_f, in_z, out_f, out_z = (
-        _inclusive(f),
-        _inclusive(z),
-        _exclusive_reverse(f),
-        _exclusive_reverse(z),
+        inclusive(f),
+        inclusive(z),
+        exclusive_reverse(f),
+        exclusive_reverse(z),
     )
-    q, k, v, dy = _times(q, in_f), _times(k, out_f), _times(v, out_z), _times(dy, in_z)
+    q, k, v, dy = times(q, in_f), times(k, out_f), times(v, out_z), times(dy, in_z)
     read = q.transpose(-1, -2) @ dy
     d_state = d_final.to(q.dtype)
     d_ends: list[Tensor] = []
@@ -210,9 +206,9 @@ def _add_state_gradients(
     starts = states[:, :, :-1]
     d_end = torch.stack(d_ends[::-1], dim=2)
     dq2, dk1, dv1 = dy @ starts.transpose(-1, -2), v @ d_end.transpose(-1, -2), k @ d_end
-    dq += _times(dq2, in_f)
-    dk += _times(dk1, out_f)
-    dv += _times(dv1, out_z)
+    dq += times(dq2, in_f)
+    dk += times(dk1, out_f)
+    dv += times(dv1, out_z)
     if df is not None or dz is not None:
         passing = starts * d_end
         if f is not None:
@@ -220,61 +216,12 @@ def _add_state_gradients(
         if z is not None:
             passing = passing * z.sum(-2).exp()[..., None, :]
     if df is not None:
-        df += _suffix_sums(_fold(dq2 * q, df)) + _exclusive_prefix_sums(_fold(dk1 * k, df))
+        df += suffix_sums(_fold(dq2 * q, df)) + exclusive_prefix_sums(_fold(dk1 * k, df))
         df += _fold(passing.sum(-1)[..., None, :], df)
     if dz is not None:
-        dz += _suffix_sums(_fold((q @ starts) * dy, dz)) + _exclusive_prefix_sums(_fold(dv1 * v, dz))
+        dz += suffix_sums(_fold((q @ starts) * dy, dz)) + exclusive_prefix_sums(_fold(dv1 * v, dz))
         dz += passing.sum(-2)[..., None, :]
     return d_state
-
-
-def _halves(length: int) -> list[int]:
-    """1, 2, 4, ... up to half of `length`, a power of two."""
-    return [1 << i for i in range(length.bit_length() - 1)]
-
-
-def _split(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Views of the first and second halves of the blocks of 2 * half steps: (..., blocks, half, dim) each."""
-    *others, length, dim = x.shape
-    blocks = x.view(*others, length // (2 * half), 2, half, dim)
-    return blocks[..., 0, :, :], blocks[..., 1, :, :]
-
-
-def _decays_around_middle(
-    log_decay: Tensor | None, half: int
-) -> tuple[tuple[None, Tensor | None], tuple[Tensor | None, None]]:
-    """Factors from each block's middle to the steps after it, and from the steps before it to the middle."""
-    if log_decay is None:
-        return (None, None), (None, None)
-    first, second = _split(log_decay, half)
-    return (None, second.cumsum(-2).exp()), (_exclusive_suffix_sums(first).exp(), None)
-
-
-def _inclusive(log_decay: Tensor | None) -> Tensor | None:
-    """Factors from a chunk's start to each of its steps."""
-    return None if log_decay is None else log_decay.cumsum(-2).exp()
-
-
-def _exclusive_reverse(log_decay: Tensor | None) -> Tensor | None:
-    """Factors from each step to its chunk's end."""
-    return None if log_decay is None else _exclusive_suffix_sums(log_decay).exp()
-
-
-def _suffix_sums(x: Tensor) -> Tensor:
-    return x.flip(-2).cumsum(-2).flip(-2)
-
-
-def _exclusive_suffix_sums(x: Tensor) -> Tensor:
-    """Sums over all later steps; shifted rather than subtracted, to keep the digits of small terms."""
-    return torch.cat([_suffix_sums(x[..., 1:, :]), torch.zeros_like(x[..., :1, :])], dim=-2)
-
-
-def _exclusive_prefix_sums(x: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(x[..., :1, :]), x[..., :-1, :].cumsum(-2)], dim=-2)
-
-
-def _times(x: Tensor, factor: Tensor | None) -> Tensor:
-    return x if factor is None else x * factor
 
 
 def _fold(x: Tensor, like: Tensor) -> Tensor:
