@@ -43,6 +43,42 @@ Sequence sequence(const char* name, const Tensor& x) {
 
 Sequence sequence(const char* name, const optional<Tensor>& x) { return x ? sequence(name, *x) : Sequence{}; }
 
+// One of keys, of as many heads as the call has or of fewer, which then serve several each.
+Sequence keys_of(const char* name, const Tensor& x, int64_t heads) {
+    Sequence keys = sequence(name, x);
+    keys.sharing = heads / x.size(2);
+    return keys;
+}
+
+// The parts of the recurrence, as the operators take them.
+struct Rule {
+    const Tensor &q, &k, &v;
+    const optional<Tensor>& erase;
+    bool corrects;
+    const optional<Tensor>&beta, &log_gate;
+    bool complement;
+    const optional<Tensor>&log_key_decay, &log_value_decay, &starts;
+
+    // Fills in what a sequence and a step have in common; what it makes contiguous must outlive the call.
+    template <class Call> Tensor fill(Call& p) const {
+        TORCH_CHECK(!corrects || !log_value_decay,
+                    "a rule that corrects was given log_value_decay; there is no kernel");
+        TORCH_CHECK(corrects || (!erase && !beta), "a rule that does not correct was given erase or beta");
+        TORCH_CHECK(k.size(2) > 0 && v.size(2) % k.size(2) == 0, "v has ", v.size(2), " heads and k ", k.size(2),
+                    "; those of v must be a multiple");
+        p.batch = v.size(0), p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
+        p.q = keys_of("q", q, p.heads), p.k = keys_of("k", k, p.heads), p.v = sequence("v", v);
+        p.corrects = corrects, p.complement = complement;
+        if (erase) p.erase = keys_of("erase", *erase, p.heads);
+        p.beta = sequence("beta", beta), p.log_gate = sequence("log_gate", log_gate);
+        p.log_key_decay = sequence("log_key_decay", log_key_decay);
+        p.log_value_decay = sequence("log_value_decay", log_value_decay);
+        Tensor flags = starts ? starts->contiguous() : Tensor();
+        if (starts) p.starts = flags.const_data_ptr<bool>();
+        return flags;
+    }
+};
+
 const fast_weights::Kernels& kernels() {
     const char* available = nullptr;
     const fast_weights::Kernels* found = fast_weights::kernels(&available);
@@ -59,17 +95,6 @@ int64_t heads_together(const Problem& p, int64_t bytes_of_number) {
     const int64_t tasks = 3 * at::get_num_threads();
     while (group > 1 && p.batch * ((p.heads + group - 1) / group) < tasks) group = (group + 1) / 2;
     return group;
-}
-
-Problem problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t interval) {
-    TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval, "; it must be a multiple of 16, or 0");
-    Problem p;
-    p.batch = v.size(0), p.time = v.size(1), p.heads = v.size(2), p.keys = k.size(3);
-    p.values = p.columns = v.size(3);
-    p.interval = interval;
-    p.q = sequence("q", q), p.k = sequence("k", k), p.v = sequence("v", v);
-    p.group = heads_together(p, v.scalar_type() == at::kDouble ? 8 : 4);
-    return p;
 }
 
 int64_t kept_states(const Problem& p) { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
@@ -92,24 +117,27 @@ struct Blocks {
         count = (p.columns + width - 1) / width;
     }
 
-    // Room for the gradient of `x`, in which all blocks have a share: as it is, or a part for each block.
-    Tensor room(const Tensor& x) const {
-        if (count == 1) return at::empty_like(x);
+    // Room for the gradient of `x`, in which all blocks, and `sharing` heads each, have a share: as it is, or a part for
+    // each of them.
+    Tensor room(const Tensor& x, int64_t sharing = 1) const {
+        if (count * sharing == 1) return at::empty_like(x);
         std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+        sizes[2] *= sharing;
         sizes.insert(sizes.begin(), count);
         return at::empty(sizes, x.options().dtype(state_type(x)));
     }
 
     // The part of the first block.
-    Sequence first(const char* name, const Tensor& room) const {
-        return sequence(name, count == 1 ? room : room.select(0, 0));
+    static Sequence first(const char* name, const Tensor& room, const Tensor& x) {
+        return sequence(name, room.dim() == x.dim() ? room : room.select(0, 0));
     }
 
-    // The gradient of `x` that the parts add up to, in the order of the blocks.
-    Tensor total(const Tensor& room, const Tensor& x) const {
-        if (count == 1) return room;
+    // The gradient of `x` that the parts add up to, in the order of the blocks and of the heads.
+    static Tensor total(const Tensor& room, const Tensor& x) {
+        if (room.dim() == x.dim()) return room;
         Tensor sum = room.select(0, 0);
-        for (int64_t i = 1; i < count; ++i) sum.add_(room.select(0, i));
+        for (int64_t i = 1; i < room.size(0); ++i) sum.add_(room.select(0, i));
+        if (sum.size(2) != x.size(2)) sum = sum.unflatten(2, {x.size(2), -1}).sum(3);
         return at::empty_like(x).copy_(sum);
     }
 
@@ -121,7 +149,8 @@ struct Blocks {
              {&block.v, &block.log_value_decay, &block.out, &block.d_out, &block.dv, &block.d_log_value_decay}) {
             advance(*x, start);
         }
-        for (Sequence* x : {&block.dq, &block.dk, &block.d_log_gate, &block.d_log_key_decay, &block.d_beta}) {
+        for (Sequence* x :
+             {&block.dq, &block.dk, &block.d_erase, &block.d_beta, &block.d_log_gate, &block.d_log_key_decay}) {
             advance(*x, number * p.batch * x->batch);
         }
         const int64_t bytes = start * (p.v.type == Type::float64 ? 8 : 4);
@@ -154,110 +183,75 @@ void run(Kernel kernel, const Problem& p, const Blocks& blocks) {
     });
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Kernel kernel, Problem& p, const Tensor& v,
-                                           const optional<Tensor>& initial_state) {
-    const auto options = v.options().dtype(state_type(v));
-    const Tensor initial = contiguous_state(initial_state);
-    Tensor out = at::empty_like(v);
-    Tensor final_state = at::empty({p.batch, p.heads, p.keys, p.values}, options);
-    Tensor states = at::empty({p.batch, p.heads, kept_states(p), p.keys, p.values}, options);
-    p.initial_state = data_of(initial);
-    p.out = sequence("out", out), p.final_state = final_state.data_ptr(), p.states = states.data_ptr();
-    run(kernel, p, Blocks(p));
-    return {out, final_state, states};
-}
+// A call on a sequence, and what it has made contiguous.
+struct Call {
+    Problem p;
+    Tensor starts, initial;
 
-// What every backward pass takes beside the inputs, and the gradients that all rules have. Those of q and k are rooms
-// (`Blocks::room`).
-struct Backward {
-    Blocks blocks;
-    Tensor dy, initial, d_final, kept, dq, dk, dv, d_initial;
-
-    Backward(Problem& p, const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k,
-             const Tensor& v, const optional<Tensor>& initial_state, const Tensor& states)
-        : blocks(p), dy(d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous()),
-          initial(contiguous_state(initial_state)), d_final(contiguous_state(d_final_state)), kept(states.contiguous()),
-          dq(blocks.room(q)), dk(blocks.room(k)), dv(at::empty_like(v)) {
-        TORCH_CHECK(p.interval > 0, "the forward pass kept no states (interval 0)");
-        TORCH_CHECK(states.size(2) == kept_states(p), "states has shape ", states.sizes(), "; an interval of ",
-                    p.interval, " makes ", kept_states(p), " states of each head");
-        const auto options = v.options().dtype(state_type(v));
-        d_initial = initial_state ? at::empty({p.batch, p.heads, p.keys, p.values}, options) : at::empty({0}, options);
-        p.initial_state = data_of(initial), p.d_final_state = data_of(d_final), p.states = kept.data_ptr();
-        p.d_out = sequence("d_out", dy);
-        p.dq = blocks.first("dq", dq), p.dk = blocks.first("dk", dk), p.dv = sequence("dv", dv);
-        p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
+    Call(const Rule& rule, const optional<Tensor>& initial_state, int64_t interval)
+        : starts(rule.fill(p)), initial(contiguous_state(initial_state)) {
+        TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval,
+                    "; it must be a multiple of 16, or 0");
+        p.time = rule.v.size(1), p.columns = p.values, p.interval = interval;
+        p.group = heads_together(p, rule.v.scalar_type() == at::kDouble ? 8 : 4);
+        p.initial_state = data_of(initial);
     }
 };
 
-// Of what may be absent; an empty tensor is its gradient then.
-
-Tensor room_for(const char* name, const optional<Tensor>& gate, const Blocks& blocks, Sequence& where) {
-    if (!gate) return {};
-    Tensor room = blocks.room(*gate);
-    where = blocks.first(name, room);
-    return room;
+std::tuple<Tensor, Tensor, Tensor> forward(const Rule& rule, const optional<Tensor>& initial_state, int64_t interval) {
+    Call call(rule, initial_state, interval);
+    Problem& p = call.p;
+    const auto options = rule.v.options().dtype(state_type(rule.v));
+    Tensor out = at::empty_like(rule.v);
+    Tensor final_state = at::empty({p.batch, p.heads, p.keys, p.values}, options);
+    Tensor states = at::empty({p.batch, p.heads, kept_states(p), p.keys, p.values}, options);
+    p.out = sequence("out", out), p.final_state = final_state.data_ptr(), p.states = states.data_ptr();
+    run(kernels().rule_forward, p, Blocks(p));
+    return {out, final_state, states};
 }
 
-Tensor total_of(const Tensor& room, const optional<Tensor>& gate, const Blocks& blocks, const Tensor& v) {
-    return gate ? blocks.total(room, *gate) : at::empty({0}, v.options());
-}
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-std::tuple<Tensor, Tensor, Tensor> diagonal_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                    const optional<Tensor>& log_gate, bool complement,
-                                                    const optional<Tensor>& log_key_decay,
-                                                    const optional<Tensor>& log_value_decay,
-                                                    const optional<Tensor>& initial_state, int64_t interval) {
-    Problem p = problem(q, k, v, interval);
-    p.log_gate = sequence("log_gate", log_gate), p.complement = complement;
-    p.log_key_decay = sequence("log_key_decay", log_key_decay);
-    p.log_value_decay = sequence("log_value_decay", log_value_decay);
-    return forward(kernels().diagonal_forward, p, v, initial_state);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
-    const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k, const Tensor& v,
-    const optional<Tensor>& log_gate, bool complement, const optional<Tensor>& log_key_decay,
-    const optional<Tensor>& log_value_decay, const optional<Tensor>& initial_state, const Tensor& states,
-    int64_t interval) {
-    Problem p = problem(q, k, v, interval);
-    p.log_gate = sequence("log_gate", log_gate), p.complement = complement;
-    p.log_key_decay = sequence("log_key_decay", log_key_decay);
-    p.log_value_decay = sequence("log_value_decay", log_value_decay);
-    const Backward with(p, d_out, d_final_state, q, k, v, initial_state, states);
-    const Blocks& blocks = with.blocks;
-    const Tensor d_gate = room_for("d_log_gate", log_gate, blocks, p.d_log_gate);
-    const Tensor d_keys = room_for("d_log_key_decay", log_key_decay, blocks, p.d_log_key_decay);
-    Tensor d_values = log_value_decay ? at::empty_like(*log_value_decay) : at::empty({0}, v.options());
-    if (log_value_decay) p.d_log_value_decay = sequence("d_log_value_decay", d_values);
-    run(kernels().diagonal_backward, p, blocks);
-    return {blocks.total(with.dq, q),
-            blocks.total(with.dk, k),
-            with.dv,
-            total_of(d_gate, log_gate, blocks, v),
-            total_of(d_keys, log_key_decay, blocks, v),
-            d_values,
-            with.d_initial};
-}
-
-std::tuple<Tensor, Tensor, Tensor> delta_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                                                 const optional<Tensor>& initial_state, int64_t interval) {
-    Problem p = problem(q, k, v, interval);
-    p.beta = sequence("beta", beta);
-    return forward(kernels().delta_forward, p, v, initial_state);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_backward(
-    const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k, const Tensor& v,
-    const Tensor& beta, const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
-    Problem p = problem(q, k, v, interval);
-    p.beta = sequence("beta", beta);
-    const Backward with(p, d_out, d_final_state, q, k, v, initial_state, states);
-    const Blocks& blocks = with.blocks;
-    const Tensor d_beta = blocks.room(beta);
-    p.d_beta = blocks.first("d_beta", d_beta);
-    run(kernels().delta_backward, p, blocks);
-    return {blocks.total(with.dq, q), blocks.total(with.dk, k), with.dv, blocks.total(d_beta, beta), with.d_initial};
+Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, const Rule& rule,
+                   const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
+    Call call(rule, initial_state, interval);
+    Problem& p = call.p;
+    const Tensor& v = rule.v;
+    TORCH_CHECK(p.interval > 0, "the forward pass kept no states (interval 0)");
+    TORCH_CHECK(states.size(2) == kept_states(p), "states has shape ", states.sizes(), "; an interval of ", p.interval,
+                " makes ", kept_states(p), " states of each head");
+    const Blocks blocks(p);
+    const Tensor dy = d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous();
+    const Tensor d_final = contiguous_state(d_final_state), kept = states.contiguous();
+    // Of what is absent an empty tensor is the gradient. Columns of v and of the decays of values are no block's but one's.
+    const auto room = [&](const optional<Tensor>& x, Sequence& where, const char* name, int64_t sharing = 1) {
+        if (!x) return at::empty({0}, v.options());
+        const Tensor made = sharing ? blocks.room(*x, sharing) : at::empty_like(*x);
+        where = Blocks::first(name, made, *x);
+        return made;
+    };
+    const auto total = [](const Tensor& made, const optional<Tensor>& x) { return x ? Blocks::total(made, *x) : made; };
+    const Tensor dq = room(rule.q, p.dq, "dq", p.q.sharing), dk = room(rule.k, p.dk, "dk", p.k.sharing);
+    const Tensor dv = room(v, p.dv, "dv", 0), d_erase = room(rule.erase, p.d_erase, "d_erase", p.erase.sharing);
+    const Tensor d_beta = room(rule.beta, p.d_beta, "d_beta");
+    const Tensor d_gate = room(rule.log_gate, p.d_log_gate, "d_log_gate");
+    const Tensor df = room(rule.log_key_decay, p.d_log_key_decay, "d_log_key_decay");
+    const Tensor dz = room(rule.log_value_decay, p.d_log_value_decay, "d_log_value_decay", 0);
+    const auto options = v.options().dtype(state_type(v));
+    const Tensor d_initial =
+        initial_state ? at::empty({p.batch, p.heads, p.keys, p.values}, options) : at::empty({0}, options);
+    p.d_out = sequence("d_out", dy), p.d_final_state = data_of(d_final), p.states = kept.data_ptr();
+    p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
+    run(kernels().rule_backward, p, blocks);
+    return {total(dq, rule.q),
+            total(dk, rule.k),
+            dv,
+            total(d_erase, rule.erase),
+            total(d_beta, rule.beta),
+            total(d_gate, rule.log_gate),
+            total(df, rule.log_key_decay),
+            dz,
+            d_initial};
 }
 
 // Of a step: what is changed where it lies.
@@ -271,48 +265,45 @@ void check_state(const Tensor& state, const Tensor& x) {
 // Fewer numbers of state are not worth another thread.
 constexpr int64_t SMALLEST_SHARE = 65536;
 
-Step step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& state, const Tensor& out) {
-    TORCH_CHECK(v.size(1) == 1, "v has shape ", v.sizes(), "; a step takes one token");
-    check_state(state, v);
-    Step p;
-    p.batch = v.size(0), p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
-    p.q = sequence("q", q), p.k = sequence("k", k), p.v = sequence("v", v), p.out = sequence("out", out);
-    p.state = state.data_ptr();
-    p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
-    return p;
-}
-
-void run(void (*kernel)(const Step&, int64_t, int64_t), const Step& p) {
-    const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.keys * p.values));
-    at::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
-}
-
 // Tells autograd, as torch's own in-place operations do: a graph that saved the state then refuses what it became.
 void mark_changed(const Tensor& state) {
     if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
 }
 
-Tensor diagonal_step(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& log_gate,
-                     bool complement, const optional<Tensor>& log_key_decay, const optional<Tensor>& log_value_decay,
-                     const Tensor& state) {
+Tensor step(const Rule& rule, const Tensor& state) {
+    const Tensor& v = rule.v;
+    TORCH_CHECK(v.size(1) == 1, "v has shape ", v.sizes(), "; a step takes one token");
+    check_state(state, v);
     Tensor out = at::empty_like(v);
-    Step p = step(q, k, v, state, out);
-    p.log_gate = sequence("log_gate", log_gate), p.complement = complement;
-    p.log_key_decay = sequence("log_key_decay", log_key_decay);
-    p.log_value_decay = sequence("log_value_decay", log_value_decay);
-    run(kernels().diagonal_step, p);
+    Step p;
+    const Tensor starts = rule.fill(p);
+    p.out = sequence("out", out), p.state = state.data_ptr();
+    p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
+    const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.keys * p.values));
+    at::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernels().rule_step(p, begin, end); });
     mark_changed(state);
     return out;
 }
 
-Tensor delta_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& state) {
-    Tensor out = at::empty_like(v);
-    Step p = step(q, k, v, state, out);
-    p.beta = sequence("beta", beta);
-    run(kernels().delta_step, p);
-    mark_changed(state);
-    return out;
+// As torch calls them.
+#define FAST_WEIGHTS_RULE_PARAMETERS                                                                \
+    const Tensor &q, const Tensor &k, const Tensor &v, const optional<Tensor>&erase, bool corrects, \
+        const optional<Tensor>&beta, const optional<Tensor>&log_gate, bool complement,              \
+        const optional<Tensor>&log_key_decay, const optional<Tensor>&log_value_decay, const optional<Tensor>&starts
+#define FAST_WEIGHTS_RULE \
+    Rule { q, k, v, erase, corrects, beta, log_gate, complement, log_key_decay, log_value_decay, starts }
+
+std::tuple<Tensor, Tensor, Tensor> rule_forward(FAST_WEIGHTS_RULE_PARAMETERS, const optional<Tensor>& initial_state,
+                                                int64_t interval) {
+    return forward(FAST_WEIGHTS_RULE, initial_state, interval);
 }
+
+Gradients rule_backward(const Tensor& d_out, const optional<Tensor>& d_final_state, FAST_WEIGHTS_RULE_PARAMETERS,
+                        const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
+    return backward(d_out, d_final_state, FAST_WEIGHTS_RULE, initial_state, states, interval);
+}
+
+Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) { return step(FAST_WEIGHTS_RULE, state); }
 
 // A tensor (batch, time, channels or states).
 Sequence rows_of(const char* name, const Tensor& x) {
@@ -410,12 +401,9 @@ Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fairseq_fastweights, CPU, m) {
-    m.impl("diagonal_forward", diagonal_forward);
-    m.impl("diagonal_backward", diagonal_backward);
-    m.impl("delta_forward", delta_forward);
-    m.impl("delta_backward", delta_backward);
-    m.impl("diagonal_step_", diagonal_step);
-    m.impl("delta_step_", delta_step);
+    m.impl("rule_forward", rule_forward);
+    m.impl("rule_backward", rule_backward);
+    m.impl("rule_step_", rule_step_);
     m.impl("selective_scan_forward", selective_scan_forward);
     m.impl("selective_scan_backward", selective_scan_backward);
     m.impl("selective_scan_step_", selective_scan_step);

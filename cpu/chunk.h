@@ -40,7 +40,7 @@ private:
 FAST_WEIGHTS_INLINE index_t minimum(index_t a, index_t b) { return a < b ? a : b; }
 
 FAST_WEIGHTS_INLINE index_t place(const Sequence& x, index_t b, index_t t, index_t h) {
-    return b * x.batch + t * x.time + h * x.head;
+    return b * x.batch + t * x.time + h / x.sharing * x.head;
 }
 
 // Fetches the rows t .. t + rows of a head, of n numbers. In line, as GCC leaves out calls that do nothing but fetch.
@@ -161,6 +161,46 @@ struct Intervals {
         return (b * p.heads + h) * (count - 1) + n - 1;
     }
 };
+
+// Whether step t of a row begins a document, so that nothing of the steps before it reaches it.
+inline bool starts_at(const Problem& p, index_t b, index_t t) {
+    return p.starts != nullptr && p.starts[b * p.time + t];
+}
+
+// Chunks begin at multiples of CHUNK and where documents do. The first step of the one that step t is in, and the steps
+// from its first, t, on to its end.
+inline index_t chunk_begin(const Problem& p, index_t b, index_t t) {
+    while (t % CHUNK != 0 && !starts_at(p, b, t)) --t;
+    return t;
+}
+inline index_t chunk_rows(const Problem& p, index_t b, index_t t) {
+    const index_t most = minimum(CHUNK - t % CHUNK, p.time - t);
+    index_t rows = 1;
+    while (rows < most && !starts_at(p, b, t + rows)) ++rows;
+    return p.starts == nullptr ? most : rows;
+}
+
+// Whether the state before step t is all zeros, and whether nothing is asked of the one before step t, or the final one.
+inline bool begins_empty(const Problem& p, index_t b, index_t t) {
+    return (t == 0 && p.initial_state == nullptr) || starts_at(p, b, t);
+}
+inline bool ends_unread(const Problem& p, index_t b, index_t t) {
+    return t >= p.time ? p.d_final_state == nullptr : starts_at(p, b, t);
+}
+
+// The most chunks that an interval has.
+inline index_t most_chunks(const Problem& p, const Intervals& intervals) {
+    if (p.starts == nullptr) return minimum(intervals.length, padded(p.time)) / CHUNK;
+    index_t most = 0;
+    for (index_t b = 0; b < p.batch; ++b) {
+        for (index_t n = 0; n < intervals.count; ++n) {
+            index_t chunks = 0;
+            for (index_t t = intervals.begin(n); t < intervals.end(p, n); t += chunk_rows(p, b, t)) ++chunks;
+            most = chunks > most ? chunks : most;
+        }
+    }
+    return most;
+}
 
 // The steps that a task takes after those at hand, `rows` of them from t on; none if these are the last.
 struct Next {

@@ -1,14 +1,18 @@
-// The delta family: S_t = S_{t-1} + k_t u_t^T, u_t = beta_t (v_t - S_{t-1}^T k_t), y_t = S_t^T q_t, 16 steps at a time.
+// The rules that correct: S_t = S' + k_t u_t^T, u_t = beta_t (v_t - S'^T e_t), S' = Diag(f_t) S_{t-1}, y_t = S_t^T q_t, 16
+// steps at a time. The erase key e is k or comes apart; the decays f are none, one number a step, or one for each key.
 //
-// With the steps of a chunk as rows, B = diag(beta), A the part of B K K^T below the diagonal, and S the state before it:
+// With the steps of a chunk as rows, B = diag(beta), <A, B> the products of rows with the decays of the steps between them,
+// P and R the decays from the chunk's start to each step and from each step to its end, L the part of B <E, K> below the
+// diagonal, and S the state before the chunk:
 //
-//     (I + A) U = B (V - K S)        Y = Q S + tril(Q K^T) U        S_end = S + K^T U
+//     (I + L) U = B (V - (E * P) S)      Y = (Q * P) S + tril(<Q, K>) U      S_end = Diag(P_end) S + (K * R)^T U
 //
 // The triangular system is solved by substitution, which stays exact however alike the keys are. Backwards, from
-// dU = tril(Q K^T)^T dY + K dS_end:  (I + A)^T dR = dU,  dA = -dR U^T below the diagonal,  dV = B dR.
+// dU = tril(<Q, K>)^T dY + (K * R) dS_end:  (I + L)^T dR = dU,  dL = -dR U^T below the diagonal,  dV = B dR.
 #pragma once
 
-#include "chunk.h"
+#include "levels.h"
+#include "shared_decay.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
@@ -52,10 +56,15 @@ template <class real> class DeltaChunk {
 public:
     // With `slots` for as many chunks: what `open` and `prepare` leave in one stays until it is opened again.
     DeltaChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
-        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
-        // Two blocks of 16 rows each that are multiplied as one: queries over keys, dy over -dv.
+        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)),
+          decay(p.log_gate.data        ? Decay::shared
+                : p.log_key_decay.data ? Decay::separate
+                                       : Decay::none),
+          apart(p.erase.data != nullptr) {
+        // Two blocks of 16 rows each that are multiplied as one: queries over erase keys, dy over -dv.
         q_slots = scratch.take(slots * 2 * CHUNK * Kp);
         y = scratch.take(2 * CHUNK * Vp);
+        if (apart) k_slots = scratch.take(slots * CHUNK * Kp);
         v_slots = scratch.take(slots * CHUNK * Vp);
         u_slots = scratch.take(slots * CHUNK * Vp);
         keys_t_slots = scratch.take(slots * Kp * CHUNK);
@@ -63,11 +72,26 @@ public:
         system_slots = scratch.take(slots * CHUNK * CHUNK);
         beta_slots = scratch.take(slots * CHUNK);
         scores = scratch.take(CHUNK * CHUNK);
+        if (decay != Decay::none) {
+            scaled_q = scratch.take(2 * CHUNK * Kp);
+            scaled_e = scaled_q + CHUNK * Kp;
+            scaled_k = scratch.take(CHUNK * Kp);
+        }
+        if (decay == Decay::separate) {
+            f.take(scratch, p.log_key_decay, K, slots);
+            q_rows.take(scratch, Kp);
+            e_rows = q_rows;
+            e_rows.readers = scratch.take(CHUNK * Kp);
+            level_keys_t = scratch.take(Kp * CHUNK);
+            pairs = scratch.take(CHUNK * CHUNK);
+            on_levels = scratch.take(CHUNK * CHUNK);
+        }
         if (!backward) return;
         dv = y + CHUNK * Vp;
         right = scratch.take(CHUNK * Vp);
         dq = scratch.take(CHUNK * Kp);
         dk = scratch.take(CHUNK * Kp);
+        de = apart ? scratch.take(CHUNK * Kp) : dk;
         more_k = scratch.take(CHUNK * Kp);
         through_state = scratch.take(Kp * 2 * CHUNK);
         values_t = scratch.take(Vp * 2 * CHUNK);
@@ -75,59 +99,63 @@ public:
         dk_t = scratch.take(Kp * CHUNK);
         d_scores = scratch.take(CHUNK * CHUNK);
         d_products = scratch.take(CHUNK * CHUNK);
+        if (decay == Decay::separate) {
+            df = scratch.take(CHUNK * Kp);
+            more_f = scratch.take(CHUNK * Kp);
+            e_on_levels = scratch.take(CHUNK * CHUNK);
+        }
     }
 
-    // Reads keys, values and write strengths, what it takes to carry the state on, into a slot.
+    // Reads keys, values, write strengths and decays, what it takes to carry the state on, into a slot.
     void open(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
         reopen(b, t, h, rows, slot);
         direction_ = 1;
         load_steps(k, p_.k, b, t, h, rows, K, 1);
+        if (apart) load_steps(e, p_.erase, b, t, h, rows, K, 1);
         load_steps(v, p_.v, b, t, h, rows, V, 1);
         for (index_t i = 0; i < CHUNK; ++i) {
-            beta[i] = i < rows ? load_one<real>(p_.beta, place(p_.beta, b, t + i, h)) : real(0);
+            const bool given = i < rows && p_.beta.data != nullptr;
+            beta[i] = given ? load_one<real>(p_.beta, place(p_.beta, b, t + i, h)) : real(i < rows);
         }
+        if (decay == Decay::shared) shared.load(p_, b, t, h, rows);
+        if (decay == Decay::separate) f.open(p_.log_key_decay, b, t, h, rows);
     }
 
     // Goes back to a chunk that was opened and prepared before, in the same slot.
     void reopen(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
         b_ = b, t_ = t, h_ = h, rows_ = rows, direction_ = -1;
         q = q_slots + slot * 2 * CHUNK * Kp;
-        k = q + CHUNK * Kp;
+        e = q + CHUNK * Kp;
+        k = apart ? k_slots + slot * CHUNK * Kp : e;
         v = v_slots + slot * CHUNK * Vp;
         u = u_slots + slot * CHUNK * Vp;
         keys_t = keys_t_slots + slot * Kp * CHUNK;
         products = products_slots + slot * CHUNK * CHUNK;
         system = system_slots + slot * CHUNK * CHUNK;
         beta = beta_slots + slot * CHUNK;
+        f.choose(slot);
     }
 
     void forward(real* state, bool empty) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
-        prepare(state, empty);
-        score_queries();
+        gather_levels(q);
+        solve(state, empty);
+        score(scores, q, q_rows.readers, 0);
         product<false, Into::set, Shape::lower>(rows_, Vp, rows_, y, Vp, scores, CHUNK, u, Vp);
-        if (!empty) product<false, Into::add>(rows_, Vp, K, y, Vp, q, Kp, state, Vs);
-        product<true, Into::add>(K, Vp, rows_, state, Vs, k, Kp, u, Vp);
+        if (!empty) product<false, Into::add>(rows_, Vp, K, y, Vp, decayed(q, scaled_q), Kp, state, Vs);
+        write(state);
         store_steps(p_.out, b_, t_, h_, y, rows_, V, direction_);
     }
 
-    void carry(real* state) {
-        prepare(state, false);
-        product<true, Into::add>(K, Vp, rows_, state, Vs, k, Kp, u, Vp);
+    void carry(real* state, bool empty) {
+        prepare(state, empty);
+        write(state);
     }
 
-    // u from v, which becomes V - K S; also K K^T, and A.
+    // u from v, which becomes V - (E * P) S; also <E, K>, and L.
     void prepare(const real* state, bool empty) {
-        transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
-        product<false, Into::set>(rows_, CHUNK, K, products, CHUNK, k, Kp, keys_t, CHUNK);
-        lower_part(products, -1);
-        for (index_t i = 0; i < rows_; ++i) scale(system + i * CHUNK, products + i * CHUNK, beta[i], CHUNK);
-        if (!empty) {
-            product<false, Into::set>(rows_, Vp, K, u, Vp, k, Kp, state, Vs);
-            scale_add(v, u, real(-1), rows_ * Vp);
-        }
-        for (index_t i = 0; i < rows_; ++i) scale(u + i * Vp, v + i * Vp, beta[i], Vp);
-        substitute<false>(u, Vp, system, rows_, Vp);
+        gather_levels(nullptr);
+        solve(state, empty);
     }
 
     // All gradients of a prepared chunk. `state` is the one before the chunk; `d_state`, that of the state after it,
@@ -135,11 +163,13 @@ public:
     void backward(const real* state, bool empty, real* d_state, bool d_empty) {
         load_steps(q, p_.q, b_, t_, h_, rows_, K, direction_);
         load_steps(y, p_.d_out, b_, t_, h_, rows_, V, direction_);
-        score_queries();
+        if (decay == Decay::shared) shared.load(p_, b_, t_, h_, rows_);
+        gather_levels(q);
+        score(scores, q, q_rows.readers, 0);
         transpose(u_t, CHUNK, u, Vp, CHUNK, Vp);
 
         product<true, Into::set, Shape::upper>(rows_, Vp, rows_, right, Vp, scores, CHUNK, y, Vp);
-        if (!d_empty) product<false, Into::add>(rows_, Vp, K, right, Vp, k, Kp, d_state, Vs);
+        if (!d_empty) product<false, Into::add>(rows_, Vp, K, right, Vp, leaving(), Kp, d_state, Vs);
         substitute<true>(right, Vp, system, rows_, Vp);
 
         product<false, Into::set>(rows_, CHUNK, V, d_products, CHUNK, right, Vp, u_t, CHUNK);
@@ -152,46 +182,209 @@ public:
         if (rows_ < CHUNK) fill(dv + rows_ * Vp, real(0), (CHUNK - rows_) * Vp);
         product<false, Into::set>(rows_, CHUNK, V, d_scores, CHUNK, y, Vp, u_t, CHUNK);
         lower_part(d_scores, 0);
-        product<false, Into::set, Shape::lower>(rows_, Kp, rows_, dq, Kp, d_scores, CHUNK, k, Kp);
-        product<true, Into::set, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_scores, CHUNK, q, Kp);
-        product<false, Into::add, Shape::lower>(rows_, Kp, rows_, dk, Kp, d_products, CHUNK, k, Kp);
-        product<true, Into::add, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_products, CHUNK, k, Kp);
+        if (rows_ < CHUNK && decay == Decay::separate) {
+            fill(d_scores + rows_ * CHUNK, real(0), (CHUNK - rows_) * CHUNK);
+            fill(d_products + rows_ * CHUNK, real(0), (CHUNK - rows_) * CHUNK);
+        }
+        decay == Decay::separate ? differentiate_levels() : differentiate_products();
+        const real* qs = decayed(q, scaled_q);
+        const real* es = decayed(e, scaled_e);
         if (!empty) {
             // S dY^T and -S dV^T side by side: they share every load of S.
             transpose(values_t, 2 * CHUNK, y, Vp, 2 * CHUNK, Vp);
             product<false, Into::set>(K, 2 * CHUNK, V, through_state, 2 * CHUNK, state, Vs, values_t, 2 * CHUNK);
-            transpose(more_k, Kp, through_state, 2 * CHUNK, Kp, CHUNK);
-            add(dq, more_k, rows_ * Kp);
-            transpose(more_k, Kp, through_state + CHUNK, 2 * CHUNK, Kp, CHUNK);
-            add(dk, more_k, rows_ * Kp);
+            add_readers_gradient(dq, through_state, qs);
+            add_readers_gradient(de, through_state + CHUNK, es);
         }
         if (!d_empty) {
             product<false, Into::set>(K, CHUNK, V, dk_t, CHUNK, d_state, Vs, u_t, CHUNK);
             transpose(more_k, Kp, dk_t, CHUNK, Kp, CHUNK);
-            add(dk, more_k, rows_ * Kp);
+            add_writers_gradient();
+            if (!empty) add_gradient_of_passing(state, d_state);
         }
-        product<true, Into::add>(K, Vp, CHUNK + rows_, d_state, Vs, q, Kp, y, Vp);
+        add_to_state(d_state, CHUNK + rows_, qs, y);
         for (index_t i = 0; i < rows_; ++i) scale(right + i * Vp, right + i * Vp, beta[i], Vp);
         store_steps(p_.dq, b_, t_, h_, dq, rows_, K, direction_);
         store_steps(p_.dk, b_, t_, h_, dk, rows_, K, direction_);
         store_steps(p_.dv, b_, t_, h_, right, rows_, V, direction_);
-        for (index_t i = 0; i < rows_; ++i) store_one(p_.d_beta, place(p_.d_beta, b_, t_ + i, h_), d_beta[i]);
+        if (apart) store_steps(p_.d_erase, b_, t_, h_, de, rows_, K, direction_);
+        for (index_t i = 0; p_.d_beta.data != nullptr && i < rows_; ++i) {
+            store_one(p_.d_beta, place(p_.d_beta, b_, t_ + i, h_), d_beta[i]);
+        }
+        for (index_t i = 0; decay == Decay::shared && i < rows_; ++i) {
+            store_one(p_.d_log_gate, place(p_.d_log_gate, b_, t_ + i, h_), d_log[i]);
+        }
+        if (decay == Decay::separate) store_steps(p_.d_log_key_decay, b_, t_, h_, df, rows_, K, direction_);
     }
 
 private:
-    void score_queries() {
-        product<false, Into::set>(rows_, CHUNK, K, scores, CHUNK, q, Kp, keys_t, CHUNK);
-        lower_part(scores, 0);
+    // Rows as they read the state before the chunk: `scaled` is filled.
+    const real* decayed(const real* rows, real* scaled) const {
+        if (decay == Decay::none) return rows;
+        if (decay == Decay::separate) {
+            multiply(scaled, rows, f.prefix, CHUNK * Kp);
+        } else {
+            for (index_t i = 0; i < CHUNK; ++i) scale(scaled + i * Kp, rows + i * Kp, shared.prefix[i], Kp);
+        }
+        return scaled;
+    }
+
+    // Keys as they are in the state after the chunk.
+    const real* leaving() const {
+        if (decay == Decay::none) return k;
+        if (decay == Decay::separate) {
+            multiply(scaled_k, k, f.suffix, CHUNK * Kp);
+        } else {
+            for (index_t i = 0; i < CHUNK; ++i) scale(scaled_k + i * Kp, k + i * Kp, shared.suffix[i], Kp);
+        }
+        return scaled_k;
+    }
+
+    void write(real* state) { add_to_state(state, rows_, leaving(), u); }
+
+    // state = what the chunk's decays leave of it + a^T b
+    void add_to_state(real* state, index_t rows, const real* a, const real* b) {
+        if (decay == Decay::none) return product<true, Into::add>(K, Vp, rows, state, Vs, a, Kp, b, Vp);
+        const Rest<real> rest{decay == Decay::shared ? shared.prefix[CHUNK - 1] : real(1), f.total(), nullptr};
+        product<true, Into::add_to_rest>(K, Vp, rows, state, Vs, a, Kp, b, Vp, rest);
+    }
+
+    // With decays for each key: rows of the levels, those that read with `queries` too if these are not null, and P and R.
+    void gather_levels(const real* queries) {
+        if (decay != Decay::separate) return;
+        f.begin();
+        for (index_t from = 0; from < CHUNK; from += 8) {
+            q_rows.gather(f, from, queries, k);
+            for (index_t i = from; i < from + 8; ++i) {
+                f.apply_row(e_rows.readers + i * Kp, e + levels::reads(i) * Kp, e_rows.of_readers + i * Kp);
+            }
+            f.widen(levels::half(from));
+        }
+        transpose(level_keys_t, CHUNK, q_rows.read, Kp, CHUNK, Kp);
+    }
+
+    // result = <readers, K>, zero above the diagonal, and on it if `kept` is -1.
+    void score(real* result, const real* readers, const real* level_readers, index_t kept) {
+        if (decay == Decay::separate) {
+            score_pairs(pairs, readers, k, f.gate, Kp);
+            product<false, Into::set>(CHUNK, CHUNK, K, on_levels, CHUNK, level_readers, Kp, level_keys_t, CHUNK);
+            return join_levels(result, pairs, on_levels, kept);
+        }
+        product<false, Into::set>(rows_, CHUNK, K, result, CHUNK, readers, Kp, keys_t, CHUNK);
+        lower_part(result, kept);
+        if (decay == Decay::shared) multiply(result, result, shared.between, rows_ * CHUNK);
+    }
+
+    void solve(const real* state, bool empty) {
+        if (decay != Decay::separate) transpose(keys_t, CHUNK, k, Kp, CHUNK, Kp);
+        score(products, e, e_rows.readers, -1);
+        for (index_t i = 0; i < rows_; ++i) scale(system + i * CHUNK, products + i * CHUNK, beta[i], CHUNK);
+        if (!empty) {
+            product<false, Into::set>(rows_, Vp, K, u, Vp, decayed(e, scaled_e), Kp, state, Vs);
+            scale_add(v, u, real(-1), rows_ * Vp);
+        }
+        for (index_t i = 0; i < rows_; ++i) scale(u + i * Vp, v + i * Vp, beta[i], Vp);
+        substitute<false>(u, Vp, system, rows_, Vp);
+    }
+
+    // dq, de, dk, and the gradients of shared decays, from d_scores and d_products.
+    void differentiate_products() {
+        if (decay == Decay::shared) {
+            fill(d_log, real(0), CHUNK);
+            shared.add_gradient_within_chunk(d_log, scores, d_scores, rows_);
+            shared.add_gradient_within_chunk(d_log, products, d_products, rows_);
+            multiply(d_scores, d_scores, shared.between, rows_ * CHUNK);
+            multiply(d_products, d_products, shared.between, rows_ * CHUNK);
+        }
+        product<false, Into::set, Shape::lower>(rows_, Kp, rows_, dq, Kp, d_scores, CHUNK, k, Kp);
+        product<true, Into::set, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_scores, CHUNK, q, Kp);
+        product<true, Into::add, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_products, CHUNK, e, Kp);
+        if (apart) {
+            product<false, Into::set, Shape::lower>(rows_, Kp, rows_, de, Kp, d_products, CHUNK, k, Kp);
+        } else {
+            product<false, Into::add, Shape::lower>(rows_, Kp, rows_, de, Kp, d_products, CHUNK, k, Kp);
+        }
+    }
+
+    // The same with decays for each key, and their gradients.
+    void differentiate_levels() {
+        part_levels(d_scores, pairs, on_levels);
+        read_pairs(dq, pairs, k, f.gate, Kp);
+        differentiate_pairs(pairs, q, k, f.gate, Kp, dk, df);
+        part_levels(d_products, pairs, e_on_levels);
+        differentiate_pairs(pairs, e, k, f.gate, Kp, more_k, more_f);
+        add(dk, more_k, CHUNK * Kp);
+        add(df, more_f, CHUNK * Kp);
+        read_pairs(more_k, pairs, k, f.gate, Kp);
+        apart ? copy(de, more_k, CHUNK * Kp) : add(de, more_k, CHUNK * Kp);
+        product<false, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, on_levels, CHUNK, q_rows.read, Kp);
+        add_levels(f, true, more_k, q_rows, dq, df);
+        product<false, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, e_on_levels, CHUNK, q_rows.read, Kp);
+        add_levels(f, true, more_k, e_rows, de, df);
+        product<true, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, on_levels, CHUNK, q_rows.readers, Kp);
+        product<true, Into::add, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, e_on_levels, CHUNK, e_rows.readers, Kp);
+        add_levels(f, false, more_k, q_rows, dk, df);
+    }
+
+    // `transposed` (K, 2 CHUNK) holds the gradient of `scaled` rows, which is added to that of the rows, and to the decays'.
+    void add_readers_gradient(real* d_rows, const real* transposed, const real* scaled) {
+        transpose(more_k, Kp, transposed, 2 * CHUNK, Kp, CHUNK);
+        if (decay == Decay::none) return add(d_rows, more_k, rows_ * Kp);
+        if (decay == Decay::separate) {
+            multiply_add(d_rows, more_k, f.prefix, CHUNK * Kp);
+            return add_suffix_sums(df, scaled, more_k, rows_, Kp);
+        }
+        real total = 0;
+        for (index_t i = rows_ - 1; i >= 0; --i) {
+            scale_add(d_rows + i * Kp, more_k + i * Kp, shared.prefix[i], Kp);
+            d_log[i] += total += dot(scaled + i * Kp, more_k + i * Kp, Kp);
+        }
+    }
+
+    // more_k: the gradient of the keys that leave the chunk.
+    void add_writers_gradient() {
+        if (decay == Decay::none) return add(dk, more_k, rows_ * Kp);
+        if (decay == Decay::separate) {
+            multiply_add(dk, more_k, f.suffix, CHUNK * Kp);
+            return add_prefix_sums(df, scaled_k, more_k, rows_, Kp);
+        }
+        real total = 0;
+        for (index_t i = 0; i < rows_; ++i) {
+            scale_add(dk + i * Kp, more_k + i * Kp, shared.suffix[i], Kp);
+            d_log[i] += total;
+            total += dot(scaled_k + i * Kp, more_k + i * Kp, Kp);
+        }
+    }
+
+    // What was in the state before the chunk and is still there after it has passed every decay.
+    void add_gradient_of_passing(const real* state, const real* d_state) {
+        if (decay == Decay::shared) {
+            const real total = shared.prefix[CHUNK - 1] * dot(state, d_state, K * Vs);
+            for (index_t i = 0; i < rows_; ++i) d_log[i] += total;
+        }
+        if (decay == Decay::separate) {
+            for (index_t i = 0; i < K; ++i) more_f[i] = f.total()[i] * dot(state + i * Vs, d_state + i * Vs, Vp);
+            for (index_t i = K; i < Kp; ++i) more_f[i] = 0;
+            for (index_t i = 0; i < rows_; ++i) add(df + i * Kp, more_f, Kp);
+        }
     }
 
     const Problem& p_;
     const index_t K, V, Kp, Vp, Vs;
+    const Decay decay;
+    const bool apart;
     index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
-    real d_beta[CHUNK] = {};
-    real *q_slots, *v_slots, *u_slots, *keys_t_slots, *products_slots, *system_slots, *beta_slots;
-    real *q, *k, *v, *u, *y, *keys_t, *scores, *products, *system, *beta;
-    real *dv = nullptr, *right = nullptr, *dq = nullptr, *dk = nullptr, *more_k = nullptr, *through_state = nullptr,
-         *values_t = nullptr, *u_t = nullptr, *dk_t = nullptr, *d_scores = nullptr, *d_products = nullptr;
+    SharedDecay<real> shared;
+    Factors<real> f;
+    LevelRows<real> q_rows{}, e_rows{};
+    real d_beta[CHUNK] = {}, d_log[CHUNK] __attribute__((aligned(64))) = {};
+    real *q_slots, *k_slots = nullptr, *v_slots, *u_slots, *keys_t_slots, *products_slots, *system_slots, *beta_slots;
+    real *q, *e, *k, *v, *u, *y, *keys_t, *scores, *products, *system, *beta;
+    real *scaled_q = nullptr, *scaled_e = nullptr, *scaled_k = nullptr, *level_keys_t = nullptr, *pairs = nullptr,
+         *on_levels = nullptr, *e_on_levels = nullptr;
+    real *dv = nullptr, *right = nullptr, *dq = nullptr, *dk = nullptr, *de = nullptr, *more_k = nullptr,
+         *through_state = nullptr, *values_t = nullptr, *u_t = nullptr, *dk_t = nullptr, *d_scores = nullptr,
+         *d_products = nullptr, *df = nullptr, *more_f = nullptr;
 };
 
 }  // namespace FAST_WEIGHTS_ISA

@@ -6,39 +6,10 @@
 #pragma once
 
 #include "levels.h"
+#include "shared_decay.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
-
-enum class Decay { none, shared, separate };
-
-// One decay a step for the whole state, and what follows from it within a chunk.
-template <class real> struct SharedDecay {
-    Gates<real> gates;
-    real prefix[CHUNK], suffix[CHUNK];
-    real between[CHUNK * CHUNK] __attribute__((aligned(64)));
-
-    void load(const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
-        gates.load(p, b, t, h, rows);
-        const real* gate = gates.keep;
-        real product = 1;
-        for (index_t i = 0; i < CHUNK; ++i) prefix[i] = product *= gate[i];
-        product = 1;
-        for (index_t i = CHUNK - 1; i >= 0; --i) {
-            suffix[i] = product;
-            product *= gate[i];
-        }
-        // Each row is the one before times a gate, with a 1 on the diagonal and still nothing after it.
-        constexpr int W = Vector<real>::lanes;
-        for (int j = 0; j < CHUNK; j += W) {
-            vec<real> row{};
-            for (int i = 0; i < CHUNK; ++i) {
-                row = lane_numbers<real>() + j == typename Index<real>::type{} + i ? vec<real>{} + 1 : row * gate[i];
-                store(between + i * CHUNK + j, row);
-            }
-        }
-    }
-};
 
 // The arithmetic of one chunk of one head.
 template <class real, Decay decay> class DiagonalChunk {
@@ -137,7 +108,7 @@ public:
     }
 
     // The state alone.
-    void carry(real* state) {
+    void carry(real* state, bool) {
         f.begin();
         z.begin();
         f.widen_to_chunk();
@@ -166,7 +137,7 @@ public:
             product<false, Into::set>(rows_, CHUNK, K, scores, CHUNK, q, Kp, keys_t, CHUNK);
             product<false, Into::set>(rows_, CHUNK, V, d_scores, CHUNK, y, Vp, values_t, CHUNK);
             mask_scores(scores);
-            if (decay == Decay::shared) gate_gradient_within_chunk();
+            if (decay == Decay::shared) shared.add_gradient_within_chunk(d_log, scores, d_scores, rows_);
             mask_scores(d_scores);
             product<false, Into::set, Shape::lower>(rows_, Kp, rows_, dq, Kp, d_scores, CHUNK, k, Kp);
             product<true, Into::set, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_scores, CHUNK, q, Kp);
@@ -290,36 +261,7 @@ private:
         if (z.gate) {
             // The read-outs, whose products with their gradients are what the decays of values scale.
             product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.read, Vp);
-            add_levels(z, true, more_v, value_rows, nullptr, dz);
-        }
-    }
-
-    // `gradient` (CHUNK, ld) is that of the rows that read (`second`) or are read. It goes to the steps it belongs to,
-    // and, times the rows, to the log decays that these rows passed through: those of (m, t] or of (s, m].
-    void add_levels(const Factors<real>& factors, bool second, const real* gradient, const LevelRows<real>& rows,
-                    real* d_steps, real* d_logs) {
-        constexpr int W = Vector<real>::lanes;
-        const index_t ld = factors.ld;
-        const real* scaled_rows = second ? rows.readers : rows.read;
-        const real* scales = second ? rows.of_readers : rows.of_read;
-        for (index_t m = 0; m < ld; m += W) {
-            for (index_t i = 0; d_steps != nullptr && i < CHUNK; ++i) {
-                real* step = d_steps + (second ? levels::reads(i) : levels::is_read(i)) * ld + m;
-                const vec<real> x = load(gradient + i * ld + m);
-                store(step, load(step) + (factors.gate ? x * load(scales + i * ld + m) : x));
-            }
-            for (index_t from = 0; factors.gate && from < CHUNK; from += levels::half(from)) {
-                // Backwards in time over the second half, forwards over the first: there step s is passed by s + 1.
-                vec<real> run{};
-                for (index_t j = 0, half = levels::half(from); j < half; ++j) {
-                    const index_t i = second ? from + half - 1 - j : from + j;
-                    const vec<real> x = load(gradient + i * ld + m) * load(scaled_rows + i * ld + m);
-                    real* log = d_logs + (second ? levels::reads(i) : levels::is_read(i)) * ld + m;
-                    if (second) run += x;
-                    store(log, load(log) + run);
-                    if (!second) run += x;
-                }
-            }
+            add_levels(z, true, more_v, value_rows, static_cast<real*>(nullptr), dz);
         }
     }
 
@@ -335,8 +277,8 @@ private:
         }
         if (decay == Decay::separate) {
             f.apply_add(dq, more_k, f.prefix);
-            if (f.gate) add_suffix_sums(df, scaled_q, more_k, Kp);
-            if (z.gate) add_suffix_sums(dz, scaled_y, more_v, Vp);
+            if (f.gate) add_suffix_sums(df, scaled_q, more_k, rows_, Kp);
+            if (z.gate) add_suffix_sums(dz, scaled_y, more_v, rows_, Vp);
         }
     }
 
@@ -358,8 +300,8 @@ private:
         if (decay == Decay::separate) {
             f.apply_add(dk, more_k, f.suffix);
             z.apply_add(dv, more_v, z.suffix);
-            if (f.gate) add_prefix_sums(df, scaled_k, more_k, Kp);
-            if (z.gate) add_prefix_sums(dz, scaled_v, more_v, Vp);
+            if (f.gate) add_prefix_sums(df, scaled_k, more_k, rows_, Kp);
+            if (z.gate) add_prefix_sums(dz, scaled_v, more_v, rows_, Vp);
         }
     }
 
@@ -386,41 +328,6 @@ private:
             for (index_t i = 0; f.gate && i < rows_; ++i) add(df + i * Kp, row_sums, Kp);
             for (index_t i = 0; z.gate && i < rows_; ++i) add(dz + i * Vp, run, Vp);
         }
-    }
-
-    // d[u] += sum over t >= u of a_t * b_t
-    void add_suffix_sums(real* d, const real* a, const real* b, index_t ld) {
-        for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
-            vec<real> run{};
-            for (index_t i = (rows_ - 1) * ld + m; i >= 0; i -= ld) {
-                run += load(a + i) * load(b + i);
-                store(d + i, load(d + i) + run);
-            }
-        }
-    }
-
-    // d[u] += sum over s < u of a_s * b_s
-    void add_prefix_sums(real* d, const real* a, const real* b, index_t ld) {
-        for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
-            vec<real> run{};
-            for (index_t i = m; i < rows_ * ld; i += ld) {
-                store(d + i, load(d + i) + run);
-                run += load(a + i) * load(b + i);
-            }
-        }
-    }
-
-    // d_log[u] += sum over s < u <= t of scores * d_scores: `scores` is masked and decayed, `d_scores` is not yet.
-    void gate_gradient_within_chunk() {
-        real column[CHUNK] = {};  // over the rows from t on: sums of scores * d_scores over s < u, for every u
-        for (index_t t = rows_ - 1; t > 0; --t) {
-            real row = 0;
-            for (index_t u = 1; u <= t; ++u) {
-                row += scores[t * CHUNK + u - 1] * d_scores[t * CHUNK + u - 1];
-                column[u] += row;
-            }
-        }
-        for (index_t u = 1; u < rows_; ++u) d_log[u] += column[u];
     }
 
     void store_gradients() {

@@ -63,40 +63,38 @@ template <class real> void diagonal_backward_as(const Problem& p, index_t begin,
                   : march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
-void diagonal_forward(const Problem& p, index_t begin, index_t end) {
-    p.v.type == Type::float64 ? diagonal_forward_as<double>(p, begin, end) : diagonal_forward_as<float>(p, begin, end);
-}
-
-void diagonal_backward(const Problem& p, index_t begin, index_t end) {
-    p.v.type == Type::float64 ? diagonal_backward_as<double>(p, begin, end)
-                              : diagonal_backward_as<float>(p, begin, end);
-}
+// Whether it is the delta rule alone: no decays, no erase key apart.
+bool is_plain(const Problem& p) { return !p.log_gate.data && !p.log_key_decay.data && !p.erase.data && p.beta.data; }
 
 template <class real> void delta_forward_as(const Problem& p, index_t begin, index_t end) {
-    p.keys <= COLUMN ? march_forward<real, ColumnChunk<real>>(p, begin, end)
-                     : march_forward<real, DeltaChunk<real>>(p, begin, end);
+    p.keys <= COLUMN&& is_plain(p) ? march_forward<real, ColumnChunk<real>>(p, begin, end)
+                                   : march_forward<real, DeltaChunk<real>>(p, begin, end);
 }
 
 template <class real> void delta_backward_as(const Problem& p, index_t begin, index_t end) {
     const bool wide = p.keys <= LARGEST_COLUMN && p.keys * p.columns <= LARGEST_WIDE_COLUMN;
-    p.keys <= COLUMN || wide ? march_intervals_backward<real, ColumnInterval<real>>(p, begin, end)
-                             : march_backward<real, DeltaChunk<real>>(p, begin, end);
+    (p.keys <= COLUMN || wide) && is_plain(p) ? march_intervals_backward<real, ColumnInterval<real>>(p, begin, end)
+                                              : march_backward<real, DeltaChunk<real>>(p, begin, end);
 }
 
-void delta_forward(const Problem& p, index_t begin, index_t end) {
-    p.v.type == Type::float64 ? delta_forward_as<double>(p, begin, end) : delta_forward_as<float>(p, begin, end);
+template <class real> void rule_forward_as(const Problem& p, index_t begin, index_t end) {
+    p.corrects ? delta_forward_as<real>(p, begin, end) : diagonal_forward_as<real>(p, begin, end);
 }
 
-void delta_backward(const Problem& p, index_t begin, index_t end) {
-    p.v.type == Type::float64 ? delta_backward_as<double>(p, begin, end) : delta_backward_as<float>(p, begin, end);
+template <class real> void rule_backward_as(const Problem& p, index_t begin, index_t end) {
+    p.corrects ? delta_backward_as<real>(p, begin, end) : diagonal_backward_as<real>(p, begin, end);
 }
 
-void diagonal_step_any(const Step& p, index_t begin, index_t end) {
-    p.v.type == Type::float64 ? diagonal_step<double>(p, begin, end) : diagonal_step<float>(p, begin, end);
+void rule_forward(const Problem& p, index_t begin, index_t end) {
+    p.v.type == Type::float64 ? rule_forward_as<double>(p, begin, end) : rule_forward_as<float>(p, begin, end);
 }
 
-void delta_step_any(const Step& p, index_t begin, index_t end) {
-    p.v.type == Type::float64 ? delta_step<double>(p, begin, end) : delta_step<float>(p, begin, end);
+void rule_backward(const Problem& p, index_t begin, index_t end) {
+    p.v.type == Type::float64 ? rule_backward_as<double>(p, begin, end) : rule_backward_as<float>(p, begin, end);
+}
+
+void rule_step_any(const Step& p, index_t begin, index_t end) {
+    p.v.type == Type::float64 ? rule_step<double>(p, begin, end) : rule_step<float>(p, begin, end);
 }
 
 void scan_forward(const Scan& p, index_t begin, index_t end) {
@@ -118,12 +116,9 @@ void scan_step(const Scan& p, index_t begin, index_t end) {
 
 extern const Kernels table;
 const Kernels table = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA),
-                       diagonal_forward,
-                       diagonal_backward,
-                       delta_forward,
-                       delta_backward,
-                       diagonal_step_any,
-                       delta_step_any,
+                       rule_forward,
+                       rule_backward,
+                       rule_step_any,
                        scan_forward,
                        scan_backward,
                        scan_step};

@@ -7,11 +7,12 @@ namespace fast_weights {
 
 enum class Type : int { float32, float64, float16, bfloat16 };
 
-// A tensor (batch, time, heads[, dim]); strides count elements, those of the last dimension are 1. No data: absent.
+// A tensor (batch, time, heads[, dim]); strides count elements, those of the last dimension are 1. No data: absent. Each of
+// its heads serves as many heads of the call in turn as `sharing` says.
 struct Sequence {
     void* data = nullptr;
     Type type = Type::float32;
-    int64_t batch = 0, time = 0, head = 0;
+    int64_t batch = 0, time = 0, head = 0, sharing = 1;
 };
 
 // One call of a kernel, or a block of its value columns: those do not depend on one another. States are float64 if `v` is
@@ -25,10 +26,13 @@ struct Problem {
     int64_t interval = 0;
 
     Sequence q, k, v;
-    Sequence log_gate;                        // diagonal: one decay for the whole state ...
-    bool complement = false;                  // ... which writes with 1 - gate
-    Sequence log_key_decay, log_value_decay;  // diagonal: or one for each row, and for each column, of the state
-    Sequence beta;                            // delta: the write strength
+    Sequence log_gate;                        // one decay for the whole state ...
+    bool complement = false;                  // ... which writes with 1 - gate (of rules that do not correct)
+    Sequence log_key_decay, log_value_decay;  // or one for each row, and for each column (not with `corrects`), of it
+    bool corrects = false;                    // whether what the state holds under a key is taken out of the value
+    Sequence erase;                           // corrects: that key; absent: k
+    Sequence beta;                            // corrects: the write strength; absent: 1
+    const bool* starts = nullptr;             // (batch, time): the state is emptied before these steps; null: none
     const void* initial_state = nullptr;      // null: zeros
 
     Sequence out;
@@ -37,7 +41,7 @@ struct Problem {
 
     Sequence d_out;
     const void* d_final_state = nullptr;  // null: zeros
-    Sequence dq, dk, dv, d_log_gate, d_log_key_decay, d_log_value_decay, d_beta;
+    Sequence dq, dk, dv, d_erase, d_beta, d_log_gate, d_log_key_decay, d_log_value_decay;
     void* d_initial_state = nullptr;  // null: not wanted
 
     int64_t groups() const { return (heads + group - 1) / group; }
@@ -49,7 +53,11 @@ struct Step {
     int64_t batch = 0, heads = 0, keys = 0, values = 0;
     Sequence q, k, v, log_gate;
     bool complement = false;
-    Sequence log_key_decay, log_value_decay, beta, out;
+    Sequence log_key_decay, log_value_decay;
+    bool corrects = false;
+    Sequence erase, beta;
+    const bool* starts = nullptr;  // (batch)
+    Sequence out;
     void* state = nullptr;
     int64_t state_batch = 0, state_head = 0, state_key = 0;
 
@@ -85,12 +93,9 @@ struct Scan {
 // Each runs the tasks [begin, end).
 struct Kernels {
     const char* instruction_set;
-    void (*diagonal_forward)(const Problem&, int64_t begin, int64_t end);
-    void (*diagonal_backward)(const Problem&, int64_t begin, int64_t end);
-    void (*delta_forward)(const Problem&, int64_t begin, int64_t end);
-    void (*delta_backward)(const Problem&, int64_t begin, int64_t end);
-    void (*diagonal_step)(const Step&, int64_t begin, int64_t end);
-    void (*delta_step)(const Step&, int64_t begin, int64_t end);
+    void (*rule_forward)(const Problem&, int64_t begin, int64_t end);
+    void (*rule_backward)(const Problem&, int64_t begin, int64_t end);
+    void (*rule_step)(const Step&, int64_t begin, int64_t end);
     void (*scan_forward)(const Scan&, int64_t begin, int64_t end);
     void (*scan_backward)(const Scan&, int64_t begin, int64_t end);
     void (*scan_step)(const Scan&, int64_t begin, int64_t end);

@@ -276,5 +276,89 @@ template <class real> inline void mask_levels(real* scores) {
     }
 }
 
+// A chunk's scores put together from those of its pairs and its levels: zero above the diagonal, and on it if `kept` is -1.
+template <class real> inline void join_levels(real* scores, const real* pairs, const real* on_levels, index_t kept) {
+    fill(scores, real(0), CHUNK * CHUNK);
+    for (index_t block = 0; block < CHUNK; block += BLOCK, pairs += PAIRS) {
+        for (int t = 0; t < BLOCK; ++t) {
+            for (int s = 0; s <= t + kept; ++s) scores[(block + t) * CHUNK + block + s] = pairs[pair(t, s)];
+        }
+    }
+    for (index_t i = 0; i < CHUNK; ++i) {
+        real* row = scores + levels::reads(i) * CHUNK;
+        for (index_t j = 0, first = levels::first(i); j < levels::half(i); ++j) {
+            row[levels::is_read(first + j)] = on_levels[i * CHUNK + first + j];
+        }
+    }
+}
+
+// And taken apart again.
+template <class real> inline void part_levels(const real* scores, real* pairs, real* on_levels) {
+    for (index_t block = 0; block < CHUNK; block += BLOCK, pairs += PAIRS) {
+        for (int t = 0; t < BLOCK; ++t) {
+            for (int s = 0; s <= t; ++s) pairs[pair(t, s)] = scores[(block + t) * CHUNK + block + s];
+        }
+    }
+    fill(on_levels, real(0), CHUNK * CHUNK);
+    for (index_t i = 0; i < CHUNK; ++i) {
+        const real* row = scores + levels::reads(i) * CHUNK;
+        for (index_t j = 0, first = levels::first(i); j < levels::half(i); ++j) {
+            on_levels[i * CHUNK + first + j] = row[levels::is_read(first + j)];
+        }
+    }
+}
+
+// `gradient` (CHUNK, ld) is that of the rows that read (`second`) or are read. It goes to the steps it belongs to,
+// and, times the rows, to the log decays that these rows passed through: those of (m, t] or of (s, m].
+template <class real>
+inline void add_levels(const Factors<real>& factors, bool second, const real* gradient, const LevelRows<real>& rows,
+                       real* d_steps, real* d_logs) {
+    constexpr int W = Vector<real>::lanes;
+    const index_t ld = factors.ld;
+    const real* scaled_rows = second ? rows.readers : rows.read;
+    const real* scales = second ? rows.of_readers : rows.of_read;
+    for (index_t m = 0; m < ld; m += W) {
+        for (index_t i = 0; d_steps != nullptr && i < CHUNK; ++i) {
+            real* step = d_steps + (second ? levels::reads(i) : levels::is_read(i)) * ld + m;
+            const vec<real> x = load(gradient + i * ld + m);
+            store(step, load(step) + (factors.gate ? x * load(scales + i * ld + m) : x));
+        }
+        for (index_t from = 0; factors.gate && from < CHUNK; from += levels::half(from)) {
+            // Backwards in time over the second half, forwards over the first: there step s is passed by s + 1.
+            vec<real> run{};
+            for (index_t j = 0, half = levels::half(from); j < half; ++j) {
+                const index_t i = second ? from + half - 1 - j : from + j;
+                const vec<real> x = load(gradient + i * ld + m) * load(scaled_rows + i * ld + m);
+                real* log = d_logs + (second ? levels::reads(i) : levels::is_read(i)) * ld + m;
+                if (second) run += x;
+                store(log, load(log) + run);
+                if (!second) run += x;
+            }
+        }
+    }
+}
+
+// d[u] += sum over t >= u of a_t * b_t
+template <class real> inline void add_suffix_sums(real* d, const real* a, const real* b, index_t rows, index_t ld) {
+    for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
+        vec<real> run{};
+        for (index_t i = (rows - 1) * ld + m; i >= 0; i -= ld) {
+            run += load(a + i) * load(b + i);
+            store(d + i, load(d + i) + run);
+        }
+    }
+}
+
+// d[u] += sum over s < u of a_s * b_s
+template <class real> inline void add_prefix_sums(real* d, const real* a, const real* b, index_t rows, index_t ld) {
+    for (index_t m = 0; m < ld; m += Vector<real>::lanes) {
+        vec<real> run{};
+        for (index_t i = m; i < rows * ld; i += ld) {
+            store(d + i, load(d + i) + run);
+            run += load(a + i) * load(b + i);
+        }
+    }
+}
+
 }  // namespace FAST_WEIGHTS_ISA
 }  // namespace fast_weights

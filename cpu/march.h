@@ -26,15 +26,16 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
             load_state(states + (h - task.first) * size, p, p.initial_state, b * p.heads + h);
         }
         // Heads lie side by side: all of them take a chunk of the same steps in turn, so that memory is read in order.
-        for (index_t t = 0; t < p.time; t += CHUNK) {
-            const index_t rows = minimum(CHUNK, p.time - t);
+        for (index_t t = 0, rows; t < p.time; t += rows) {
+            rows = chunk_rows(p, b, t);
             for (index_t h = task.first; h < task.last; ++h) {
                 real* state = states + (h - task.first) * size;
+                if (starts_at(p, b, t)) fill(state, real(0), size);
                 if (p.interval > 0 && t > 0 && t % p.interval == 0) {
                     store_state(p.states, p, intervals.state(p, b, h, t / p.interval), state);
                 }
                 chunk.open(b, t, h, rows, 0);
-                chunk.forward(state, t == 0 && p.initial_state == nullptr);
+                chunk.forward(state, begins_empty(p, b, t));
             }
         }
         for (index_t h = task.first; h < task.last; ++h) {
@@ -47,7 +48,7 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
 template <class real, class Chunk> void march_backward(const Problem& p, index_t begin, index_t end) {
     const index_t size = padded(p.keys) * state_row<real>(p.values);
     const Intervals intervals(p);
-    const index_t chunks = minimum(intervals.length, padded(p.time)) / CHUNK;
+    const index_t chunks = most_chunks(p, intervals);
     Scratch<real> scratch;
     scratch.take((p.group + chunks) * size);
     { Chunk counted(p, scratch, true, chunks); }
@@ -66,23 +67,25 @@ template <class real, class Chunk> void march_backward(const Problem& p, index_t
             for (index_t h = task.first; h < task.last; ++h) {
                 real* d_state = d_states + (h - task.first) * size;
                 load_start(starts, p, intervals, b, h, n);
-                const index_t final_slot = (last - first - 1) / CHUNK;
-                for (index_t slot = 0; slot <= final_slot; ++slot) {
-                    const index_t t = first + slot * CHUNK;
+                index_t slot = 0;
+                for (index_t t = first, rows; t < last; t += rows, ++slot) {
                     real* state = starts + slot * size;
-                    chunk.open(b, t, h, minimum(CHUNK, last - t), slot);
-                    if (slot == final_slot) {
-                        chunk.prepare(state, t == 0 && p.initial_state == nullptr);
+                    rows = chunk_rows(p, b, t);
+                    if (starts_at(p, b, t)) fill(state, real(0), size);
+                    chunk.open(b, t, h, rows, slot);
+                    if (t + rows == last) {
+                        chunk.prepare(state, begins_empty(p, b, t));
                     } else {
                         copy(state + size, state, size);
-                        chunk.carry(state + size);
+                        chunk.carry(state + size, begins_empty(p, b, t));
                     }
                 }
-                for (index_t slot = final_slot; slot >= 0; --slot) {
-                    const index_t t = first + slot * CHUNK;
-                    chunk.reopen(b, t, h, minimum(CHUNK, last - t), slot);
-                    chunk.backward(starts + slot * size, t == 0 && p.initial_state == nullptr, d_state,
-                                   t + CHUNK >= p.time && p.d_final_state == nullptr);
+                for (index_t end = last; slot-- > 0;) {
+                    const index_t t = chunk_begin(p, b, end - 1);
+                    chunk.reopen(b, t, h, end - t, slot);
+                    chunk.backward(starts + slot * size, begins_empty(p, b, t), d_state, ends_unread(p, b, end));
+                    if (starts_at(p, b, t)) fill(d_state, real(0), size);
+                    end = t;
                 }
             }
         }
@@ -116,13 +119,24 @@ template <class real, class Interval> void march_intervals_backward(const Proble
         for (index_t n = intervals.count - 1; n >= 0; --n) {
             const index_t first = intervals.begin(n), last = intervals.end(p, n);
             for (index_t h = task.first; h < task.last; ++h) {
-                load_start(state, p, intervals, b, h, n);
-                transpose(state + size, Kp, state, Vs, Kp, Vp);
                 real* d_state = d_states + 2 * (h - task.first) * size;
                 const index_t after = h + 1 < task.last ? n : n - 1;
                 const Next next{intervals.begin(after), h + 1 < task.last ? h + 1 : task.first,
                                 after < 0 ? 0 : intervals.end(p, after) - intervals.begin(after)};
-                interval.backward(b, first, h, last - first, state, state + size, d_state, d_state + size, next);
+                // Documents that begin within the interval apart, the last first.
+                for (index_t end = last, begin; end > first; end = begin) {
+                    begin = end - 1;
+                    while (begin > first && !starts_at(p, b, begin)) --begin;
+                    if (starts_at(p, b, begin)) {
+                        fill(state, real(0), 2 * size);
+                    } else {
+                        load_start(state, p, intervals, b, h, n);
+                        transpose(state + size, Kp, state, Vs, Kp, Vp);
+                    }
+                    interval.backward(b, begin, h, end - begin, state, state + size, d_state, d_state + size,
+                                      begin == first ? next : Next{});
+                    if (starts_at(p, b, begin)) fill(d_state, real(0), 2 * size);
+                }
             }
         }
         for (index_t h = task.first; h < task.last && p.d_initial_state != nullptr; ++h) {

@@ -89,11 +89,25 @@ Sequence gate(const OptionalTensor& x, const Tensor& v, int64_t dim, const char*
     return sequence(*x, name);
 }
 
-void check_gates(const OptionalTensor& log_gate, const OptionalTensor& key_decay, const OptionalTensor& value_decay) {
-    const auto given = [](const OptionalTensor& x) { return x.has_value() && x->defined(); };
-    TORCH_CHECK(!given(log_gate) || (!given(key_decay) && !given(value_decay)),
-                "log_gate comes without log_key_decay and log_value_decay");
-}
+bool given(const OptionalTensor& x) { return x.has_value() && x->defined(); }
+
+// The parts of the recurrence, as the operators take them.
+struct Rule {
+    const Tensor &q, &k, &v;
+    const OptionalTensor& erase;
+    bool corrects;
+    const OptionalTensor &beta, &log_gate;
+    bool complement;
+    const OptionalTensor &log_key_decay, &log_value_decay, &starts;
+
+    void check() const {
+        TORCH_CHECK(!given(erase) && !given(starts), "the CUDA kernels take neither erase nor starts");
+        TORCH_CHECK(given(beta) == corrects, "beta comes with rules that correct, and with no others");
+        TORCH_CHECK(!corrects || !(given(log_gate) || separate_decays()), "no CUDA kernel corrects and decays");
+        TORCH_CHECK(!given(log_gate) || !separate_decays(), "log_gate comes without log_key_decay and log_value_decay");
+    }
+    bool separate_decays() const { return given(log_key_decay) || given(log_value_decay); }
+};
 
 // A state as the kernels read it, contiguous; undefined where there is none.
 Tensor state_input(const OptionalTensor& x, const Sizes& sizes, const Tensor& v, const char* name) {
@@ -168,22 +182,37 @@ void run(Operation operation, const char* name, const Algorithms<Params>& algori
     TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::", name, ": ", cudaGetErrorString(error));
 }
 
-std::tuple<Tensor, Tensor, Tensor> diagonal_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                    const OptionalTensor& log_gate, bool complement,
-                                                    const OptionalTensor& log_key_decay,
-                                                    const OptionalTensor& log_value_decay,
-                                                    const OptionalTensor& initial_state, int64_t interval) {
+// What all calls have in common, and the gates of those that correct and of those that do not.
+template <typename Params>
+auto fill_gates(Params& params, const Rule& rule) -> decltype(void(params.beta)) {
+    params.beta = gate(rule.beta, rule.v, 0, "beta");
+}
+template <typename Params>
+auto fill_gates(Params& params, const Rule& rule) -> decltype(void(params.log_gate)) {
+    params.complement = rule.complement;
+    params.log_gate = gate(rule.log_gate, rule.v, 0, "log_gate");
+    params.log_key_decay = gate(rule.log_key_decay, rule.v, params.sizes.key_dim, "log_key_decay");
+    params.log_value_decay = gate(rule.log_value_decay, rule.v, params.sizes.value_dim, "log_value_decay");
+}
+template <typename Params>
+Params params_of(const Rule& rule, int64_t interval) {
+    Params params{};
+    rule.check();
+    params.sizes = sizes_of(rule.q, rule.k, rule.v, interval);
+    params.q = sequence_like(rule.q, rule.k, rule.v, "q");
+    params.k = sequence_like(rule.k, rule.k, rule.v, "k");
+    params.v = sequence_like(rule.v, rule.v, rule.v, "v");
+    fill_gates(params, rule);
+    return params;
+}
+
+template <typename Params>
+std::tuple<Tensor, Tensor, Tensor> forward(Operation operation, const Algorithms<Params>& algorithms, const Rule& rule,
+                                           const OptionalTensor& initial_state, int64_t interval) {
+    const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
-    DiagonalForward params{};
-    const Sizes sizes = params.sizes = sizes_of(q, k, v, interval);
-    params.complement = complement;
-    check_gates(log_gate, log_key_decay, log_value_decay);
-    params.q = sequence_like(q, k, v, "q");
-    params.k = sequence_like(k, k, v, "k");
-    params.v = sequence_like(v, v, v, "v");
-    params.log_gate = gate(log_gate, v, 0, "log_gate");
-    params.log_key_decay = gate(log_key_decay, v, sizes.key_dim, "log_key_decay");
-    params.log_value_decay = gate(log_value_decay, v, sizes.value_dim, "log_value_decay");
+    Params params = params_of<Params>(rule, interval);
+    const Sizes sizes = params.sizes;
     const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
     Tensor out = output_like(v), states = kept_states(sizes, v);
     Tensor final_state =
@@ -193,118 +222,72 @@ std::tuple<Tensor, Tensor, Tensor> diagonal_forward(const Tensor& q, const Tenso
     params.out = sequence(out, "out");
     params.final_state = mutable_pointer(final_state);
     params.states = mutable_pointer(states);
-    run(kDiagonalForward, "diagonal_forward",
-        {{fastweights_diagonal_forward_recurrent, fastweights_diagonal_forward_chunked},
-         {fastweights_diagonal_forward_recurrent_workspace, fastweights_diagonal_forward_chunked_workspace}},
-        params, v, log_key_decay.has_value() || log_value_decay.has_value());
+    run(operation, "rule_forward", algorithms, params, v, rule.separate_decays());
     return {out, final_state, states};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_backward(
-    const Tensor& d_out, const OptionalTensor& d_final_state, const Tensor& q, const Tensor& k, const Tensor& v,
-    const OptionalTensor& log_gate, bool complement, const OptionalTensor& log_key_decay,
-    const OptionalTensor& log_value_decay, const OptionalTensor& initial_state, const Tensor& states,
-    int64_t interval) {
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Of the gates, as they are in `Gradients`: beta, log_gate, log_key_decay, log_value_decay.
+template <typename Params>
+auto fill_gradients(Params& params, const Rule& rule, const std::array<Tensor, 4>& made)
+    -> decltype(void(params.d_beta)) {
+    params.d_beta = gradient(rule.beta, made[0], "d_beta");
+}
+template <typename Params>
+auto fill_gradients(Params& params, const Rule& rule, const std::array<Tensor, 4>& made)
+    -> decltype(void(params.d_log_gate)) {
+    params.d_log_gate = gradient(rule.log_gate, made[1], "d_log_gate");
+    params.d_log_key_decay = gradient(rule.log_key_decay, made[2], "d_log_key_decay");
+    params.d_log_value_decay = gradient(rule.log_value_decay, made[3], "d_log_value_decay");
+}
+
+template <typename Params>
+Gradients backward(Operation operation, const Algorithms<Params>& algorithms, const Tensor& d_out,
+                   const OptionalTensor& d_final_state, const Rule& rule, const OptionalTensor& initial_state,
+                   const Tensor& states, int64_t interval) {
+    const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
-    DiagonalBackward params{};
-    const Sizes sizes = params.sizes = sizes_of(q, k, v, interval);
-    params.complement = complement;
-    check_gates(log_gate, log_key_decay, log_value_decay);
-    params.q = sequence_like(q, k, v, "q");
-    params.k = sequence_like(k, k, v, "k");
-    params.v = sequence_like(v, v, v, "v");
-    params.log_gate = gate(log_gate, v, 0, "log_gate");
-    params.log_key_decay = gate(log_key_decay, v, sizes.key_dim, "log_key_decay");
-    params.log_value_decay = gate(log_value_decay, v, sizes.value_dim, "log_value_decay");
+    Params params = params_of<Params>(rule, interval);
+    const Sizes sizes = params.sizes;
     // Autograd hands on what it has: an expanded scalar, a transposed view.
     const Tensor dy = d_out.size(-1) == 1 || d_out.stride(-1) == 1 ? d_out : d_out.contiguous();
     params.d_out = sequence_like(dy, v, v, "d_out");
     const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
     const Tensor d_final = state_input(d_final_state, sizes, v, "d_final_state");
-    Tensor dq = output_like(q), dk = output_like(k), dv = output_like(v);
-    Tensor d_gate = gradient_like(log_gate, v), d_key = gradient_like(log_key_decay, v);
-    Tensor d_value = gradient_like(log_value_decay, v);
+    Tensor dq = output_like(rule.q), dk = output_like(rule.k), dv = output_like(v);
+    const std::array<Tensor, 4> gates{gradient_like(rule.beta, v), gradient_like(rule.log_gate, v),
+                                      gradient_like(rule.log_key_decay, v), gradient_like(rule.log_value_decay, v)};
     Tensor d_initial = initial.defined() ? at::empty(initial.sizes(), initial.options())
                                          : at::empty({0}, v.options().dtype(state_type(v)));
+    const Gradients gradients{dq,       dk,       dv,       at::empty({0}, v.options()), gates[0], gates[1],
+                              gates[2], gates[3], d_initial};
     TORCH_CHECK(interval > 0, "the forward pass kept no states (interval 0)");
     params.states = kept_states_input(states, sizes, v);
-    if (sizes.batch == 0) return {dq, dk, dv, d_gate, d_key, d_value, d_initial};
+    if (sizes.batch == 0) return gradients;
     params.initial_state = pointer(initial);
     params.d_final_state = pointer(d_final);
     params.dq = sequence(dq, "dq");
     params.dk = sequence(dk, "dk");
     params.dv = sequence(dv, "dv");
-    params.d_log_gate = gradient(log_gate, d_gate, "d_log_gate");
-    params.d_log_key_decay = gradient(log_key_decay, d_key, "d_log_key_decay");
-    params.d_log_value_decay = gradient(log_value_decay, d_value, "d_log_value_decay");
+    fill_gradients(params, rule, gates);
     params.d_initial_state = mutable_pointer(d_initial);
-    run(kDiagonalBackward, "diagonal_backward",
-        {{fastweights_diagonal_backward_recurrent, fastweights_diagonal_backward_chunked},
-         {fastweights_diagonal_backward_recurrent_workspace, fastweights_diagonal_backward_chunked_workspace}},
-        params, v, log_key_decay.has_value() || log_value_decay.has_value());
-    return {dq, dk, dv, d_gate, d_key, d_value, d_initial};
+    run(operation, "rule_backward", algorithms, params, v, rule.separate_decays());
+    return gradients;
 }
 
-std::tuple<Tensor, Tensor, Tensor> delta_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                                                 const OptionalTensor& initial_state, int64_t interval) {
-    const c10::cuda::CUDAGuard guard(v.device());
-    DeltaForward params{};
-    const Sizes sizes = params.sizes = sizes_of(q, k, v, interval);
-    params.q = sequence_like(q, k, v, "q");
-    params.k = sequence_like(k, k, v, "k");
-    params.v = sequence_like(v, v, v, "v");
-    params.beta = gate(beta, v, 0, "beta");
-    const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
-    Tensor out = output_like(v), states = kept_states(sizes, v);
-    Tensor final_state =
-        at::empty({sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim}, v.options().dtype(state_type(v)));
-    if (sizes.batch == 0) return {out, final_state, states};
-    params.initial_state = pointer(initial);
-    params.out = sequence(out, "out");
-    params.final_state = mutable_pointer(final_state);
-    params.states = mutable_pointer(states);
-    run(kDeltaForward, "delta_forward",
-        {{fastweights_delta_forward_recurrent, fastweights_delta_forward_chunked},
-         {fastweights_delta_forward_recurrent_workspace, fastweights_delta_forward_chunked_workspace}},
-        params, v);
-    return {out, final_state, states};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_backward(const Tensor& d_out,
-                                                                  const OptionalTensor& d_final_state, const Tensor& q,
-                                                                  const Tensor& k, const Tensor& v, const Tensor& beta,
-                                                                  const OptionalTensor& initial_state,
-                                                                  const Tensor& states, int64_t interval) {
-    const c10::cuda::CUDAGuard guard(v.device());
-    DeltaBackward params{};
-    const Sizes sizes = params.sizes = sizes_of(q, k, v, interval);
-    params.q = sequence_like(q, k, v, "q");
-    params.k = sequence_like(k, k, v, "k");
-    params.v = sequence_like(v, v, v, "v");
-    params.beta = gate(beta, v, 0, "beta");
-    const Tensor dy = d_out.size(-1) == 1 || d_out.stride(-1) == 1 ? d_out : d_out.contiguous();
-    params.d_out = sequence_like(dy, v, v, "d_out");
-    const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
-    const Tensor d_final = state_input(d_final_state, sizes, v, "d_final_state");
-    Tensor dq = output_like(q), dk = output_like(k), dv = output_like(v), d_beta = output_like(beta);
-    Tensor d_initial = initial.defined() ? at::empty(initial.sizes(), initial.options())
-                                         : at::empty({0}, v.options().dtype(state_type(v)));
-    TORCH_CHECK(interval > 0, "the forward pass kept no states (interval 0)");
-    params.states = kept_states_input(states, sizes, v);
-    if (sizes.batch == 0) return {dq, dk, dv, d_beta, d_initial};
-    params.initial_state = pointer(initial);
-    params.d_final_state = pointer(d_final);
-    params.dq = sequence(dq, "dq");
-    params.dk = sequence(dk, "dk");
-    params.dv = sequence(dv, "dv");
-    params.d_beta = sequence(d_beta, "d_beta");
-    params.d_initial_state = mutable_pointer(d_initial);
-    run(kDeltaBackward, "delta_backward",
-        {{fastweights_delta_backward_recurrent, fastweights_delta_backward_chunked},
-         {fastweights_delta_backward_recurrent_workspace, fastweights_delta_backward_chunked_workspace}},
-        params, v);
-    return {dq, dk, dv, d_beta, d_initial};
-}
+const Algorithms<DiagonalForward> kDiagonalForwards{
+    {fastweights_diagonal_forward_recurrent, fastweights_diagonal_forward_chunked},
+    {fastweights_diagonal_forward_recurrent_workspace, fastweights_diagonal_forward_chunked_workspace}};
+const Algorithms<DiagonalBackward> kDiagonalBackwards{
+    {fastweights_diagonal_backward_recurrent, fastweights_diagonal_backward_chunked},
+    {fastweights_diagonal_backward_recurrent_workspace, fastweights_diagonal_backward_chunked_workspace}};
+const Algorithms<DeltaForward> kDeltaForwards{
+    {fastweights_delta_forward_recurrent, fastweights_delta_forward_chunked},
+    {fastweights_delta_forward_recurrent_workspace, fastweights_delta_forward_chunked_workspace}};
+const Algorithms<DeltaBackward> kDeltaBackwards{
+    {fastweights_delta_backward_recurrent, fastweights_delta_backward_chunked},
+    {fastweights_delta_backward_recurrent_workspace, fastweights_delta_backward_chunked_workspace}};
 
 StepState step_state(const Tensor& state, const Sizes& sizes, const Tensor& v) {
     const std::array<int64_t, 4> shape{sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim};
@@ -327,45 +310,47 @@ void mark_changed(const Tensor& state) {
     if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
 }
 
-Tensor diagonal_step_(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& log_gate,
-                      bool complement, const OptionalTensor& log_key_decay, const OptionalTensor& log_value_decay,
-                      const Tensor& state) {
+template <typename Params>
+Tensor step(cudaError_t (*launch)(const Params*, cudaStream_t), const Rule& rule, const Tensor& state) {
+    const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
-    DiagonalStep params{};
-    params.sizes = sizes_of(q, k, v, 0);
-    params.complement = complement;
-    check_gates(log_gate, log_key_decay, log_value_decay);
-    params.q = sequence_like(q, k, v, "q");
-    params.k = sequence_like(k, k, v, "k");
-    params.v = sequence_like(v, v, v, "v");
-    params.log_gate = gate(log_gate, v, 0, "log_gate");
-    params.log_key_decay = gate(log_key_decay, v, params.sizes.key_dim, "log_key_decay");
-    params.log_value_decay = gate(log_value_decay, v, params.sizes.value_dim, "log_value_decay");
+    Params params = params_of<Params>(rule, 0);
     params.state = step_state(state, params.sizes, v);
     Tensor out = output_like(v);
     params.out = sequence(out, "out");
-    const cudaError_t error =
-        fastweights_diagonal_step(&params, c10::cuda::getCurrentCUDAStream(v.get_device()).stream());
-    TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::diagonal_step_: ", cudaGetErrorString(error));
+    const cudaError_t error = launch(&params, c10::cuda::getCurrentCUDAStream(v.get_device()).stream());
+    TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::rule_step_: ", cudaGetErrorString(error));
     mark_changed(state);
     return out;
 }
 
-Tensor delta_step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& state) {
-    const c10::cuda::CUDAGuard guard(v.device());
-    DeltaStep params{};
-    params.sizes = sizes_of(q, k, v, 0);
-    params.q = sequence_like(q, k, v, "q");
-    params.k = sequence_like(k, k, v, "k");
-    params.v = sequence_like(v, v, v, "v");
-    params.beta = gate(beta, v, 0, "beta");
-    params.state = step_state(state, params.sizes, v);
-    Tensor out = output_like(v);
-    params.out = sequence(out, "out");
-    const cudaError_t error = fastweights_delta_step(&params, c10::cuda::getCurrentCUDAStream(v.get_device()).stream());
-    TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::delta_step_: ", cudaGetErrorString(error));
-    mark_changed(state);
-    return out;
+// As torch calls them.
+#define FAST_WEIGHTS_RULE_PARAMETERS                                                               \
+    const Tensor &q, const Tensor &k, const Tensor &v, const OptionalTensor &erase, bool corrects, \
+        const OptionalTensor &beta, const OptionalTensor &log_gate, bool complement,               \
+        const OptionalTensor &log_key_decay, const OptionalTensor &log_value_decay, const OptionalTensor &starts
+#define FAST_WEIGHTS_RULE \
+    Rule { q, k, v, erase, corrects, beta, log_gate, complement, log_key_decay, log_value_decay, starts }
+
+std::tuple<Tensor, Tensor, Tensor> rule_forward(FAST_WEIGHTS_RULE_PARAMETERS, const OptionalTensor& initial_state,
+                                                int64_t interval) {
+    const Rule rule = FAST_WEIGHTS_RULE;
+    return corrects ? forward(kDeltaForward, kDeltaForwards, rule, initial_state, interval)
+                    : forward(kDiagonalForward, kDiagonalForwards, rule, initial_state, interval);
+}
+
+Gradients rule_backward(const Tensor& d_out, const OptionalTensor& d_final_state, FAST_WEIGHTS_RULE_PARAMETERS,
+                        const OptionalTensor& initial_state, const Tensor& states, int64_t interval) {
+    const Rule rule = FAST_WEIGHTS_RULE;
+    return corrects
+               ? backward(kDeltaBackward, kDeltaBackwards, d_out, d_final_state, rule, initial_state, states, interval)
+               : backward(kDiagonalBackward, kDiagonalBackwards, d_out, d_final_state, rule, initial_state, states,
+                          interval);
+}
+
+Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) {
+    const Rule rule = FAST_WEIGHTS_RULE;
+    return corrects ? step(fastweights_delta_step, rule, state) : step(fastweights_diagonal_step, rule, state);
 }
 
 std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, at::ScalarType dtype, bool gated,
@@ -398,12 +383,9 @@ std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, a
 TORCH_LIBRARY_IMPL(fairseq_fastweights, CompositeExplicitAutograd, m) { m.impl("cuda_plan", &plan); }
 
 TORCH_LIBRARY_IMPL(fairseq_fastweights, CUDA, m) {
-    m.impl("diagonal_forward", &diagonal_forward);
-    m.impl("diagonal_backward", &diagonal_backward);
-    m.impl("delta_forward", &delta_forward);
-    m.impl("delta_backward", &delta_backward);
-    m.impl("diagonal_step_", &diagonal_step_);
-    m.impl("delta_step_", &delta_step_);
+    m.impl("rule_forward", &rule_forward);
+    m.impl("rule_backward", &rule_backward);
+    m.impl("rule_step_", &rule_step_);
 }
 
 }  // namespace fairseq_fastweights

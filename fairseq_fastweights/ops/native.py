@@ -210,6 +210,9 @@ class Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor | None, ...], starts: Tensor | None
     ) -> tuple[Any, ...]:
         given = self.arguments(*gates)
+        if not given.corrects and given.beta is not None:
+            k = (ungrouped(k, v) * given.beta[..., None]).to(k.dtype)
+            given = given._replace(beta=None)
         if _is_cuda(v.device.type):
             # Kernels for these know of neither: heads are repeated, and starts are decays.
             q, k = ungrouped(q, v), ungrouped(k, v)

@@ -20,7 +20,7 @@ SLOW = (
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("algorithm", ["", "chunked"], ids=["as-chosen", "chunked"])
-@pytest.mark.parametrize("file", ["test_backends", "test_checks", "test_divided", "test_native"])
+@pytest.mark.parametrize("file", ["test_backends", "test_checks", "test_divided", "test_documents", "test_native"])
 def test_operations_pass_their_tests_through_the_binding(cxx: str, file: str, algorithm: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.cuda.binding"]
     selected = ["-m", "not slow", "-k", f"(native or test_checks or test_divided) and not ({OTHERS} or {SLOW})"]

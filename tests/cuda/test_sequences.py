@@ -13,8 +13,8 @@ from tests.cuda.test_plans import PLANS
 from tests.ops.rules import (
     PRINCIPAL,
     RULE,
-    RULES,
     RULES_AND_REGIMES,
+    WITH_CUDA_KERNELS,
     Inputs,
     Rule,
     assert_close,
@@ -26,7 +26,9 @@ from tests.ops.rules import (
     relative_error,
 )
 
-CHUNKED = [rule for rule in RULES if rule.name != "decay of neither"]  # which is a sum, for the kernels as well
+CHUNKED = [
+    rule for rule in WITH_CUDA_KERNELS if rule.name != "decay of neither"
+]  # which is a sum, for the kernels as well
 BY_HEAD = [RULE[name] for name in ("sum", "gated", "delta")]
 DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
 WAYS = [("recurrent", rule) for rule in PRINCIPAL] + [("chunked", rule) for rule in CHUNKED]
@@ -48,8 +50,11 @@ PAPERS = [
 @pytest.mark.parametrize(
     ("rule", "sizes", "dtype"),
     long(
-        [*product(RULES, RECURRENT, EVERY_DTYPE), *product(PRINCIPAL, [(70, *size, 32) for size in PAPERS], [F32])],
-        short=deal(RULES, RECURRENT, EVERY_DTYPE),
+        [
+            *product(WITH_CUDA_KERNELS, RECURRENT, EVERY_DTYPE),
+            *product(PRINCIPAL, [(70, *size, 32) for size in PAPERS], [F32]),
+        ],
+        short=deal(WITH_CUDA_KERNELS, RECURRENT, EVERY_DTYPE),
     ),
     ids=label,
 )
@@ -124,7 +129,7 @@ def test_steps_in_any_order_of_threads(emulator: Emulator, rule: Rule, T: int, K
 STEPS = [(67, 6, 7, 16), (384, 3, 4, 64)]
 CHUNKS = [(67, 6, 7, 64), (100, 20, 9, 64), (540, 12, 10, 128)]
 REGIMES = [
-    *product(["recurrent"], RULES, STEPS[:1], [F32]),
+    *product(["recurrent"], WITH_CUDA_KERNELS, STEPS[:1], [F32]),
     *product(["recurrent"], DECAYS, STEPS[1:], [F32]),
     *product(["chunked"], CHUNKED, CHUNKS[:1], TWO_DTYPES),
 ]
@@ -351,7 +356,11 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator: Emulato
 # Of 4096 steps: what is allowed of results, and of states and their gradients. With repeated keys the state's gradient
 # grows in directions that no key erases, while what is read of it along keys stays small.
 THOUSANDS = [
-    *(("recurrent", rule, regime, "", F32, 1e-5, 1e-5) for rule, regime in RULES_AND_REGIMES),
+    *(
+        ("recurrent", rule, regime, "", F32, 1e-5, 1e-5)
+        for rule, regime in RULES_AND_REGIMES
+        if rule in WITH_CUDA_KERNELS
+    ),
     *(
         ("chunked", RULE[name], regime, plan, F32, 1e-5, 1e-5)
         for name, regime in [

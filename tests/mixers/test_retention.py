@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.mixers.retention import Retention, log_decays, retention
+from fairseq_fastweights.ops import native
 
 
 def build(embed_dim: int = 16, num_heads: int = 2, **options) -> Retention:
@@ -43,14 +44,17 @@ def test_retention_is_its_equation_exactly_as_far_as_types_reach():
 
 def test_retention_takes_the_kernels_of_one_gate_per_head(monkeypatch):
     taken = []
-    forward = torch.ops.fairseq_fastweights.diagonal_forward
+    forward = torch.ops.fairseq_fastweights.rule_forward
     monkeypatch.setattr(
-        torch.ops.fairseq_fastweights, "diagonal_forward", lambda *args: (taken.append(args[3:7]), forward(*args))[1]
+        torch.ops.fairseq_fastweights,
+        "rule_forward",
+        lambda *args: (taken.append(native.Arguments(*args[3:10])), forward(*args))[1],
     )
     q, k, v = torch.randn(3, 2, 5, 4, 6, requires_grad=True).unbind()
     retention(q, k, v, log_decays(4, q.device, q.dtype).expand(2, 5, 4), backend="native")
-    ((gate, complement, key_decay, value_decay),) = taken
-    assert gate.shape == (2, 5, 4) and not complement and key_decay is None and value_decay is None
+    (given,) = taken
+    assert given.log_gate.shape == (2, 5, 4) and not given.complement
+    assert given.log_key_decay is None and given.log_value_decay is None
 
 
 @pytest.mark.parametrize("position", [1, 1000, 100_000_000])

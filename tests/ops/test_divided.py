@@ -52,8 +52,8 @@ def small_largest_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sizes_of(rule: Rule, K: int, V: int) -> dict[str, int]:
-    """The delta rule is not divided over keys: it gets fewer."""
-    return {"K": min(K, 13) if rule.name == "delta" else K, "V": V}
+    """Rules that correct are not divided over keys: they get fewer."""
+    return {"K": min(K, 13) if rule.corrects else K, "V": V}
 
 
 def inputs_of(rule: Rule, K: int, V: int, **kwargs) -> Inputs:
@@ -95,7 +95,7 @@ def test_values_and_gradients(rule, size, call):
 def test_more_than_a_gpus_kernels_take(rule, monkeypatch):
     """FAVOR+'s default for heads of 64 has 532 features."""
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, native.LARGEST_DIM["cuda"])
-    K, V = (5, 532) if rule.name == "delta" else (532, 5)
+    K, V = (5, 532) if rule.corrects else (532, 5)
     assert_agrees(rule, "native", rule.inputs(B=1, T=19, H=1, K=K, V=V))
 
 
@@ -144,7 +144,8 @@ def test_one_decay_for_all_keys_stays_one_in_every_part():
     one = inputs["log_key_decay"][..., :1]
     with Calls() as mode:
         outputs = ops.decay_rule(**inputs | {"log_key_decay": one.expand_as(inputs["k"])}, backend="native")
-    assert all(arguments[3] is not None and arguments[5] is None for _, arguments in mode.made)
+    made = [native.Arguments(*arguments[3:10]) for _, arguments in mode.made]
+    assert all(given.log_gate is not None and given.log_key_decay is None for given in made)
     expected = ops.decay_rule(**inputs | {"log_key_decay": one.repeat(1, 1, 1, 37)}, backend="native")
     for actual, wanted in zip(outputs, expected, strict=True):
         torch.testing.assert_close(actual, wanted)
@@ -186,7 +187,7 @@ def test_no_input_is_copied_and_no_gradient_padded(rule, T):
         outcome(rule, "native", inputs)
     forward = [arguments for name, arguments in mode.made if name.endswith("forward")]
     tensors = [x for arguments in forward for x in arguments if isinstance(x, Tensor)]
-    assert len(forward) == (2 if rule.name == "delta" else 6)
+    assert len(forward) == (2 if rule.corrects else 6)
     assert all(x.untyped_storage().data_ptr() in given for x in tensors)
     assert all(max(k.shape[-1], v.shape[-1]) <= LARGEST for _, k, v, *_ in forward)
     assert "cat" in mode.others and not mode.others & {"slice_backward", "select_backward", "constant_pad_nd"}

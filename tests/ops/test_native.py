@@ -133,10 +133,10 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy():
     expected = ops.decay_rule(**inputs | {"log_key_decay": one.repeat(1, 1, 1, 6)}, backend="native")
     for actual, wanted in zip(outputs, expected, strict=True):
         torch.testing.assert_close(actual, wanted)
-    assert native._shared_or_separate(one.expand_as(inputs["k"]), None)[0] is not None
+    assert native.DECAY.arguments(one.expand_as(inputs["k"]), None).log_gate is not None
     # A gradient is asked for by key: no single gate has it.
     decays = one.expand_as(inputs["k"]).requires_grad_()
-    assert native._shared_or_separate(decays, None)[0] is None
+    assert native.DECAY.arguments(decays, None).log_gate is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=label)
@@ -153,18 +153,17 @@ def test_a_step(rule, dtype):
 # torch.library
 
 
-def arguments_of(rule: Rule, inputs: Inputs) -> tuple[str, tuple]:
-    """The forward operator that a rule runs, and its arguments."""
-    q, k, v, state = (inputs[name] for name in ("q", "k", "v", "initial_state"))
-    if rule.operation == "delta_rule":
-        return "delta", (q, k, v, inputs["beta"], state)
-    gates = [inputs.get(name) for name in ("log_key_decay", "log_value_decay")]
-    return "diagonal", (q, k, v, inputs.get("log_gate"), rule.operation == "gated_rule", *gates, state)
+def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
+    """What a rule hands to its operators, but for the interval."""
+    given = dict(inputs)
+    q, k, v, state = (given.pop(name) for name in ("q", "k", "v", "initial_state"))
+    arguments = ops.OPERATIONS[rule.operation_name].kernel.arguments(*given.values())
+    return q, k, v, *arguments, None, state
 
 
 def check_operators(rule: Rule, T: int, initial_state: bool, utils: list[str]) -> None:
-    kind, arguments = arguments_of(rule, rule.inputs(B=2, T=T, H=2, K=5, V=3, initial_state=initial_state))
-    forward, backward, step = (getattr(OPERATORS, f"{kind}_{x}").default for x in ("forward", "backward", "step_"))
+    arguments = arguments_of(rule, rule.inputs(B=2, T=T, H=2, K=5, V=3, initial_state=initial_state))
+    forward, backward, step = (getattr(OPERATORS, f"rule_{x}").default for x in ("forward", "backward", "step_"))
     torch.library.opcheck(forward, (*arguments, 64), test_utils=utils)
     with torch.no_grad():
         torch.library.opcheck(forward, (*arguments, 0), test_utils=utils)
@@ -211,11 +210,10 @@ import torch
 from fairseq_fastweights.ops import libraries, native
 for part in libraries.PARTS:
     torch.ops.load_library(str(libraries.library(part)))
-for rule in ("diagonal", "delta"):
-    for operation in ("forward", "backward", "step_"):
-        for device in ("CPU", "CUDA"):
-            name = f"fairseq_fastweights::{rule}_{operation}"
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, device), (name, device)
+for operation in ("forward", "backward", "step_"):
+    for device in ("CPU", "CUDA"):
+        name = f"fairseq_fastweights::rule_{operation}"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, device), (name, device)
 """
 
 
@@ -239,10 +237,10 @@ def test_shapes_without_data_are_those_with_it(rule, layout):
         "wide": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
     }[layout]
     inputs = rule.inputs(T=20, requires_grad=False)
-    kind, arguments = arguments_of(rule, inputs | {name: lay(inputs[name]) for name in ("q", "k", "v")})
-    real = getattr(OPERATORS, f"{kind}_forward")(*arguments, 64)
+    arguments = arguments_of(rule, inputs | {name: lay(inputs[name]) for name in ("q", "k", "v")})
+    real = OPERATORS.rule_forward(*arguments, 64)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        fake = getattr(OPERATORS, f"{kind}_forward")(*arguments, 64)
+        fake = OPERATORS.rule_forward(*arguments, 64)
     for x, y in zip(real, fake, strict=True):
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
     assert layout != "time first" or real[0].transpose(0, 1).is_contiguous()
@@ -267,9 +265,9 @@ def test_overlapping_windows(name, dim):
         with torch.no_grad():
             rule.run(inputs, "native")
         # What they hand to the operators has the strides without data that it has with it.
-        kind, arguments = arguments_of(rule, {name: native._last_contiguous(x) for name, x in inputs.items()})
+        arguments = arguments_of(rule, {name: native._last_contiguous(x) for name, x in inputs.items()})
         plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-        forward, backward = (getattr(OPERATORS, f"{kind}_{name}").default for name in ("forward", "backward"))
+        forward, backward = OPERATORS.rule_forward.default, OPERATORS.rule_backward.default
         out, final_state, states = forward(*plain, 64)
         torch.library.opcheck(forward, (*plain, 64), test_utils="test_faketensor")
         torch.library.opcheck(backward, (out, final_state, *plain, states, 64), test_utils="test_faketensor")
@@ -393,8 +391,7 @@ def test_forward_mode_is_refused_in_a_compiled_function():
 def test_no_gradient_is_no_gradient(rule):
     """Steps between kept states are kept for a backward pass only."""
     inputs = rule.inputs(T=200)
-    kind, arguments = arguments_of(rule, inputs)
-    forward = getattr(OPERATORS, f"{kind}_forward")
+    arguments, forward = arguments_of(rule, inputs), OPERATORS.rule_forward
     assert [forward(*arguments, interval)[2].shape[2] for interval in (64, 0)] == [3, 0]
     out, _, _ = forward(*arguments, 0)
     with pytest.raises(RuntimeError, match="kept no states"):

@@ -1,0 +1,52 @@
+// One decay a step that the whole state shares, and what follows from it within a chunk: it multiplies the scores.
+#pragma once
+
+#include "chunk.h"
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+enum class Decay { none, shared, separate };
+
+template <class real> struct SharedDecay {
+    Gates<real> gates;
+    real prefix[CHUNK], suffix[CHUNK];
+    real between[CHUNK * CHUNK] __attribute__((aligned(64)));
+
+    void load(const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
+        gates.load(p, b, t, h, rows);
+        const real* gate = gates.keep;
+        real product = 1;
+        for (index_t i = 0; i < CHUNK; ++i) prefix[i] = product *= gate[i];
+        product = 1;
+        for (index_t i = CHUNK - 1; i >= 0; --i) {
+            suffix[i] = product;
+            product *= gate[i];
+        }
+        // Each row is the one before times a gate, with a 1 on the diagonal and still nothing after it.
+        constexpr int W = Vector<real>::lanes;
+        for (int j = 0; j < CHUNK; j += W) {
+            vec<real> row{};
+            for (int i = 0; i < CHUNK; ++i) {
+                row = lane_numbers<real>() + j == typename Index<real>::type{} + i ? vec<real>{} + 1 : row * gate[i];
+                store(between + i * CHUNK + j, row);
+            }
+        }
+    }
+
+    // d_log[u] += sum over s < u <= t of scores * d_scores: `scores` is masked and decayed, `d_scores` is not yet.
+    static void add_gradient_within_chunk(real* d_log, const real* scores, const real* d_scores, index_t rows) {
+        real column[CHUNK] = {};  // over the rows from t on: sums of scores * d_scores over s < u, for every u
+        for (index_t t = rows - 1; t > 0; --t) {
+            real row = 0;
+            for (index_t u = 1; u <= t; ++u) {
+                row += scores[t * CHUNK + u - 1] * d_scores[t * CHUNK + u - 1];
+                column[u] += row;
+            }
+        }
+        for (index_t u = 1; u < rows; ++u) d_log[u] += column[u];
+    }
+};
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights
