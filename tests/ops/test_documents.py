@@ -29,7 +29,7 @@ from tests.ops.rules import (
 EVERY = ("reference", *BACKENDS)
 # Keys and values step by step in tiles, with few keys, and by chunks.
 SIZES = [(5, 3), (20, 24), (65, 66)]
-# Where documents begin: none; at chunks and between them, side by side; at the first step and at the last.
+# Where documents begin in a row: nowhere; at chunks and between them, side by side; at the first step and at the last.
 STARTS = [[], [16, 32, 64, 112], [0, 5, 6, 7, 40, 69], [1, 63, 64, 65, 129]]
 
 
@@ -81,7 +81,7 @@ def test_documents_are_as_apart(rule, size, starts, backend):
     """Outputs, all gradients and final states, in float64."""
     K, V = size
     inputs = rule.inputs(B=2, T=130 if backend != "reference" else 40, H=2, K=K, V=V, dtype=torch.float64)
-    at = where(inputs["v"].shape[1], *starts)
+    at = where(inputs["v"].shape[1], starts, STARTS[STARTS.index(starts) - 1])
     actual = results(rule, inputs, backend, starts=at)
     assert_close(actual, apart(rule, inputs, at, "reference"), TOLERANCE[torch.float64], vanishing=1e-20)
 

@@ -122,6 +122,7 @@ def fast_weight_rule(
             reference.fast_weight_rule, *chunk, initial_state=state, starts=first, use_reentrant=False
         )
         outputs.append(out)
+    assert state is not None
     return torch.cat(outputs, 1), state
 
 

@@ -64,15 +64,16 @@ class DeltaFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, states = ctx.saved_tensors
-        leaves = [
-            None if x is None else x.detach().requires_grad_(n)
-            for x, n in zip(inputs, ctx.needs_input_grad[:6], strict=True)
+        leaves: list[Any] = [
+            None if x is None else x.detach().requires_grad_(wanted)
+            for x, wanted in zip(inputs, ctx.needs_input_grad[:6], strict=True)
         ]
         v = inputs[2]
         with without_autocast(v), torch.enable_grad():
             chunks = _prepare(*leaves)
         with without_autocast(v):
-            uv, w, inside, reads, writes, total = (None if x is None else x.detach() for x in chunks)
+            uv, w, inside, reads, writes = (x.detach() for x in chunks[:5])
+            total = None if chunks.total is None else chunks.total.detach()
             dy = to_chunks(d_out.to(v.dtype), uv.shape[-2])
             starts = states[:, :, :-1]
             u = uv - w @ starts
