@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
 from fairseq_fastweights.mixers.padding import put_back, to_the_end
+from fairseq_fastweights.mixers.short_convolution import short_convolution
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
 """Between which the sizes of steps start (Gu & Dao 2023, Sec. 3.6): as in the authors' code, evenly in logarithms."""
@@ -76,7 +77,7 @@ class Mamba(Mixer):
         self.backend = backend
         self.channels = channels = expansion * embed_dim
         self.in_proj = nn.Linear(embed_dim, 2 * channels, bias=bias)
-        # It holds the parameters; `_convolve` does its work.
+        # It holds the parameters; `short_convolution` does its work.
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1)
         self.x_proj = nn.Linear(channels, self.dt_rank + 2 * state, bias=False)
         self.dt_proj = nn.Linear(self.dt_rank, channels)
@@ -109,7 +110,7 @@ class Mamba(Mixer):
         """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
         before = {} if state is None else state
         x, z = self.in_proj(text).chunk(2, dim=-1)
-        u, conv_state = self._convolve(x, before.get("conv"), lengths)
+        u, conv_state = short_convolution(x, self.conv1d.weight[:, 0], self.conv1d.bias, before.get("conv"), lengths)
         dt, B, C = self.x_proj(u).split([self.dt_rank, self.state, self.state], dim=-1)
         precise = ops.state_dtype(u.dtype)
         delta = F.softplus(F.linear(dt, self.dt_proj.weight).to(precise) + self.dt_proj.bias.to(precise))
@@ -129,22 +130,3 @@ class Mamba(Mixer):
         )
         out = self.out_proj(y.transpose(0, 1) * F.silu(z))
         return out, {"conv": conv_state, "scan": scan_state}
-
-    def _convolve(self, x: Tensor, before: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """silu of the convolution of x, (time, batch, channels), and the last inputs of each row."""
-        time, batch, channels = x.shape
-        reach = self.conv - 1
-        precise = ops.state_dtype(x.dtype)
-        first = x.new_zeros(reach, batch, channels) if before is None else before.transpose(0, 1)
-        inputs = torch.cat([first.to(precise), x.to(precise)])
-        assert self.conv1d.bias is not None
-        u = self.conv1d.bias.to(precise)
-        # Sums of products of shifted inputs: channels stay side by side, as the projections have them.
-        for i, weight in enumerate(self.conv1d.weight[:, 0].to(precise).unbind(1)):
-            u = torch.addcmul(u, inputs[i : i + time], weight)
-        if lengths is None:
-            last = inputs[time:]
-        else:
-            places = lengths + torch.arange(reach, device=x.device)[:, None]
-            last = inputs.gather(0, places[..., None].expand(reach, batch, channels))
-        return F.silu(u).to(x.dtype), last.transpose(0, 1).contiguous()

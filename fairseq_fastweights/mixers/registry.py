@@ -11,6 +11,7 @@ from typing import Any
 from fairseq_fastweights.mixers.abc_mlp import ABCMLP
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.gated_delta import DeltaProduct, GatedDelta, KimiDelta
 from fairseq_fastweights.mixers.linformer import Linformer
 from fairseq_fastweights.mixers.local_attention import LocalAttention
 from fairseq_fastweights.mixers.mamba import Mamba
@@ -59,6 +60,9 @@ MIXERS: dict[str, Kind] = {
     "abc": Kind(ABCMLP, ("dropout", "bias")),
     "transformer-xl": Kind(TransformerXL, ("dropout", "bias")),
     "mamba": Kind(Mamba, ("backend",), heads=None),
+    "gated-delta": Kind(GatedDelta, ("backend",), heads="fast_weight_heads"),
+    "kimi-delta": Kind(KimiDelta, ("backend",), heads="fast_weight_heads"),
+    "delta-product": Kind(DeltaProduct, ("backend",), heads="fast_weight_heads"),
 }
 """What reads a text, each position what came before it."""
 

@@ -379,7 +379,7 @@ def test_local_attention_keeps_all_weights_and_is_the_source_within_its_window(f
     assert kept == f"{sum(p.numel() for p in model.parameters()):,}" and set(others[:3]) == {"0"}
 
 
-@pytest.mark.parametrize("mixer", ["abc", "linformer", "transformer-xl", "mamba"])
+@pytest.mark.parametrize("mixer", ["abc", "linformer", "transformer-xl", "mamba", "gated-delta"])
 def test_mixers_of_other_kinds_start_with_weights_of_their_own(fairseq, source, text, mixer):
     _, folder = source
     model = take(fairseq, folder, f"{PRE_NORM} --mixers {mixer}:2,softmax:1 --transfer embeddings,feed-forward")

@@ -42,6 +42,9 @@ RULES = {
     "abc": "--mixers abc --abc-slots 3",
     "transformer-xl": "--mixers transformer-xl --transformer-xl-same-length",
     "mamba": "--mixers mamba --mamba-state 4",
+    "gated-delta": "--mixers gated-delta --gated-delta-key-dim 6 --gated-delta-negative-eigenvalues",
+    "kimi-delta": "--mixers kimi-delta --kimi-delta-conv 2",
+    "delta-product": "--mixers delta-product --delta-product-writes 3",
     "two": "--mixers delta,local:2 --local-window 3",
     "small state": "--update-rule gated --feature-dim 3 --share-decoder-input-output-embed",
 }

@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "retention": {"update_rule": "retention"},
     **{
         f"with {mixer}": {"mixers": mixer}
-        for mixer in ("local,softmax:2", "mamba", "abc", "linformer", "transformer-xl")
+        for mixer in ("local,softmax:2", "mamba", "kimi-delta", "abc", "linformer", "transformer-xl")
     },
     "other widths": {"encoder_embed_dim": 24, "decoder_embed_dim": 16},
     "learned positions, pre-norm": {"decoder_learned_pos": True, "decoder_normalize_before": True},

@@ -1,0 +1,292 @@
+"""Memories that forget and correct, as their papers have them: Gated DeltaNet, Kimi delta attention, DeltaProduct."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+from fairseq_fastweights.mixers.padding import put_back, to_the_end
+from fairseq_fastweights.mixers.short_convolution import short_convolution
+
+SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
+"""Between which softplus(dt_bias) starts, as in Mamba: evenly in logarithms."""
+LARGEST_RATE = 16
+"""Up to which exp(A_log) starts, evenly."""
+
+
+class _Norm(nn.Module):
+    """w * y / rms(y), of the last dimension, in the dtype of y."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, y: Tensor) -> Tensor:
+        return F.rms_norm(y, self.weight.shape, self.weight.to(y.dtype), self.eps)
+
+
+class _ForgetGate(nn.Module):
+    """The decays of `KimiDelta`."""
+
+    def __init__(self, embed_dim: int, num_heads: int, key_dim: int, rank: int) -> None:
+        super().__init__()
+        self.f_a_proj = nn.Linear(embed_dim, rank, bias=False)
+        self.f_b_proj = nn.Linear(rank, num_heads * key_dim, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
+        self.A_log = nn.Parameter(torch.empty(1, 1, num_heads, 1))
+
+    def forward(self, text: Tensor, precise: torch.dtype) -> Tensor:
+        step = F.softplus(self.f_b_proj(self.f_a_proj(text)).to(precise) + self.dt_bias.to(precise))
+        return -self.A_log.to(precise).exp() * step.unflatten(-1, (self.A_log.numel(), -1))
+
+
+class GatedDelta(Mixer):
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025, Sec. 3), as OLMo-hybrid and Qwen3-Next have it.
+
+        q, k, v = silu(conv([W_q x, W_k x, W_v x]))           the last `conv` inputs of each channel
+        q = q / |q| / sqrt(key_dim),  k = k / |k|             in each head
+        beta = sigmoid(W_b x)                                 a number for each head; twice that if negative_eigenvalues
+        log f = -exp(A_log) softplus(W_a x + dt_bias)         a number for each head
+        y = gated_delta_rule(q, k, v, beta, log f)            `ops.gated_delta_rule`
+        out = W_o (w * y / rms(y) * silu(W_g x))              the norm in each head
+
+    Parameters have the names and shapes of Hugging Face's `OlmoHybridGatedDeltaNet`. Each head of keys serves as many
+    heads of values in turn as there are for it.
+
+    Its state is "conv", (batch, conv - 1, channels), the inputs that the convolution still needs, and "memory", (batch,
+    num_heads, key_dim, value_dim): float32, or float64 if that is what it computes in.
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: heads of values.
+        key_heads: heads of queries and keys, a divisor of `num_heads`; 0 for as many.
+        key_dim, value_dim: of each head; 0 for embed_dim / num_heads.
+        conv: inputs that the convolution reaches.
+        negative_eigenvalues: whether write strengths reach 2: I - beta k k^T has an eigenvalue of -1 then, and the
+            memory can count modulo 2 (Grazzi et al. 2025).
+        eps: of the norm.
+        backend: of the operation.
+        writes: keys, values and write strengths of each token, for `DeltaProduct`.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Example:
+        >>> layer = GatedDelta(16, 4, key_heads=2, key_dim=8)
+        >>> out, state = layer(torch.randn(7, 3, 16))
+        >>> out.shape, state["memory"].shape
+        (torch.Size([7, 3, 16]), torch.Size([3, 4, 8, 4]))
+    """
+
+    options = {
+        "key_heads": Option(int, 0, "heads of queries and keys, a divisor of those of values (0: as many)"),
+        "key_dim": Option(int, 0, "dimension of each key (0: the width over the heads)"),
+        "value_dim": Option(int, 0, "dimension of each head's values (0: the width over the heads)"),
+        "conv": Option(int, 4, "inputs that the short convolution reaches"),
+        "negative_eigenvalues": Option(bool, False, "let write strengths reach 2, which turns a value around"),
+    }
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        *,
+        key_heads: int = 0,
+        key_dim: int = 0,
+        value_dim: int = 0,
+        conv: int = 4,
+        negative_eigenvalues: bool = False,
+        eps: float = 1e-5,
+        backend: str = "auto",
+        writes: int = 1,
+    ) -> None:
+        super().__init__(embed_dim, num_heads)
+        self.writes = writes
+        for name, value, least in (("key_dim", key_dim, 0), ("value_dim", value_dim, 0), ("conv", conv, 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if key_heads < 0 or (key_heads and num_heads % key_heads):
+            raise ValueError(f"key_heads is {key_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all")
+        if backend not in ops.BACKENDS:
+            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+        self.key_heads = key_heads or num_heads
+        self.key_dim, self.value_dim = key_dim or self.head_dim, value_dim or self.head_dim
+        self.conv, self.negative_eigenvalues, self.backend = conv, negative_eigenvalues, backend
+        keys, values = self.key_heads * self.key_dim, num_heads * self.value_dim
+        self.q_proj = nn.Linear(embed_dim, keys, bias=False)
+        self.k_proj = nn.Linear(embed_dim, self.writes * keys, bias=False)
+        self.v_proj = nn.Linear(embed_dim, self.writes * values, bias=False)
+        self.b_proj = nn.Linear(embed_dim, self.writes * num_heads, bias=False)
+        channels = keys + self.writes * (keys + values)
+        # It holds the parameter; `short_convolution` does its work.
+        self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1, bias=False)
+        self._make_gates(values)
+        self.o_norm = _Norm(self.value_dim, eps)
+        self.o_proj = nn.Linear(values, embed_dim, bias=False)
+        self.reset_special_parameters()
+
+    def _make_gates(self, values: int) -> None:
+        """The parameters of the decays, and of the gate of `values` numbers on what is read."""
+        self.a_proj = nn.Linear(self.embed_dim, self.num_heads, bias=False)
+        self.g_proj = nn.Linear(self.embed_dim, values, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+
+    @property
+    def _decays(self) -> Any:
+        """What has A_log and dt_bias."""
+        return self
+
+    @torch.no_grad()
+    def reset_special_parameters(self) -> None:
+        """Rates exp(A_log) between 0 and `LARGEST_RATE`, steps of `SMALLEST_STEP` to `LARGEST_STEP`; a norm of ones."""
+        self.o_norm.weight.fill_(1)
+        A_log, dt_bias = self._decays.A_log, self._decays.dt_bias
+        A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(0.01, LARGEST_RATE).log())
+        logs = torch.empty_like(dt_bias, dtype=torch.float32)
+        step = logs.uniform_(math.log(SMALLEST_STEP), math.log(LARGEST_STEP)).exp()
+        dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # of which softplus makes the step
+
+    def forward(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    ) -> tuple[Tensor, State]:
+        if padding is None:
+            return self._mix(x, state, None, overwrite)
+        text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
+        out, state = self._mix(text, state, (~padding).sum(1), overwrite)
+        return put_back(out, order), state
+
+    def _mix(self, text: Tensor, state: State | None, lengths: Tensor | None, overwrite: bool) -> tuple[Tensor, State]:
+        """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
+        before = {} if state is None else state
+        projected = torch.cat([self.q_proj(text), self.k_proj(text), self.v_proj(text)], -1)
+        mixed, conv_state = short_convolution(projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths)
+        precise = ops.state_dtype(mixed.dtype)
+        keys = self.key_heads * self.key_dim
+        q, k, v = mixed.split([keys, self.writes * keys, mixed.shape[-1] - (1 + self.writes) * keys], -1)
+        q = _normalised(_heads(q, self.key_heads)) * self.key_dim**-0.5
+        k = _normalised(_heads(k, self.writes * self.key_heads))
+        v = _heads(v, self.writes * self.num_heads)
+        beta = self.b_proj(text).to(precise).sigmoid().transpose(0, 1)
+        if self.negative_eigenvalues:
+            beta = 2 * beta
+        log_gate = self._log_gate(text, precise).transpose(0, 1)
+        if lengths is not None:  # what is neither decayed nor written leaves the state as it is
+            beyond = torch.arange(len(text), device=text.device) >= lengths[:, None]
+            beta = beta.masked_fill(beyond[..., None], 0)
+            log_gate = log_gate.masked_fill(beyond.view(*beyond.shape, *[1] * (log_gate.dim() - 2)), 0)
+        y, memory = self._remember(
+            q,
+            k,
+            v,
+            beta,
+            log_gate,
+            initial_state=before.get("memory"),
+            in_place=overwrite and "memory" in before and not torch.is_grad_enabled(),
+            backend=self.backend,
+        )
+        out = self.o_norm(y.transpose(0, 1).to(precise)).flatten(2) * self._output_gate(text, precise)
+        return self.o_proj(out.to(mixed.dtype)), {"conv": conv_state, "memory": memory}
+
+    def _remember(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        return ops.gated_delta_rule(q, k, v, beta, log_gate, **options)
+
+    def _log_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
+        """(time, batch, num_heads), or with the dimension of keys after it."""
+        step = F.softplus(self.a_proj(text).to(precise) + self.dt_bias.to(precise))
+        return -self.A_log.to(precise).exp() * step
+
+    def _output_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
+        """(time, batch, values)."""
+        return F.silu(self.g_proj(text).to(precise))
+
+
+class KimiDelta(GatedDelta):
+    """Kimi delta attention (Kimi Team 2025, Sec. 3): Gated DeltaNet with a decay for each dimension of keys.
+
+        log f = -exp(A_log) softplus(W_fb W_fa x + dt_bias)   a number for each key dimension of each head
+        out = W_o (w * y / rms(y) * sigmoid(W_gb W_ga x))     W_fa and W_ga have value_dim numbers
+
+    All else is as in `GatedDelta`. Parameters have the names and shapes of Hugging Face's `KimiLinearDeltaAttention`,
+    which has as many heads of keys as of values, of one dimension.
+
+    Args:
+        others: as in `GatedDelta`.
+
+    Example:
+        >>> out, state = KimiDelta(16, 4)(torch.randn(7, 3, 16))
+        >>> out.shape, state["memory"].shape
+        (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
+    """
+
+    def _make_gates(self, values: int) -> None:
+        self.forget_gate = _ForgetGate(self.embed_dim, self.num_heads, self.key_dim, self.value_dim)
+        self.g_a_proj = nn.Linear(self.embed_dim, self.value_dim, bias=False)
+        self.g_b_proj = nn.Linear(self.value_dim, values, bias=False)
+
+    @property
+    def _decays(self) -> Any:
+        return self.forget_gate
+
+    def _log_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
+        return self.forget_gate(text, precise)
+
+    def _output_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
+        return self.g_b_proj(self.g_a_proj(text)).to(precise).sigmoid()
+
+
+class DeltaProduct(GatedDelta):
+    """DeltaProduct (Siems et al. 2025): several corrections for each token, one after the other.
+
+    A token has `writes` keys, values and write strengths, as many micro-steps of Gated DeltaNet. The first of them
+    decays, and the query reads after the last: the state is multiplied by a product of as many matrices I - beta k k^T,
+    which reflects, and with two of them turns, what one of them could only stretch.
+
+    All else is as in `GatedDelta`.
+
+    Args:
+        writes: corrections for each token.
+        others: as in `GatedDelta`.
+
+    Example:
+        >>> out, state = DeltaProduct(16, 4, writes=3)(torch.randn(7, 3, 16))
+        >>> out.shape, state["memory"].shape
+        (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
+    """
+
+    options = {"writes": Option(int, 2, "corrections for each token"), **GatedDelta.options}
+
+    def __init__(self, embed_dim: int, num_heads: int = 1, *, writes: int = 2, **others: Any) -> None:
+        if writes < 1:
+            raise ValueError(f"writes is {writes}; it must be at least 1")
+        super().__init__(embed_dim, num_heads, writes=writes, **others)
+
+    def _remember(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        # A token's micro-steps take its place: the projections have them side by side.
+        n = self.writes
+        k, v, beta = (x.unflatten(2, (n, -1)).flatten(1, 2) for x in (k, v, beta))
+        q = F.pad(q[:, :, None], (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
+        log_gate = F.pad(log_gate[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
+        y, memory = super()._remember(q, k, v, beta, log_gate, **options)
+        return y[:, n - 1 :: n], memory
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(time, batch, channels) -> (batch, time, heads, dim)."""
+    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """x / |x|, as flash-linear-attention and its followers have it: 1e-6 is added to the square."""
+    precise = x.to(ops.state_dtype(x.dtype))
+    return (precise * torch.rsqrt(precise.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

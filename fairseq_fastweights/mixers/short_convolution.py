@@ -1,0 +1,41 @@
+"""The short convolution that several mixers have before their memory: each channel mixes its own last inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fairseq_fastweights import ops
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """silu(sum_i w_i * x_{t-i} + b), and what the next call needs of these inputs.
+
+    Args:
+        x: (time, batch, channels).
+        weight: (channels, width), the weight of the last input last, as `torch.nn.Conv1d` has it.
+        bias: (channels,); None for 0.
+        before: (batch, width - 1, channels), what the call for the part before returned; None at a text's beginning.
+        lengths: (batch,), where rows end, what follows being padding; None if none does.
+
+    Returns:
+        (time, batch, channels) in the dtype of x, and (batch, width - 1, channels) in that of states.
+    """
+    time, batch, channels = x.shape
+    reach = weight.shape[1] - 1
+    precise = ops.state_dtype(x.dtype)
+    first = x.new_zeros(reach, batch, channels) if before is None else before.transpose(0, 1)
+    inputs = torch.cat([first.to(precise), x.to(precise)])
+    u = x.new_zeros(channels, dtype=precise) if bias is None else bias.to(precise)
+    # Sums of products of shifted inputs: channels stay side by side, as the projections have them.
+    for i, of_one in enumerate(weight.to(precise).unbind(1)):
+        u = torch.addcmul(u, inputs[i : i + time], of_one)
+    if lengths is None:
+        last = inputs[time:]
+    else:
+        places = lengths + torch.arange(reach, device=x.device)[:, None]
+        last = inputs.gather(0, places[..., None].expand(reach, batch, channels))
+    return F.silu(u).to(x.dtype), last.transpose(0, 1).contiguous()
