@@ -1,0 +1,1 @@
+"""The operations inside other libraries' models; nothing here needs fairseq."""

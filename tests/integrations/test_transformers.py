@@ -1,0 +1,210 @@
+"""Models of Hugging Face with this package's operations: the numbers of theirs, undone without a trace."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fairseq_fastweights.integrations import transformers as fast
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "layer_types": ["linear_attention", "full_attention"],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", {**SIZES, **EXPERTS, **LINEAR, "head_dim": 16}),
+    "qwen3_5": ("Qwen3_5Text", {**SIZES, **LINEAR, "head_dim": 16}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", {**SIZES, **EXPERTS, **LINEAR, "head_dim": 16}),
+    "olmo_hybrid": ("OlmoHybrid", {**SIZES, **LINEAR, "linear_num_key_heads": 4, "linear_allow_neg_eigval": True}),
+    "kimi_linear": (
+        "KimiLinear",
+        {**SIZES, "linear_num_heads": 2, "linear_head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 8},
+    ),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def module_of(name: str) -> Any:
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def build(name: str) -> Any:
+    """A small random one of the real class, whose memories forget and write."""
+    prefix, sizes = MODELS[name]
+    configs = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    torch.manual_seed(0)
+    model = getattr(module_of(name), f"{prefix.removesuffix('Text')}ForCausalLM")(
+        getattr(configs, f"{prefix}Config")(**sizes)
+    )
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "dt_bias" in parameter_name or "A_log" in parameter_name:
+                parameter.uniform_(-1, 1)
+    return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def undone():
+    before = {
+        (name, function): getattr(module_of(name), function)
+        for name in MODELS
+        for function in fast._known(module_of(name))
+    }
+    yield
+    fast.uninstall()
+    for (name, function), original in before.items():
+        assert getattr(module_of(name), function) is original, function
+
+
+def tokens(rows: int = 2, length: int = 70) -> torch.Tensor:
+    return torch.randint(2, 50, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@every_model
+def test_logits_and_gradients(name):
+    model, text = build(name), tokens()
+    outcomes = []
+    for context in (fast.install, lambda: torch.enable_grad()):
+        with context():
+            model.zero_grad()
+            logits = model(text).logits
+            logits.logsumexp(-1).square().mean().backward()
+            outcomes.append(
+                (logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            )
+    (ours, our_gradients), (theirs, their_gradients) = outcomes
+    assert (ours - theirs).abs().max() <= 1e-4 and not torch.equal(ours, theirs)
+    assert our_gradients.keys() == their_gradients.keys()
+    scale = max(x.norm() for x in their_gradients.values())
+    for parameter, gradient in their_gradients.items():
+        error = (our_gradients[parameter] - gradient).norm()
+        assert error <= 1e-3 * gradient.norm() + 1e-5 * scale, parameter
+
+
+@every_model
+def test_greedy_generation(name):
+    """With a cache, the first prompt padded on the left: the same tokens."""
+    model, text = build(name), tokens(length=9)
+    mask = torch.ones_like(text)
+    mask[0, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    theirs = model.generate(text, **options)
+    with fast.install(model):
+        assert torch.equal(model.generate(text, **options), theirs)
+
+
+def test_bfloat16():
+    model, text = build("qwen3_next").bfloat16(), tokens()
+    with torch.no_grad():
+        theirs = model(text).logits
+        with fast.install():
+            ours = model(text).logits
+    assert ours.dtype == torch.bfloat16 and (ours - theirs).norm() <= 2e-2 * theirs.norm()
+
+
+def test_only_the_models_kind_is_changed_and_twice_is_once():
+    model = build("olmo_hybrid")
+    other = module_of("kimi_linear").causal_conv1d_fn
+    fast.install(model)
+    replaced = module_of("olmo_hybrid").torch_chunk_gated_delta_rule
+    assert replaced.__module__.startswith("fairseq_fastweights") and module_of("kimi_linear").causal_conv1d_fn is other
+    fast.install(model)
+    assert module_of("olmo_hybrid").torch_chunk_gated_delta_rule is replaced
+    with fast.install():
+        assert module_of("kimi_linear").causal_conv1d_fn is not other
+    fast.uninstall()
+
+
+def test_a_model_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="model is a Linear, which has no layer of these: qwen3_next"):
+        fast.install(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("change", ["gone", "other"])
+def test_unknown_functions_are_refused_before_anything_is_replaced(change, monkeypatch):
+    module = module_of("kimi_linear")  # the last of them
+    if change == "gone":
+        monkeypatch.delattr(module, "chunk_kimi_delta_attention")
+    else:
+        monkeypatch.setattr(module, "chunk_kimi_delta_attention", lambda query, key, value, decay: None)
+    message = "has no such function" if change == "gone" else "takes query, key, value, decay"
+    before = module_of("qwen3_next").causal_conv1d_fn
+    with pytest.raises(
+        fast.UnknownFunction, match=rf"chunk_kimi_delta_attention of .* in transformers [\d.]+ {message}"
+    ):
+        fast.install()
+    assert module_of("qwen3_next").causal_conv1d_fn is before
+    monkeypatch.undo()
+
+
+def test_tensors_elsewhere_are_left_to_what_was_there():
+    called = []
+
+    def rule(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+             use_qk_l2norm_in_kernel=False, **kwargs):  # fmt: skip
+        called.append(query.device.type)
+
+    replaced = fast._replacement("torch_chunk_gated_delta_rule", rule)
+    meta = torch.empty(1, 2, 1, 3, device="meta")
+    replaced(meta, meta, meta, g=meta, beta=meta)
+    assert (
+        called == ["meta"] and tuple(inspect.signature(rule).parameters) == fast._GATED["torch_chunk_gated_delta_rule"]
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_convolutions(width, bias):
+    """Of texts shorter than its reach too, and with a bias, which none of the models has."""
+    module = module_of("qwen3_next")
+    weight, offsets = torch.randn(6, width), torch.randn(6) if bias else None
+    for time in (1, 3, 9):
+        x = torch.randn(2, 6, time)
+        for activation in (None, "silu"):
+            given = (x, weight, offsets, activation)
+            torch.testing.assert_close(fast._convolve(*given), module.causal_conv1d_fn(*given))
+    for length in (width - 1, width):
+        state = torch.randn(2, 6, length)
+        other, x = state.clone(), torch.randn(2, 6, 1)
+        expected = module.causal_conv1d_update(x, other, weight, offsets, "silu")
+        torch.testing.assert_close(fast._convolve_next(x, state, weight, offsets, "silu"), expected)
+        assert torch.equal(state, other)
+
+
+@pytest.mark.slow
+def test_neither_fairseq_nor_a_plugin_is_needed():
+    code = "import sys, fairseq_fastweights.integrations.transformers; sys.exit('fairseq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    code = "import sys; sys.modules['transformers'] = None; import fairseq_fastweights.integrations.transformers"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode and "needs transformers: pip install transformers" in result.stderr
