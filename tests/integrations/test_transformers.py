@@ -46,7 +46,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OlmoHybrid", {**SIZES, **LINEAR, "linear_num_key_heads": 4, "linear_allow_neg_eigval": True}),
     "kimi_linear": (
         "KimiLinear",
-        {**SIZES, "num_key_value_heads": 2, "linear_num_heads": 2, "linear_head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        {
+            **SIZES,
+            "num_key_value_heads": 2,
+            "linear_num_heads": 2,
+            "linear_head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        }
         | {"moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 4}
         | {"qk_nope_head_dim": 8, "v_head_dim": 8},
     ),
