@@ -53,9 +53,11 @@ def without(path: str, text: str) -> Fault:
 
 CPU = (
     # Chunks of the diagonal rules
-    Fault("cpu/diagonal.h", "prefix[i] = product *= gate[i]", "product *= gate[i], prefix[i] = i ? prefix[i - 1] : 1"),
     Fault(
-        "cpu/diagonal.h",
+        "cpu/shared_decay.h", "prefix[i] = product *= gate[i]", "product *= gate[i], prefix[i] = i ? prefix[i - 1] : 1"
+    ),
+    Fault(
+        "cpu/shared_decay.h",
         "            suffix[i] = product;\n            product *= gate[i];",
         "            product *= gate[i];\n            suffix[i] = product;",
     ),
@@ -67,8 +69,8 @@ CPU = (
     ),
     without("cpu/diagonal.h", "            for (index_t i = 0; i < rows_; ++i) d_log[i] += total;\n"),
     Fault("cpu/diagonal.h", "if (f.gate) row_sums[e]", "if (f.gate && e + 1 < K) row_sums[e]"),
-    Fault("cpu/diagonal.h", "for (index_t i = (rows_ - 1) * ld + m;", "for (index_t i = (rows_ - 2) * ld + m;"),
-    Fault("cpu/diagonal.h", "for (index_t u = 1; u <= t; ++u)", "for (index_t u = 1; u < t; ++u)"),
+    Fault("cpu/levels.h", "for (index_t i = (rows - 1) * ld + m;", "for (index_t i = (rows - 2) * ld + m;"),
+    Fault("cpu/shared_decay.h", "for (index_t u = 1; u <= t; ++u)", "for (index_t u = 1; u < t; ++u)"),
     Fault("cpu/diagonal.h", "f.total(), z.total()}", "f.total(), nullptr}"),
     Fault(
         "cpu/diagonal.h",
@@ -80,22 +82,46 @@ CPU = (
     Fault("cpu/delta.h", "transposed ? 0 : s + 1;", "transposed ? 0 : s + 2;"),
     Fault("cpu/delta.h", "dot(right + i * Vp, v + i * Vp, Vp) -", "dot(right + i * Vp, v + i * Vp, Vp) +"),
     without(
-        "cpu/delta.h", "        if (!d_empty) product<false, Into::add>(rows_, Vp, K, right, Vp, k, Kp, d_state, Vs);\n"
+        "cpu/delta.h",
+        "        if (!d_empty) product<false, Into::add>(rows_, Vp, K, right, Vp, leaving(), Kp, d_state, Vs);\n",
     ),
     without(
         "cpu/delta.h",
-        "        product<true, Into::add, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_products, CHUNK, k, Kp);\n",
+        "        product<true, Into::add, Shape::upper>(rows_, Kp, rows_, dk, Kp, d_products, CHUNK, e, Kp);\n",
     ),
+    # With decays and erase keys
+    Fault("cpu/delta.h", "decayed(e, scaled_e), Kp, state, Vs);", "e, Kp, state, Vs);"),
+    Fault("cpu/delta.h", "decayed(q, scaled_q), Kp, state, Vs);", "q, Kp, state, Vs);"),
+    Fault(
+        "cpu/delta.h",
+        "shared.prefix[CHUNK - 1] : real(1), f.total(), nullptr}",
+        "real(1) : real(1), f.total(), nullptr}",
+    ),
+    Fault("cpu/delta.h", "e + levels::reads(i) * Kp", "k + levels::reads(i) * Kp"),
+    without("cpu/delta.h", "            shared.add_gradient_within_chunk(d_log, products, d_products, rows_);\n"),
+    without("cpu/delta.h", "        add(df, more_f, CHUNK * Kp);\n"),
+    without("cpu/delta.h", "        add_levels(f, true, more_k, e_rows, de, df);\n"),
+    without("cpu/delta.h", "            if (!empty) add_gradient_of_passing(state, d_state);\n"),
+    without("cpu/delta.h", "            return add_prefix_sums(df, scaled_k, more_k, rows_, Kp);\n"),
+    Fault("cpu/levels.h", "s <= t + kept; ++s", "s <= t; ++s"),
     without(
         "cpu/delta.h",
         "        for (index_t i = 0; i < rows_; ++i) scale(right + i * Vp, right + i * Vp, beta[i], Vp);\n",
     ),
     # The way through a sequence
-    without("cpu/march.h", "                        chunk.carry(state + size);\n"),
-    Fault("cpu/march.h", "t + CHUNK >= p.time && p.d_final_state == nullptr", "t + CHUNK >= p.time"),
+    without("cpu/march.h", "                        chunk.carry(state + size, begins_empty(p, b, t));\n"),
+    Fault("cpu/chunk.h", "return t >= p.time ? p.d_final_state == nullptr :", "return t >= p.time ? true :"),
+    Fault("cpu/chunk.h", "(t == 0 && p.initial_state == nullptr) ||", "t == 0 ||"),
+    # Documents in a row
+    Fault("cpu/chunk.h", "rows < most && !starts_at(p, b, t + rows)", "rows < most"),
+    Fault("cpu/chunk.h", "t % CHUNK != 0 && !starts_at(p, b, t)", "t % CHUNK != 0"),
     Fault(
-        "cpu/march.h", "chunk.forward(state, t == 0 && p.initial_state == nullptr);", "chunk.forward(state, t == 0);"
+        "cpu/march.h",
+        "{\n                real* state = states + (h - task.first) * size;\n                if (starts_at(p, b, t))",
+        "{\n                real* state = states + (h - task.first) * size;\n                if (false)",
     ),
+    without("cpu/march.h", "                    if (starts_at(p, b, t)) fill(d_state, real(0), size);\n"),
+    without("cpu/march.h", "                    if (starts_at(p, b, begin)) fill(d_state, real(0), 2 * size);\n"),
     without("cpu/march.h", "            transpose(d_state + size, Kp, d_state, Vs, Kp, Vp);\n"),
     # Small states
     Fault("cpu/segments.h", "constexpr int LARGEST_SUM = 20;", "constexpr int LARGEST_SUM = 200;"),
@@ -132,7 +158,7 @@ CPU = (
     # A step
     Fault("cpu/step.h", "-exponential_minus_one(log)", "exponential(log)"),
     Fault("cpu/step.h", "f * z[m] * row[m]", "f * row[m]"),
-    Fault("cpu/step.h", "u[m] = beta * (u[m] - retrieved[m]);", "u[m] = beta * u[m] - retrieved[m];"),
+    Fault("cpu/step.h", "v[m] = beta * (v[m] - retrieved[m]);", "v[m] = beta * v[m] - retrieved[m];"),
     # The selective scan
     Fault("cpu/scan.h", "t > 0 ? load_rows(h_, kept(t)", "t > p_.interval ? load_rows(h_, kept(t)"),
     Fault("cpu/scan.h", "load(u_ + row + j * W) * from_B[j] + from_a[j]", "load(u_ + row + j * W) * from_B[j]"),
