@@ -52,8 +52,12 @@ class install:
         ValueError: for a model of another kind.
 
     Example:
+        >>> from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
         >>> with install():
-        ...     logits = model(tokens).logits  # doctest: +SKIP
+        ...     print(qwen3_next.torch_chunk_gated_delta_rule.__module__)
+        fairseq_fastweights.integrations.transformers
+        >>> print(qwen3_next.torch_chunk_gated_delta_rule.__module__)
+        transformers.models.qwen3_next.modeling_qwen3_next
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:

@@ -66,10 +66,15 @@ def decay_closed_form(q, k, v, S0, log_key_decay, log_value_decay):
     return np.stack([S @ q[t] for t, S in enumerate(states)]), states[-1]
 
 
-def delta_closed_form(q, k, v, S0, beta):
-    """Schlag et al., Eq. 24, unrolled: a write passes through all later I - beta k k^T."""
+def corrected_closed_form(q, k, v, S0, erase=None, beta=None, log_key_decay=None, log_value_decay=None, log_gate=None):
+    """Schlag et al., Eq. 24, unrolled: a write passes through all later Diag(f) (I - beta e k^T)."""
+    assert log_value_decay is None
     T, K = k.shape
-    keep = [np.eye(K) - beta[t] * np.outer(k[t], k[t]) for t in range(T)]
+    beta = np.ones(T) if beta is None else beta
+    erase = k if erase is None else erase
+    logs = log_gate if log_key_decay is None else log_key_decay
+    f = np.ones((T, 1)) if logs is None else np.exp(logs).reshape(T, -1)
+    keep = [(np.ones(K) * f[t])[:, None] * (np.eye(K) - beta[t] * np.outer(erase[t], k[t])) for t in range(T)]
 
     def later(s: int, t: int) -> np.ndarray:
         product = np.eye(K)
@@ -87,7 +92,9 @@ CLOSED_FORMS = {
     "sum_rule": sum_closed_form,
     "gated_rule": gated_closed_form,
     "decay_rule": decay_closed_form,
-    "delta_rule": delta_closed_form,
+    "delta_rule": corrected_closed_form,
+    "gated_delta_rule": corrected_closed_form,
+    "fast_weight_rule": corrected_closed_form,
 }
 
 
