@@ -60,7 +60,7 @@ def test_threads_change_no_bit(rule):
 
 
 # The inputs that all value columns share: the blocks' gradients are added up.
-SHARED = ("q", "k", "log_gate", "log_key_decay", "beta")
+SHARED = ("q", "k", "erase", "log_gate", "log_key_decay", "beta")
 
 
 @on_cpu
