@@ -22,7 +22,7 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import parse_normalization
 
-MEMORIES = [name for name, kind in MIXERS.items() if kind.heads == "fast_weight_heads"]
+MEMORIES = [name for name, kind in MIXERS.items() if "feature_map" in kind.shared]
 """What --update-rule chooses from: the mixers that are a fast weight memory, and nothing else."""
 
 MixerOptions = make_dataclass(

@@ -268,6 +268,8 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ),
         ({"softmax_attention_layers": "3", "decoder_layers_to_keep": "0"}, r"softmax_attention_layers is '3'; .* to 2"),
         ({"update_rule": "hebb"}, r"update_rule is 'hebb'; .*sum, gated, decay, delta"),
+        # It takes no feature map nor normalisation: a mixer, but no update rule.
+        ({"update_rule": "gated-delta"}, r"update_rule is 'gated-delta'; it must be one of sum, .*retention$"),
         ({"feature_map": "softmax"}, r"feature map 'softmax'.*identity, elu, relu, favor"),
         ({"normalization": "layer"}, r"normalization is 'layer'; it must be auto, none"),
         (
