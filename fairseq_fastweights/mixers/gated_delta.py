@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,11 +10,10 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
-from fairseq_fastweights.mixers.padding import put_back, to_the_end
+from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.short_convolution import short_convolution
+from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 
-SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
-"""Between which softplus(dt_bias) starts, as in Mamba: evenly in logarithms."""
 LARGEST_RATE = 16
 """Up to which exp(A_log) starts, evenly."""
 
@@ -47,7 +45,7 @@ class _ForgetGate(nn.Module):
 
 
 class GatedDelta(Mixer):
-    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025, Sec. 3), as OLMo-hybrid and Qwen3-Next have it.
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), as OLMo-hybrid and Qwen3-Next have it.
 
         q, k, v = silu(conv([W_q x, W_k x, W_v x]))           the last `conv` inputs of each channel
         q = q / |q| / sqrt(key_dim),  k = k / |k|             in each head
@@ -70,7 +68,7 @@ class GatedDelta(Mixer):
         conv: inputs that the convolution reaches.
         negative_eigenvalues: whether write strengths reach 2: I - beta k k^T has an eigenvalue of -1 then, and the
             memory can count modulo 2 (Grazzi et al. 2025).
-        eps: of the norm.
+        eps: what is added under the root of the norm; Qwen3-Next has 1e-6.
         backend: of the operation.
         writes: keys, values and write strengths of each token, for `DeltaProduct`.
 
@@ -90,6 +88,7 @@ class GatedDelta(Mixer):
         "value_dim": Option(int, 0, "dimension of each head's values (0: the width over the heads)"),
         "conv": Option(int, 4, "inputs that the short convolution reaches"),
         "negative_eigenvalues": Option(bool, False, "let write strengths reach 2, which turns a value around"),
+        "eps": Option(float, 1e-5, "what is added under the root of the norm of what is read"),
     }
 
     def __init__(
@@ -108,7 +107,12 @@ class GatedDelta(Mixer):
     ) -> None:
         super().__init__(embed_dim, num_heads)
         self.writes = writes
-        for name, value, least in (("key_dim", key_dim, 0), ("value_dim", value_dim, 0), ("conv", conv, 1)):
+        for name, value, least in (
+            ("key_dim", key_dim, 0),
+            ("value_dim", value_dim, 0),
+            ("conv", conv, 1),
+            ("eps", eps, 0),
+        ):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
         if key_heads < 0 or (key_heads and num_heads % key_heads):
@@ -117,7 +121,7 @@ class GatedDelta(Mixer):
             raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         self.key_heads = key_heads or num_heads
         self.key_dim, self.value_dim = key_dim or self.head_dim, value_dim or self.head_dim
-        self.conv, self.negative_eigenvalues, self.backend = conv, negative_eigenvalues, backend
+        self.conv, self.negative_eigenvalues, self.eps, self.backend = conv, negative_eigenvalues, eps, backend
         keys, values = self.key_heads * self.key_dim, num_heads * self.value_dim
         self.q_proj = nn.Linear(embed_dim, keys, bias=False)
         self.k_proj = nn.Linear(embed_dim, self.writes * keys, bias=False)
@@ -145,22 +149,16 @@ class GatedDelta(Mixer):
 
     @torch.no_grad()
     def reset_special_parameters(self) -> None:
-        """Rates exp(A_log) between 0 and `LARGEST_RATE`, steps of `SMALLEST_STEP` to `LARGEST_STEP`; a norm of ones."""
+        """Rates exp(A_log) between 0 and `LARGEST_RATE`, steps as those of Mamba; a norm of ones."""
         self.o_norm.weight.fill_(1)
         A_log, dt_bias = self._decays.A_log, self._decays.dt_bias
         A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(0.01, LARGEST_RATE).log())
-        logs = torch.empty_like(dt_bias, dtype=torch.float32)
-        step = logs.uniform_(math.log(SMALLEST_STEP), math.log(LARGEST_STEP)).exp()
-        dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # of which softplus makes the step
+        draw_step_biases_(dt_bias)
 
     def forward(
         self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
     ) -> tuple[Tensor, State]:
-        if padding is None:
-            return self._mix(x, state, None, overwrite)
-        text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
-        out, state = self._mix(text, state, (~padding).sum(1), overwrite)
-        return put_back(out, order), state
+        return without_padding(lambda text, lengths: self._mix(text, state, lengths, overwrite), x, padding)
 
     def _mix(self, text: Tensor, state: State | None, lengths: Tensor | None, overwrite: bool) -> tuple[Tensor, State]:
         """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
@@ -178,9 +176,9 @@ class GatedDelta(Mixer):
             beta = 2 * beta
         log_gate = self._log_gate(text, precise).transpose(0, 1)
         if lengths is not None:  # what is neither decayed nor written leaves the state as it is
-            beyond = torch.arange(len(text), device=text.device) >= lengths[:, None]
-            beta = beta.masked_fill(beyond[..., None], 0)
-            log_gate = log_gate.masked_fill(beyond.view(*beyond.shape, *[1] * (log_gate.dim() - 2)), 0)
+            end = beyond(len(text), lengths).t()
+            beta = beta.masked_fill(end[..., None], 0)
+            log_gate = log_gate.masked_fill(end.view(*end.shape, *[1] * (log_gate.dim() - 2)), 0)
         y, memory = self._remember(
             q,
             k,
@@ -210,7 +208,7 @@ class GatedDelta(Mixer):
 
 
 class KimiDelta(GatedDelta):
-    """Kimi delta attention (Kimi Team 2025, Sec. 3): Gated DeltaNet with a decay for each dimension of keys.
+    """Kimi delta attention (Kimi Team 2025): Gated DeltaNet with a decay for each dimension of keys.
 
         log f = -exp(A_log) softplus(W_fb W_fa x + dt_bias)   a number for each key dimension of each head
         out = W_o (w * y / rms(y) * sigmoid(W_gb W_ga x))     W_fa and W_ga have value_dim numbers

@@ -10,11 +10,9 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
-from fairseq_fastweights.mixers.padding import put_back, to_the_end
+from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.short_convolution import short_convolution
-
-SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
-"""Between which the sizes of steps start (Gu & Dao 2023, Sec. 3.6): as in the authors' code, evenly in logarithms."""
+from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 
 
 class Mamba(Mixer):
@@ -88,23 +86,17 @@ class Mamba(Mixer):
 
     @torch.no_grad()
     def reset_special_parameters(self) -> None:
-        """A = -(1 ... state) for each channel and D = 1; steps of `SMALLEST_STEP` to `LARGEST_STEP` (Sec. 3.6)."""
+        """A = -(1 ... state) for each channel and D = 1; steps as `draw_step_biases_` draws them (Sec. 3.6)."""
         rates = torch.arange(1, self.state + 1, dtype=torch.float32, device=self.A_log.device)
         self.A_log.copy_(rates.log().expand_as(self.A_log))
         self.D.fill_(1)
         nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
-        logs = torch.empty_like(self.dt_proj.bias, dtype=torch.float32)
-        step = logs.uniform_(math.log(SMALLEST_STEP), math.log(LARGEST_STEP)).exp()
-        self.dt_proj.bias.copy_(step + torch.log(-torch.expm1(-step)))  # of which softplus makes the step
+        draw_step_biases_(self.dt_proj.bias)
 
     def forward(
         self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
     ) -> tuple[Tensor, State]:
-        if padding is None:
-            return self._mix(x, state, None, overwrite)
-        text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
-        out, state = self._mix(text, state, (~padding).sum(1), overwrite)
-        return put_back(out, order), state
+        return without_padding(lambda text, lengths: self._mix(text, state, lengths, overwrite), x, padding)
 
     def _mix(self, text: Tensor, state: State | None, lengths: Tensor | None, overwrite: bool) -> tuple[Tensor, State]:
         """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
@@ -115,8 +107,7 @@ class Mamba(Mixer):
         precise = ops.state_dtype(u.dtype)
         delta = F.softplus(F.linear(dt, self.dt_proj.weight).to(precise) + self.dt_proj.bias.to(precise))
         if lengths is not None:  # a step of no size leaves the state as it is
-            beyond = torch.arange(len(text), device=text.device)[:, None] >= lengths
-            delta = delta.masked_fill(beyond[..., None], 0)
+            delta = delta.masked_fill(beyond(len(text), lengths)[..., None], 0)
         y, scan_state = ops.selective_scan(
             u.transpose(0, 1),
             delta.transpose(0, 1),

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+
+from fairseq_fastweights.mixers.mixer import State
+
+
+def without_padding(
+    mix: Callable[[Tensor, Tensor | None], tuple[Tensor, State]], x: Tensor, padding: Tensor | None
+) -> tuple[Tensor, State]:
+    """What `mix` makes of x, (time, batch, dim), whatever stands at its padding, (batch, time), and wherever that is.
+
+    `mix` is given rows with zeros behind them, and their lengths, (batch,); None where there is no padding.
+    """
+    if padding is None:
+        return mix(x, None)
+    text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
+    out, state = mix(text, (~padding).sum(1))
+    return put_back(out, order), state
+
+
+def beyond(time: int, lengths: Tensor) -> Tensor:
+    """(time, batch), true behind rows of these lengths, (batch,)."""
+    return torch.arange(time, device=lengths.device)[:, None] >= lengths
 
 
 def to_the_end(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:

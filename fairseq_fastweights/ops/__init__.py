@@ -172,8 +172,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Forgets, then corrects: S' = S_{t-1} Diag(f_t), S_t = S' + beta_t (v_t - S' k_t) k_t^T, y_t = S_t q_t.
 
-    With a gate for each head this is Gated DeltaNet (Yang et al. 2025, Eq. 10), with one for each key dimension Kimi
-    delta attention (Kimi Team 2025, Eq. 1). Keys should have a norm of at most 1, as in `delta_rule`.
+    With a gate for each head this is Gated DeltaNet (Yang et al. 2025), with one for each key dimension Kimi delta
+    attention (Kimi Team 2025). Keys should have a norm of at most 1, as in `delta_rule`.
 
     Args:
         beta: (batch, time, heads), the write strength in [0, 1]; up to 2 it may turn what a key retrieves around.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -183,15 +184,16 @@ def _nothing(
     return torch.zeros_like(v) + depends, initial_state.clone()
 
 
-def _rule(name: str, *gates: GateInput, keys_apart: bool = True) -> Operation:
-    """A rule of this package: its functions and its kernel are named after it."""
-    function, kernel = f"{name.replace('-', '_')}_rule", name.replace("-", "_").upper()
+def _row(name: str, *gates: GateInput, keys_apart: bool = True) -> Operation:
+    """A row of the recurrence: a function of `reference` and a kernel that are named after it."""
+    name_in_code = name.replace("-", "_")
+    row = getattr(reference, f"{name_in_code}_rule")
     return Operation(
         name,
         gates,
-        getattr(reference, function),
-        getattr(chunkwise, function),
-        getattr(native, kernel),
+        row,
+        partial(row, recurrence=chunkwise.fast_weight_rule),
+        getattr(native, name_in_code.upper()),
         keys_apart,
         takes_starts=True,
     )
@@ -203,23 +205,29 @@ _VALUE_DECAY = GateInput("log_value_decay", per="value", log=True, optional=True
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        _rule("sum"),
-        _rule("gated", GateInput("log_gate", per="head", log=True)),
-        _rule("decay", _KEY_DECAY, _VALUE_DECAY),
-        _rule("delta", GateInput("beta", per="head"), keys_apart=False),
-        _rule(
+        _row("sum"),
+        _row("gated", GateInput("log_gate", per="head", log=True)),
+        _row("decay", _KEY_DECAY, _VALUE_DECAY),
+        _row("delta", GateInput("beta", per="head"), keys_apart=False),
+        _row(
             "gated-delta",
             GateInput("beta", per="head", most=2),
             GateInput("log_gate", per="head or key", log=True),
             keys_apart=False,
         ),
-        _rule(
+        Operation(
             "fast-weight",
-            GateInput("erase", per="key", is_key=True, optional=True),
-            GateInput("beta", per="head", optional=True, most=2),
-            GateInput("log_key_decay", per="head or key", log=True, optional=True),
-            _VALUE_DECAY,
+            (
+                GateInput("erase", per="key", is_key=True, optional=True),
+                GateInput("beta", per="head", optional=True, most=2),
+                GateInput("log_key_decay", per="head or key", log=True, optional=True),
+                _VALUE_DECAY,
+            ),
+            reference.fast_weight_rule,
+            chunkwise.fast_weight_rule,
+            native.FAST_WEIGHT,
             keys_apart=False,
+            takes_starts=True,
         ),
     )
 }

@@ -8,7 +8,7 @@ Everything is computed in float64 for float64 inputs and in float32 for all othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,70 +17,8 @@ from torch import Tensor
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.gates import one_minus_gate
 
-
-def sum_rule(
-    q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor | None = None, starts: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + v_t k_t^T (Schlag et al. 2021, Eq. 17; Mao 2022, Eq. 3)."""
-    return fast_weight_rule(q, k, v, None, None, None, None, initial_state=initial_state, starts=starts)
-
-
-def gated_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T (Peng et al. 2021; Mao 2022, Eq. 5)."""
-    log_gate = log_gate.to(state_dtype(v.dtype))
-    write = one_minus_gate(log_gate)
-    return fast_weight_rule(q, k, v, None, write, log_gate, None, initial_state=initial_state, starts=starts)
-
-
-def decay_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_key_decay: Tensor | None,
-    log_value_decay: Tensor | None,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T (Mao 2022, Eq. 7), z the value decay and f the key decay."""
-    return fast_weight_rule(
-        q, k, v, None, None, log_key_decay, log_value_decay, initial_state=initial_state, starts=starts
-    )
-
-
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T (Schlag et al. 2021, Eq. 24), read after the write (Eq. 25)."""
-    return fast_weight_rule(q, k, v, k, beta, None, None, initial_state=initial_state, starts=starts)
-
-
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_gate: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = S' + beta_t (v_t - S' k_t) k_t^T, S' = S_{t-1} Diag(f_t) (Yang et al. 2025; per key: Kimi Team 2025)."""
-    return fast_weight_rule(q, k, v, k, beta, log_gate, None, initial_state=initial_state, starts=starts)
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
+"""`fast_weight_rule`, or what computes the same."""
 
 
 def fast_weight_rule(
@@ -126,6 +64,72 @@ def fast_weight_rule(
         state = state + k_t[..., :, None] * written[..., None, :]
         outputs.append(_read(q_t, state))
     return (torch.stack(outputs, dim=1).to(v.dtype) if outputs else torch.zeros_like(v)), state
+
+
+# Its rows. `recurrence` is another implementation of it, which then computes them; `options` are `initial_state` and
+# `starts`.
+
+
+def sum_rule(
+    q: Tensor, k: Tensor, v: Tensor, *, recurrence: Recurrence = fast_weight_rule, **options: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """S_t = S_{t-1} + v_t k_t^T (Schlag et al. 2021, Eq. 17; Mao 2022, Eq. 3)."""
+    return recurrence(q, k, v, None, None, None, None, **options)
+
+
+def gated_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor,
+    *,
+    recurrence: Recurrence = fast_weight_rule,
+    **options: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T (Peng et al. 2021; Mao 2022, Eq. 5)."""
+    log_gate = log_gate.to(state_dtype(v.dtype))
+    return recurrence(q, k, v, None, one_minus_gate(log_gate), log_gate, None, **options)
+
+
+def decay_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_key_decay: Tensor | None,
+    log_value_decay: Tensor | None,
+    *,
+    recurrence: Recurrence = fast_weight_rule,
+    **options: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T (Mao 2022, Eq. 7), z the value decay and f the key decay."""
+    return recurrence(q, k, v, None, None, log_key_decay, log_value_decay, **options)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    recurrence: Recurrence = fast_weight_rule,
+    **options: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T (Schlag et al. 2021, Eq. 24), read after the write (Eq. 25)."""
+    return recurrence(q, k, v, k, beta, None, None, **options)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_gate: Tensor,
+    *,
+    recurrence: Recurrence = fast_weight_rule,
+    **options: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = S' + beta_t (v_t - S' k_t) k_t^T, S' = S_{t-1} Diag(f_t) (Yang et al. 2025; per key: Kimi Team 2025)."""
+    return recurrence(q, k, v, k, beta, log_gate, None, **options)
 
 
 def ungrouped(x: Tensor, v: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
             states.append(state)
         S = torch.stack(states)
         y = torch.stack([q[h // share] @ S[h] for h in range(HEADS)]) * K**-0.5
-        y = mixer.o_norm.weight * y / (y.square().mean(-1, keepdim=True) + mixer.o_norm.eps).sqrt()
+        y = mixer.o_norm.weight * y / (y.square().mean(-1, keepdim=True) + mixer.eps).sqrt()
         rows.append(mixer.o_proj(y.flatten() * read_gate))
     return torch.stack(rows) if rows else x
 
@@ -112,6 +112,7 @@ def test_micro_steps_compose_to_one_of_gated_delta():
         (KimiDelta, {"value_dim": -2}, "value_dim is -2; it must be at least 0"),
         (KimiDelta, {"conv": 0}, "conv is 0; it must be at least 1"),
         (KimiDelta, {"backend": "fast"}, "backend is 'fast'; it must be one of auto"),
+        (DeltaProduct, {"eps": -1.0}, "eps is -1.0; it must be at least 0"),
         (DeltaProduct, {"writes": 0}, "writes is 0; it must be at least 1"),
     ],
 )

@@ -93,7 +93,7 @@ def test_other_patterns_are_refused_with_the_reason(text, why):
 
 def other(row: Option):
     """A value that an option has not by default."""
-    return {int: row.default + 2, bool: not row.default}[row.type]
+    return {int: row.default + 2, float: row.default + 2, bool: not row.default}[row.type]
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -102,7 +102,7 @@ def test_documents_that_begin_at_chunks_have_the_same_bits(rule):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES, ids=label)
 def test_nothing_passes_from_one_document_to_another(rule, backend, dtype):
-    """Not even the first one's infinity, and no gradient of any input."""
+    """No number, however large, and no gradient of any input."""
     inputs = rule.inputs(B=1, T=60, K=6, V=7, dtype=dtype, initial_state=False)
     at = where(60, [0, 37])
     out, _ = rule.run(inputs, backend, starts=at)

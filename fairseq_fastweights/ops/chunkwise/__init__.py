@@ -18,74 +18,8 @@ from fairseq_fastweights.ops.chunkwise.delta import DeltaFunction
 from fairseq_fastweights.ops.chunkwise.diagonal import DiagonalFunction
 from fairseq_fastweights.ops.chunkwise.layout import LONGEST_CHUNK
 from fairseq_fastweights.ops.chunkwise.scan import ScanFunction
-from fairseq_fastweights.ops.gates import decay_at_starts, one_minus_gate
+from fairseq_fastweights.ops.gates import decay_at_starts
 from fairseq_fastweights.ops.reference import ungrouped
-
-
-def sum_rule(
-    q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor | None = None, starts: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + v_t k_t^T."""
-    return decay_rule(q, k, v, None, None, initial_state=initial_state, starts=starts)
-
-
-def gated_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T: a key decay that all key dimensions share."""
-    log_gate = log_gate[..., None].to(state_dtype(v.dtype))
-    k = ungrouped(k, v).to(log_gate.dtype) * one_minus_gate(log_gate)
-    return decay_rule(q, k, v, log_gate, None, initial_state=initial_state, starts=starts)
-
-
-def decay_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_key_decay: Tensor | None,
-    log_value_decay: Tensor | None,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T."""
-    if starts is not None:
-        log_key_decay = decay_at_starts(starts, log_key_decay, v)
-    q, k = ungrouped(q, v), ungrouped(k, v)
-    return DiagonalFunction.apply(q, k, v, log_key_decay, log_value_decay, initial_state)
-
-
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T."""
-    return _correct(q, k, v, None, beta, None, initial_state, starts)
-
-
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_gate: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = S' + beta_t (v_t - S' k_t) k_t^T, S' = S_{t-1} Diag(f_t)."""
-    return _correct(q, k, v, None, beta, log_gate, initial_state, starts)
 
 
 def fast_weight_rule(
@@ -100,30 +34,20 @@ def fast_weight_rule(
     initial_state: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = S' + beta_t (v_t - S' e_t) k_t^T, S' = (z_t f_t^T) * S_{t-1}.
-
-    With e_t and z_t no two steps commute, and a chunk has no form in matrices: the steps are taken one after the other,
-    and those of a chunk again for its gradient.
-    """
-    if erase is not None and log_value_decay is None:
-        return _correct(q, k, v, None if erase is k else erase, beta, log_key_decay, initial_state, starts)
-    if erase is None:
-        if beta is not None:
-            k = ungrouped(k, v).to(state_dtype(v.dtype)) * beta[..., None]
-        if log_key_decay is not None and log_key_decay.dim() == 3:
-            log_key_decay = log_key_decay[..., None]
-        return decay_rule(q, k, v, log_key_decay, log_value_decay, initial_state=initial_state, starts=starts)
-    outputs, state = [], initial_state
-    inputs = (q, k, v, erase, beta, log_key_decay, log_value_decay)
-    for t in range(0, v.shape[1], LONGEST_CHUNK):
-        part = (None if x is None else x[:, t : t + LONGEST_CHUNK] for x in (starts, *inputs))
-        first, *chunk = part
-        out, state = checkpoint(
-            reference.fast_weight_rule, *chunk, initial_state=state, starts=first, use_reentrant=False
-        )
-        outputs.append(out)
-    assert state is not None
-    return torch.cat(outputs, 1), state
+    """S_t = S' + beta_t (v_t - S' e_t) k_t^T, S' = (z_t f_t^T) * S_{t-1}: the recurrence that all rules are rows of."""
+    if erase is not None and log_value_decay is not None:
+        return _step_by_step(q, k, v, erase, beta, log_key_decay, log_value_decay, initial_state, starts)
+    if log_key_decay is not None and log_key_decay.dim() == 3:
+        log_key_decay = log_key_decay[..., None]
+    if starts is not None:
+        log_key_decay = decay_at_starts(starts, log_key_decay, v)
+    other_key = None if erase is None or erase is k else ungrouped(erase, v)
+    q, k = ungrouped(q, v), ungrouped(k, v)
+    if erase is not None:
+        return DeltaFunction.apply(q, k, v, other_key, beta, log_key_decay, initial_state)
+    if beta is not None:
+        k = k.to(state_dtype(v.dtype)) * beta[..., None]
+    return DiagonalFunction.apply(q, k, v, log_key_decay, log_value_decay, initial_state)
 
 
 def selective_scan(
@@ -157,3 +81,29 @@ def _correct(
     q, k = ungrouped(q, v), ungrouped(k, v)
     erase = None if erase is None else ungrouped(erase, v)
     return DeltaFunction.apply(q, k, v, erase, beta, log_key_decay, initial_state)
+
+
+def _step_by_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    erase: Tensor,
+    beta: Tensor | None,
+    log_key_decay: Tensor | None,
+    log_value_decay: Tensor,
+    initial_state: Tensor | None,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """With an erase key and decays of values a chunk has no form in matrices: the steps, a chunk's again backwards."""
+    outputs, state = [], initial_state
+    for t in range(0, v.shape[1], LONGEST_CHUNK):
+        first, *chunk = (
+            None if x is None else x[:, t : t + LONGEST_CHUNK]
+            for x in (starts, q, k, v, erase, beta, log_key_decay, log_value_decay)
+        )
+        out, state = checkpoint(
+            reference.fast_weight_rule, *chunk, initial_state=state, starts=first, use_reentrant=False
+        )
+        outputs.append(out)
+    assert state is not None
+    return torch.cat(outputs, 1), state
