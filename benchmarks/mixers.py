@@ -17,8 +17,7 @@ import torch
 from harness import records
 from harness.memory import keep_freed_memory
 from harness.program import make_parser, parse
-from harness.timing import Clock, first_calls, time_in_turns
-from torch import Tensor
+from harness.turns import compare
 from torch.nn import functional as F
 from transformers import MambaConfig
 from transformers.models.mamba import modeling_mamba
@@ -68,12 +67,6 @@ def attention(time: int, batch: int, channels: int, state: int) -> dict[str, Cal
     return {name: partial(mixer, x) for name, mixer in mixers.items()}
 
 
-def backward_too(forward: Callable[[], Any]) -> None:
-    out = forward()
-    out = out if isinstance(out, Tensor) else out[0]
-    out.sum().backward()
-
-
 PARTS = {
     ("scan", scans): CASES,
     ("layer", layers): CASES,
@@ -92,20 +85,9 @@ def main() -> None:
         (part, case) for part, cases in PARTS.items() for case in (QUICK_CASES if options.quick else cases)
     ):
         calls = prepare(time, **sizes)
-        if kind == "forward":
-            calls = {name: torch.no_grad()(call) for name, call in calls.items()}
-        else:
-            calls = {name: partial(backward_too, call) for name, call in calls.items()}
-            if time > LONGEST_BACKWARD_OF_PEER:
-                calls.pop(PEER, None)
-        warm = {name: first_calls(call, lambda: None)[1] for name, call in calls.items()}
-        seconds, _ = time_in_turns(calls, warm, Clock(), rounds=options.rounds)
-        first = next(iter(seconds))
-        for name, measured in seconds.items():
-            ratio = measured["median"] / seconds[first]["median"]
-            row = {"part": part, "pass": kind, "time": time, "name": name, "ratio": ratio}
-            rows.append(row | {"seconds": measured})
-            print(f"{part:10}{kind:18}{time:5}  {name:14}{1e3 * measured['median']:9.1f} ms {ratio:6.1f} x {first}")
+        if kind != "forward" and time > LONGEST_BACKWARD_OF_PEER:
+            calls.pop(PEER, None)
+        rows += compare(part, kind, time, calls, options.rounds)
     if options.out is not None:
         records.write(records.describe_run("mixers", "cpu", sizes=sizes, rows=rows), options.out)
 

@@ -1,28 +1,29 @@
-"""Hugging Face's models before and after `integrations.transformers.install`, on a CPU: a prompt, and a token after it.
+"""Hugging Face's models on a CPU before and after `integrations.transformers.install`: a prompt, and a token after it.
 
-    python benchmarks/transformers_models.py [--threads 2] [--rounds 5] [--out FILE]
+Random models of the real classes, Qwen3-Next and Kimi-Linear of about 100 million parameters. Both ways take turns, and
+their logits are compared first. Needs transformers:
 
-Random models of the real classes: Qwen3-Next and Kimi-Linear of about 100 million parameters. Both ways take turns in
-one process, and logits are compared first. Ratios are what is to be read.
+    .venv/bin/python benchmarks/transformers_models.py --threads 2 [--rounds 5] [--out results.json]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from harness import records
+from harness.memory import keep_freed_memory
+from harness.program import make_parser, parse
+from harness.turns import compare
 from transformers import KimiLinearConfig, KimiLinearForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from fairseq_fastweights.integrations import transformers as fast
 
-SIZES = {
+PEER = "transformers"
+SIZES: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -33,12 +34,14 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+QUICK = SIZES | {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
+QUICK |= {"layer_types": SIZES["layer_types"][:4]}
 
 
-def qwen3_next() -> Any:
+def qwen3_next(**sizes: Any) -> Any:
     return Qwen3NextForCausalLM(
         Qwen3NextConfig(
-            **SIZES,
+            **sizes,
             num_key_value_heads=2,
             head_dim=64,
             linear_num_key_heads=4,
@@ -53,10 +56,10 @@ def qwen3_next() -> Any:
     )
 
 
-def kimi_linear() -> Any:
+def kimi_linear(**sizes: Any) -> Any:
     return KimiLinearForCausalLM(
         KimiLinearConfig(
-            **SIZES,
+            **sizes,
             num_key_value_heads=8,
             linear_num_heads=8,
             linear_head_dim=64,
@@ -72,70 +75,57 @@ def kimi_linear() -> Any:
     )
 
 
-MODELS: dict[str, Callable[[], Any]] = {"Qwen3-Next": qwen3_next, "Kimi-Linear": kimi_linear}
+MODELS: dict[str, Callable[..., Any]] = {"Qwen3-Next": qwen3_next, "Kimi-Linear": kimi_linear}
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-@torch.no_grad()
-def measure(model: Any, prompt: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows with the medians of both ways, after one round that does not count."""
+def calls_of(model: Any, prompt: int) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]]]:
+    """A prompt, and a token after a prompt, both ways."""
     text = torch.randint(2, model.config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(1))
-    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "transformers": nullcontext,
-        "installed": fast.install,
-    }
-    logits = []
-    for way in ways.values():
-        with way():
-            logits.append(model(text).logits)
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    with fast.install(model):
+        installed = {name: x for name, x in vars(module).items() if before[name] is not x}
+    prefill, token, logits = {}, {}, []
+    for name, functions in (("installed", installed), (PEER, {name: before[name] for name in installed})):
+        vars(module).update(functions)
+        with torch.no_grad():
+            first = model(text, use_cache=True)
+        logits.append(first.logits)
+        # To put functions in their places takes microseconds; all that `install` does, milliseconds.
+        prefill[name] = partial(_with, module, functions, lambda: model(text).logits)
+        token[name] = partial(_with, module, functions, partial(_next, model, text[:, :1], first.past_key_values))
     error = float((logits[0] - logits[1]).abs().max())
     if not error <= 1e-3:
         raise RuntimeError(f"logits differ by {error:g}: what is measured is not the same")
-    taken: dict[tuple[str, str], list[float]] = {}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            with way():
-                cache = model(text[:, :64], use_cache=True).past_key_values
-                steps = [seconds(lambda cache=cache: model(text[:, :1], past_key_values=cache)) for _ in range(tokens)]
-                times = {"prefill": seconds(lambda: model(text)), "token": statistics.median(steps)}
-            for part, spent in times.items() if number else ():
-                taken.setdefault((part, name), []).append(spent)
+    return prefill, token
+
+
+def _with(module: Any, functions: dict[str, Any], call: Callable[[], Any]) -> Any:
+    vars(module).update(functions)
+    return call()
+
+
+def _next(model: Any, token: torch.Tensor, cache: Any) -> torch.Tensor:
+    """The logits after one more token, which joins the cache: it grows alike in both."""
+    return model(token, past_key_values=cache).logits
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "--threads", "--rounds", "--out", "--quick", rounds=5)
+    parser.set_defaults(device="cpu")
+    options = parse(parser)
+    keep_freed_memory()
     rows = []
-    for part in ("prefill", "token"):
-        before, after = (statistics.median(taken[part, name]) for name in ways)
-        rows.append({"part": part, "before": before, "after": after, "ratio": before / after, "logits": error})
-    return rows
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Times Hugging Face's models before and after install().")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=20, help="tokens after it")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    results: list[dict[str, Any]] = []
-    for name in options.models:
+    for name, make in MODELS.items():
         torch.manual_seed(0)
-        model = MODELS[name]().eval()
-        size = sum(p.numel() for p in model.parameters())
-        for row in measure(model, options.prompt, options.tokens, options.rounds):
-            results.append({"model": name, "parameters": size, **row})
-            print(
-                f"{name} ({size / 1e6:.0f}M), {row['part']}: {row['before'] * 1e3:.1f} ms before, "
-                f"{row['after'] * 1e3:.1f} ms after, {row['ratio']:.2f} times as fast; "
-                f"logits within {row['logits']:.1e}"
-            )
+        model = make(**(QUICK if options.quick else SIZES)).eval()
+        time = 20 if options.quick else 2048
+        prefill, token = calls_of(model, time)
+        rows += compare(name, "prefill", time, prefill, options.rounds)
+        rows += compare(name, "token", 1, token, options.rounds)
+        rows[-1]["parameters"] = sum(p.numel() for p in model.parameters())
     if options.out is not None:
-        options.out.write_text(json.dumps({"threads": options.threads, "rows": results}, indent=1) + "\n")
+        records.write(records.describe_run("models", "cpu", rows=rows), options.out)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def _training(record: Record) -> Iterator[str]:
     yield table(columns, record["rows"])
 
 
-def _mixers(record: Record) -> Iterator[str]:
+def _in_turns(record: Record) -> Iterator[str]:
     """A table for each part, with every contestant's time over that of the first."""
     columns: dict[str, Callable[[Row], str]] = {
         "pass": lambda row: row["pass"],
@@ -203,7 +203,9 @@ _PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
     "translation": _translation,
     "training_length": _training_length,
     "training": _training,
-    "mixers": _mixers,
+    "mixers": _in_turns,
+    "gated_delta": _in_turns,
+    "models": _in_turns,
 }
 
 

@@ -60,20 +60,37 @@ def test_all_results_of_a_cpu_are_made_by_one_command(
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
 
 
+BOTH = ("forward", "forward+backward")
+RULES_OF_DELTA = ("gated delta", "delta", "Kimi delta", "transformers")
+# Of programs that compare in turns: each part's passes and contestants.
+IN_TURNS = {
+    "mixers": {
+        "scan": (BOTH, ("native", "chunkwise", "transformers")),
+        "layer": (BOTH, ("Mamba", "transformers")),
+        "attention": (BOTH, ("softmax", "local", "abc")),
+    },
+    "gated_delta": {part: ((*BOTH, "step"), RULES_OF_DELTA) for part in ("heads of 128", "heads of 64")},
+    "transformers_models": {
+        model: (("prefill", "token"), ("installed", "transformers")) for model in ("Qwen3-Next", "Kimi-Linear")
+    },
+}
+
+
 @pytest.mark.slow
-def test_mixers_take_turns_with_their_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+@pytest.mark.parametrize("program", IN_TURNS)
+def test_programs_take_turns_with_their_peers(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("mixers.keep_freed_memory", lambda: True)  # of this process it is not to be kept
-    assert run("mixers", "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
+    monkeypatch.setattr(f"{program}.keep_freed_memory", lambda: True)  # of this process it is not to be kept
+    assert run(program, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    names = {
-        "scan": ("native", "chunkwise", "transformers"),
-        "layer": ("Mamba", "transformers"),
-        "attention": ("softmax", "local", "abc"),
-    }
-    assert {(row["part"], row["pass"], row["name"]) for row in rows} == {
-        (part, kind, name) for part in names for kind in ("forward", "forward+backward") for name in names[part]
-    }
+    expected = [
+        (part, kind, name)
+        for part, (kinds, names) in IN_TURNS[program].items()
+        for kind, name in itertools.product(kinds, names)
+    ]
+    assert [(row["part"], row["pass"], row["name"]) for row in rows] == expected
     assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in rows)
 
 
