@@ -69,10 +69,10 @@ IN_TURNS = {
         "layer": (BOTH, ("Mamba", "transformers")),
         "attention": (BOTH, ("softmax", "local", "abc")),
     },
-    "gated_delta": {part: ((*BOTH, "step"), RULES_OF_DELTA) for part in ("heads of 128", "heads of 64")},
-    "transformers_models": {
-        model: (("prefill", "token"), ("installed", "transformers")) for model in ("Qwen3-Next", "Kimi-Linear")
-    },
+    "gated_delta": dict.fromkeys(("heads of 128", "heads of 64"), ((*BOTH, "step"), RULES_OF_DELTA)),
+    "transformers_models": dict.fromkeys(
+        ("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), ("installed", "transformers"))
+    ),
 }
 
 
