@@ -82,16 +82,16 @@ def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
     operation = ops.OPERATIONS[rule]
     if (reason := operation.why_not_native(inputs.v.device.type, inputs.v.dtype, shape.key_dim)) is not None:
         raise ops.BackendUnavailable(reason)
-    given = inputs.q, inputs.k, inputs.v
     interval = native._interval(inputs.k, inputs.v)
     assert operation.kernel is not None
-    family, middle = operation.kernel.family, operation.kernel.arguments(*inputs.gates[rule])
-    forward, backward = (getattr(torch.ops.fairseq_fastweights, f"{family}_{each}") for each in PASSES)
-    run = partial(forward, *given, *middle, None, interval)
+    given = operation.kernel.given(inputs.q, inputs.k, inputs.v, inputs.gates[rule])
+    operators = torch.ops.fairseq_fastweights
+    run = partial(operators.rule_forward, *given, None, interval)
     if kind == "backward":
         states = run()[2]
-        run = partial(backward, inputs.d_out, None, *given, *middle, None, states, interval)
+        run = partial(operators.rule_backward, inputs.d_out, None, *given, None, states, interval)
     sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, interval)
+    family = "delta" if rule == "delta" else "diagonal"
     return Call(f"{family}_{kind}", sizes, inputs.v.dtype, rule, run)
 
 

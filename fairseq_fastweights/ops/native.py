@@ -190,7 +190,7 @@ class Kernel:
             state = _state_of_its_own(k, v, initial_state)
             return self.step_(q, k, v, *gates, state=state, starts=starts), state
         out, final_state, _ = torch.ops.fairseq_fastweights.rule_forward(
-            *self._given(q, k, v, gates, starts), _last_contiguous(initial_state), _interval(k, v) if keeps else 0
+            *self.given(q, k, v, gates, starts), _last_contiguous(initial_state), _interval(k, v) if keeps else 0
         )
         return out, final_state
 
@@ -204,11 +204,12 @@ class Kernel:
         starts: Tensor | None = None,
     ) -> Tensor:
         """One step, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
-        return torch.ops.fairseq_fastweights.rule_step_(*self._given(q, k, v, gates, starts), state)
+        return torch.ops.fairseq_fastweights.rule_step_(*self.given(q, k, v, gates, starts), state)
 
-    def _given(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor | None, ...], starts: Tensor | None
+    def given(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor | None], starts: Tensor | None = None
     ) -> tuple[Any, ...]:
+        """What the operators take for the rule, up to the initial state."""
         given = self.arguments(*gates)
         if not given.corrects and given.beta is not None:
             k = (ungrouped(k, v) * given.beta[..., None]).to(k.dtype)
