@@ -67,10 +67,10 @@ inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, real
     store_rows(x, place(x, b, t, h), x.time, src, rows, n);
 }
 
-// Numbers from row to row of a state in scratch memory. Rows that lie whole multiples of 2 KiB apart would fall into so few
-// sets of the first cache that a column of them does not stay there.
+// Numbers from row to row of a state in scratch memory. Rows that lie whole multiples of 512 bytes apart would fall into so
+// few sets of the first cache that two vectors of each of 128 rows do not stay there.
 template <class real> constexpr index_t state_row(index_t values) {
-    return padded(values) * sizeof(real) % 2048 == 0 ? padded(values) + ROW : padded(values);
+    return padded(values) * sizeof(real) % 512 == 0 ? padded(values) + ROW : padded(values);
 }
 
 // The gates of a chunk's steps: one decay for the whole state, and what keys are multiplied by. Steps beyond the last

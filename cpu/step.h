@@ -8,10 +8,12 @@ namespace FAST_WEIGHTS_ISA {
 
 // Rows of a step in scratch memory.
 template <class real> struct StepRows {
+    const bool corrects;
+    real beta = 1;
     real *q, *k, *v, *erase, *f, *z, *out;
 
     StepRows(const Step& p, Scratch<real>& scratch)
-        : q(scratch.take(p.keys)), k(scratch.take(p.keys)), v(scratch.take(p.values)), erase(scratch.take(p.keys)),
+        : corrects(p.corrects), q(scratch.take(p.keys)), k(scratch.take(p.keys)), v(scratch.take(p.values)), erase(scratch.take(p.keys)),
           f(scratch.take(p.keys)), z(scratch.take(p.values)), out(scratch.take(p.values)) {}
 
     // f and z are the decays themselves, k is what is written of it.
@@ -27,6 +29,10 @@ template <class real> struct StepRows {
         }
         load_decays(f, p.log_key_decay, b, h, p.keys, gate);
         load_decays(z, p.log_value_decay, b, h, p.values, 1);
+        if (!corrects) return;
+        const Sequence& key = p.erase.data ? p.erase : p.k;
+        load_row(erase, key, b, h, p.keys);
+        beta = p.beta.data ? load_one<real>(p.beta, place(p.beta, b, 0, h)) : real(1);
     }
 
 private:
@@ -41,19 +47,69 @@ private:
     }
 };
 
-// v becomes beta (v - S'^T e), S' being what the decays of keys leave of the state.
-template <class real> void correct(const Step& p, StepRows<real>& rows, const real* state, index_t b, index_t h) {
-    const Sequence& erase = p.erase.data ? p.erase : p.k;
-    load_rows(rows.erase, erase, place(erase, b, 0, h), 0, 1, p.keys, 0);
-    const real beta = p.beta.data ? load_one<real>(p.beta, place(p.beta, b, 0, h)) : real(1);
-    real *retrieved = rows.out, *v = rows.v;
-    fill(retrieved, real(0), padded(p.values));
-    for (index_t i = 0; i < p.keys; ++i) {
-        const real* row = state + i * p.state_key;
-        const real e = rows.f[i] * rows.erase[i];
-        for (index_t m = 0; m < p.values; ++m) retrieved[m] += e * row[m];
+// Columns of a state from `m` on, N vectors of them, that take a step: S = S' + k u^T, u = beta (v - S'^T e) or v, S' = f S z.
+// What the columns retrieve and what they read stays in registers, sums of even rows beside those of odd ones.
+template <int N, class real>
+FAST_WEIGHTS_INLINE void step_columns(const StepRows<real>& rows, real* state, index_t ld, index_t keys, index_t m) {
+    constexpr int W = Vector<real>::lanes;
+    vec<real> u[N], z[N], sums[2][N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) {
+        u[j] = load(rows.v + m + j * W), z[j] = load(rows.z + m + j * W), sums[0][j] = sums[1][j] = vec<real>{};
     }
-    for (index_t m = 0; m < p.values; ++m) v[m] = beta * (v[m] - retrieved[m]);
+    if (rows.corrects) {
+        for (index_t e = 0; e < keys; e += 2) {
+#pragma GCC unroll 2
+            for (index_t i = 0; i < 2; ++i) {
+                if (e + i == keys) break;
+                const real factor = rows.f[e + i] * rows.erase[e + i];
+#pragma GCC unroll 4
+                for (int j = 0; j < N; ++j) {
+                    sums[i][j] += load_unaligned(state + (e + i) * ld + m + j * W) * factor;
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+            u[j] = (u[j] - (sums[0][j] + sums[1][j]) * z[j]) * rows.beta;
+            sums[0][j] = sums[1][j] = vec<real>{};
+        }
+    }
+    for (index_t e = 0; e < keys; e += 2) {
+#pragma GCC unroll 2
+        for (index_t i = 0; i < 2; ++i) {
+            if (e + i == keys) break;
+            const real f = rows.f[e + i], k = rows.k[e + i], q = rows.q[e + i];
+            real* row = state + (e + i) * ld + m;
+#pragma GCC unroll 4
+            for (int j = 0; j < N; ++j) {
+                const vec<real> x = load_unaligned(row + j * W) * (z[j] * f) + u[j] * k;
+                store_unaligned(row + j * W, x);
+                sums[i][j] += x * q;
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) store(rows.out + m + j * W, sums[0][j] + sums[1][j]);
+}
+
+// The columns that make no whole vector.
+template <class real>
+inline void step_rest(const StepRows<real>& rows, real* state, index_t ld, index_t keys, index_t m, index_t end) {
+    for (; m < end; ++m) {
+        real u = rows.v[m], read = 0;
+        if (rows.corrects) {
+            real retrieved = 0;
+            for (index_t e = 0; e < keys; ++e) retrieved += rows.f[e] * rows.erase[e] * state[e * ld + m];
+            u = rows.beta * (u - rows.z[m] * retrieved);
+        }
+        for (index_t e = 0; e < keys; ++e) {
+            real& x = state[e * ld + m];
+            x = rows.f[e] * rows.z[m] * x + rows.k[e] * u;
+            read += rows.q[e] * x;
+        }
+        rows.out[m] = read;
+    }
 }
 
 template <class real> void rule_step(const Step& p, index_t begin, index_t end) {
@@ -69,21 +125,12 @@ template <class real> void rule_step(const Step& p, index_t begin, index_t end) 
         for (index_t e = 0; p.starts != nullptr && p.starts[b] && e < K; ++e) {
             for (index_t m = 0; m < V; ++m) state[e * p.state_key + m] = 0;
         }
-        if (p.corrects) correct(p, rows, state, b, h);
-        fill(rows.out, real(0), padded(V));
-        const real *v = rows.v, *z = rows.z;
-        real* out = rows.out;
-        // If it was read to be corrected, the state is in the cache now, unless it is very large.
-        for (index_t e = 0; e < K; ++e) {
-            real* row = state + e * p.state_key;
-            const real f = rows.f[e], k = rows.k[e], q = rows.q[e];
-            for (index_t m = 0; m < V; ++m) {
-                const real x = f * z[m] * row[m] + k * v[m];
-                row[m] = x;
-                out[m] += q * x;
-            }
-        }
-        store_rows(p.out, place(p.out, b, 0, h), 0, out, 1, V);
+        constexpr int W = Vector<real>::lanes;
+        index_t m = 0;
+        for (; m + 4 * W <= V; m += 4 * W) step_columns<4>(rows, state, p.state_key, K, m);
+        for (; m + W <= V; m += W) step_columns<1>(rows, state, p.state_key, K, m);
+        step_rest(rows, state, p.state_key, K, m, V);
+        store_rows(p.out, place(p.out, b, 0, h), 0, rows.out, 1, V);
     }
 }
 
