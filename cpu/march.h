@@ -5,7 +5,8 @@
 // (`SumInterval`, `DecayedInterval`, `ColumnInterval`) is that of a whole interval backwards, for small states.
 #pragma once
 
-#include "chunk.h"
+#include "intervals.h"
+#include "scratch.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {

@@ -13,7 +13,8 @@
 // computed again and kept, for as many vectors of channels as are worked on together, so that they stay in the cache.
 #pragma once
 
-#include "chunk.h"
+#include "intervals.h"
+#include "scratch.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {

@@ -38,7 +38,9 @@ CHECKS = {
         ("cuda/*.cu", "cuda/*.cuh", "cuda/*.h", "cuda/*.cpp", "tests/cuda/*.py", "tests/cuda/emulation/**/*.*"),
         ("-m", "pytest", "-n", "auto", "-q", "-m", "emulated", "tests/cuda", "tests/tools/test_check_cuda_kernels.py"),
     ),
-    "sanitized": Check(("cpu/*.*", "tools/check_sanitizers.py"), ("tools/check_sanitizers.py", "-n", "auto")),
+    "sanitized": Check(
+        ("cpu/*.cpp", "cpu/**/*.h", "tools/check_sanitizers.py"), ("tools/check_sanitizers.py", "-n", "auto")
+    ),
 }
 
 

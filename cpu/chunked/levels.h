@@ -1,4 +1,4 @@
-// Decays of rows f and columns z of the state within a chunk (diagonal.h), where one factor for each key and value
+// Decays of rows f and columns z of the state within a chunk (diagonal.h, delta.h), where one factor for each key and value
 // dimension cannot be pulled out of the scores. Two steps t and s meet with the decays of (s, t] between them:
 //
 //     y_t += sum over s of <q_t, k_s * F_st> v_s * Z_st     F_st, Z_st = products of the f and z of (s, t]
@@ -16,7 +16,9 @@
 // The gradient of a log decay collects, for step u, the products of all pairs with s < u <= t: again plain sums.
 #pragma once
 
-#include "chunk.h"
+#include "../matrix.h"
+#include "../rows.h"
+#include "../scratch.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {

@@ -11,8 +11,9 @@
 // dU = tril(<Q, K>)^T dY + (K * R) dS_end:  (I + L)^T dR = dU,  dL = -dR U^T below the diagonal,  dV = B dR.
 #pragma once
 
+#include "../states.h"
 #include "levels.h"
-#include "shared_decay.h"
+#include "scores.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {

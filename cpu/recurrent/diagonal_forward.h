@@ -1,8 +1,9 @@
-// Small states of the diagonal rules step by step, forwards: tiles of them (tiles.h) go through a whole chunk each, segment
-// by segment (segments.h) where something decays. This beats the products of matrices (diagonal.h, levels.h), which would
+// Small states of the diagonal rules step by step, forwards: tiles of them (tiles.h) go through a whole chunk each, stretch
+// by stretch (stretches.h) where something decays. This beats the products of matrices (diagonal.h, levels.h), which would
 // be mostly padding, copies and masks, and many short rows of the levels of decays.
 #pragma once
 
+#include "../intervals.h"
 #include "tiles.h"
 
 namespace fast_weights {
@@ -47,7 +48,7 @@ private:
             for (index_t i = 0; i < decays.count; ++i) {
                 real* place = state + e * Vs + m;
                 forward_tile<decltype(tile)::value, decay, decltype(into)::value, false>(
-                    decays.segments[i], place, place, Vs, key_side, value_side, e, m, y, none);
+                    decays.stretches[i], place, place, Vs, key_side, value_side, e, m, y, none);
             }
         });
     }

@@ -2,6 +2,7 @@
 // the state forwards, which makes dq, and its gradient backwards.
 #pragma once
 
+#include "../intervals.h"
 #include "tiles.h"
 
 namespace fast_weights {

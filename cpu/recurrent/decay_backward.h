@@ -1,8 +1,9 @@
-// The gradients of the gated and of the decay rule where states are small: chunk by chunk through an interval, and segment by
-// segment (segments.h) through a chunk. What decays leave of S_{t-1} is computed again, forwards through the chunk, and kept
+// The gradients of the gated and of the decay rule where states are small: chunk by chunk through an interval, and stretch by
+// stretch (stretches.h) through a chunk. What decays leave of S_{t-1} is computed again, forwards through the chunk, and kept
 // in a buffer that a core's first cache holds.
 #pragma once
 
+#include "../intervals.h"
 #include "tiles.h"
 
 namespace fast_weights {
@@ -114,7 +115,7 @@ private:
             real* place = to + e * ld + m;
             for (index_t i = 0; i < decays.count; ++i) {
                 forward_tile<decltype(tile)::value, true, Out::none, false>(
-                    decays.segments[i], i == 0 ? from + e * ld + m : place, place, ld, rows, lanes, e, m, {}, history);
+                    decays.stretches[i], i == 0 ? from + e * ld + m : place, place, ld, rows, lanes, e, m, {}, history);
             }
         });
     }
@@ -154,16 +155,16 @@ private:
             real *place = start + e * Kp + m, *d_place = d_turned + e * Kp + m;
             ahead.some();
             for (index_t i = 0; i < decays.count; ++i) {
-                forward_tile<R, true, O, true>(decays.segments[i], place, place, Kp, value_side, key_side, e, m, dq,
+                forward_tile<R, true, O, true>(decays.stretches[i], place, place, Kp, value_side, key_side, e, m, dq,
                                                history);
             }
             ahead.some();
             for (index_t i = decays.count - 1; i >= 0; --i) {
                 // dz is that of rows here: the tiles of the first lanes set it.
                 m == 0 ? backward_tile<R, true, row_logs, lane_logs, O, Out::set>(
-                             decays.segments[i], d_place, Kp, value_side, key_side, e, m, dk, dz, df, history)
+                             decays.stretches[i], d_place, Kp, value_side, key_side, e, m, dk, dz, df, history)
                        : backward_tile<R, true, row_logs, lane_logs, O, Out::add>(
-                             decays.segments[i], d_place, Kp, value_side, key_side, e, m, dk, dz, df, history);
+                             decays.stretches[i], d_place, Kp, value_side, key_side, e, m, dk, dz, df, history);
             }
         });
     }
@@ -174,7 +175,7 @@ private:
             ahead.some();
             for (index_t i = decays.count - 1; i >= 0; --i) {
                 backward_tile<decltype(tile)::value, true, false, false, decltype(into)::value, Out::none>(
-                    decays.segments[i], d_state + e * Vs + m, Vs, key_side, value_side, e, m, dv, {}, {}, history);
+                    decays.stretches[i], d_state + e * Vs + m, Vs, key_side, value_side, e, m, dv, {}, {}, history);
             }
         });
     }
@@ -186,11 +187,11 @@ private:
             constexpr Out O = decltype(into)::value;
             ahead.some();
             for (index_t i = 0; i < decays.count; ++i) {
-                forward_few<N, true, O>(decays.segments[i], start, Vs, key_side, value_side, m, dq_lanes, history);
+                forward_few<N, true, O>(decays.stretches[i], start, Vs, key_side, value_side, m, dq_lanes, history);
             }
             ahead.some();
             for (index_t i = decays.count - 1; i >= 0; --i) {
-                backward_few<N, row_logs, lane_logs, O>(decays.segments[i], d_state, Vs, key_side, value_side, m, dv,
+                backward_few<N, row_logs, lane_logs, O>(decays.stretches[i], d_state, Vs, key_side, value_side, m, dv,
                                                         dz, dk_lanes, df_lanes, history);
             }
         });

@@ -7,6 +7,7 @@
 // of any rows, dq_t = S_t dy_t and dk_t = G_t u_t - S_{t-1} w_t.
 #pragma once
 
+#include "../intervals.h"
 #include "tiles.h"
 
 namespace fast_weights {

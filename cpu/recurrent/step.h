@@ -1,7 +1,8 @@
 // One step, on a state that is changed where it lies: read once, written once.
 #pragma once
 
-#include "chunk.h"
+#include "../rows.h"
+#include "../scratch.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
@@ -13,8 +14,9 @@ template <class real> struct StepRows {
     real *q, *k, *v, *erase, *f, *z, *out;
 
     StepRows(const Step& p, Scratch<real>& scratch)
-        : corrects(p.corrects), q(scratch.take(p.keys)), k(scratch.take(p.keys)), v(scratch.take(p.values)), erase(scratch.take(p.keys)),
-          f(scratch.take(p.keys)), z(scratch.take(p.values)), out(scratch.take(p.values)) {}
+        : corrects(p.corrects), q(scratch.take(p.keys)), k(scratch.take(p.keys)), v(scratch.take(p.values)),
+          erase(scratch.take(p.keys)), f(scratch.take(p.keys)), z(scratch.take(p.values)), out(scratch.take(p.values)) {
+    }
 
     // f and z are the decays themselves, k is what is written of it.
     void load(const Step& p, index_t b, index_t h) {
@@ -64,9 +66,7 @@ FAST_WEIGHTS_INLINE void step_columns(const StepRows<real>& rows, real* state, i
                 if (e + i == keys) break;
                 const real factor = rows.f[e + i] * rows.erase[e + i];
 #pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) {
-                    sums[i][j] += load_unaligned(state + (e + i) * ld + m + j * W) * factor;
-                }
+                for (int j = 0; j < N; ++j) { sums[i][j] += load_unaligned(state + (e + i) * ld + m + j * W) * factor; }
             }
         }
 #pragma GCC unroll 4

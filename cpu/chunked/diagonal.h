@@ -5,8 +5,9 @@
 // dimension, divide the chunk into pairs, blocks and halves (levels.h).
 #pragma once
 
+#include "../states.h"
 #include "levels.h"
-#include "shared_decay.h"
+#include "scores.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {

@@ -1,10 +1,24 @@
-// One decay a step that the whole state shares, and what follows from it within a chunk: it multiplies the scores.
+// A chunk's scores: their causal part, and the decay that the whole state shares, which multiplies them.
 #pragma once
 
-#include "chunk.h"
+#include "../gates.h"
+#include "../matrix.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
+
+// x (CHUNK, CHUNK) keeps what is on and below its diagonal (`kept` 0), or below it only (`kept` -1). The rest is
+// replaced, not multiplied by 0: it may be infinite.
+template <class real> inline void lower_part(real* x, index_t kept) {
+    using index = typename Index<real>::type;
+    constexpr int W = Vector<real>::lanes;
+    for (int t = 0; t < CHUNK; ++t) {
+        for (int j = 0; j < CHUNK; j += W) {
+            const index lost = lane_numbers<real>() + j > index{} + (t + static_cast<int>(kept));
+            store(x + t * CHUNK + j, lost ? vec<real>{} : load(x + t * CHUNK + j));
+        }
+    }
+}
 
 enum class Decay { none, shared, separate };
 

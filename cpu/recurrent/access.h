@@ -2,7 +2,7 @@
 // scaled on their way; and on their way into the cache before they are wanted.
 #pragma once
 
-#include "chunk.h"
+#include "../rows.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {

@@ -1,0 +1,46 @@
+// Which algorithm takes a call: steps through registers (recurrent/), or products of a chunk's matrices (chunked/).
+#pragma once
+
+#include "recurrent/delta.h"
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+// A number for vectors of 64 bytes, of 32 or of 16: there are fewer and shorter registers for a state each time.
+constexpr int64_t by_width(int64_t widest, int64_t wide, int64_t narrow) {
+    return FAST_WEIGHTS_VECTOR_BYTES == 64 ? widest : FAST_WEIGHTS_VECTOR_BYTES == 32 ? wide : narrow;
+}
+
+// Small states go step by step, larger ones by chunks. Without decays, what a chunk copies, scores and masks is as keys + values, and what it
+// spares as keys * values: their quotient decides. With them, it is the size that does, and how much their chunks' products
+// cost: least with one gate for all, most with decays of keys and values. All measured between 16 x 16 and 128 x 128. Sizes
+// are those of the whole call, whose way its blocks of columns then take too; few keys go step by step in any case.
+constexpr int64_t SUM = by_width(32, 14, 11);
+constexpr int64_t LARGEST_GATED = by_width(32 * 64, 16 * 16, 0);
+constexpr int64_t LARGEST_OF_ONE_SIDE = by_width(64 * 64, 32 * 32, 32 * 16);
+constexpr int64_t LARGEST_OF_BOTH_SIDES = by_width(64 * 128, 32 * 64, 32 * 32);
+
+inline bool is_diagonal_recurrent(const Problem& p) {
+    const index_t size = p.keys * p.columns;
+    if (p.keys <= FEW) return true;
+    if (p.log_gate.data) return size <= LARGEST_GATED;
+    if (p.log_key_decay.data && p.log_value_decay.data) return size <= LARGEST_OF_BOTH_SIDES;
+    if (p.log_key_decay.data || p.log_value_decay.data) return size <= LARGEST_OF_ONE_SIDE;
+    return (p.keys + p.columns) * SUM >= size;
+}
+
+// The delta rule alone, without decays or an erase key apart, goes step by step with so few keys, or, backwards, with twice as
+// many and so small a state.
+constexpr int COLUMN = 16, LARGEST_WIDE_COLUMN = by_width(32 * 64, 0, 0);
+
+inline bool is_plain(const Problem& p) {
+    return !p.log_gate.data && !p.log_key_decay.data && !p.erase.data && p.beta.data;
+}
+
+inline bool is_delta_recurrent(const Problem& p, bool backward) {
+    const bool wide = p.keys <= LARGEST_COLUMN && p.keys * p.columns <= LARGEST_WIDE_COLUMN;
+    return is_plain(p) && (p.keys <= COLUMN || (backward && wide));
+}
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights
