@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ALLOWED = frozenset(FLOAT_TYPES)
 
 _values_checked = os.environ.get("FASTWEIGHTS_CHECK_VALUES", "0") not in ("", "0")
 
@@ -99,24 +100,25 @@ def check_inputs(
                 f"(batch, time, heads, {'value_dim' if name == 'v' else 'key_dim'})"
             )
     batch, time, heads, value_dim = v.shape
-    key_dim, steps = k.shape[3], (batch, time, heads)
-    check_shape("q", q, tuple(k.shape), "that of k")
-    if key_dim < 1 or value_dim < 1 or heads < 1 or k.shape[2] < 1:
+    of_keys = k.shape
+    key_heads, key_dim, steps = of_keys[2], of_keys[3], (batch, time, heads)
+    check_shape("q", q, of_keys, "that of k")
+    if key_dim < 1 or value_dim < 1 or heads < 1 or key_heads < 1:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: heads, key_dim and value_dim must be at least 1"
         )
-    if tuple(k.shape[:2]) != (batch, time):
-        check_shape("v", v, (*k.shape[:2], heads, value_dim), "batch and time as k has them")
-    if heads % k.shape[2]:
+    if of_keys[0] != batch or of_keys[1] != time:
+        check_shape("v", v, (*of_keys[:2], heads, value_dim), "batch and time as k has them")
+    if heads % key_heads:
         raise ValueError(
             f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; the heads of v, {heads}, must be those of k, "
-            f"{k.shape[2]}, or a multiple"
+            f"{key_heads}, or a multiple"
         )
-    for name, tensor in (("q", q), ("k", k)):
-        if tensor.dtype != v.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of v, {v.dtype}")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) not in (0, 1):
+    dtype, device = v.dtype, v.device
+    for name, tensor, dim in (("q", q, key_dim), ("k", k, key_dim), ("v", v, value_dim)):
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of v, {dtype}")
+        if dim > 1 and tensor.stride(-1) not in (0, 1):
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous (stride 1)")
 
     others = {"q": q, "k": k}
@@ -125,24 +127,23 @@ def check_inputs(
             continue
         tensor = check_tensor(gate.name, given)
         if gate.is_key:
-            check_shape(gate.name, tensor, tuple(k.shape), "that of k")
+            check_shape(gate.name, tensor, of_keys, "that of k")
+        elif gate.per == "head" or (gate.per == "head or key" and tensor.dim() == 3):
+            check_shape(gate.name, tensor, steps, "(batch, time, heads)")
         else:
-            per = gate.per if gate.per != "head or key" else "head" if tensor.dim() == 3 else "key"
-            dims: tuple[int, ...] = {"head": (), "key": (key_dim,), "value": (value_dim,)}[per]
-            meaning = "(batch, time, heads)" if per == "head" else f"(batch, time, heads, {per}_dim)"
-            check_shape(gate.name, tensor, (*steps, *dims), meaning)
-        if tensor.dtype not in ((v.dtype,) if gate.is_key else (v.dtype, torch.float32)):
+            per, dim = ("value", value_dim) if gate.per == "value" else ("key", key_dim)
+            check_shape(gate.name, tensor, (*steps, dim), f"(batch, time, heads, {per}_dim)")
+        if tensor.dtype != dtype and (gate.is_key or tensor.dtype != torch.float32):
             other = "" if gate.is_key else ", or torch.float32"
-            raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {v.dtype}{other}")
+            raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {dtype}{other}")
         others[gate.name] = tensor
     if initial_state is not None:
         check_tensor("initial_state", initial_state)
         wanted = (batch, heads, key_dim, value_dim)
         check_shape("initial_state", initial_state, wanted, "(batch, heads, key_dim, value_dim)")
-        if initial_state.dtype != state_dtype(v.dtype):
+        if initial_state.dtype != state_dtype(dtype):
             raise ValueError(
-                f"initial_state has dtype {initial_state.dtype}; it must be {state_dtype(v.dtype)} for inputs of "
-                f"{v.dtype}"
+                f"initial_state has dtype {initial_state.dtype}; it must be {state_dtype(dtype)} for inputs of {dtype}"
             )
         others["initial_state"] = initial_state
     if starts is not None:
@@ -151,8 +152,8 @@ def check_inputs(
             raise ValueError(f"starts is of {kind}; it must be a tensor of torch.bool")
         check_shape("starts", starts, (batch, time), "(batch, time)")
     for name, tensor in (others if starts is None else others | {"starts": starts}).items():
-        if tensor.device != v.device:
-            raise ValueError(f"{name} is on device {tensor.device}; it must be on that of v, {v.device}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on device {tensor.device}; it must be on that of v, {device}")
     if _values_checked:
         _check_values({**others, "v": v}, gates)
 
@@ -166,9 +167,10 @@ def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tens
             "in_place is True, but initial_state or an input requires a gradient; what changes in place cannot be "
             "differentiated: call it under torch.no_grad()"
         )
-    if any(stride == 0 and size > 1 for stride, size in zip(initial_state.stride(), initial_state.shape, strict=True)):
+    strides = initial_state.stride()
+    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(initial_state.shape, strides, strict=True)):
         raise ValueError(
-            f"initial_state has strides {initial_state.stride()} and in_place is True; its elements must not share "
+            f"initial_state has strides {strides} and in_place is True; its elements must not share "
             "memory"
         )
     return initial_state
@@ -183,7 +185,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     """Returns it if it is a tensor of a dtype that operations take."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.dtype not in FLOAT_TYPES:
+    if tensor.dtype not in _ALLOWED:
         allowed = ", ".join(str(t).removeprefix("torch.") for t in FLOAT_TYPES)
         raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {allowed}")
     return tensor
@@ -191,8 +193,8 @@ def check_tensor(name: str, tensor: object) -> Tensor:
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
     """`meaning` says where that shape comes from."""
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}, {meaning}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}, {meaning}")
 
 
 def values_are_checked() -> bool:
