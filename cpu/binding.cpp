@@ -41,7 +41,10 @@ Sequence sequence(const char* name, const Tensor& x) {
     return {x.data_ptr(), type_of(x), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-Sequence sequence(const char* name, const optional<Tensor>& x) { return x ? sequence(name, *x) : Sequence{}; }
+// The kernels trust the sizes of a call: a tensor that has others would be read beyond its end.
+void check_sizes(const char* name, const Tensor& x, at::IntArrayRef sizes) {
+    TORCH_CHECK(x.sizes() == sizes, name, " has shape ", x.sizes(), "; it must be ", sizes);
+}
 
 // One of keys, of as many heads as the call has or of fewer, which then serve several each.
 Sequence keys_of(const char* name, const Tensor& x, int64_t heads) {
@@ -66,13 +69,23 @@ struct Rule {
         TORCH_CHECK(corrects || (!erase && !beta), "a rule that does not correct was given erase or beta");
         TORCH_CHECK(k.size(2) > 0 && v.size(2) % k.size(2) == 0, "v has ", v.size(2), " heads and k ", k.size(2),
                     "; those of v must be a multiple");
-        p.batch = v.size(0), p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
+        const int64_t batch = v.size(0), time = v.size(1);
+        p.batch = batch, p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
+        check_sizes("k", k, {batch, time, k.size(2), p.keys});
+        check_sizes("q", q, k.sizes());
+        const auto given = [&](const char* name, const optional<Tensor>& x, at::IntArrayRef sizes) {
+            if (!x) return Sequence{};
+            check_sizes(name, *x, sizes);
+            return sequence(name, *x);
+        };
         p.q = keys_of("q", q, p.heads), p.k = keys_of("k", k, p.heads), p.v = sequence("v", v);
         p.corrects = corrects, p.complement = complement;
-        if (erase) p.erase = keys_of("erase", *erase, p.heads);
-        p.beta = sequence("beta", beta), p.log_gate = sequence("log_gate", log_gate);
-        p.log_key_decay = sequence("log_key_decay", log_key_decay);
-        p.log_value_decay = sequence("log_value_decay", log_value_decay);
+        if (erase) check_sizes("erase", *erase, k.sizes()), p.erase = keys_of("erase", *erase, p.heads);
+        p.beta = given("beta", beta, {batch, time, p.heads});
+        p.log_gate = given("log_gate", log_gate, {batch, time, p.heads});
+        p.log_key_decay = given("log_key_decay", log_key_decay, {batch, time, p.heads, p.keys});
+        p.log_value_decay = given("log_value_decay", log_value_decay, {batch, time, p.heads, p.values});
+        if (starts) check_sizes("starts", *starts, {batch, time});
         Tensor flags = starts ? starts->contiguous() : Tensor();
         if (starts) p.starts = flags.const_data_ptr<bool>();
         return flags;
@@ -193,6 +206,7 @@ struct Call {
         TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval,
                     "; it must be a multiple of 16, or 0");
         p.time = rule.v.size(1), p.columns = p.values, p.interval = interval;
+        if (initial_state) check_sizes("initial_state", *initial_state, {p.batch, p.heads, p.keys, p.values});
         p.group = heads_together(p, rule.v.scalar_type() == at::kDouble ? 8 : 4);
         p.initial_state = data_of(initial);
     }
@@ -218,10 +232,11 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
     Problem& p = call.p;
     const Tensor& v = rule.v;
     TORCH_CHECK(p.interval > 0, "the forward pass kept no states (interval 0)");
-    TORCH_CHECK(states.size(2) == kept_states(p), "states has shape ", states.sizes(), "; an interval of ", p.interval,
-                " makes ", kept_states(p), " states of each head");
+    check_sizes("states", states, {p.batch, p.heads, kept_states(p), p.keys, p.values});
     const Blocks blocks(p);
     const Tensor dy = d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous();
+    check_sizes("d_out", d_out, v.sizes());
+    if (d_final_state) check_sizes("d_final_state", *d_final_state, {p.batch, p.heads, p.keys, p.values});
     const Tensor d_final = contiguous_state(d_final_state), kept = states.contiguous();
     // Of what is absent an empty tensor is the gradient. Columns of v and of the decays of values are no block's but one's.
     const auto room = [&](const optional<Tensor>& x, Sequence& where, const char* name, int64_t sharing = 1) {
@@ -277,6 +292,7 @@ Tensor step(const Rule& rule, const Tensor& state) {
     Tensor out = at::empty_like(v);
     Step p;
     const Tensor starts = rule.fill(p);
+    check_sizes("state", state, {p.batch, p.heads, p.keys, p.values});
     p.out = sequence("out", out), p.state = state.data_ptr();
     p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
     const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.keys * p.values));
