@@ -35,53 +35,34 @@ class BuildError(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     """Builds and installs fairseq unless a working one is there; returns the exit status."""
-    options = parse(arguments)
-    before = installed_version()
-    try:
-        check_python(sys.version_info[:2])
-        check_files(options)
-        installs = options.force or must_install()
-        if installs or options.wheel_dir is not None:
-            build(options, installs)
-    except (BuildError, UnexpectedSourceError) as error:
-        print(f"error: {error}; {what_changed(before)}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description="Builds fairseq 0.12.2 for today's Python and PyTorch, and installs it."
     )
     parser.add_argument("--sdist", type=Path, metavar="FILE", help="fairseq-0.12.2.tar.gz; default: download it")
-    parser.add_argument(
-        "--constraint",
-        type=Path,
-        metavar="FILE",
-        help="pip's constraints for what fairseq requires",
-    )
-    parser.add_argument(
-        "--wheel-dir", type=Path, metavar="DIR", help="keep the wheel there; build it even where a fairseq works"
-    )
+    parser.add_argument("--constraint", type=Path, metavar="FILE", help="pip's constraints for what fairseq requires")
+    text = "keep the wheel there; build it even where a fairseq works"
+    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help=text)
     parser.add_argument("--force", action="store_true", help="build and install even where a fairseq works")
-    return parser.parse_args(arguments)
-
-
-def check_python(version: tuple[int, ...]) -> None:
-    """Raises `BuildError` for a Python on which the cured fairseq has not been tried."""
-    if not OLDEST_PYTHON <= version <= NEWEST_PYTHON:
-        raise BuildError(
-            f"this is Python {version[0]}.{version[1]}, and fairseq can be built for Python "
-            f"{OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} to {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]}"
-        )
-
-
-def check_files(options: argparse.Namespace) -> None:
-    """Raises `BuildError` for a file that was named and is not there."""
-    for option, file in (("--constraint", options.constraint), ("--sdist", options.sdist)):
-        if file is not None and not file.is_file():
-            raise BuildError(f"{option} {file}: there is no such file")
+    options = parser.parse_args(arguments)
+    before = installed_version()
+    try:
+        if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
+            raise BuildError(
+                f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, and fairseq can be built for Python "
+                "3.10 to 3.13"
+            )
+        for option, file in (("--constraint", options.constraint), ("--sdist", options.sdist)):
+            if file is not None and not file.is_file():
+                raise BuildError(f"{option} {file}: there is no such file")
+        installs = options.force or must_install()
+        if installs or options.wheel_dir is not None:
+            build(options, installs)
+    except (BuildError, UnexpectedSourceError) as error:
+        now = installed_version()
+        changed = f"fairseq {before}, which was there, is removed" if now is None else f"fairseq {now} is installed now"
+        print(f"error: {error}; {'nothing was installed' if now == before else changed}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def must_install() -> bool:
@@ -95,7 +76,7 @@ def must_install() -> bool:
         return True
     if version == VERSION:
         print(f"fairseq {version} is installed and can be imported: nothing to install")
-    elif release(version) >= (0, 12):
+    elif tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= (0, 12):
         print(f"fairseq {version} is installed and works: left as it is (--force replaces it)")
     else:
         raise BuildError(f"fairseq {version} is installed, and 0.12 or newer is needed (--force replaces it)")
@@ -108,19 +89,6 @@ def installed_version() -> str | None:
         return metadata.version("fairseq")
     except metadata.PackageNotFoundError:
         return None
-
-
-def what_changed(before: str | None) -> str:
-    """What an error left in this environment, in which there was fairseq `before`, if any."""
-    now = installed_version()
-    if now == before:
-        return "nothing was installed"
-    return f"fairseq {before}, which was there, is removed" if now is None else f"fairseq {now} is installed now"
-
-
-def release(version: str) -> tuple[int, ...]:
-    """Major and minor number: (0, 12) of "0.12.2+fastweights.3"."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def import_failure() -> str | None:
@@ -137,15 +105,17 @@ def build(options: argparse.Namespace, installs: bool) -> None:
     """Everything from the sdist to the wheel, and where it `installs` to the check of what was installed."""
     with tempfile.TemporaryDirectory(prefix="fairseq-") as folder:
         work = Path(folder)
-        sdist = options.sdist
-        if sdist is None:
+        if options.sdist is None:
             print("downloading the source of fairseq 0.12.2")
-            sdist = download(work / "download")
-        check_hash(sdist)
-        source = unpack(sdist, work / "source")
+        source = unpack(options.sdist or download(work / "download"), work / "source")
         apply_cures(source)
         print("building the wheel (about a minute)")
-        wheel = build_wheel(source, work / "wheel")
+        # In isolation: where setup.py finds torch it asks for more C++ files than the sdist has.
+        pip(
+            *("wheel", "--no-deps", "--wheel-dir", str(work / "wheel"), str(source)),
+            doing="build fairseq (this needs a C++ compiler and Python's header files)",
+        )
+        (wheel,) = (work / "wheel").glob("fairseq-*.whl")
         if installs:
             print(f"installing fairseq {VERSION}")
             install(wheel, options.constraint)
@@ -164,7 +134,7 @@ def download(folder: Path) -> Path:
     # pip also runs the source's setup.py for its metadata, in an environment for builds: what is
     # installed there is pinned too, in the two ways that old and new releases of pip understand.
     pins = folder / "build.txt"
-    pins.write_text("".join(f"{requirement}\n" for requirement in BUILD_REQUIREMENTS))
+    pins.write_text("\n".join(BUILD_REQUIREMENTS))
     pip(
         *("download", "--no-deps", "--no-binary", "fairseq", "--require-hashes"),
         *("--dest", str(folder), "--requirement", str(requirement)),
@@ -174,32 +144,17 @@ def download(folder: Path) -> Path:
     return folder / "fairseq-0.12.2.tar.gz"
 
 
-def check_hash(sdist: Path) -> None:
-    """Raises `BuildError` unless `sdist` is the released source, bit by bit."""
+def unpack(sdist: Path, folder: Path) -> Path:
+    """Unpacks `sdist` into `folder`, and returns the root of the source; the released one, bit by bit, or none."""
     try:
         found = hashlib.sha256(sdist.read_bytes()).hexdigest()
     except OSError as error:
         raise BuildError(f"cannot read {sdist}: {error.strerror}") from error
     if found != SDIST_SHA256:
         raise BuildError(f"{sdist} is not the sdist of fairseq 0.12.2: its sha256 is {found}, not {SDIST_SHA256}")
-
-
-def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpacks `sdist` into `folder`, and returns the root of the source."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder)
     return folder / "fairseq-0.12.2"
-
-
-def build_wheel(source: Path, folder: Path) -> Path:
-    """Builds the wheel, in isolation: where setup.py finds torch it asks for more C++ files than
-    the sdist has."""
-    pip(
-        *("wheel", "--no-deps", "--wheel-dir", str(folder), str(source)),
-        doing="build fairseq (this needs a C++ compiler and Python's header files)",
-    )
-    (wheel,) = folder.glob("fairseq-*.whl")
-    return wheel
 
 
 def install(wheel: Path, constraint: Path | None) -> None:
@@ -218,13 +173,8 @@ def install(wheel: Path, constraint: Path | None) -> None:
 def pip(*arguments: str, doing: str, environment: dict[str, str] | None = None) -> None:
     """Runs pip; where it fails, shows the end of its output and raises `BuildError`."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    result = subprocess.run(
-        command,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    everything = {**os.environ, **(environment or {})}
+    result = subprocess.run(command, env=everything, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         lines = result.stdout.strip().splitlines()
         print("\n".join(lines[-30:]), file=sys.stderr)

@@ -43,10 +43,6 @@ class Kernel:
     spill_loads: int = 0
 
     @property
-    def tuned(self) -> bool:
-        return "generic" not in self.name.lower() and "double" not in self.name
-
-    @property
     def spills(self) -> bool:
         return self.spill_stores + self.spill_loads > 0
 
@@ -78,58 +74,38 @@ def read_compiler_output(text: str) -> Report:
         elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
             for name, number in zip(("stack", "spill_stores", "spill_loads"), found.groups(), strict=True):
                 properties[name] = properties.get(name, 0) + int(number)
-        elif found := re.search(r"Used (\d+) registers", line):
-            properties["registers"] = int(found[1])
-            shared = re.search(r"(\d+) bytes smem", line)
-            properties["shared_memory"] = int(shared[1]) if shared else 0
+        elif found := re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", line):
+            properties |= {"registers": int(found[1]), "shared_memory": int(found[2] or 0)}
     names = demangled([name for name, _ in kernels])
-    return Report(
-        [
-            Kernel(name=name, architecture=architecture, **facts)
-            for name, ((_, architecture), facts) in zip(names, kernels.items(), strict=True)
-        ],
-        warnings,
-    )
+    found_kernels = zip(names, kernels.items(), strict=True)
+    return Report([Kernel(name, architecture, **facts) for name, ((_, architecture), facts) in found_kernels], warnings)
 
 
 def demangled(names: list[str]) -> list[str]:
     """C++ names without parameters and return types: as they are, where no c++filt is installed."""
     if not names or shutil.which("c++filt") is None:
         return names
-    result = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
-    return [short(name) for name in result.stdout.splitlines()]
-
-
-def short(name: str) -> str:
-    """`space::kernel<Traits<64>, true>` of `void space::kernel<Traits<64>, true>(Problem, int)`."""
-    name = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("fairseq_fastweights::", "")
-    depth = 0
-    for position, character in enumerate(name):
-        depth += {"<": 1, ">": -1}.get(character, 0)
-        if character == "(" and depth == 0:
-            return name[:position]
-    return name
+    text = subprocess.run(["c++filt", "-p"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return re.sub(r"\(anonymous namespace\)::|fairseq_fastweights::", "", text).splitlines()
 
 
 def check(nvcc: Nvcc, source: Path, architecture: int) -> Report:
     """The report on `source`, from what the compiler said the last time if nothing changed since."""
     reports = ROOT / "build" / "native" / "reports"
     flags = [*NVCC_FLAGS, "-Xptxas=-v", *generate_code_flags([f"sm_{architecture}"])]
-    work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}", source.stem)
+    work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}")
     kept = reports / f"{work.key()}.txt"
-    if kept.is_file():
-        return read_compiler_output(kept.read_text())
-    reports.mkdir(parents=True, exist_ok=True)
-    target = kept.with_suffix(".o")
-    command = [*work.command, "-c", str(source), "-o", str(target)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    target.unlink(missing_ok=True)
-    if result.returncode:
-        return Report(error=result.stdout)
-    temporary = kept.with_suffix(".new")
-    temporary.write_text(result.stdout)
-    temporary.replace(kept)
-    return read_compiler_output(result.stdout)
+    if not kept.is_file():
+        reports.mkdir(parents=True, exist_ok=True)
+        target = kept.with_suffix(".o")
+        command = [*work.command, "-c", str(source), "-o", str(target)]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        target.unlink(missing_ok=True)
+        if result.returncode:
+            return Report(error=result.stdout)
+        kept.with_suffix(".new").write_text(result.stdout)
+        kept.with_suffix(".new").replace(kept)
+    return read_compiler_output(kept.read_text())
 
 
 def table(kernels: Sequence[Kernel]) -> str:
@@ -140,24 +116,21 @@ def table(kernels: Sequence[Kernel]) -> str:
         numbers = (str(kernel.registers), str(kernel.shared_memory), str(kernel.stack))
         rows.append((kernel.name, kernel.architecture, *numbers, spilled))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def faults(reports: dict[tuple[str, int], Report]) -> list[str]:
     """What must not be, a line for each; reports are by source and architecture."""
     lines = []
     for (source, architecture), report in reports.items():
-        where = f"{source}, sm_{architecture}"
-        if report.error is not None:
-            lines.append(f"{where}: does not compile:\n{report.error}")
-        lines += [f"{where}: {warning}" for warning in report.warnings]
-        lines += [
-            f"{where}: {kernel.name} spills registers: {kernel.spill_stores} bytes stored, {kernel.spill_loads} loaded"
+        found = [] if report.error is None else [f"does not compile:\n{report.error}"]
+        found += report.warnings
+        found += [
+            f"{kernel.name} spills registers: {kernel.spill_stores} bytes stored, {kernel.spill_loads} loaded"
             for kernel in report.kernels
-            if kernel.tuned and kernel.spills
+            if kernel.spills and not re.search("[gG]eneric|double", kernel.name)
         ]
+        lines += [f"{source}, sm_{architecture}: {fault}" for fault in found]
     return lines
 
 
@@ -176,10 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
     work = [(source, architecture) for source in sources for architecture in options.architectures]
     with ThreadPoolExecutor(jobs()) as pool:
         found = list(pool.map(lambda item: check(nvcc, *item), work))
-    reports = {(source.name, architecture): report for (source, architecture), report in zip(work, found, strict=True)}
     kernels = [kernel for report in found for kernel in report.kernels]
     print(table(kernels))
-    wrong = faults(reports)
+    wrong = faults({(source.name, number): report for (source, number), report in zip(work, found, strict=True)})
     print("\n".join(wrong), file=sys.stderr)
     print(f"{len(kernels)} kernels of {len(sources)} files (each architecture counted), {len(wrong)} faults")
     return 1 if wrong or not kernels else 0

@@ -1,10 +1,11 @@
-"""All that is to be done on a GPU, unattended and in less than nine minutes: what `make gpu-check` runs.
+"""All that is to be done on a GPU, unattended: what `make gpu-check` runs.
 
-    python tools/gpu_check.py [--minutes 9] [--dry-run]
+    python tools/gpu_check.py [--minutes 9] [--dry-run] [STAGE ...]
 
-Builds the kernels for the GPU that is there, runs the operations' tests on it, captures, compares and times small
-programs, lets compute-sanitizer watch every operator, and measures. It needs CUDA's compiler, a torch with CUDA and
-pytest, and no network; fairseq may be missing. Each stage has a time limit of its own and none stops the others. The
+Builds the kernels for the GPU that is there, runs the operations' tests on it, captures and compares small programs,
+lets compute-sanitizer watch every operator, and measures. It needs CUDA's compiler, a torch with CUDA and pytest, and
+no network; fairseq may be missing. Each stage has a time limit of its own and none stops the others. Where a machine is
+lent for minutes, --minutes ends it in time; what was built stays, and another run can be of some stages only. The
 results go to ``benchmarks/results/<device>.json``, with whatever else that file holds, and, if the environment variable
 OUT names a folder, there too, with the output of all stages. The exit status is 1 if a stage failed.
 """
@@ -16,6 +17,7 @@ import contextlib
 import datetime
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -32,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 WORK = ROOT / "build" / "gpu-check"
 MOST_FAILURES = 200  # that are written into the results
+SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Stage:
 
     Attributes:
         limit: seconds that it may take; less where less are left.
-        output: a JSON file that it writes, whose content belongs to the results under `name`.
-        budgeted: whether it takes `--budget SECONDS`, and with it all the time that is left.
+        output: a JSON file that it writes, whose content belongs to the results under `name`; such a stage takes
+            `--budget SECONDS`, and with it all the time that is left.
     """
 
     name: str
@@ -49,50 +52,36 @@ class Stage:
     limit: float
     environment: dict[str, str] = field(default_factory=dict)
     output: Path | None = None
-    budgeted: bool = False
 
 
 def stages() -> list[Stage]:
-    """What is done, in this order. The limits leave the last a minute at the very least, and four or five as a rule."""
+    """What is done, in this order. The limits end what hangs; each is several times what it should take."""
     python = sys.executable
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # The reference that results are held against takes cores; but each process takes memory of the GPU for itself.
     parallel = ["-n", str(min(10, cores))] if importlib.util.find_spec("xdist") else []
     tests = [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel]
+    jobs = os.environ.get("MAX_JOBS", str(cores))
     on_gpu = {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     exercise = [python, "tools/gpu_exercise.py"]
-    sanitizer = [find_sanitizer(), "--error-exitcode", "86", "--print-limit", "20"]
     kernels = WORK / "kernels.json"
-    return [
-        Stage(
-            "build",
-            [python, "tools/native_build.py"],
-            120,
-            {"FASTWEIGHTS_BUILD": "cuda", "MAX_JOBS": str(cores)},
-        ),
-        Stage("environment", [python, "-m", "fairseq_fastweights.env", "--json"], 10),
+    plan = [
+        # For one architecture it takes 10 to 20 minutes of one core, which may be all there is: twice that.
+        Stage("build", [python, "tools/native_build.py"], 2400, {"FASTWEIGHTS_BUILD": "cuda", "MAX_JOBS": jobs}),
+        Stage("environment", [python, "-m", "fairseq_fastweights.env", "--json"], 60),
         # What auto takes, and then the tensor cores wherever they can, which for small sizes it would not.
-        Stage("tests", tests, 95, on_gpu),
-        Stage("tests, chunked", [*tests, "-k", "native"], 60, {**on_gpu, "FASTWEIGHTS_CUDA_ALGORITHM": "chunked"}),
-        Stage("first call", [*exercise, "first-call"], 15),
-        Stage("CUDA graph", [*exercise, "graph"], 15),
-        Stage("determinism", [*exercise, "determinism"], 30),
-        # Within a block of torch's own allocator nothing is out of bounds: each tensor gets memory of its own.
-        Stage(
-            "memcheck",
-            [*sanitizer, "--tool", "memcheck", *exercise, "memory"],
-            60,
-            {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        ),
-        Stage("racecheck", [*sanitizer, "--tool", "racecheck", *exercise, "memory"], 60),
-        Stage(
-            "kernels",
-            [python, "benchmarks/kernels.py", "--device", "cuda", "--out", str(kernels)],
-            400,
-            output=kernels,
-            budgeted=True,
-        ),
+        Stage("tests", tests, 1200, on_gpu),
+        Stage("tests, chunked", [*tests, "-k", "native"], 900, {**on_gpu, "FASTWEIGHTS_CUDA_ALGORITHM": "chunked"}),
+        Stage("CUDA graph", [*exercise, "graph"], 120),
+        Stage("determinism", [*exercise, "determinism"], 180),
     ]
+    sanitizer = [find_sanitizer(), "--error-exitcode", "86", "--print-limit", "20", "--tool"]
+    # Within a block of torch's own allocator nothing is out of bounds, and what one call left there is no longer new
+    # to the next: each tensor gets memory of its own.
+    own_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    plan += [Stage(tool, [*sanitizer, tool, *exercise, "memory"], 900, own_memory) for tool in SANITIZERS]
+    benchmark = [python, "benchmarks/kernels.py", "--device", "cuda", "--out", str(kernels)]
+    return [*plan, Stage("kernels", benchmark, 900, output=kernels)]
 
 
 def find_sanitizer() -> str:
@@ -120,32 +109,30 @@ class Outcome:
     failures: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": self.name, "status": self.status, "seconds": round(self.seconds, 1)}
-        if self.failures:
-            found["failures"] = list(self.failures)
+        known: dict[str, Any] = {"status": self.status, "seconds": round(self.seconds, 1)}
+        known |= {"failures": list(self.failures)} if self.failures else {}
         try:
-            return {**found, "found": json.loads(self.summary)}
+            return {**known, "found": json.loads(self.summary)}
         except ValueError:
-            return {**found, "summary": self.summary}
+            return {**known, "summary": self.summary}
 
 
 def run(stage: Stage, left: float, log: Path) -> Outcome:
     """Runs a stage, its output in the file `log`, for no longer than `left` seconds."""
     limit = min(stage.limit, left)
     command = list(stage.command)
-    if stage.budgeted:
-        # What is over is for starting, and for the last case, which no budget cuts short.
-        command += ["--budget", f"{max(limit - 20, 1):.0f}"]
+    log.write_text("")
     if stage.output is not None:
         stage.output.unlink(missing_ok=True)
+        # What is over is for starting, and for the last case, which no budget cuts short.
+        command += ["--budget", f"{max(limit - 20, 1):.0f}"]
     if shutil.which(command[0]) is None:
         return Outcome(stage.name, "failed", 0.0, f"{command[0]} is not on PATH")
     if limit <= 0:
         return Outcome(stage.name, "failed", 0.0, "no time was left for it")
     started = time.monotonic()
     with log.open("w") as file:
-        file.write(f"$ {' '.join(command)}\n")
-        file.flush()
+        print("$", *command, file=file, flush=True)
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -156,8 +143,7 @@ def run(stage: Stage, left: float, log: Path) -> Outcome:
             start_new_session=True,
         )
         try:
-            code = process.wait(limit)
-            status = "passed" if code == 0 else "failed"
+            status = "passed" if process.wait(limit) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "timed out"
         finally:
@@ -183,10 +169,9 @@ def device_name() -> str:
         raise SystemExit(f"error: {sys.executable} cannot import torch ({last}); name another with `make PYTHON=...`")
     found: list[str | None] = json.loads(result.stdout.splitlines()[-1])
     version, cuda, name = found
-    if cuda is None:
-        raise SystemExit(f"error: torch {version} has no CUDA; there is nothing that this could check")
-    if not name:
-        raise SystemExit(f"error: torch {version} sees no GPU; there is nothing that this could check")
+    if not cuda or not name:
+        lacks = "sees no GPU" if cuda else "has no CUDA"
+        raise SystemExit(f"error: torch {version} {lacks}; there is nothing that this could check")
     return name
 
 
@@ -195,8 +180,8 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def merge(path: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """Writes `new` into the JSON object that a file holds, entry by entry; returns all that is in it then."""
+def merge(path: Path, stage: str, outcome: dict[str, Any], new: dict[str, Any]) -> None:
+    """Writes the outcome of a stage, in the place of an earlier one, and `new` into the JSON object of a file."""
     try:
         old = json.loads(path.read_text())
     except FileNotFoundError:
@@ -204,12 +189,11 @@ def merge(path: Path, new: dict[str, Any]) -> dict[str, Any]:
     except ValueError:
         path.replace(path.with_suffix(".unreadable"))
         old = {}
-    merged = {**(old if isinstance(old, dict) else {}), **new}
+    outcomes = {**old.get("gpu check", {}), stage: outcome}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(merged, indent=1) + "\n")
+    temporary.write_text(json.dumps({**old, "gpu check": outcomes, **new}, indent=1) + "\n")
     temporary.replace(path)
-    return merged
 
 
 def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[Outcome]:
@@ -218,13 +202,11 @@ def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[Outcome]
     WORK.mkdir(parents=True, exist_ok=True)
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     outcomes: list[Outcome] = []
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     whole_log = WORK / "gpu-check.log"
     whole_log.write_text("")
     for stage in plan:
         print(f"{stage.name} ...", end=" ", flush=True)
         log = WORK / f"{slug(stage.name)}.log"
-        log.write_text("")
         outcome = run(stage, deadline - time.monotonic(), log)
         outcomes.append(outcome)
         print(f"{outcome.status}, {outcome.seconds:.0f} s: {outcome.summary[:300]}", flush=True)
@@ -233,10 +215,9 @@ def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[Outcome]
             print("\n".join(f"    {line[:300]}" for line in text.splitlines()[-25:]), flush=True)
         with whole_log.open("a") as file:
             file.write(f"== {stage.name}: {outcome.status}\n{text}\n")
-        new: dict[str, Any] = {"gpu check": {"date": started, "stages": [each.as_json() for each in outcomes]}}
-        if stage.output is not None and stage.output.is_file():
-            new[stage.name] = json.loads(stage.output.read_text())
-        merge(results, new)
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        new = {stage.name: json.loads(stage.output.read_text())} if stage.output and stage.output.is_file() else {}
+        merge(results, stage.name, {"date": date, **outcome.as_json()}, new)
         if out is not None:
             shutil.copy(results, out / results.name)
             shutil.copy(whole_log, out / whole_log.name)
@@ -245,21 +226,25 @@ def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[Outcome]
 
 def main(arguments: list[str] | None = None) -> int:
     """Checks, prints a summary, and returns the exit status."""
+    plan = {stage.name: stage for stage in stages()}
     parser = argparse.ArgumentParser(description="Builds, tests and measures on the GPU that is there.")
-    parser.add_argument("--minutes", type=float, default=8.75, help="that it may take in all (default: 8.75)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="that it may take in all (default: any number)")
     parser.add_argument("--dry-run", action="store_true", help="list the stages and run nothing")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {'; '.join(plan)} (default: all)")
     options = parser.parse_args(arguments)
-    plan = stages()
+    if unknown := set(options.stages) - set(plan):
+        parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {'; '.join(plan)}")
+    chosen = [plan[name] for name in options.stages or plan]
     if options.dry_run:
-        for stage in plan:
+        for stage in chosen:
             environment = "".join(f"{name}={value} " for name, value in stage.environment.items())
-            print(f"{stage.name:12} {stage.limit:4.0f} s  {environment}{' '.join(stage.command)}")
+            print(f"{stage.name:14} {stage.limit:4.0f} s  {environment}{' '.join(stage.command)}")
         return 0
     name = device_name()
     results = RESULTS / f"{slug(name)}.json"
     print(f"{name}: results go to {results.relative_to(ROOT)}", flush=True)
     started = time.monotonic()
-    outcomes = check(plan, results, 60 * options.minutes)
+    outcomes = check(chosen, results, 60 * options.minutes)
     bad = [outcome.name for outcome in outcomes if outcome.status != "passed"]
     told = f"not passed: {', '.join(bad)}" if bad else "all passed"
     print(f"{len(outcomes)} stages in {time.monotonic() - started:.0f} s, {told}")

@@ -1,7 +1,8 @@
 """What the kernels are compiled with and for: the torch that is installed, a C++ compiler, nvcc.
 
 Each is found without importing torch, so that a build with nothing to do takes no time; what is missing raises
-`Unavailable`, whose text is one line for the user: what is missing and how to mend it.
+`Unavailable`. `torch.utils.cpp_extension` is not used: importing it takes seconds and needs setuptools, and it neither
+compiles a source for several instruction sets nor keeps to the architectures that the nvcc at hand knows.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pathlib import Path
 OLDEST_TORCH = (2, 4)
 OLDEST_GCC = 9
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
-ARCHITECTURES = (70, 75, 80, 86, 90)
-"""Compute capabilities that are built for where neither TORCH_CUDA_ARCH_LIST nor a GPU says which: from the first
-with tensor cores on. Machine code for 8.6 also runs on 8.9; later ones run the PTX of the newest."""
+ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)
+"""Compute capabilities that are built for where neither TORCH_CUDA_ARCH_LIST nor a GPU says which, as far as nvcc knows
+them: from the first with tensor cores on. Machine code for 8.6 also runs on 8.9, and so on within a first digit; later
+ones run the PTX of the newest."""
 
 
 class Unavailable(Exception):
@@ -40,13 +42,9 @@ class Torch:
 
     @classmethod
     def find(cls) -> Torch:
-        """Raises `Unavailable` if there is none, or one that is too old."""
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
-            raise Unavailable(
-                "the build saw no torch; install torch and build again (other tools than pip: with "
-                "--no-build-isolation)"
-            )
+            raise Unavailable("the build saw no torch; install torch and build again (or with --no-build-isolation)")
         folder = Path(spec.origin).parent
         facts = runpy.run_path(str(folder / "version.py"))
         found = cls(folder, str(facts["__version__"]), facts.get("cuda"))
@@ -93,32 +91,28 @@ class Torch:
 
 @dataclass(frozen=True)
 class HostCompiler:
-    """The C++ compiler: CXX, or the first of c++, g++ and clang++."""
+    """The C++ compiler: CXX, or the first of c++, g++ and clang++; and the first line of what --version prints."""
 
     command: tuple[str, ...]
     version: str
-    """The first line of what --version prints."""
 
     @classmethod
     def find(cls) -> HostCompiler:
-        """Raises `Unavailable` if there is none, or one that is too old."""
         named = os.environ.get("CXX", "").split()
-        for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
-            if shutil.which(command[0]) is None:
-                continue
-            version = first_line([*command, "--version"])
-            if "clang" not in version:
-                number = first_line([*command, "-dumpfullversion"])
-                if not number or numbers(number)[0] < OLDEST_GCC:
-                    raise Unavailable(
-                        f"{' '.join(command)} is {version or 'no compiler that runs'}; install g++ {OLDEST_GCC} or "
-                        "later or clang, name it with CXX=... and build again"
-                    )
-            return cls(tuple(command), version)
-        raise Unavailable(
-            f"there is no C++ compiler{f' {named[0]}, which CXX names' if named else ''}; install one (on Debian and "
-            "Ubuntu: apt install g++) and build again"
-        )
+        candidates = [named] if named else [["c++"], ["g++"], ["clang++"]]
+        command = next((command for command in candidates if shutil.which(command[0])), None)
+        if command is None:
+            raise Unavailable(
+                f"there is no C++ compiler{f' {named[0]}, which CXX names' if named else ''}; install one (on Debian "
+                "and Ubuntu: apt install g++) and build again"
+            )
+        version = first_line([*command, "--version"])
+        if "clang" not in version and numbers(first_line([*command, "-dumpfullversion"]))[0] < OLDEST_GCC:
+            raise Unavailable(
+                f"{' '.join(command)} is {version or 'no compiler that runs'}; install g++ {OLDEST_GCC} or later or "
+                "clang, name it with CXX=... and build again"
+            )
+        return cls(tuple(command), version)
 
     @property
     def name(self) -> str:
@@ -127,44 +121,35 @@ class HostCompiler:
 
 @dataclass(frozen=True)
 class Nvcc:
-    """CUDA's compiler, of the CUDA that torch is for."""
+    """CUDA's compiler, and the compute capabilities that it compiles for."""
 
     command: str
     version: str
     include_folder: Path
     supported: tuple[int, ...]
-    """The compute capabilities that it compiles for."""
 
     @classmethod
     def find(cls, cuda: str | None = None) -> Nvcc:
-        """The one in CUDA_HOME, on PATH or where CUDA is installed by default.
-
-        Raises `Unavailable` if there is none, or if its major version is not that of `cuda`.
-        """
+        """The one in CUDA_HOME, on PATH or where CUDA is installed by default; of the major version of `cuda`."""
         homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-        candidates = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
-        candidates += ["nvcc", DEFAULT_NVCC]
+        candidates = [*(str(Path(home) / "bin" / "nvcc") for home in homes if home), "nvcc", DEFAULT_NVCC]
         command = next((found for candidate in candidates if (found := shutil.which(candidate))), None)
-        wanted = f" {numbers(cuda)[0]} (torch is for CUDA {cuda})" if cuda else ""
-        if command is None:
+        release = re.search(r"release (\d+\.\d+)", output([command, "--version"])) if command else None
+        if command is None or release is None:
+            what = f"{command} does not run" if command else "there is no nvcc in CUDA_HOME or on PATH"
+            wanted = f" {numbers(cuda)[0]} (torch is for CUDA {cuda})" if cuda else ""
+            raise Unavailable(f"{what}; install the CUDA toolkit{wanted} and build again")
+        if cuda and numbers(cuda)[0] != numbers(release[1])[0]:
             raise Unavailable(
-                f"there is no nvcc in CUDA_HOME or on PATH; install the CUDA toolkit{wanted} and build again"
-            )
-        release = re.search(r"release (\d+\.\d+)", output([command, "--version"]))
-        if release is None:
-            raise Unavailable(f"{command} does not run; install the CUDA toolkit{wanted} and build again")
-        version = release[1]
-        if cuda and numbers(cuda)[0] != numbers(version)[0]:
-            raise Unavailable(
-                f"{command} is of CUDA {version} and torch is for CUDA {cuda}; let CUDA_HOME name a CUDA "
+                f"{command} is of CUDA {release[1]} and torch is for CUDA {cuda}; let CUDA_HOME name a CUDA "
                 f"{numbers(cuda)[0]} toolkit and build again"
             )
         # nvcc may be a script that starts another one: it alone knows where its headers are.
         dry_run = output([command, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
         top = re.search(r"^#\$ TOP=(.+)$", dry_run, re.MULTILINE)
         home = Path(top[1].strip()) if top else Path(command).resolve().parents[1]
-        supported = re.findall(r"compute_(\d+)\b", output([command, "--list-gpu-arch"]))
-        return cls(command, version, home / "include", tuple(sorted({int(number) for number in supported})))
+        supported = {int(number) for number in re.findall(r"compute_(\d+)\b", output([command, "--list-gpu-arch"]))}
+        return cls(command, release[1], home / "include", tuple(sorted(supported)))
 
     @property
     def more_flags(self) -> str:
@@ -174,12 +159,10 @@ class Nvcc:
     def architectures(self, torch: Torch) -> list[str]:
         """What to compile for: of TORCH_CUDA_ARCH_LIST, of the GPUs that are there, or of all that are common.
 
-        Returns names like "sm_80" for machine code and "compute_90" for PTX. Raises `Unavailable` for a list that
-        cannot be read.
+        Returns names like "sm_80" for machine code and "compute_90" for PTX.
         """
         architectures: list[str] = []
-        listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
-        for name in re.split(r"[;, ]+", listed) if listed else ():
+        for name in re.findall(r"[^;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "")):
             found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
             if found is None or int(found[1] + found[2]) not in self.supported:
                 known = ", ".join(f"{number // 10}.{number % 10}" for number in self.supported)
@@ -224,4 +207,4 @@ def output(command: list[str]) -> str:
 
 
 def first_line(command: list[str]) -> str:
-    return (output(command).splitlines() or [""])[0]
+    return output(command).partition("\n")[0]

@@ -15,8 +15,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from check_sanitizers import NOT_RUN
 from native_toolchain import HostCompiler, Unavailable
@@ -25,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = "tests/recorded_passes.json"
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A command, and the files, as patterns below the repository's root, that decide how it ends."""
 
     files: tuple[str, ...]
@@ -45,35 +44,28 @@ CHECKS = {
 
 
 def digest(root: Path, check: Check) -> str:
-    """Of the files' names and contents.
-
-    Raises:
-        ValueError: if there are none of a pattern.
-    """
-    found = hashlib.sha256()
+    """Of the files' names and contents. Raises `ValueError` if there are none of a pattern."""
     matching = {pattern: set(root.glob(pattern)) for pattern in check.files}
     if gone := [pattern for pattern, paths in matching.items() if not paths]:
         raise ValueError(f"no file is called {gone[0]} any more: change its check in tools/recorded_passes.py")
+    found = hashlib.sha256()
     for path in sorted(set().union(*matching.values())):
         found.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return found.hexdigest()
 
 
 def recorded(root: Path) -> dict[str, str]:
-    """The digests by check.
-
-    Raises:
-        ValueError: if the file is none that this program writes.
-    """
+    """The digests by check. Raises `ValueError` if the file is none that this program writes."""
     try:
         passes = json.loads((root / RECORD).read_text())
+        if isinstance(passes, dict) and set(passes) <= set(CHECKS):
+            return passes
+        reason: object = f"it must hold digests of {', '.join(CHECKS)}"
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ValueError(f"{RECORD} is damaged: {error}; take it from git again, or delete it") from None
-    if not isinstance(passes, dict) or not set(passes) <= set(CHECKS):
-        raise ValueError(f"{RECORD} is damaged: it must hold digests of {', '.join(CHECKS)}; delete it")
-    return passes
+        reason = error
+    raise ValueError(f"{RECORD} is damaged: {reason}; take it from git again, or delete it")
 
 
 def is_recorded(name: str, root: Path = ROOT) -> bool:
@@ -81,42 +73,41 @@ def is_recorded(name: str, root: Path = ROOT) -> bool:
     return recorded(root).get(name) == digest(root, CHECKS[name])
 
 
-def record(root: Path, name: str, passed: str) -> None:
-    passes = recorded(root) | {name: passed}
-    new = root / f"{RECORD}.new"
-    new.write_text(json.dumps(passes, indent=1, sort_keys=True) + "\n")
-    new.replace(root / RECORD)
+def run(name: str, changed: bool, root: Path) -> int:
+    """Runs a check, unless only what is `changed` is to run and it is not; returns the exit status.
+
+    A compiler that is missing is an error in CI alone; nothing is recorded without one.
+    """
+    before = digest(root, CHECKS[name])
+    if changed and is_recorded(name, root):
+        print(f"{name}: left out, it passed with these files; `make test-{name}` runs it", flush=True)
+        return 0
+    try:
+        HostCompiler.find()
+        status = subprocess.run([sys.executable, *CHECKS[name].command], cwd=root).returncode
+    except Unavailable as reason:
+        print(f"{name}: not run: {reason}", file=sys.stderr)
+        status = NOT_RUN
+    if status == NOT_RUN:
+        return int(bool(os.environ.get("CI")))
+    if status == 0 and digest(root, CHECKS[name]) == before:
+        new = root / f"{RECORD}.new"
+        new.write_text(json.dumps(recorded(root) | {name: before}, indent=1, sort_keys=True) + "\n")
+        new.replace(root / RECORD)
+    return status
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Returns the exit status. A compiler that is missing is an error in CI alone; nothing is recorded without one."""
+    """Runs the checks one after the other, until one fails; returns the exit status."""
     parser = argparse.ArgumentParser(description="Runs the long checks of the compiled kernels.")
     parser.add_argument("checks", nargs="+", choices=list(CHECKS))
     parser.add_argument("--changed", action="store_true", help="leave out those that passed with the files as they are")
     options = parser.parse_args(arguments)
-    for name in options.checks:
-        try:
-            before = digest(root, CHECKS[name])
-            if options.changed and is_recorded(name, root):
-                print(f"{name}: left out, it passed with these files; `make test-{name}` runs it", flush=True)
-                continue
-            HostCompiler.find()
-            status = subprocess.run([sys.executable, *CHECKS[name].command], cwd=root).returncode
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
-        except Unavailable as reason:
-            print(f"{name}: not run: {reason}", file=sys.stderr)
-            status = NOT_RUN
-        if status == NOT_RUN:
-            if os.environ.get("CI"):
-                return 1
-            continue
-        if status:
-            return status
-        if digest(root, CHECKS[name]) == before:
-            record(root, name, before)
-    return 0
+    try:
+        return next((status for name in options.checks if (status := run(name, options.changed, root))), 0)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -30,13 +30,8 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
-    "constraints.txt",
-    "pyproject.toml",
-    "setup.py",
-    "tools/build_fairseq.py",
-    "tools/fairseq_checkpoint_loader.py",
-    "tools/fairseq_cures.py",
-    "tools/setup_environment.py",
+    *("constraints.txt", "pyproject.toml", "setup.py", "tools/build_fairseq.py", "tools/fairseq_checkpoint_loader.py"),
+    *("tools/fairseq_cures.py", "tools/setup_environment.py"),
 )
 """The files that decide what is in the environment."""
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
@@ -63,7 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
                 if not environment.is_finished(options.any_python, options.any_torch):
                     environment.remove_what_is_there()
                     environment.make()
-        environment.build_kernels()
+        if subprocess.run([str(environment.python), "tools/native_build.py"], cwd=ROOT).returncode:
+            raise SetupError("the kernels that FASTWEIGHTS_BUILD asks for were not built")
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -88,11 +84,7 @@ class Environment:
         digest = hashlib.sha256(str(self.root).encode())  # scripts in .venv contain its path
         for source in SOURCES:
             digest.update(source.encode() + b"\0" + (self.root / source).read_bytes() + b"\0")
-        return {
-            "python": platform.python_version(),
-            "torch": self.torch,
-            "sources": digest.hexdigest(),
-        }
+        return {"python": platform.python_version(), "torch": self.torch, "sources": digest.hexdigest()}
 
     def found_stamp(self) -> dict[str, str]:
         """What the environment that is there was made from; empty if it is not finished."""
@@ -100,17 +92,13 @@ class Environment:
             stamp = json.loads((self.folder / STAMP).read_text())
         except (OSError, ValueError):
             return {}
-        usable = isinstance(stamp, dict) and os.access(self.python, os.X_OK)
-        return stamp if usable else {}
+        return stamp if isinstance(stamp, dict) and os.access(self.python, os.X_OK) else {}
 
     def is_finished(self, any_python: bool, any_torch: bool) -> bool:
         """Whether a set-up ran to its end here and would not be another one today; says so."""
         wanted, found = self.stamp(), self.found_stamp()
-        if any_python:
-            wanted.pop("python")
-        if any_torch:
-            wanted.pop("torch")
-        if not found or any(found.get(key) != value for key, value in wanted.items()):
+        free = {"python": any_python, "torch": any_torch}
+        if not found or any(found.get(key) != value for key, value in wanted.items() if not free.get(key)):
             return False
         print(f".venv is ready: Python {found.get('python')}, torch {found.get('torch')}")
         return True
@@ -158,10 +146,8 @@ class Environment:
             raise SetupError(f"{self.folder} is no folder; move it away")
         if not self.folder.exists():
             return
-        found = self.found_stamp()
-        if found:
-            wanted = self.stamp()
-            changed = [key for key in wanted if found.get(key) != wanted[key]]
+        if found := self.found_stamp():
+            changed = [key for key, value in self.stamp().items() if found.get(key) != value]
             print(f".venv is of another {' and '.join(changed)}: making it anew", flush=True)
         elif (self.folder / "pyvenv.cfg").exists() or (self.folder / LOG).exists():
             print(".venv was not finished: making it anew", flush=True)
@@ -174,19 +160,17 @@ class Environment:
         started = time.monotonic()
         stamp = self.stamp()  # of the files as they are now, should one change meanwhile
         self.folder.mkdir()
-        pip = [str(self.python), "-m", "pip", "--disable-pip-version-check", "install"]
-        constrained = [*pip, "--constraint", "constraints.txt"]
-        fairseq = [str(self.python), "tools/build_fairseq.py", "--constraint", "constraints.txt"]
-        check = "import torch, fairseq, fairseq_fastweights"
+        python, constraint = str(self.python), ["--constraint", "constraints.txt"]
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
         print(f"making .venv: Python {stamp['python']}, torch {self.torch}", flush=True)
         with (self.folder / LOG).open("w") as log:
             for title, command in (
                 ("an empty environment", [base_python(), "-m", "venv", str(self.folder)]),
-                (f"torch {self.torch}", [*constrained, f"torch=={self.torch}"]),
+                (f"torch {self.torch}", [*pip, *constraint, f"torch=={self.torch}"]),
                 ("the packages of constraints.txt", [*pip, "--requirement", "constraints.txt"]),
-                ("fairseq 0.12.2, cured", fairseq),
-                ("this project", [*constrained, "--no-build-isolation", "--editable", "."]),
-                ("a first import of all", [str(self.python), "-c", check]),
+                ("fairseq 0.12.2, cured", [python, "tools/build_fairseq.py", *constraint]),
+                ("this project", [*pip, *constraint, "--no-build-isolation", "--editable", "."]),
+                ("a first import of all", [python, "-c", "import torch, fairseq, fairseq_fastweights"]),
             ):
                 self.step(title, command, log)
         temporary = self.folder / f"{STAMP}.new"
@@ -194,34 +178,24 @@ class Environment:
         temporary.replace(self.folder / STAMP)
         print(f".venv is ready ({time.monotonic() - started:.0f} s)")
 
-    def build_kernels(self) -> None:
-        """Compiles what of the kernels changed; says what was not compiled, and why.
-
-        Raises `SetupError` if FASTWEIGHTS_BUILD asks for kernels that cannot be compiled.
-        """
-        if subprocess.run([str(self.python), "tools/native_build.py"], cwd=self.root).returncode:
-            raise SetupError("the kernels that FASTWEIGHTS_BUILD asks for were not built")
-
     def step(self, title: str, command: list[str], log: TextIO) -> None:
         """Runs one command, its output in the log; shows the log's end if it fails."""
         print(f"  {title} ...", end=" ", flush=True)
         started = time.monotonic()
-        log.write(f"$ {' '.join(command)}\n")
-        log.flush()
-        result = subprocess.run(
-            command,
-            cwd=self.root,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=self.inherited,
-        )
+        print("$", *command, file=log, flush=True)
+        result = subprocess.run(command, cwd=self.root, stdout=log, stderr=subprocess.STDOUT, pass_fds=self.inherited)
         if result.returncode == 0:
             print(f"{time.monotonic() - started:.0f} s", flush=True)
             return
         print("failed", flush=True)
         output = Path(log.name).read_text(errors="replace")
         print("\n".join(output.splitlines()[-30:]), file=sys.stderr)
-        raise SetupError(f"could not install {title}{explanation(output)}; all output: {log.name}")
+        reason = ""
+        if "from versions: none" in output or "NewConnectionError" in output:
+            reason = ": pip found no package index; is there a network?"
+        elif missing := re.search(r"No matching distribution found for (\S+)", output):
+            reason = f": there is no {missing[1]} for this Python and this kind of machine"
+        raise SetupError(f"could not install {title}{reason}; all output: {log.name}")
 
 
 def base_python() -> str:
@@ -232,15 +206,6 @@ def base_python() -> str:
     if sys.prefix == sys.base_prefix:
         return sys.executable
     return os.path.join(sys.base_exec_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
-
-
-def explanation(output: str) -> str:
-    """What most likely went wrong, as far as pip's output tells."""
-    if "from versions: none" in output or "NewConnectionError" in output:
-        return ": pip found no package index; is there a network?"
-    if (missing := re.search(r"No matching distribution found for (\S+)", output)) is not None:
-        return f": there is no {missing[1]} for this Python and this kind of machine"
-    return ""
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 RULES = ("sum", "gated", "decay", "delta")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Pass = Literal["forward", "forward+backward", "step"]
 
@@ -32,7 +32,7 @@ class Shape:
     time: int
     key_dim: int
     value_dim: int
-    cpu_batch: int
+    cpu_batch: int = 1
 
     @property
     def steps(self) -> bool:
