@@ -1,6 +1,6 @@
 """Builds fairseq 0.12.2 with the cures of `fairseq_cures.py`, and installs it where it runs.
 
-    python tools/build_fairseq.py [--constraint FILE] [--wheel-dir DIR] [--sdist FILE] [--force]
+    python tools/build_fairseq.py [--constraint FILE] [--sdist FILE] [--force]
 
 fairseq's last release cannot be installed on today's Python, and its repository is archived. This
 takes the release's own source from the package index, checks it by its hash, cures it, builds a
@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -40,8 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--sdist", type=Path, metavar="FILE", help="fairseq-0.12.2.tar.gz; default: download it")
     parser.add_argument("--constraint", type=Path, metavar="FILE", help="pip's constraints for what fairseq requires")
-    text = "keep the wheel there; build it even where a fairseq works"
-    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help=text)
     parser.add_argument("--force", action="store_true", help="build and install even where a fairseq works")
     options = parser.parse_args(arguments)
     before = installed_version()
@@ -54,9 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         for option, file in (("--constraint", options.constraint), ("--sdist", options.sdist)):
             if file is not None and not file.is_file():
                 raise BuildError(f"{option} {file}: there is no such file")
-        installs = options.force or must_install()
-        if installs or options.wheel_dir is not None:
-            build(options, installs)
+        if options.force or must_install():
+            build(options)
     except (BuildError, UnexpectedSourceError) as error:
         now = installed_version()
         changed = f"fairseq {before}, which was there, is removed" if now is None else f"fairseq {now} is installed now"
@@ -101,8 +97,8 @@ def import_failure() -> str | None:
     return None if result.returncode == 0 else lines[-1]
 
 
-def build(options: argparse.Namespace, installs: bool) -> None:
-    """Everything from the sdist to the wheel, and where it `installs` to the check of what was installed."""
+def build(options: argparse.Namespace) -> None:
+    """Everything from the sdist to the check of what was installed."""
     with tempfile.TemporaryDirectory(prefix="fairseq-") as folder:
         work = Path(folder)
         if options.sdist is None:
@@ -116,14 +112,9 @@ def build(options: argparse.Namespace, installs: bool) -> None:
             doing="build fairseq (this needs a C++ compiler and Python's header files)",
         )
         (wheel,) = (work / "wheel").glob("fairseq-*.whl")
-        if installs:
-            print(f"installing fairseq {VERSION}")
-            install(wheel, options.constraint)
-            print(f"fairseq {VERSION} is installed")
-        if options.wheel_dir is not None:
-            options.wheel_dir.mkdir(parents=True, exist_ok=True)
-            shutil.copy(wheel, options.wheel_dir)
-            print(f"kept {options.wheel_dir / wheel.name}")
+        print(f"installing fairseq {VERSION}")
+        install(wheel, options.constraint)
+        print(f"fairseq {VERSION} is installed")
 
 
 def download(folder: Path) -> Path:

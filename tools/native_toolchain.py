@@ -44,7 +44,7 @@ class Torch:
     def find(cls) -> Torch:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
-            raise Unavailable("the build saw no torch; install torch and build again (or with --no-build-isolation)")
+            raise Unavailable("the build saw no torch; install torch and build again (with uv: --no-build-isolation)")
         folder = Path(spec.origin).parent
         facts = runpy.run_path(str(folder / "version.py"))
         found = cls(folder, str(facts["__version__"]), facts.get("cuda"))

@@ -4,6 +4,7 @@ import argparse
 import io
 import pickle
 import re
+import tarfile
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,122 +30,105 @@ def source(tmp_path: Path) -> Path:
     return root
 
 
-class TestCures:
-    def test_cure_the_expected_source_once(self, source: Path) -> None:
-        before = {path: path.read_text() for path in source.rglob("*.*") if path.is_file()}
+def test_cures_change_the_expected_source_once(source: Path) -> None:
+    before = {path: path.read_text() for path in source.rglob("*.*") if path.is_file()}
+    fairseq_cures.apply_cures(source)
+    assert all(path.read_text() != text for path, text in before.items())
+    everything = "".join(path.read_text() for path in before)
+    for gone in ("torchaudio", "Config()", "np.int,", "np.float", "np.compat", "cffi"):
+        assert gone in "".join(before.values()) and gone not in everything
+    assert "torch.load" not in (source / "fairseq/checkpoint_utils.py").read_text()
+    assert "_name: transformer_lm\n" in (source / "fairseq/config/model/transformer_lm/gpt.yaml").read_text()
+    assert (source / "fairseq/version.txt").read_text() == f"{VERSION}\n"
+    with pytest.raises(fairseq_cures.UnexpectedSourceError, match=r"cure 1 \(living_hydra\)"):
         fairseq_cures.apply_cures(source)
-        assert all(path.read_text() != text for path, text in before.items())
-        everything = "".join(path.read_text() for path in before)
-        for gone in ("torchaudio", "Config()", "np.int,", "np.float", "np.compat", "cffi"):
-            assert gone in "".join(before.values()) and gone not in everything
-        assert "torch.load" not in (source / "fairseq/checkpoint_utils.py").read_text()
-        assert "_name: transformer_lm\n" in (source / "fairseq/config/model/transformer_lm/gpt.yaml").read_text()
-        assert (source / "fairseq/version.txt").read_text() == f"{VERSION}\n"
-        assert (source / "fairseq/checkpoint_loader.py").is_file()
-        with pytest.raises(fairseq_cures.UnexpectedSourceError, match=r"cure 1 \(living_hydra\)"):
-            fairseq_cures.apply_cures(source)
 
-    @pytest.mark.parametrize("cure", ["mask_type", "named_models"])
-    @pytest.mark.parametrize("change", ["other", "twice", "missing", "binary"])
-    def test_name_an_unexpected_file_and_the_cure(self, source: Path, cure: str, change: str) -> None:
-        (edit,) = fairseq_cures.CURES[cure]
-        (path,) = source.glob(edit.file)
-        file = edit.file if change == "missing" else path.relative_to(source).as_posix()
-        if change == "missing":
-            path.unlink()
+
+@pytest.mark.parametrize("cure", ["mask_type", "named_models"])
+@pytest.mark.parametrize("change", ["other", "twice", "missing", "binary"])
+def test_an_unexpected_file_and_the_cure_are_named(source: Path, cure: str, change: str) -> None:
+    (edit,) = fairseq_cures.CURES[cure]
+    (path,) = source.glob(edit.file)
+    file = edit.file if change == "missing" else path.relative_to(source).as_posix()
+    if change == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"other": b"something else\n", "twice": 2 * path.read_bytes(), "binary": b"\xff"}[change])
+    with pytest.raises(fairseq_cures.UnexpectedSourceError, match=rf"^{re.escape(file)}: the cure {cure} "):
+        edit.apply(source, f"the cure {cure}")
+
+
+@pytest.fixture
+def build(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """An environment with a `version` of fairseq that has the failure `before`, as the new one `after`; what pip is
+    asked for there. The file `sdist` is the source's."""
+    environment = SimpleNamespace(version=None, before=None, after=None, calls=[])
+
+    def pip(what: str, *arguments: str, doing: str) -> None:
+        environment.calls.append(what)
+        if what == "wheel":
+            folder = Path(arguments[arguments.index("--wheel-dir") + 1])
+            assert (Path(arguments[-1]) / "fairseq/checkpoint_loader.py").is_file()  # it is cured
+            folder.mkdir()
+            (folder / "fairseq-0.12.2.whl").touch()
         else:
-            path.write_bytes({"other": b"something else\n", "twice": 2 * path.read_bytes(), "binary": b"\xff"}[change])
-        with pytest.raises(fairseq_cures.UnexpectedSourceError) as error:
-            edit.apply(source, f"the cure {cure}")
-        assert str(error.value).startswith(f"{file}: the cure {cure} ")
+            environment.version = {"install": VERSION, "uninstall": None}[what]
+            environment.before = environment.after
+
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open("sdist", "w") as archive:
+        archive.add(source, source.name)
+    Path("other").write_bytes(b"not the sdist")
+    digest = build_fairseq.hashlib.sha256(Path("sdist").read_bytes()).hexdigest()
+    monkeypatch.setattr(build_fairseq, "SDIST_SHA256", digest)
+    monkeypatch.setattr(build_fairseq, "pip", pip)
+    monkeypatch.setattr(build_fairseq, "installed_version", lambda: environment.version)
+    monkeypatch.setattr(build_fairseq, "import_failure", lambda: environment.before)
+    return environment
 
 
-class TestBuild:
-    @pytest.fixture
-    def build(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-        """An environment with a `version` of fairseq that has the failure `before`, as the new one `after`; what pip
-        is asked for there."""
-        environment = SimpleNamespace(version=None, before=None, after=None, calls=[])
+A, B = "ImportError: a", "ImportError: b"
 
-        def pip(what: str, *arguments: str, doing: str) -> None:
-            environment.calls.append(what)
-            if what == "wheel":
-                folder = Path(arguments[arguments.index("--wheel-dir") + 1])
-                folder.mkdir()
-                (folder / "fairseq-0.12.2.whl").touch()
-            else:
-                environment.version = {"install": VERSION, "uninstall": None}[what]
-                environment.before = environment.after
 
-        monkeypatch.setattr(build_fairseq, "pip", pip)
-        monkeypatch.setattr(build_fairseq, "installed_version", lambda: environment.version)
-        monkeypatch.setattr(build_fairseq, "import_failure", lambda: environment.before)
-        monkeypatch.setattr(build_fairseq, "SDIST_SHA256", build_fairseq.hashlib.sha256(b"the sdist").hexdigest())
-        monkeypatch.setattr(build_fairseq, "unpack", lambda sdist, folder: source)
-        return environment
+@pytest.mark.parametrize(
+    ("version", "before", "after", "arguments", "calls", "left", "says"),
+    [
+        (None, None, None, "", "wheel install", VERSION, f"fairseq {VERSION} is installed\n"),
+        # One that works is left alone.
+        (VERSION, None, None, "", "", VERSION, "nothing to install\n"),
+        ("1.0.0a0", None, None, "", "", "1.0.0a0", "left as it is"),
+        ("0.12.3", None, None, "", "", "0.12.3", "left as it is"),
+        ("0.10.2", None, None, "", "", "0.10.2", "error: fairseq 0.10.2 is installed, and 0.12"),
+        ("0.10.2", None, None, "--force", "wheel install install", VERSION, ""),
+        # One that does not work is replaced; what is new and does not work is taken out again.
+        (VERSION, A, None, "", "wheel install install", VERSION, f"({A}); replacing"),
+        (None, None, B, "", "wheel install uninstall", None, f"error: .*: {B}; nothing was installed\n"),
+        ("0.12.2", A, B, "", "wheel install install uninstall", None, f"error: .*{B}; fairseq 0.12.2, .* is removed\n"),
+        # Files that are not what they should be.
+        (None, None, None, "--sdist other", "", None, "error: other is not the sdist of .*; nothing was installed"),
+        (None, None, None, "--constraint no/such", "", None, "error: --constraint no/such: there is no"),
+        (VERSION, None, None, "--sdist no/such", "", VERSION, "error: --sdist no/such: there is no"),
+    ],
+)
+def test_installs_what_is_needed_and_says_what_is_left(
+    build, version, before, after, arguments, calls, left, says, capsys
+) -> None:
+    build.version, build.before, build.after = version, before, after
+    status = build_fairseq.main(["--sdist", "sdist", *arguments.split()])
+    printed = capsys.readouterr()
+    said = "".join(printed)
+    assert re.search(says.replace("(", r"\(").replace(")", r"\)").replace("+", r"\+"), said), said
+    assert status == says.startswith("error") == bool(printed.err)
+    assert build.calls == calls.split() and build.version == left
 
-    @pytest.fixture
-    def sdist(self, tmp_path: Path) -> Path:
-        (tmp_path / "sdist").write_bytes(b"the sdist")
-        return tmp_path / "sdist"
 
-    @pytest.mark.parametrize(
-        ("version", "before", "after", "arguments", "calls", "left", "says"),
-        [
-            (None, None, None, "", "wheel install", VERSION, f"fairseq {VERSION} is installed\n"),
-            # One that works is left alone.
-            (VERSION, None, None, "", "", VERSION, "nothing to install\n"),
-            ("1.0.0a0", None, None, "", "", "1.0.0a0", "left as it is"),
-            ("0.12.3", None, None, "", "", "0.12.3", "left as it is"),
-            ("0.10.2", None, None, "", "", "0.10.2", "error: fairseq 0.10.2 is installed, and 0.12"),
-            ("0.10.2", None, None, "--force", "wheel install install", VERSION, ""),
-            # One that does not work is replaced; what is new and does not work is taken out again.
-            (VERSION, "ImportError: a", None, "", "wheel install install", VERSION, "(ImportError: a); replacing"),
-            ("0.12.2", "ValueError: mutable", None, "", "wheel install install", VERSION, "(ValueError: mutable)"),
-            (
-                None,
-                None,
-                "ImportError: b",
-                "",
-                "wheel install uninstall",
-                None,
-                "error: .*: b; nothing was installed\n",
-            ),
-            (
-                *("0.12.2", "ImportError: a", "ImportError: b", "", "wheel install install uninstall", None),
-                "error: .* cannot be imported: ImportError: b; fairseq 0.12.2, which was there, is removed\n",
-            ),
-            # The wheel that was asked for is made beside a fairseq that works, too.
-            (None, None, None, "--wheel-dir kept", "wheel install", VERSION, "kept kept/fairseq-0.12.2.whl\n"),
-            (VERSION, None, None, "--wheel-dir kept", "wheel", VERSION, "kept kept/fairseq-0.12.2.whl\n"),
-            ("1.0.0a0", None, None, "--wheel-dir kept", "wheel", "1.0.0a0", "kept kept/fairseq-0.12.2.whl\n"),
-            # Files that are not what they should be.
-            (None, None, None, "--sdist other", "", None, "error: other is not the sdist of .*; nothing was installed"),
-            (None, None, None, "--constraint no/such", "", None, "error: --constraint no/such: there is no"),
-            (VERSION, None, None, "--constraint no/such", "", VERSION, "error: --constraint no/such: there is no"),
-            (VERSION, None, None, "--sdist no/such", "", VERSION, "error: --sdist no/such: there is no"),
-        ],
-    )
-    def test_installs_what_is_needed_and_says_what_is_left(
-        self, build, sdist, version, before, after, arguments, calls, left, says, tmp_path, monkeypatch, capfd
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        Path("other").write_bytes(b"not the sdist")
-        build.version, build.before, build.after = version, before, after
-        status = build_fairseq.main(["--sdist", str(sdist), *arguments.split()])
-        printed = capfd.readouterr()
-        said = "".join(printed)
-        assert re.search(says.replace("(", r"\(").replace(")", r"\)").replace("+", r"\+"), said), said
-        assert status == says.startswith("error") == bool(printed.err)
-        assert build.calls == calls.split() and build.version == left
-        assert Path("kept/fairseq-0.12.2.whl").exists() == ("kept" in arguments)
-
-    def test_installs_nothing_from_an_unexpected_source(self, build, sdist: Path, source: Path, capsys) -> None:
-        (source / "fairseq/data/data_utils.py").write_text("another release\n")
-        assert build_fairseq.main(["--sdist", str(sdist)]) == 1
-        message = capsys.readouterr().err
-        assert "fairseq/data/data_utils.py" in message and "builtin_numbers" in message
-        assert not build.calls
+def test_installs_nothing_from_an_unexpected_source(build, source: Path, capsys, monkeypatch) -> None:
+    (source / "fairseq/data/data_utils.py").write_text("another release\n")
+    monkeypatch.setattr(build_fairseq, "unpack", lambda sdist, folder: source)
+    assert build_fairseq.main(["--sdist", "sdist"]) == 1
+    message = capsys.readouterr().err
+    assert "fairseq/data/data_utils.py" in message and "builtin_numbers" in message
+    assert not build.calls
 
 
 class Hostile:
@@ -175,80 +159,78 @@ def saved(content: object, zipped: bool = True, keep: float = 1.0) -> bytes:
     return file.getvalue()[: int(keep * len(file.getvalue()))]
 
 
-class TestCheckpointLoader:
-    """Through the function by which fairseq trains on, evaluates and generates."""
+@pytest.fixture
+def load(our_fairseq: None, tmp_path: Path):
+    """The function by which fairseq trains on, evaluates and generates."""
+    from fairseq import checkpoint_utils
 
-    @pytest.fixture
-    def load(self, our_fairseq: None, tmp_path: Path):
-        from fairseq import checkpoint_utils
+    def load(content: bytes, **options: object):
+        (tmp_path / "file.pt").write_bytes(content)
+        return checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "file.pt"), **options)
 
-        def load(content: bytes, **options: object):
-            (tmp_path / "file.pt").write_bytes(content)
-            return checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "file.pt"), **options)
+    return load
 
-        return load
 
-    @pytest.mark.parametrize("zipped", [True, False])
-    def test_loads_an_old_checkpoint_and_allows_nothing_more_to_others(self, load, zipped: bool) -> None:
-        args = argparse.Namespace(task="language_modeling", arch="transformer_lm", lr=0.25, data=["corpus"])
-        before = torch.serialization.get_safe_globals()
-        state = load(saved(checkpoint(args=args), zipped), arg_overrides={"data": "elsewhere"})
-        assert state["args"].arch == "transformer_lm" and state["args"].lr == [0.25]
-        assert state["args"].data == "elsewhere"
-        assert state["model"]["weight"].tolist() == [0, 1, 2]
-        assert set(torch.serialization.get_safe_globals()) == set(before)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_loads_an_old_checkpoint_and_allows_nothing_more_to_others(load, zipped: bool) -> None:
+    args = argparse.Namespace(task="language_modeling", arch="transformer_lm", lr=0.25, data=["corpus"])
+    before = torch.serialization.get_safe_globals()
+    state = load(saved(checkpoint(args=args), zipped), arg_overrides={"data": "elsewhere"})
+    assert state["args"].arch == "transformer_lm" and state["args"].lr == [0.25]
+    assert state["args"].data == "elsewhere"
+    assert state["model"]["weight"].tolist() == [0, 1, 2]
+    assert set(torch.serialization.get_safe_globals()) == set(before)
 
-    @staticmethod
-    def renamed(state: dict[str, object], old: bytes, new: bytes) -> bytes:
-        """What another release would have written: the same objects under their older names."""
-        content = saved(state, zipped=False)
-        assert re.search(old, content)
-        return re.sub(old, new, content)
 
-    def test_loads_the_meters_of_fairseq_0_8(self, load) -> None:
-        from fairseq.logging.meters import AverageMeter
+def renamed(state: dict[str, object], old: bytes, new: bytes) -> bytes:
+    """What another release would have written: the same objects under their older names."""
+    content = saved(state, zipped=False)
+    assert re.search(old, content)
+    return re.sub(old, new, content)
 
-        meter = AverageMeter()
-        meter.update(1.5, n=2)
-        state = checkpoint(extra_state={"train_iterator": {}, "train_meters": {"loss": meter}})
-        content = self.renamed(state, rb"fairseq\.logging\.meters\n", b"fairseq.meters\n")
-        assert load(content)["extra_state"]["train_meters"]["loss"].count == 2
 
-    @pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
-    def test_loads_numpy_numbers_and_saves_them_again(self, load, core: bytes) -> None:
-        counts, big_endian = np.array([[3, 2], [1, 0]]), np.array([1.5], dtype=">f4")
-        state = checkpoint(metrics={"counts": counts, "big": big_endian, "loss": np.float64(2.5)})
-        content = self.renamed(state, rb"numpy\._?core\.multiarray\n", core + b".multiarray\n")
-        for _ in range(2):
-            loaded = load(content)["metrics"]
-            assert isinstance(loaded["counts"], np.ndarray)
-            assert loaded["counts"].tolist() == counts.tolist()
-            assert loaded["counts"].dtype == counts.dtype
-            assert loaded["big"].tolist() == [1.5]
-            assert loaded["loss"] == 2.5
-            content = saved(checkpoint(metrics=loaded))
+def test_loads_the_meters_of_fairseq_0_8(load) -> None:
+    from fairseq.logging.meters import AverageMeter
 
-    @pytest.mark.parametrize(
-        ("content", "says"),
-        [
-            (lambda witness: saved(checkpoint(args=Hostile(witness))), "asks for .*open"),
-            (lambda witness: saved(checkpoint(args=Hostile(witness)), zipped=False), "asks for .*open"),
-            (lambda witness: pickle.dumps(Hostile(witness), protocol=2), ""),
-            (saved(checkpoint(metrics=np.array([{}, []], dtype=object))), "only numbers are allowed"),
-            (b"", "empty"),
-            *[(saved(checkpoint())[:length], "cut short") for length in (1, 10)],
-            *[(saved(checkpoint(), keep=keep), "cut short") for keep in (0.5, 0.99)],
-            *[(saved(x), "is not one of fairseq") for x in (torch.zeros(2), {"weight": torch.zeros(2)}, [1, 2])],
-        ],
-    )
-    def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(
-        self, load, content, says: str, tmp_path: Path
-    ) -> None:
-        witness = tmp_path / "witness"
-        with pytest.raises(ValueError, match=rf"file\.pt.* {says}") as error:
-            load(content if isinstance(content, bytes) else content(witness))
-        assert "asks for" not in says or "weights_only" not in str(error.value)  # no advice to run it after all
-        assert not witness.exists()
+    meter = AverageMeter()
+    meter.update(1.5, n=2)
+    state = checkpoint(extra_state={"train_iterator": {}, "train_meters": {"loss": meter}})
+    content = renamed(state, rb"fairseq\.logging\.meters\n", b"fairseq.meters\n")
+    assert load(content)["extra_state"]["train_meters"]["loss"].count == 2
+
+
+@pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
+def test_loads_numpy_numbers_and_saves_them_again(load, core: bytes) -> None:
+    counts, big_endian = np.array([[3, 2], [1, 0]]), np.array([1.5], dtype=">f4")
+    state = checkpoint(metrics={"counts": counts, "big": big_endian, "loss": np.float64(2.5)})
+    content = renamed(state, rb"numpy\._?core\.multiarray\n", core + b".multiarray\n")
+    for _ in range(2):
+        loaded = load(content)["metrics"]
+        assert isinstance(loaded["counts"], np.ndarray) and loaded["counts"].dtype == counts.dtype
+        assert loaded["counts"].tolist() == counts.tolist() and loaded["big"].tolist() == [1.5]
+        assert loaded["loss"] == 2.5
+        content = saved(checkpoint(metrics=loaded))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (lambda witness: saved(checkpoint(args=Hostile(witness))), "asks for .*open"),
+        (lambda witness: saved(checkpoint(args=Hostile(witness)), zipped=False), "asks for .*open"),
+        (lambda witness: pickle.dumps(Hostile(witness), protocol=2), ""),
+        (saved(checkpoint(metrics=np.array([{}, []], dtype=object))), "only numbers are allowed"),
+        (b"", "empty"),
+        *[(saved(checkpoint())[:length], "cut short") for length in (1, 10)],
+        *[(saved(checkpoint(), keep=keep), "cut short") for keep in (0.5, 0.99)],
+        *[(saved(x), "is not one of fairseq") for x in (torch.zeros(2), {"weight": torch.zeros(2)}, [1, 2])],
+    ],
+)
+def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, content, says, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    with pytest.raises(ValueError, match=rf"file\.pt.* {says}") as error:
+        load(content if isinstance(content, bytes) else content(witness))
+    assert "asks for" not in says or "weights_only" not in str(error.value)  # no advice to run it after all
+    assert not witness.exists()
 
 
 def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(
@@ -266,9 +248,7 @@ def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(
     def save(content: str) -> None:
         """A checkpoint, which is the best so far, at the end of an epoch."""
         trainer = SimpleNamespace(
-            data_parallel_rank=0,
-            checkpoint_suffix="",
-            should_save_checkpoint_on_current_rank=True,
+            **{"data_parallel_rank": 0, "checkpoint_suffix": "", "should_save_checkpoint_on_current_rank": True},
             consolidate_optimizer=lambda: None,
             get_num_updates=lambda: 7,
             save_checkpoint=lambda path, state: Path(path).write_text(content),
@@ -290,36 +270,31 @@ def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(
     assert sorted(tmp_path.iterdir()) == [best, last]
 
 
-class TestRepeatedNgrams:
-    """What fairseq's search takes away from a token's choices: the tokens of 4 to 9, and the end, 2."""
+@pytest.mark.parametrize(
+    ("size", "rows", "forbidden"),
+    [
+        (1, [[]], [set()]),
+        (1, [[4, 5]], [{4, 5}]),  # and not the end, which is at the beginning, too
+        (2, [[4]], [set()]),
+        (2, [[4, 5, 4, 6, 4]], [{5, 6}]),
+        (3, [[4, 5, 6, 4]], [set()]),
+        (3, [[4, 5, 6, 4, 5]], [{6}]),
+        (3, [[4, 4, 4]], [{4}]),
+        (2, [[4, 5, 4], [4, 6, 4], [4, 5, 6]], [{5}, {6}, set()]),
+    ],
+)
+def test_fairseqs_search_takes_away_what_came_after_the_same_words(
+    our_fairseq: None, size: int, rows: list[list[int]], forbidden: list[set[int]]
+) -> None:
+    """Of the tokens 4 to 9, and the end, 2."""
+    from fairseq.ngram_repeat_block import NGramRepeatBlock
 
-    @pytest.mark.parametrize(
-        ("size", "rows", "forbidden"),
-        [
-            (1, [[]], [set()]),
-            (1, [[4, 5]], [{4, 5}]),  # and not the end, which is at the beginning, too
-            (2, [[4]], [set()]),
-            (2, [[4, 4]], [{4}]),
-            (2, [[4, 5, 6, 4]], [{5}]),
-            (2, [[4, 5, 4, 6, 4]], [{5, 6}]),
-            (3, [[4, 5, 6, 4]], [set()]),
-            (3, [[4, 5, 6, 4, 5]], [{6}]),
-            (3, [[4, 4, 4]], [{4}]),
-            (2, [[4, 5, 4], [4, 6, 4], [4, 5, 6]], [{5}, {6}, set()]),
-        ],
-    )
-    def test_forbid_what_came_after_the_same_words(
-        self, our_fairseq: None, size: int, rows: list[list[int]], forbidden: list[set[int]]
-    ) -> None:
-        from fairseq.ngram_repeat_block import NGramRepeatBlock
-
-        step = len(rows[0])
-        tokens = torch.full((len(rows), step + 5), 1)  # a buffer that is longer than the words
-        tokens[:, : step + 1] = torch.tensor([[2, *row] for row in rows])
-        allowed = [2, *range(4, 10)]
-        for choices in (allowed, [2], [5]):  # what there is no choice of stays
-            scores = torch.full((len(rows), 10), float("-inf"))
-            scores[:, choices] = -1.0
-            found = NGramRepeatBlock(size, use_extension=False)(tokens, scores, len(rows), 1, step)
-            left = [set(row.isfinite().nonzero().flatten().tolist()) for row in found]
-            assert left == [set(choices) - (few if len(choices) > 1 else set()) for few in forbidden]
+    step = len(rows[0])
+    tokens = torch.full((len(rows), step + 5), 1)  # a buffer that is longer than the words
+    tokens[:, : step + 1] = torch.tensor([[2, *row] for row in rows])
+    for choices in ([2, *range(4, 10)], [2], [5]):  # what there is no choice of stays
+        scores = torch.full((len(rows), 10), float("-inf"))
+        scores[:, choices] = -1.0
+        found = NGramRepeatBlock(size, use_extension=False)(tokens, scores, len(rows), 1, step)
+        left = [set(row.isfinite().nonzero().flatten().tolist()) for row in found]
+        assert left == [set(choices) - (few if len(choices) > 1 else set()) for few in forbidden]

@@ -1,6 +1,7 @@
 """What is asked of kernels on a GPU, asked of those for the CPU: that the programs run, and that they can fail."""
 
 import json
+import os
 
 import gpu_exercise
 import pytest
@@ -9,23 +10,29 @@ import torch
 from fairseq_fastweights import ops
 
 
-@pytest.fixture(autouse=True)
-def native() -> None:
+@pytest.mark.parametrize("program", ["memory", "determinism"])
+def test_calls_every_operator_by_each_algorithm_and_finds_bits_that_change(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     if ops.chosen_backend("cpu", torch.float32, 1) != "native":
         pytest.skip("the CPU kernels are not built here")
-
-
-@pytest.mark.parametrize("program", ["memory", "determinism", "first-call"])
-def test_passes_on_the_cpu(program: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(gpu_exercise, "MOST_EXTRA_MILLISECONDS", 60_000)  # other tests run beside this one
-    assert gpu_exercise.main([program, "--device", "cpu"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["right"] is True
-
-
-def test_bits_that_change_are_found(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    asked: list[tuple[str, torch.dtype]] = []
     exact = gpu_exercise.differentiated
-    monkeypatch.setattr(
-        gpu_exercise, "differentiated", lambda *arguments: [x + torch.rand(()) for x in exact(*arguments)]
-    )
-    assert gpu_exercise.main(["determinism", "--device", "cpu"]) == 1
-    assert len(json.loads(capsys.readouterr().out)["differing"]) == 2 * 2 * len(gpu_exercise.SMALL_SHAPES) * 4
+
+    def differentiated(rule: gpu_exercise.Rule, inputs: list[torch.Tensor], state: torch.Tensor) -> list[torch.Tensor]:
+        asked.append((os.environ["FASTWEIGHTS_CUDA_ALGORITHM"], inputs[0].dtype))
+        return [x + torch.rand(()) for x in exact(rule, inputs, state)]
+
+    assert gpu_exercise.main([program, "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["right"] is True
+    monkeypatch.setattr(gpu_exercise, "differentiated", differentiated)
+    dtypes = gpu_exercise.DTYPES if program == "memory" else (torch.float32, torch.bfloat16, torch.float16)
+    calls = 2 * len(dtypes) * len(gpu_exercise.SMALL_SHAPES) * 4
+    assert gpu_exercise.main([program, "--device", "cpu"]) == int(program == "determinism")
+    assert set(asked) == {(algorithm, dtype) for algorithm in ("recurrent", "chunked") for dtype in dtypes}
+    assert "FASTWEIGHTS_CUDA_ALGORITHM" not in os.environ
+    if program == "determinism":
+        assert len(json.loads(capsys.readouterr().out)["differing"]) == calls
+    else:
+        assert found["calls"] == 3 * calls

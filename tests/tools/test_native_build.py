@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -79,15 +78,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compilers(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The suffixes of what is made from here on, and one whose making is `interrupted`."""
     found = SimpleNamespace(made=[], interrupted="")
-    whole = native_build.Builder.run
+    whole = native_build.run
 
-    def run(self: native_build.Builder, part: str, command: list[str], target: Path) -> None:
+    def run(command: list[str], target: Path, log: Path) -> None:
         found.made.append(target.suffix)
         if target.suffix == found.interrupted:
             raise KeyboardInterrupt
-        whole(self, part, command, target)
+        whole(command, target, log)
 
-    monkeypatch.setattr(native_build.Builder, "run", run)
+    monkeypatch.setattr(native_build, "run", run)
     return found
 
 
@@ -102,92 +101,95 @@ def recorded(root: Path) -> dict[str, dict[str, object]]:
     return json.loads((root / RECORD).read_text())
 
 
-def change_record(root: Path, **facts: object) -> None:
-    record = recorded(root)
-    record["cpu"].update(facts)
-    (root / RECORD).write_text(json.dumps(record))
-
-
 def change(root: Path, source: str) -> None:
     with (root / "cpu" / source).open("a") as file:
         file.write("// changed\n")
 
 
 @needs_compiler
-class TestBuild:
-    def test_builds_loads_and_records_once(self, root: Path, compilers: SimpleNamespace, capsys) -> None:
-        assert native_build.main([]) == 0
-        assert "CPU kernels: ready" in capsys.readouterr().out
-        assert ctypes.CDLL(str(root / LIBRARY)).answer() == 40 + len(VARIANTS)
-        entry = recorded(root)["cpu"]
-        assert entry["state"] == "built" and entry["torch"] == THIS_TORCH and entry["variants"] == VARIANTS
-        assert entry["sources"] == real_libraries.source_digest(root / "cpu")
-        assert re.search(r"\d+\.\d+", str(entry["compiler"])) and "-O3" in str(entry["flags"])
-        assert "march=native" not in str(entry["flags"])
-        assert libraries_of(root).load("cpu") is None
-        compilers.made.clear()
-        assert native_build.main([]) == 0 and not compilers.made
-
-    @pytest.mark.parametrize(
-        ("source", "compiled"),
-        [("binding.cpp", 1), ("kernels.cpp", len(VARIANTS)), ("kernels.h", len(VARIANTS) + 2)],
-    )
-    def test_what_changed_is_compiled_and_an_interrupted_build_is_not_taken_for_the_one_before(
-        self, root: Path, source: str, compiled: int, compilers: SimpleNamespace
-    ) -> None:
+@pytest.mark.parametrize(
+    ("source", "compiled"), [("binding.cpp", 1), ("kernels.cpp", len(VARIANTS)), ("kernels.h", len(VARIANTS) + 2)]
+)
+def test_what_changed_is_built_recorded_and_loads_and_an_interrupted_build_is_not_taken_for_the_one_before(
+    root: Path, source: str, compiled: int, compilers: SimpleNamespace, capsys
+) -> None:
+    assert native_build.main([]) == 0
+    assert "CPU kernels: ready" in capsys.readouterr().out
+    assert ctypes.CDLL(str(root / LIBRARY)).answer() == 40 + len(VARIANTS)
+    entry = recorded(root)["cpu"]
+    assert entry["state"] == "built" and entry["torch"] == THIS_TORCH and entry["variants"] == VARIANTS
+    assert entry["sources"] == real_libraries.source_digest(root / "cpu")
+    assert re.search(r"\d+\.\d+", str(entry["compiler"])) and "-O3" in str(entry["flags"])
+    assert "march=native" not in str(entry["flags"])
+    compilers.made.clear()
+    assert native_build.main([]) == 0 and not compilers.made
+    change(root, source)
+    compilers.interrupted = ".so"
+    with pytest.raises(KeyboardInterrupt):
         native_build.main([])
-        compilers.made.clear()
-        change(root, source)
-        compilers.interrupted = ".so"
-        with pytest.raises(KeyboardInterrupt):
-            native_build.main([])
-        assert compilers.made.count(".o") == compiled and compilers.made.count(".so") == 1
-        assert "did not finish" in libraries_of(root).load("cpu")
-        compilers.interrupted = ""
-        assert native_build.main([]) == 0
-        assert libraries_of(root).load("cpu") is None
+    assert compilers.made.count(".o") == compiled and compilers.made.count(".so") == 1
+    assert "did not finish" in libraries_of(root).load("cpu")
+    compilers.interrupted = ""
+    assert native_build.main([]) == 0
+    assert libraries_of(root).load("cpu") is None
 
-    @pytest.mark.parametrize(
-        ("dispatch", "says"),
-        [
-            ("int variants() { return no_such_thing; }\n", "no_such_thing"),
-            pytest.param(
-                "int somewhere_else();\nint variants() { return somewhere_else(); }\n",
-                "somewhere_else",
-                marks=pytest.mark.skipif(sys.platform != "linux", reason="another linker takes what is undefined"),
-            ),
-            (None, "x.cpp:1: error: boom"),  # while others wait
-        ],
-    )
-    def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(
-        self, root: Path, dispatch: str | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-    ) -> None:
-        native_build.main([])
-        capsys.readouterr()
-        log = root / LOG
-        if dispatch is None:
-            answers = f'*" --version "*|*" -dumpfullversion "*|*" -fsyntax-only "*) exec {COMPILER} "$@" ;;'
-            failing = f'case " $* " in\n{answers}\nesac\nsleep 0.3; echo "{says}"; exit 1'
-            monkeypatch.setenv("CXX", str(script(tmp_path / "failing-c++", failing)))
-            monkeypatch.setenv("MAX_JOBS", "1")
-        else:
-            (root / "cpu/dispatch.cpp").write_text(dispatch)
-        assert native_build.main([]) == 0
-        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
-        reason = libraries_of(root).load("cpu")
-        for text in (line, reason):
-            assert says in text and str(log) in text and "build again" in text and "\n" not in text
-        assert says in log.read_text() and log.read_text().count("boom\n") < len(VARIANTS) + 2
-        assert recorded(root)["cpu"]["state"] == "missing" and not list(root.glob(f"{LIBRARY}*"))
-        # A build that compiles nothing does not show what an earlier one said.
-        monkeypatch.setenv("FASTWEIGHTS_BUILD", "none")
-        assert native_build.main([]) == 0 and not log.exists()
-        assert log.name not in capsys.readouterr().out and log.name not in libraries_of(root).load("cpu")
-        for name in ("CXX", "FASTWEIGHTS_BUILD"):
-            monkeypatch.delenv(name, raising=False)
-        (root / "cpu/dispatch.cpp").write_text(SOURCES["dispatch.cpp"])
-        assert native_build.main([]) == 0 and not log.exists()
-        assert libraries_of(root).load("cpu") is None
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dispatch", "says"),
+    [
+        ("int variants() { return no_such_thing; }\n", "no_such_thing"),
+        pytest.param(
+            "int somewhere_else();\nint variants() { return somewhere_else(); }\n",
+            "somewhere_else",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="another linker takes what is undefined"),
+        ),
+        (None, "x.cpp:1: error: boom"),  # while others wait
+    ],
+)
+def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(
+    root: Path, dispatch: str | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    native_build.main([])
+    capsys.readouterr()
+    log = root / LOG
+    if dispatch is None:
+        answers = f'*" --version "*|*" -dumpfullversion "*|*" -fsyntax-only "*) exec {COMPILER} "$@" ;;'
+        failing = f'case " $* " in\n{answers}\nesac\nsleep 0.3; echo "{says}"; exit 1'
+        monkeypatch.setenv("CXX", str(script(tmp_path / "failing-c++", failing)))
+        monkeypatch.setenv("MAX_JOBS", "1")
+    else:
+        (root / "cpu/dispatch.cpp").write_text(dispatch)
+    assert native_build.main([]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
+    reason = libraries_of(root).load("cpu")
+    for text in (line, reason):
+        assert says in text and str(log) in text and "build again" in text and "\n" not in text
+    assert says in log.read_text() and log.read_text().count("boom\n") < len(VARIANTS) + 2
+    assert recorded(root)["cpu"]["state"] == "missing" and not list(root.glob(f"{LIBRARY}*"))
+    # A build that compiles nothing does not show what an earlier one said.
+    monkeypatch.setenv("FASTWEIGHTS_BUILD", "none")
+    assert native_build.main([]) == 0 and not log.exists()
+    assert log.name not in capsys.readouterr().out and log.name not in libraries_of(root).load("cpu")
+    for name in ("CXX", "FASTWEIGHTS_BUILD"):
+        monkeypatch.delenv(name, raising=False)
+    (root / "cpu/dispatch.cpp").write_text(SOURCES["dispatch.cpp"])
+    assert native_build.main([]) == 0 and not log.exists()
+    assert libraries_of(root).load("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("#error -- unsupported GNU version! gcc versions later than 15", "name an older one with CXX="),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "MAX_JOBS=1"),
+        ("ld: cannot find -lc10", "install what it misses"),
+    ],
+)
+def test_the_likely_remedy_is_named(root: Path, said: str, remedy: str, tmp_path: Path) -> None:
+    failing = script(tmp_path / "compiler", f"echo '{said}'; exit 1")
+    with pytest.raises(Unavailable, match=f"{remedy}.* ?build again|build again.*{remedy}"):
+        native_build.run([str(failing)], tmp_path / "x.o", tmp_path / "log")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +197,7 @@ class TestBuild:
     [
         ({}, 0, r"CPU kernels: not built: .*no C\+\+ compiler.*apt install g\+\+"),
         ({"CXX": "no-such-c++"}, 0, r"CPU .*no-such-c\+\+"),
+        ({"CXX": "{old}"}, 0, r"CPU .*old is old \(GCC\) 8.5.0; install g\+\+ 9 or later"),
         ({"FASTWEIGHTS_BUILD": "none"}, 0, "(?s)CPU .*FASTWEIGHTS_BUILD was none.*CUDA .*FASTWEIGHTS_BUILD was none"),
         ({"FASTWEIGHTS_BUILD": "cpu"}, 1, r"CPU .*no C\+\+ compiler"),
         ({"FASTWEIGHTS_BUILD": "cuda"}, 1, r"CPU .*no C\+\+ compiler"),
@@ -205,8 +208,9 @@ def test_without_a_compiler_only_what_was_asked_for_is_an_error(
     root: Path, environment: dict[str, str], status: int, says: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     (root / LIBRARY).touch()
+    old = script(tmp_path / "old", 'if [ "$1" = --version ]; then echo "old (GCC) 8.5.0"; else echo 8.5.0; fi')
     for name, value in {"PATH": str(tmp_path / "empty"), **environment}.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value.format(old=old))
     assert native_build.main([]) == status
     printed = capsys.readouterr()
     assert re.search(says, printed.err if status == 2 else printed.out)
@@ -216,161 +220,147 @@ def test_without_a_compiler_only_what_was_asked_for_is_an_error(
         assert reason and reason in libraries_of(root).load(part.lower())
 
 
-class TestLoad:
-    """A library is loaded into the torch that it was built for, or not at all."""
+OTHER = THIS_TORCH.partition("+")[0] + "+other"
 
-    @pytest.fixture
-    def built(self, root: Path) -> Path:
-        """As a build leaves it, with a library that cannot be loaded."""
-        (root / LIBRARY).write_bytes(b"no library")
-        entry = {"state": "built", "torch": THIS_TORCH, "sources": real_libraries.source_digest(root / "cpu")}
-        (root / RECORD).write_text(json.dumps({"cpu": entry}))
-        return root
 
-    OTHER = THIS_TORCH.partition("+")[0] + "+other"
+@pytest.mark.parametrize(
+    ("gone", "facts", "says"),
+    [
+        ((RECORD, LIBRARY), {}, ["python {root}/tools/native_build.py"]),  # a bare clone
+        ((RECORD, "tools"), {}, ["pip install"]),  # an installed package
+        ((), {"torch": "2.4.1"}, ["torch 2.4.1 ", THIS_TORCH, "native_build.py"]),
+        ((), {"torch": OTHER}, [f"torch {OTHER} ", THIS_TORCH, "native_build.py"]),
+        ((), {"sources": "others"}, ["outdated", "native_build.py"]),
+        (("tools", "cpu"), {"sources": "others"}, ["could not be loaded"]),  # they do not matter where there are none
+        ((LIBRARY,), {}, ["_native_cpu.so is gone"]),
+        ((), {}, ["OSError", "_native_cpu.so", "native_build.py"]),  # the loader's own error
+        ((), {"state": 3}, ["were not built"]),
+    ],
+)
+def test_a_library_is_loaded_into_the_torch_that_it_was_built_for_or_refused_in_one_line_that_does_not_change(
+    root: Path, gone: tuple[str, ...], facts: dict[str, object], says: list[str]
+) -> None:
+    (root / LIBRARY).write_bytes(b"no library")
+    entry = {"state": "built", "torch": THIS_TORCH, "sources": real_libraries.source_digest(root / "cpu"), **facts}
+    (root / RECORD).write_text(json.dumps({"cpu": entry}))
+    for name in gone:
+        (shutil.rmtree if (root / name).is_dir() else os.unlink)(root / name)
+    libraries = libraries_of(root)
+    reason = libraries.load("cpu")
+    assert "\n" not in reason and all(text.format(root=root) in reason for text in says)
+    (root / RECORD).unlink(missing_ok=True)
+    assert libraries.load("cpu") == reason
 
-    @pytest.mark.parametrize(
-        ("spoil", "gone", "says"),
-        [
-            (None, (RECORD, LIBRARY), ["python {root}/tools/native_build.py"]),  # a bare clone
-            (None, (RECORD, "tools"), ["pip install"]),  # an installed package
-            (lambda root: change_record(root, torch="2.4.1"), (), ["torch 2.4.1 ", THIS_TORCH, "native_build.py"]),
-            (
-                lambda root: change_record(root, torch=TestLoad.OTHER),
-                (),
-                [f"torch {OTHER} ", THIS_TORCH, "native_build.py"],
-            ),
-            (lambda root: change(root, "kernels.h"), (), ["outdated", "native_build.py"]),
-            (None, ("tools", "cpu"), ["could not be loaded"]),  # sources do not matter where there are none
-            (None, (LIBRARY,), ["_native_cpu.so is gone"]),
-            (None, (), ["OSError", "_native_cpu.so", "native_build.py"]),  # the loader's own error
-            *[
-                (lambda root, text=text: (root / RECORD).write_text(text), (), ["were not built"])
-                for text in ("", "[]", '{"cpu": "built"}', '{"cpu": {"state"')
-            ],
-        ],
+
+@pytest.fixture
+def nvcc(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in the place of nvcc, for the CUDA part."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    (root / "cuda").mkdir()
+    (root / "cuda/kernel.cu").write_text("__global__ void kernel() {}\n")
+    return script(
+        tmp_path / "cuda/bin/nvcc",
+        'case "$1" in\n'
+        '--version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;\n'
+        '--dryrun) echo "#$ TOP=/opt/the-toolkit" >&2 ;;\n'
+        f"--list-gpu-arch) cat {tmp_path}/architectures 2>/dev/null || printf 'compute_%s\\n' 75 80 90 100 103 120 ;;\n"
+        "*) exit 1 ;;\n"
+        "esac",
     )
-    def test_what_does_not_fit_is_refused_in_one_line_that_does_not_change(
-        self, built: Path, spoil: Callable[[Path], object] | None, gone: tuple[str, ...], says: list[str]
-    ) -> None:
-        for name in gone:
-            (shutil.rmtree if (built / name).is_dir() else os.unlink)(built / name)
-        if spoil is not None:
-            spoil(built)
-        libraries = libraries_of(built)
-        reason = libraries.load("cpu")
-        assert "\n" not in reason and all(text.format(root=built) in reason for text in says)
-        (built / RECORD).unlink(missing_ok=True)
-        assert libraries.load("cpu") == reason
 
 
-class TestCuda:
-    """What the CUDA part needs, with a script in the place of nvcc."""
-
-    @pytest.fixture
-    def nvcc(self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-        (root / "cuda").mkdir()
-        (root / "cuda/kernel.cu").write_text("__global__ void kernel() {}\n")
-        return script(
-            tmp_path / "cuda/bin/nvcc",
-            'case "$1" in\n'
-            '--version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;\n'
-            '--dryrun) echo "#$ TOP=/opt/the-toolkit" >&2 ;;\n'
-            "--list-gpu-arch) echo compute_75; echo compute_80; echo compute_90; echo compute_120 ;;\n"
-            "*) exit 1 ;;\n"
-            "esac",
-        )
-
-    @pytest.mark.parametrize(
-        ("cuda", "there", "says"),
-        [
-            (None, True, r"2\.13\.0 has no CUDA"),
-            ("12.6", True, r"CUDA 13\.0 and torch is for CUDA 12\.6; let CUDA_HOME name a CUDA 12 "),
-            ("13.0", False, r"no nvcc .* install the CUDA toolkit 13 \(torch is for CUDA 13\.0\)"),
-        ],
-    )
-    def test_what_is_missing_is_named(self, nvcc: Path, cuda, there, says, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-        monkeypatch.setattr(native_toolchain, "DEFAULT_NVCC", str(tmp_path / "default/bin/nvcc"))
-        if not there:
-            nvcc.unlink()
-        with pytest.raises(Unavailable, match=says):
-            native_build.plan_cuda(Torch(Path("torch"), "2.13.0", cuda))
-
-    @pytest.mark.parametrize(
-        ("listed", "gpus", "architectures"),
-        [
-            ("", [], "sm_75 sm_80 sm_90 compute_90"),
-            ("", [90], "sm_90"),
-            ("", [80, 90], "sm_80 sm_90"),
-            ("", [70], "sm_75 sm_80 sm_90 compute_90"),  # one that this nvcc knows nothing of
-            ("8.0", [90], "sm_80"),
-            ("8.0;9.0a+PTX", [], "sm_80 sm_90a compute_90a"),
-            ("7.5 12.0", [], "sm_75 sm_120"),
-            *[(listed, [], None) for listed in ("Hopper", "8.0;7.0", "90")],
-        ],
-    )
-    def test_architectures(self, nvcc: Path, listed: str, gpus, architectures: str | None, monkeypatch) -> None:
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-        monkeypatch.setattr(Torch, "capabilities", lambda self: gpus)
-        chosen = lambda: Nvcc.find("13.0").architectures(Torch(Path("torch"), "2.11.0+cu130", "13.0"))  # noqa: E731
-        if architectures is not None:
-            assert chosen() == architectures.split()
-            return
-        with pytest.raises(Unavailable, match=r"TORCH_CUDA_ARCH_LIST names .*7.5, 8.0, 9.0, 12.0"):
-            chosen()
+@pytest.mark.parametrize(
+    ("cuda", "there", "says"),
+    [
+        (None, True, r"2\.13\.0 has no CUDA"),
+        ("12.6", True, r"CUDA 13\.0 and torch is for CUDA 12\.6; let CUDA_HOME name a CUDA 12 "),
+        ("13.0", False, r"no nvcc .* install the CUDA toolkit 13 \(torch is for CUDA 13\.0\)"),
+    ],
+)
+def test_what_the_cuda_part_misses_is_named(nvcc: Path, cuda, there, says, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr(native_toolchain, "DEFAULT_NVCC", str(tmp_path / "default/bin/nvcc"))
+    if not there:
+        nvcc.unlink()
+    with pytest.raises(Unavailable, match=says):
+        native_build.plan_cuda(Torch(Path("torch"), "2.13.0", cuda))
 
 
-class TestInstallation:
-    @pytest.fixture
-    def project(self, root: Path) -> Path:
-        """With what an installation needs besides; the package holds a library that is of another environment."""
-        for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
-            shutil.copy(ROOT / name, root / name)
-        for name in ("__init__.py", "ops/__init__.py", "_native_cuda.so"):
-            (root / "fairseq_fastweights" / name).touch()
-        return root
+@pytest.mark.parametrize(
+    ("listed", "gpus", "architectures"),
+    [
+        ("", [], "sm_75 sm_80 sm_90 sm_100 sm_120 compute_120"),
+        ("", [90], "sm_90"),
+        ("", [80, 90], "sm_80 sm_90"),
+        ("", [70], "sm_75 sm_80 sm_90 sm_100 sm_120 compute_120"),  # one that this nvcc knows nothing of
+        ("8.0", [90], "sm_80"),
+        ("8.0;9.0a+PTX", [], "sm_80 sm_90a compute_90a"),
+        ("7.5 12.0", [], "sm_75 sm_120"),
+        *[(listed, [], None) for listed in ("Hopper", "8.0;7.0", "90")],
+    ],
+)
+def test_architectures(nvcc: Path, listed: str, gpus, architectures: str | None, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    monkeypatch.setattr(Torch, "capabilities", lambda self: gpus)
+    torch_13 = Torch(Path("torch"), "2.11.0+cu130", "13.0")
+    if architectures is None:
+        with pytest.raises(Unavailable, match=r"TORCH_CUDA_ARCH_LIST names .*7.5, 8.0, 9.0, 10.0, 10.3, 12.0"):
+            Nvcc.find("13.0").architectures(torch_13)
+        return
+    assert Nvcc.find("13.0").architectures(torch_13) == architectures.split()
+    if not listed and not gpus:  # an older nvcc
+        (tmp_path / "architectures").write_text("compute_70\ncompute_90\n")
+        assert Nvcc.find("13.0").architectures(torch_13) == ["sm_70", "sm_90", "compute_90"]
 
-    def setup(self, project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "setup.py", "-q", *arguments]
-        env = {**os.environ, **environment}
-        return subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
 
-    @needs_compiler
-    @pytest.mark.slow
-    @pytest.mark.parametrize("isolated", [True, False])
-    def test_builds_against_the_torch_that_is_installed(self, project: Path, isolated: bool, tmp_path: Path) -> None:
-        environment = {}
-        if isolated:
-            # As pip does it: a PYTHONPATH with what the build needs, and a start that hides all else.
-            overlay = tmp_path / "overlay"
-            overlay.mkdir()
-            packages = Path(sysconfig.get_path("purelib"))
-            for name in ("setuptools", "pkg_resources", "_distutils_hack"):
-                if (packages / name).exists():
-                    (overlay / name).symlink_to(packages / name)
-            (overlay / "sitecustomize.py").write_text(
-                f"import sys\nsys.path = [path for path in sys.path if path != {str(packages)!r}]\n"
-            )
-            environment = {"PYTHONPATH": str(overlay)}
-            hidden = subprocess.run([sys.executable, "-c", "import torch"], env={**os.environ, **environment})
-            assert hidden.returncode != 0
-        result = self.setup(project, "build", "--build-lib", str(tmp_path / "lib"), **environment)
-        assert result.returncode == 0, result.stderr
-        built = tmp_path / "lib/fairseq_fastweights"
-        assert {path.name for path in built.glob("_native_*")} == {"_native_build.json", "_native_cpu.so"}
-        record = recorded(tmp_path / "lib")
-        assert record["cpu"]["state"] == "built" and record["cpu"]["torch"] == THIS_TORCH
+@pytest.fixture
+def project(root: Path) -> Path:
+    """With what an installation needs besides; the package holds a library that is of another environment."""
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+        shutil.copy(ROOT / name, root / name)
+    for name in ("__init__.py", "ops/__init__.py", "_native_cuda.so"):
+        (root / "fairseq_fastweights" / name).touch()
+    return root
 
-    def test_a_source_distribution_can_be_built_from(self, project: Path, tmp_path: Path) -> None:
-        result = self.setup(project, "sdist", "-d", str(tmp_path))
-        assert result.returncode == 0, result.stderr
-        with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
-            names = {name.partition("/")[2] for name in archive.getnames()}
-        assert {f"cpu/{name}" for name in SOURCES} <= names
-        assert {"tools/native_build.py", "tools/native_toolchain.py", "fairseq_fastweights/ops/libraries.py"} <= names
-        assert not [name for name in names if "_native_" in name]
+
+def setup(project: Path, *arguments: str, **environment: str) -> None:
+    command = [sys.executable, "setup.py", "-q", *arguments]
+    result = subprocess.run(command, cwd=project, env=os.environ | environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("isolated", [True, False])
+def test_installing_builds_against_the_torch_that_is_there(project: Path, isolated: bool, tmp_path: Path) -> None:
+    environment = {}
+    if isolated:
+        # As pip does it: a PYTHONPATH with what the build needs, and a start that hides all else.
+        overlay = tmp_path / "overlay"
+        overlay.mkdir()
+        packages = Path(sysconfig.get_path("purelib"))
+        for name in ("setuptools", "pkg_resources", "_distutils_hack"):
+            if (packages / name).exists():
+                (overlay / name).symlink_to(packages / name)
+        hide = f"import sys\nsys.path = [path for path in sys.path if path != {str(packages)!r}]\n"
+        (overlay / "sitecustomize.py").write_text(hide)
+        environment = {"PYTHONPATH": str(overlay)}
+        hidden = subprocess.run([sys.executable, "-c", "import torch"], env=os.environ | environment)
+        assert hidden.returncode != 0
+    setup(project, "build", "--build-lib", str(tmp_path / "lib"), **environment)
+    built = tmp_path / "lib/fairseq_fastweights"
+    assert {path.name for path in built.glob("_native_*")} == {"_native_build.json", "_native_cpu.so"}
+    record = recorded(tmp_path / "lib")
+    assert record["cpu"]["state"] == "built" and record["cpu"]["torch"] == THIS_TORCH
+
+
+def test_a_source_distribution_can_be_built_from(project: Path, tmp_path: Path) -> None:
+    setup(project, "sdist", "-d", str(tmp_path))
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"cpu/{name}" for name in SOURCES} <= names
+    assert {"tools/native_build.py", "tools/native_toolchain.py", "fairseq_fastweights/ops/libraries.py"} <= names
+    assert not [name for name in names if "_native_" in name]
 
 
 @needs_compiler

@@ -10,20 +10,19 @@ import recorded_passes
 from native_toolchain import HostCompiler, Unavailable
 from recorded_passes import Check
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = "import pathlib, sys; pathlib.Path('ran').touch(); sys.exit(int(pathlib.Path('status').read_text()))"
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one check, which ends with what the file `status` says."""
+    """A repository with two checks, of which the first ends with what the file `status` says."""
     for name in ("tests", "cuda/part"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("step.cu", "choice.cu", "part/old.h"):
         (tmp_path / "cuda" / name).write_text("a\n")
     (tmp_path / "status").write_text("0")
-    check = Check(("cuda/*.cu", "cuda/**/*.h"), ("-c", WORDS))
-    monkeypatch.setattr(recorded_passes, "CHECKS", {"emulated": check})
+    checks = {"emulated": Check(("cuda/*.cu", "cuda/**/*.h"), ("-c", WORDS)), "other": Check(("status",), ("-c", ""))}
+    monkeypatch.setattr(recorded_passes, "CHECKS", checks)
     monkeypatch.setattr(HostCompiler, "find", lambda: None)
     monkeypatch.delenv("CI", raising=False)
     return tmp_path
@@ -36,12 +35,6 @@ def ran(root: Path, *arguments: str, status: int = 0) -> bool:
     return found
 
 
-def test_a_check_is_left_out_while_its_files_are_those_that_passed(root: Path, capsys) -> None:
-    assert ran(root, "--changed") and not ran(root, "--changed")
-    assert "emulated: left out" in capsys.readouterr().out
-    assert ran(root), "it was asked for"
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -52,16 +45,21 @@ def test_a_check_is_left_out_while_its_files_are_those_that_passed(root: Path, c
     ],
     ids=["content", "name", "new", "gone"],
 )
-def test_any_change_of_a_file_runs_it_again(root: Path, change) -> None:
-    assert ran(root, "--changed")
+def test_a_check_is_left_out_while_its_files_are_those_that_passed(root: Path, change, capsys) -> None:
+    recorded_passes.main(["other"], root)
+    assert ran(root, "--changed") and not ran(root, "--changed")
+    assert "emulated: left out" in capsys.readouterr().out
+    assert ran(root), "it was asked for"
     change(root)
     assert ran(root, "--changed") and not ran(root, "--changed")
+    assert sorted(json.loads((root / recorded_passes.RECORD).read_text())) == ["emulated", "other"]
 
 
-@pytest.mark.parametrize("status", [1, 5])
-def test_a_failure_is_not_recorded(root: Path, status: int) -> None:
-    (root / "status").write_text(str(status))
-    assert ran(root, status=status) and ran(root, "--changed", status=status)
+def test_a_failure_is_not_recorded_and_ends_the_run(root: Path) -> None:
+    (root / "status").write_text("5")
+    for arguments in ([], ["--changed"]):
+        assert recorded_passes.main([*arguments, "emulated", "other"], root) == 5
+    assert not (root / recorded_passes.RECORD).exists()
 
 
 @pytest.mark.parametrize("ci", [False, True])
@@ -72,21 +70,18 @@ def test_what_cannot_be_run_is_not_recorded_and_an_error_in_ci(root: Path, monke
     def none() -> None:
         raise Unavailable("no compiler")
 
-    monkeypatch.setattr(HostCompiler, "find", none)
-    assert not ran(root, status=int(ci))
-    monkeypatch.setattr(HostCompiler, "find", lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostCompiler, "find", none)
+        assert not ran(root, status=int(ci))
     (root / "status").write_text(str(recorded_passes.NOT_RUN))
     assert ran(root, status=int(ci)) and not (root / recorded_passes.RECORD).exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"another": ""}'])
-def test_a_damaged_record_is_named(root: Path, text: str, capsys) -> None:
+def test_a_damaged_record_and_files_that_are_gone_are_named(root: Path, text: str, capsys) -> None:
     (root / recorded_passes.RECORD).write_text(text)
     assert not ran(root, "--changed", status=1)
     assert "tests/recorded_passes.json is damaged" in capsys.readouterr().err
-
-
-def test_a_record_keeps_what_others_wrote(root: Path) -> None:
-    recorded_passes.CHECKS["sanitized"] = Check(("cuda/step.cu",), ("-c", "raise SystemExit(0)"))
-    assert recorded_passes.main(["emulated", "sanitized"], root) == 0
-    assert sorted(json.loads((root / recorded_passes.RECORD).read_text())) == ["emulated", "sanitized"]
+    (root / "cuda/part/old.h").unlink()
+    assert not ran(root, status=1)
+    assert "no file is called cuda/**/*.h any more" in capsys.readouterr().err
