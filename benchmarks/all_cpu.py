@@ -7,7 +7,6 @@ Wants a machine with nothing else to do.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,8 +16,6 @@ from pathlib import Path
 from harness.contestants import DEFAULT_FOLDER
 from harness.program import duration, make_parser, positive
 from report import PAGE, RESULTS
-
-HERE = Path(__file__).resolve().parent
 
 # By program: its share of the budget, the name of its results, and whether it takes peers and draws a figure.
 PROGRAMS = {
@@ -40,30 +37,23 @@ def main() -> None:
     text = "tiny cases, to see that the programs run; nothing is kept but in --results and --page"
     parser.add_argument("--quick", action="store_true", help=text)
     options = parser.parse_args()
-    if not options.quick:
-        measure(options, options.results or RESULTS, options.page or PAGE)
-        return
-    # What tiny cases take is not to replace what was measured.
     with tempfile.TemporaryDirectory() as scratch:
-        measure(options, options.results or Path(scratch), options.page or Path(scratch) / PAGE.name)
-
-
-def measure(options: argparse.Namespace, results: Path, page: Path) -> None:
-    """Runs all programs; their results and figures go to the folder `results`."""
-    results = results.resolve()
-    for program, (share, name, peers, figure) in PROGRAMS.items():
-        arguments = ["--budget", str(share * options.budget), "--threads", str(options.threads)]
-        arguments += ["--out", str(results / f"{name}.json")]
-        arguments += ["--figure", str(results / f"{name}.png")] if figure else []
-        arguments += ["--peers", str(options.peers)] if peers else []
-        run(f"{program}.py", *arguments, *(["--quick"] if options.quick else []))
-    run("report.py", "--results", str(results), "--page", str(page))
+        # What tiny cases take is not to replace what was measured.
+        results, page = (Path(scratch), Path(scratch) / PAGE.name) if options.quick else (RESULTS, PAGE)
+        results, page = (options.results or results).resolve(), options.page or page
+        for program, (share, name, peers, figure) in PROGRAMS.items():
+            arguments = ["--budget", str(share * options.budget), "--threads", str(options.threads)]
+            arguments += ["--out", str(results / f"{name}.json")]
+            arguments += ["--figure", str(results / f"{name}.png")] if figure else []
+            arguments += ["--peers", str(options.peers)] if peers else []
+            run(f"{program}.py", *arguments, *(["--quick"] if options.quick else []))
+        run("report.py", "--results", str(results), "--page", str(page))
 
 
 def run(program: str, *arguments: str) -> None:
     """Runs a program of this folder in a process of its own; ends this one where it fails."""
     print(f"benchmarks/{program} {' '.join(arguments)}", file=sys.stderr, flush=True)
-    if subprocess.run([sys.executable, str(HERE / program), *arguments]).returncode != 0:
+    if subprocess.run([sys.executable, str(Path(__file__).resolve().parent / program), *arguments]).returncode != 0:
         sys.exit(f"{program} failed")
 
 

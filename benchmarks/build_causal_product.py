@@ -29,43 +29,32 @@ VERSION = "0.4.0"
 
 
 def download(folder: Path) -> Path:
-    """Fetches the package's source and returns the folder that it was unpacked to."""
+    """Fetches the package's source; returns the folder of its Python files."""
     # Its setup.py, which pip runs for the metadata, asks for CUDA where it can start nvcc.
     folders = os.environ.get("PATH", "").split(os.pathsep)
     path = os.pathsep.join(part for part in folders if not (Path(part) / "nvcc").exists())
     flags = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", *flags, str(folder), f"{PACKAGE}=={VERSION}"],
-        check=True,
-        env={**os.environ, "PATH": path},
-    )
+    command = [sys.executable, "-m", "pip", "download", *flags, str(folder), f"{PACKAGE}=={VERSION}"]
+    subprocess.run(command, check=True, env={**os.environ, "PATH": path})
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
-    return folder / f"{PACKAGE}-{VERSION}"
+    return folder / f"{PACKAGE}-{VERSION}" / "fast_transformers"
 
 
-def build(source: Path, target: Path) -> None:
+def build(package: Path, target: Path) -> None:
     """Puts the package's Python files and the compiled kernel into target/fast_transformers."""
-    compiled = source / "compiled"
-    compiled.mkdir()
-    cpp_extension.load(
-        "causal_product_cpu",
-        [str(source / "fast_transformers" / "causal_product" / "causal_product_cpu.cpp")],
-        extra_cflags=list(BUILD_FLAGS),
-        extra_ldflags=["-fopenmp"],
-        build_directory=str(compiled),
-        with_cuda=False,
-        verbose=True,
-    )
-    package = source / "fast_transformers"
-    shutil.copy(compiled / "causal_product_cpu.so", package / "causal_product")
+    folder = package / "causal_product"
+    name = "causal_product_cpu"
+    with tempfile.TemporaryDirectory() as compiled:
+        flags = {"extra_cflags": list(BUILD_FLAGS), "extra_ldflags": ["-fopenmp"], "with_cuda": False}
+        cpp_extension.load(name, [str(folder / f"{name}.cpp")], build_directory=compiled, verbose=True, **flags)
+        shutil.copy(Path(compiled) / f"{name}.so", folder)
     compiler = subprocess.check_output([os.environ.get("CXX", "c++"), "--version"], text=True).splitlines()[0]
     record = {"flags": list(BUILD_FLAGS), "compiler": compiler, "torch": torch.__version__}
     (package / BUILD_RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    shutil.rmtree(target / "fast_transformers", ignore_errors=True)
-    target.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(package, target / "fast_transformers")
+    shutil.rmtree(target / package.name, ignore_errors=True)
+    shutil.copytree(package, target / package.name)
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from harness import records
 from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs
+from harness.pages import markdown, milliseconds, ratio
 from harness.program import make_parser
-from harness.tables import markdown, milliseconds, ratio
 from harness.timing import Budget, CudaClock, first_calls, time_in_turns
 
 from fairseq_fastweights import ops

@@ -9,15 +9,11 @@ ABC take turns with softmax attention. Ratios are of medians. Needs transformers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
-from harness import records
-from harness.memory import keep_freed_memory
-from harness.program import make_parser, parse
-from harness.turns import compare
+from harness.turns import Calls, Comparison, run
 from torch.nn import functional as F
 from transformers import MambaConfig
 from transformers.models.mamba import modeling_mamba
@@ -31,11 +27,9 @@ QUICK_SIZES = {"batch": 1, "channels": 16, "state": 4}
 PEER = "transformers"
 # Its backward pass goes over all steps as often as there are steps, which for many takes minutes.
 LONGEST_BACKWARD_OF_PEER = 64
-CASES = (("forward", 1024), ("forward+backward", 1024), ("forward+backward", LONGEST_BACKWARD_OF_PEER))
-QUICK_CASES = (("forward", 8), ("forward+backward", 8))
 
 
-def scans(time: int, batch: int, channels: int, state: int) -> dict[str, Callable[[], Any]]:
+def scans(time: int, batch: int, channels: int, state: int) -> Calls:
     """By name a forward pass; each gets its inputs in the memory layout that it wants."""
     u, B, C = (torch.randn(batch, time, size, requires_grad=True) for size in (channels, state, state))
     delta = F.softplus(torch.randn(batch, time, channels) - 4).requires_grad_()
@@ -44,52 +38,45 @@ def scans(time: int, batch: int, channels: int, state: int) -> dict[str, Callabl
     D = torch.ones(channels, requires_grad=True)
     theirs = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (u, delta, B, C)]
     ours = {name: partial(ops.selective_scan, u, delta, A, B, C, D, backend=name) for name in ("native", "chunkwise")}
-    return ours | {
-        PEER: lambda: modeling_mamba.mamba_selective_scan(theirs[0], theirs[1], A, theirs[2], theirs[3], D),
-    }
+    return {**ours, PEER: partial(modeling_mamba.mamba_selective_scan, *theirs[:2], A, *theirs[2:], D)}
 
 
-def layers(time: int, batch: int, channels: int, state: int) -> dict[str, Callable[[], Any]]:
+def layers(time: int, batch: int, channels: int, state: int) -> Calls:
     config = MambaConfig(hidden_size=channels // 2, state_size=state, num_hidden_layers=1)
     theirs = modeling_mamba.MambaMixer(config, layer_idx=0)
     ours = Mamba(channels // 2, state=state)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(time, batch, channels // 2, requires_grad=True)
     x_theirs = x.detach().transpose(0, 1).contiguous().requires_grad_()
-    return {"Mamba": lambda: ours(x), PEER: lambda: theirs(x_theirs)}
+    return {"Mamba": partial(ours, x), PEER: partial(theirs, x_theirs)}
 
 
-def attention(time: int, batch: int, channels: int, state: int) -> dict[str, Callable[[], Any]]:
+def attention(time: int, batch: int, channels: int, state: int) -> Calls:
     """Layers of one row, in heads of 64 but where they are tiny."""
     x = torch.randn(time, 1, channels, requires_grad=True)
     settings = {"num_heads": max(1, channels // 64)}
-    mixers = {name: build_mixer(name, channels, settings) for name in ("softmax", "local", "abc")}
-    return {name: partial(mixer, x) for name, mixer in mixers.items()}
+    return {name: partial(build_mixer(name, channels, settings), x) for name in ("softmax", "local", "abc")}
 
 
-PARTS = {
-    ("scan", scans): CASES,
-    ("layer", layers): CASES,
-    ("attention", attention): tuple(("forward+backward", 4**n) for n in range(4, 8)),
-}
+def comparisons(sizes: dict[str, int]) -> Iterator[Comparison]:
+    cases = [("forward", 1024), ("forward+backward", 1024), ("forward+backward", LONGEST_BACKWARD_OF_PEER)]
+    lengths = [("forward+backward", 4**n) for n in range(4, 8)]
+    if sizes is QUICK_SIZES:
+        cases = lengths = [("forward", 8), ("forward+backward", 8)]
+    for part, prepare, its_cases in (
+        ("scan", scans, cases),
+        ("layer", layers, cases),
+        ("attention", attention, lengths),
+    ):
+        for kind, time in its_cases:
+            calls = prepare(time, **sizes)
+            if kind != "forward" and time > LONGEST_BACKWARD_OF_PEER:
+                calls.pop(PEER, None)
+            yield part, kind, time, calls
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "--threads", "--rounds", "--out", "--quick", rounds=5)
-    parser.set_defaults(device="cpu")
-    options = parse(parser)
-    keep_freed_memory()
-    sizes = QUICK_SIZES if options.quick else SIZES
-    rows = []
-    for (part, prepare), (kind, time) in (
-        (part, case) for part, cases in PARTS.items() for case in (QUICK_CASES if options.quick else cases)
-    ):
-        calls = prepare(time, **sizes)
-        if kind != "forward" and time > LONGEST_BACKWARD_OF_PEER:
-            calls.pop(PEER, None)
-        rows += compare(part, kind, time, calls, options.rounds)
-    if options.out is not None:
-        records.write(records.describe_run("mixers", "cpu", sizes=sizes, rows=rows), options.out)
+    run(__doc__, "mixers", comparisons, SIZES, QUICK_SIZES)
 
 
 if __name__ == "__main__":

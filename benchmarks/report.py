@@ -12,13 +12,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness import ROOT, pages, records, targets
+from harness.pages import Record, count
 from harness.program import make_parser
-from harness.tables import count
-
-Record = dict[str, Any]
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
@@ -33,10 +30,10 @@ SECTIONS = {
 
 def find_records(folder: Path) -> list[tuple[Path, Record]]:
     """The results in a folder, by program, device and date. A file is a record, or an object that holds some."""
-    contents = [(path, records.read(path)) for path in folder.glob("*.json")]
     known = [
         (path, record)
-        for path, content in sorted(contents, key=lambda item: item[0])
+        for path in sorted(folder.glob("*.json"))
+        for content in [records.read(path)]
         for record in (content, *content.values())
         if isinstance(record, dict) and record.get("program") in SECTIONS
     ]
@@ -65,15 +62,12 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
 
 def _machine(record: Record) -> str:
     machine, versions = record["machine"], record["versions"]
-    parts = [
+    parts = [machine["gpu"]] if "gpu" in machine else []
+    parts += [
         f"{machine['cpu']} ({machine['capability']})",
         f"{count(record['threads'], 'thread')} on {count(machine['cores'], 'core')}",
-        f"torch {versions['torch']}",
-        f"Python {versions['python']}",
-        record["date"][:10],
+        f"torch {versions['torch']}, Python {versions['python']}, {record['date'][:10]}",
     ]
-    if "gpu" in machine:
-        parts.insert(0, machine["gpu"])
     if "load before" in machine:
         parts.append(f"load before the run {machine['load before']:g}")
     return ", ".join(parts)

@@ -51,9 +51,12 @@ def measure(data: Path, checkpoint: Path, task: str, batch: int, window: bool) -
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--tokens", type=positive, default=4000, help="tokens to score (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=3, help="times that each is measured (default: %(default)s)")
-    parser.add_argument("--batch-size", type=positive, default=64, help="windows per batch (default: %(default)s)")
+    for option, default, text in (
+        ("--tokens", 4000, "tokens to score"),
+        ("--rounds", 3, "times that each is measured"),
+        ("--batch-size", 64, "windows per batch"),
+    ):
+        parser.add_argument(option, type=positive, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     losses: dict[str, float] = {}
@@ -67,9 +70,7 @@ def main() -> None:
                 seconds[peer].append(used)
     fairseqs, ours = (statistics.median(seconds[peer]) for peer in TASKS)
     figures = {
-        "tokens": options.tokens,
-        "batch size": options.batch_size,
-        "loss (base 2)": losses,
+        **{"tokens": options.tokens, "batch size": options.batch_size, "loss (base 2)": losses},
         "CPU seconds, whole process": seconds,
         "CPU seconds of a process that reads each token once": start,
         "ratio, whole process": fairseqs / ours,

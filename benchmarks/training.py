@@ -22,8 +22,8 @@ from typing import Any
 
 from harness import records
 from harness.commands import binarise, fairseq
+from harness.pages import count
 from harness.program import COMMON, finish, make_parser, parse, positive
-from harness.tables import count
 from harness.timing import Budget, summarize
 
 SOFTMAX = "softmax"

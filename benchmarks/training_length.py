@@ -26,13 +26,12 @@ LONGEST_CALL = 5.0
 
 def main() -> None:
     options = parse(make_parser(__doc__, *COMMON, "--peers", "--figure", rules=RULES))
-
     settings = SETTINGS | (ON_CPU if options.device == "cpu" else {}) | (QUICK if options.quick else {})
+    sizes = [settings[name] for name in ("heads", "key_dim", "value_dim")]
     cases = []
     for time in (16, 64) if options.quick else LENGTHS:
-        batch = settings["tokens"] // time
-        sizes = (settings["heads"], time, settings["key_dim"], settings["value_dim"])
-        cases.append(Case(Shape(f"T = {time}", batch, *sizes, cpu_batch=batch), settings["dtype"], "forward+backward"))
+        shape = Shape(f"T = {time}", settings["tokens"] // time, sizes[0], time, *sizes[1:])
+        cases.append(Case(shape, settings["dtype"], "forward+backward"))
     make_record = partial(records.describe_run, "training_length", options.device, settings=settings)
     record = measure_all(cases, all_contestants(options), options, LONGEST_CALL, make_record)
     finish(record, options, figures.draw_training_length)

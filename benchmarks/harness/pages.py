@@ -1,4 +1,4 @@
-"""The results of every program as Markdown: tables by column, and what stands beside them."""
+"""The results of every program as Markdown, from its record: tables by column, and what stands beside them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from harness.cases import RULES
 from harness.contestants import CAUSAL_PRODUCT, FLASH_LINEAR_ATTENTION, SOFTMAX
-from harness.tables import count, markdown, mebibytes, ratio, significant, spread, table
 
 Record = dict[str, Any]
 Row = dict[str, Any]
+Columns = dict[str, Callable[[Row], str]]
 
 PEERS = ("chunkwise", "reference", CAUSAL_PRODUCT, SOFTMAX, FLASH_LINEAR_ATTENTION)
 
@@ -18,6 +18,57 @@ PEERS = ("chunkwise", "reference", CAUSAL_PRODUCT, SOFTMAX, FLASH_LINEAR_ATTENTI
 def render(record: Record) -> str:
     """What a record says, as the page shows it."""
     return "\n".join(part for part in _PARTS[record["program"]](record) if part)
+
+
+def table(columns: Columns, rows: Sequence[Any], left: int = 1) -> str:
+    """A line for each row; `columns` has a cell's text by the column's title."""
+    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows], left)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A table whose first `left` columns are text and whose others are numbers, with its columns aligned."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)])
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(widths[i]) if i < left else cell.rjust(widths[i]) for i, cell in enumerate(row)]
+        lines.append(f"| {' | '.join(padded)} |\n")
+    return "".join(lines)
+
+
+def significant(value: float) -> str:
+    """Three significant digits, without an exponent between a thousandth and a million."""
+    if value == 0:
+        return "0"
+    magnitude = abs(value)
+    return f"{value:{',.0f' if magnitude >= 100 else '.1f' if magnitude >= 10 else '.2f' if magnitude >= 1 else '.3g'}}"
+
+
+def spread(measured: dict[str, float], scale: float) -> str:
+    """Median and quartiles, so many times as large."""
+    median, lower, upper = (significant(measured[what] * scale) for what in ("median", "lower", "upper"))
+    return f"{median} ({lower} – {upper})"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{significant(seconds * 1e3)} ms"
+
+
+def mebibytes(size: float) -> str:
+    return f"{significant(size / 2**20)} MiB"
+
+
+def ratio(value: float) -> str:
+    return f"{significant(value)} x"
+
+
+def share(value: float) -> str:
+    return f"{value * 100:.0f}%"
+
+
+def count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + "s" * (number != 1)
 
 
 def _kernels(record: Record) -> Iterator[str]:
@@ -56,7 +107,7 @@ def _rules(rows: Sequence[Row]) -> str:
                     rule,
                     own["implementation"],
                     spread(own["seconds"], 1e3),
-                    f"{limit['seconds'] / _median(own) * 100:.0f}% of {limit['binding']}",
+                    f"{limit['seconds'] / median(own) * 100:.0f}% of {limit['binding']}",
                     *(_times_as_long(name, own, done.values()) for name in PEERS),
                 ]
             )
@@ -70,9 +121,9 @@ def _times_as_long(name: str, own: Row, rows: Iterable[Row]) -> str:
     others = [row for row in rows if row is not own and f"{row['implementation']} ".startswith(f"{name} ")]
     if not others:
         return "–"
-    best = min(others, key=_median)
+    best = min(others, key=median)
     function = best["implementation"].removeprefix(name).strip()
-    return ratio(_median(best) / _median(own)) + (f" ({function})" if function else "")
+    return ratio(median(best) / median(own)) + (f" ({function})" if function else "")
 
 
 def _absent(rows: Sequence[Row]) -> str:
@@ -98,23 +149,23 @@ def _generation(record: Record) -> Iterator[str]:
     Transformer, in which a model's lengths take turns.
     """
     base = {row["length"]: row for row in record["rows"] if row["model"] == "transformer"}
-    fewest = {row["model"]: _median(row) for row in record["rows"] if row["length"] == min(base)}
+    fewest = {row["model"]: median(row) for row in record["rows"] if row["length"] == min(base)}
 
     def expected(row: Row) -> str:
-        moved = _median(base[row["length"]], "cache seconds") - _median(base[min(base)], "cache seconds")
+        moved = median(base[row["length"]], "cache seconds") - median(base[min(base)], "cache seconds")
         return ratio((fewest["transformer"] + moved) / fewest[row["model"]])
 
     def of_others(cell: Callable[[Row], str]) -> Callable[[Row], str]:
         return lambda row: "–" if row["model"] == "transformer" else cell(row)
 
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: Columns = {
         "model": lambda row: row["model"],
         "tokens before (first – last timed)": lambda row: f"{row['length']:,} ({row['first']:,} – {row['last']:,})",
         "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
-        "Transformer over it": lambda row: ratio(_median(base[row["length"]]) / _median(row)),
+        "Transformer over it": lambda row: ratio(median(base[row["length"]]) / median(row)),
         "expected": of_others(expected),
         "median beside other lengths, ms": of_others(
-            lambda row: significant(_median(row, "seconds beside other lengths") * 1e3)
+            lambda row: significant(median(row, "seconds beside other lengths") * 1e3)
         ),
         "state": lambda row: mebibytes(row["state bytes"]),
         "peak": lambda row: mebibytes(row["peak bytes"]),
@@ -129,13 +180,13 @@ def _translation(record: Record) -> Iterator[str]:
     models = _unique(row["model"] for row in rows)
     # All lengths with the one source, then those with a source of their own.
     rows = sorted(rows, key=lambda row: (models.index(row["model"]), row["source"] != settings["source"]))
-    base = {(row["beam"], row["source"], row["length"]): _median(row) for row in rows if row["model"] == "transformer"}
-    columns: dict[str, Callable[[Row], str]] = {
+    base = {(row["beam"], row["source"], row["length"]): median(row) for row in rows if row["model"] == "transformer"}
+    columns: Columns = {
         "model": lambda row: row["model"],
         "source": lambda row: f"{row['source']:,}",
         "tokens before": lambda row: f"{row['length']:,}",
         "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
-        "Transformer over it": lambda row: ratio(base[row["beam"], row["source"], row["length"]] / _median(row)),
+        "Transformer over it": lambda row: ratio(base[row["beam"], row["source"], row["length"]] / median(row)),
         "state of a hypothesis": lambda row: mebibytes(row["state bytes"] / settings["hypotheses"]),
         "its encoder output": lambda row: mebibytes(row["encoder bytes"] / settings["hypotheses"]),
         "peak of all": lambda row: mebibytes(row["peak bytes"]),
@@ -143,13 +194,13 @@ def _translation(record: Record) -> Iterator[str]:
     for beam in sorted({row["beam"] for row in rows}, reverse=True):
         yield f"**Beam {beam}**\n\n{table(columns, [row for row in rows if row['beam'] == beam])}"
     whole = record["whole"]
-    [alone] = [_median(row) for row in whole if row["model"] == "transformer"]
+    [alone] = [median(row) for row in whole if row["model"] == "transformer"]
     beam, source, length = (whole[0][name] for name in ("beam", "source", "length"))
     columns = {
         "model": lambda row: row["model"],
         "median (quartiles), s": lambda row: spread(row["seconds"], 1),
-        "ms for a token": lambda row: significant(_median(row) / row["length"] * 1e3),
-        "Transformer over it": lambda row: ratio(alone / _median(row)),
+        "ms for a token": lambda row: significant(median(row) / row["length"] * 1e3),
+        "Transformer over it": lambda row: ratio(alone / median(row)),
     }
     yield (
         f"**Whole translations, beam {beam}**: {count(settings['hypotheses'] // beam, 'sentence')} of "
@@ -161,7 +212,7 @@ def _translation(record: Record) -> Iterator[str]:
 def _training_length(record: Record) -> Iterator[str]:
     """Medians by contestant and length, who took no part, and what was cut."""
     times = {
-        (f"{row['implementation']}, {row['rule']}", row["sizes"]["time"]): significant(_median(row) * 1e3)
+        (f"{row['implementation']}, {row['rule']}", row["sizes"]["time"]): significant(median(row) * 1e3)
         for row in record["rows"]
         if row["status"] == "measured"
     }
@@ -175,18 +226,18 @@ def _training_length(record: Record) -> Iterator[str]:
 def _training(record: Record) -> Iterator[str]:
     """Words per second by attention, and over that of softmax."""
     what = "words per second"
-    [softmax_speed] = [_median(row, what) for row in record["rows"] if row["model"] == "softmax"]
-    columns: dict[str, Callable[[Row], str]] = {
+    [softmax_speed] = [median(row, what) for row in record["rows"] if row["model"] == "softmax"]
+    columns: Columns = {
         "attention": lambda row: row["model"],
         "words/s (quartiles)": lambda row: spread(row[what], 1),
-        "over softmax": lambda row: ratio(_median(row, what) / softmax_speed),
+        "over softmax": lambda row: ratio(median(row, what) / softmax_speed),
     }
     yield table(columns, record["rows"])
 
 
 def _in_turns(record: Record) -> Iterator[str]:
     """A table for each part, with every contestant's time over that of the first."""
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: Columns = {
         "pass": lambda row: row["pass"],
         "T": lambda row: f"{row['time']:,}",
         "who": lambda row: row["name"],
@@ -209,7 +260,7 @@ _PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
 }
 
 
-def _median(row: Row, what: str = "seconds") -> float:
+def median(row: Row, what: str = "seconds") -> float:
     return row[what]["median"]
 
 

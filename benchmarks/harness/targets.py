@@ -20,12 +20,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from harness import ROOT, tables
-from harness.contestants import BUILD_FLAGS
-from harness.tables import count, markdown, significant
+from harness import ROOT, pages
+from harness.contestants import BACKENDS, BUILD_FLAGS
+from harness.pages import Record, Row, count, markdown, median, significant
 
-Record = dict[str, Any]
-Row = dict[str, Any]
+
+class Failure(str):
+    """Why what was to be compared failed: a target is missed where it does, whatever the others reach."""
+
+
 # A number that a target speaks of, or the reason why there is none; None, where it does not speak of it.
 Number = float | str | None
 
@@ -52,29 +55,34 @@ class Verdict(NamedTuple):
 def judge(sense: str, limit: float, show: Callable[[float], str], numbers: Sequence[tuple[str, Any]]) -> list[str]:
     """Holds the worst of the numbers against the limit: what was measured, and the verdict.
 
-    What could not be measured is named; it keeps a target from being met only where nothing was measured at all.
+    What could not be measured is named; it keeps a target from being met only where nothing was measured at all, but
+    what failed always does.
     """
     known = [(value, label) for label, value in numbers if not isinstance(value, str)]
-    missing = [(label, value) for label, value in numbers if isinstance(value, str)]
-    reasons = "; ".join(dict.fromkeys(reason for _, reason in missing))
-    if not known:
-        return ["–", f"unmeasured: {reasons or 'there are no results'}"]
+    missing = [(label, value) for label, value in numbers if isinstance(value, str) and not isinstance(value, Failure)]
+    failed = [(label, value) for label, value in numbers if isinstance(value, Failure)]
+    if not known and not failed:
+        return ["–", f"unmeasured: {_reasons(missing) or 'there are no results'}"]
     least = sense == "at least"
-    worst, label = min(known) if least else max(known)
     reached = [value >= limit if least else value <= limit for value, _ in known]
-    measured, state = f"{show(worst)} ({label})", "met" if all(reached) else "missed"
-    comments = []
-    if len(known) > 1:
-        measured += f"; median of {len(known)}: {show(statistics.median(value for value, _ in known))}"
-    if state == "missed":
-        comments.append(f"by a factor of {significant(limit / worst if least else worst / limit)}")
+    measured, state, comments = "–", "missed" if failed or not all(reached) else "met", []
+    if known:
+        worst, label = min(known) if least else max(known)
+        measured = f"{show(worst)} ({label})"
         if len(known) > 1:
-            comments.append(f"reached by {sum(reached)} of {len(known)}")
-    if missing:
-        labels = ", ".join(label for label, _ in missing[:3])
-        others = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        comments.append(f"unmeasured: {labels}{others} ({reasons})")
+            measured += f"; median of {len(known)}: {show(statistics.median(value for value, _ in known))}"
+        if not all(reached):
+            comments.append(f"by a factor of {significant(limit / worst if least else worst / limit)}")
+            comments += [f"reached by {sum(reached)} of {len(known)}"] if len(known) > 1 else []
+    for what, cases in (("failed", failed), ("unmeasured", missing)):
+        if cases:
+            others = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
+            comments.append(f"{what}: {', '.join(label for label, _ in cases[:3])}{others} ({_reasons(cases)})")
     return [measured, ": ".join([state, *(["; ".join(comments)] if comments else [])])]
+
+
+def _reasons(cases: Sequence[tuple[str, str]]) -> str:
+    return "; ".join(dict.fromkeys(reason for _, reason in cases))
 
 
 def evaluate(records: Sequence[Record]) -> list[Verdict]:
@@ -94,17 +102,16 @@ def _evaluate(goals: dict[str, Any], record: Record | None) -> list[Verdict]:
     span: dict[str, Any] = {"fewest": "the fewest", "most": "the most"}
     if record is not None:
         where = goals["where"].format(threads=count(record["threads"], "thread"), **record.get("settings", {}))
-        span = _span(record) or span
+        span = {name: f"{length:,}" for name, length in _span(record).items()} or span
     verdicts = []
     for target in goals["targets"]:
         [sense] = {"at least", "at most"} & set(target)
-        show = getattr(tables, target.get("show", "ratio"))
+        show = getattr(pages, target.get("show", "ratio"))
         numbers = (
             [("", absent)] if record is None else _compare(target, goals["cases"] | target.get("cases", {}), record)
         )
-        what = target["what"].format(**{name: f"{n:,}" if isinstance(n, int) else n for name, n in span.items()})
         found = judge(sense, target[sense], show, numbers)
-        verdicts.append(Verdict(where, what, f"{sense} {show(target[sense])}", *found))
+        verdicts.append(Verdict(where, target["what"].format(**span), f"{sense} {show(target[sense])}", *found))
     return verdicts
 
 
@@ -126,11 +133,7 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
     def find(case: Row, changes: Row) -> Row | str:
         wanted = case | {name: span.get(value, value) for name, value in changes.items()}
         row = rows.get(tuple(wanted[key] for key in keys))
-        if row is None:
-            return "not in the run, or cut"
-        if row.get("status", "measured") != "measured":
-            return f"{row['implementation']}: {row['message']}"
-        return row
+        return "not in the run, or cut" if row is None else _why_not(row) or row
 
     def number(case: Row) -> Number:
         if "number" in target and "model" in case:
@@ -144,7 +147,7 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
         build = record.get("causal_product") or {"flags": []}
         if slow.get("implementation") == "causal_product" and not set(BUILD_FLAGS) <= set(build["flags"]):
             return "causal_product is not the build of build_causal_product.py: its flags are unknown"
-        return _median(slow) / _median(fast)
+        return median(slow) / median(fast)
 
     def values(key: str) -> list[Any]:
         if choices[key] == "*":
@@ -158,28 +161,37 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
     return [(label, value) for label, value in numbers if value is not None]
 
 
-def _median(row: Row, what: str = "seconds") -> float:
-    return row[what]["median"]
+def _why_not(row: Row) -> str | None:
+    """Why a row has no time, if it has none."""
+    status = row.get("status", "measured")
+    reason = f"{row.get('implementation')}: {row.get('message')}"
+    return None if status == "measured" else Failure(reason) if status == "failed" else reason
 
 
 def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
-    case = {key: own[key] for key in ("shape", "dtype", "pass")} | {"status": "measured"}
-    alike = [row for row in rows if case.items() <= row.items() and row["implementation"] != "native"]
-    peers = [_median(row) for row in alike if row["rule"] in (own["rule"], "softmax")]
-    return min(peers) / _median(own) if peers else "no peer ran"
-
-
-def _of_bandwidth(rows: Sequence[Row], own: Row) -> Number:
-    return own["limit"]["seconds"] / _median(own) if own["limit"]["binding"] == "bandwidth" else None
+    """Of a peer that has several functions one is enough; who has none that ran may have been the best."""
+    case = {key: own[key] for key in ("shape", "dtype", "pass")}
+    peers: dict[str, list[float | str]] = {}
+    for row in rows:
+        name = row["implementation"].split()[0]
+        if case.items() <= row.items() and name != "native" and row["rule"] in (own["rule"], "softmax"):
+            too_slow = row.get("first call") if row["status"] == "left out" else None
+            peers.setdefault(name, []).append(too_slow or _why_not(row) or median(row))
+    times = [time for found in peers.values() for time in found if not isinstance(time, str)]
+    for name, found in peers.items():
+        reasons = [time for time in found if isinstance(time, str)]
+        if len(reasons) == len(found) and name not in BACKENDS:
+            return next((reason for reason in reasons if isinstance(reason, Failure)), reasons[0])
+    return min(times) / median(own) if times else "no peer ran"
 
 
 def _longest_over_shortest(rows: Sequence[Row], model: str) -> Number:
-    medians = [_median(row, "seconds beside other lengths") for row in rows if row["model"] == model]
+    medians = [median(row, "seconds beside other lengths") for row in rows if row["model"] == model]
     return max(medians) / min(medians)
 
 
 def _speed_over_softmax(rows: Sequence[Row], model: str) -> Number:
-    speeds = {row["model"]: _median(row, "words per second") for row in rows}
+    speeds = {row["model"]: median(row, "words per second") for row in rows}
     return speeds[model] / speeds["softmax"]
 
 
@@ -189,7 +201,9 @@ _OF_A_MODEL: dict[str, Callable[[Sequence[Row], str], Number]] = {
 }
 _OF_NATIVE: dict[str, Callable[[Sequence[Row], Row], Number]] = {
     "best peer over it": _over_best_peer,
-    "of the bandwidth": _of_bandwidth,
+    "of the bandwidth": lambda rows, own: (
+        own["limit"]["seconds"] / median(own) if own["limit"]["binding"] == "bandwidth" else None
+    ),
     "memory": lambda rows, own: own["memory"]["extra"] / own["memory"]["tensors"],
     # The first call of each rule and pass in its process is at the first shape.
     "first call beyond the second": lambda rows, own: own["first call"] - own["second call"],

@@ -1,36 +1,49 @@
-"""Passes of functions that compute the same, in turns: rows of a record, each with its time over that of the first."""
+"""Functions that compute the same on a CPU, pass by pass in turns, each with its time over that of the first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness import records
+from harness.memory import keep_freed_memory
+from harness.program import make_parser, parse
 from harness.timing import Clock, first_calls, time_in_turns
 
+Calls = dict[str, Callable[[], Any]]
+Comparison = tuple[str, str, int, Calls]
+"""What is compared; its pass, "forward+backward", which differentiates what a call returns (a tensor, or the first of
+several), or the name of a pass in which nothing is differentiated; how many steps a call has; the calls by name, of
+which the first is what the others are compared with."""
 
-def compare(part: str, kind: str, time: int, calls: dict[str, Callable[[], Any]], rounds: int) -> list[dict[str, Any]]:
-    """Times them in turns, prints and returns a row for each.
 
-    Args:
-        part: what is compared.
-        kind: "forward+backward", which differentiates what a call returns (a tensor, or the first of several), or the
-            name of a pass that nothing is differentiated in.
-        time: how many steps a call has.
-        calls: by name; the first is what the others are compared with.
-        rounds: how often each has its turn.
-    """
+def run(
+    doc: str | None, program: str, comparisons: Callable[..., Iterable[Comparison]], sizes: Any, quick_sizes: Any
+) -> None:
+    """The program of this name: makes all comparisons of the sizes, which go into its record."""
+    parser = make_parser(doc, "--threads", "--rounds", "--out", "--quick", rounds=5)
+    parser.set_defaults(device="cpu")
+    options = parse(parser)
+    keep_freed_memory()
+    chosen = quick_sizes if options.quick else sizes
+    rows = [row for comparison in comparisons(chosen) for row in compare(*comparison, options.rounds)]
+    if options.out is not None:
+        records.write(records.describe_run(program, "cpu", sizes=chosen, rows=rows), options.out)
+
+
+def compare(part: str, kind: str, time: int, calls: Calls, rounds: int) -> list[dict[str, Any]]:
+    """Makes a comparison; prints and returns a row for each of its calls."""
     if kind == "forward+backward":
         calls = {name: partial(_backward_too, call) for name, call in calls.items()}
     else:
         calls = {name: torch.no_grad()(call) for name, call in calls.items()}
     warm = {name: first_calls(call, lambda: None)[1] for name, call in calls.items()}
     seconds, _ = time_in_turns(calls, warm, Clock(), rounds=rounds)
-    first = next(iter(seconds))
-    rows = []
+    first, rows = next(iter(seconds)), []
     for name, measured in seconds.items():
         ratio = measured["median"] / seconds[first]["median"]
         rows.append({"part": part, "pass": kind, "time": time, "name": name, "ratio": ratio, "seconds": measured})
@@ -40,5 +53,4 @@ def compare(part: str, kind: str, time: int, calls: dict[str, Callable[[], Any]]
 
 def _backward_too(forward: Callable[[], Any]) -> None:
     out = forward()
-    out = out if isinstance(out, Tensor) else out[0]
-    out.sum().backward()
+    (out if isinstance(out, Tensor) else out[0]).sum().backward()

@@ -9,7 +9,7 @@ import pytest
 import report
 from harness import records, targets
 from harness.cases import SHAPES
-from harness.tables import ratio
+from harness.pages import ratio
 from harness.targets import judge
 
 from tests.benchmarks.conftest import Run

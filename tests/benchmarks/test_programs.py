@@ -82,7 +82,7 @@ def test_programs_take_turns_with_their_peers(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr(f"{program}.keep_freed_memory", lambda: True)  # of this process it is not to be kept
+    monkeypatch.setattr("harness.turns.keep_freed_memory", lambda: True)  # of this process it is not to be kept
     assert run(program, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     expected = [
