@@ -19,12 +19,7 @@ Pass = Literal["forward", "forward+backward", "step"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A row of a table of shapes.
-
-    Attributes:
-        batch, heads, time, key_dim, value_dim: sizes of (batch, time, heads, dim).
-        cpu_batch: the batch where it is measured on a CPU, so that a call takes milliseconds and not seconds.
-    """
+    """Sizes of (batch, time, heads, dim); on a CPU another batch, so that a call takes milliseconds and not seconds."""
 
     name: str
     batch: int
@@ -32,7 +27,7 @@ class Shape:
     time: int
     key_dim: int
     value_dim: int
-    cpu_batch: int = 1
+    cpu_batch: int | None = None
 
     @property
     def steps(self) -> bool:
@@ -41,7 +36,7 @@ class Shape:
 
     def at(self, device: str) -> Shape:
         """The shape with the batch that is measured on this kind of device ("cpu", "cuda")."""
-        return replace(self, batch=self.cpu_batch) if device == "cpu" else self
+        return replace(self, batch=self.cpu_batch or self.batch) if device == "cpu" else self
 
 
 # In the order in which they are measured: what a target depends on comes before what may be cut.
@@ -54,19 +49,19 @@ SHAPES = {
         ("lm-medium", 56, 8, 384, 32, 32, 28),
         ("mt-big", 56, 16, 64, 64, 64, 28),
         ("attention", 8, 8, 1024, 64, 64, 4),
-        ("step-8", 8, 8, 1, 64, 64, 8),
+        ("step-8", 8, 8, 1, 64, 64),
         ("gpt2-16", 32, 12, 1024, 16, 64, 4),
         ("baevski-64", 26, 8, 512, 64, 128, 4),
         ("lm-small-dpfp", 96, 8, 256, 32, 16, 48),
         ("mt-big-256", 56, 16, 64, 256, 64, 7),
         ("retnet", 4, 4, 2048, 256, 512, 1),
-        ("long", 1, 8, 16384, 64, 64, 1),
+        ("long", 1, 8, 16384, 64, 64),
         ("gpt2-32", 32, 12, 1024, 32, 64, 4),
         ("baevski-32", 26, 8, 512, 32, 128, 4),
         ("mt-big-512", 56, 16, 64, 512, 64, 4),
         ("gpt2-4", 32, 12, 1024, 4, 64, 4),
-        ("step-1", 1, 8, 1, 64, 64, 1),
-        ("step-64", 64, 8, 1, 64, 64, 64),
+        ("step-1", 1, 8, 1, 64, 64),
+        ("step-64", 64, 8, 1, 64, 64),
     )
 }
 
@@ -112,7 +107,6 @@ def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) ->
     gates = {"sum": [], "gated": [normal(change=decay)], "delta": [normal(change=torch.sigmoid)]}
     gates["decay"] = [normal(keys, change=decay), normal(values, change=decay)]
     wide_q, wide_k = normal(values), normal(values)
-    state = None
-    if shape.steps:
-        state = torch.randn(shape.batch, shape.heads, keys, values, generator=generator, device=device)
+    sizes = (shape.batch, shape.heads, keys, values)
+    state = torch.randn(sizes, generator=generator, device=device) if shape.steps else None
     return Inputs(q, k, v, d_out, wide_q, wide_k, gates, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -29,11 +30,8 @@ class Refusal(Exception):
 class Work:
     """A contestant's call, ready to be timed: inputs are in its own layout, contiguous.
 
-    Attributes:
-        forward: computes the output.
-        inputs: what gets a gradient in the backward pass: everything that the output depends on.
-        d_out: the gradient that arrives at the output, in the output's layout.
-        as_reference: brings the output to (batch, time, heads, value_dim).
+    `forward` computes the output; `inputs`, all that it depends on, get gradients from `d_out`, which is of the
+    output's layout; `as_reference` brings that to (batch, time, heads, value_dim).
     """
 
     forward: Callable[[], Tensor]
@@ -50,15 +48,11 @@ class Work:
         return torch.autograd.grad(self.forward(), self.inputs, self.d_out)
 
 
-Prepare = Callable[[Shape, Inputs], Work]
-
-
 @dataclass(frozen=True)
 class Contestant:
-    """An implementation of a rule.
+    """An implementation of a rule, one of `cases.RULES` or "softmax" for attention.
 
     Attributes:
-        name, rule: the implementation, and one of `cases.RULES` or "softmax" for attention.
         prepare: makes its work from a shape and its inputs; raises `Refusal` where it cannot take part.
         same: whether it computes what the reference computes, so that outputs can be compared.
         compiles: whether its first call at a shape takes long, so that under a budget the others are measured before.
@@ -66,7 +60,7 @@ class Contestant:
 
     name: str
     rule: str
-    prepare: Prepare
+    prepare: Callable[[Shape, Inputs], Work]
     same: bool = True
     compiles: bool = False
 
@@ -97,24 +91,22 @@ BACKENDS = ("native", "chunkwise", "reference")
 
 def our_rules(rules: Iterable[str]) -> list[Contestant]:
     """Each rule on each backend of this project, backend by backend."""
-    return [Contestant(backend, rule, _prepare_ours(backend, rule)) for backend in BACKENDS for rule in rules]
+    pairs = itertools.product(BACKENDS, rules)
+    return [Contestant(backend, rule, partial(_prepare_ours, backend, rule)) for backend, rule in pairs]
 
 
-def _prepare_ours(backend: str, rule: str) -> Prepare:
-    def prepare(shape: Shape, inputs: Inputs) -> Work:
-        if backend == "reference" and not shape.steps:
-            raise Refusal
-        tensors = _leaves(rule, inputs)
+def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work:
+    if backend == "reference" and not shape.steps:
+        raise Refusal
+    tensors = _leaves(rule, inputs)
 
-        def forward() -> Tensor:
-            try:
-                return getattr(ops, f"{rule}_rule")(*tensors, initial_state=inputs.state, backend=backend)[0]
-            except ops.BackendUnavailable as error:
-                raise Refusal("unavailable", str(error).replace(f"{ROOT}{os.sep}", "")) from error
+    def forward() -> Tensor:
+        try:
+            return getattr(ops, f"{rule}_rule")(*tensors, initial_state=inputs.state, backend=backend)[0]
+        except ops.BackendUnavailable as error:
+            raise Refusal("unavailable", str(error).replace(f"{ROOT}{os.sep}", "")) from error
 
-        return Work(forward, tensors, inputs.d_out)
-
-    return prepare
+    return Work(forward, tensors, inputs.d_out)
 
 
 # The peer that the rules replace: torch's causal attention. Its head dimension is value_dim, for keys too: what a
@@ -122,14 +114,15 @@ def _prepare_ours(backend: str, rule: str) -> Prepare:
 SOFTMAX = "SDPA"
 
 
-def softmax_attention() -> list[Contestant]:
-    def prepare(shape: Shape, inputs: Inputs) -> Work:
-        if shape.steps:
-            raise Refusal  # a token's time depends on how many there are before it: see generation.py
-        attend = partial(F.scaled_dot_product_attention, is_causal=True)
-        return _heads_first(attend, inputs.wide_q, inputs.wide_k, inputs)
+def _prepare_softmax(shape: Shape, inputs: Inputs) -> Work:
+    if shape.steps:
+        raise Refusal  # a token's time depends on how many there are before it: see generation.py
+    attend = partial(F.scaled_dot_product_attention, is_causal=True)
+    return _heads_first(attend, inputs.wide_q, inputs.wide_k, inputs)
 
-    return [Contestant(SOFTMAX, "softmax", prepare, same=False)]
+
+def softmax_attention() -> list[Contestant]:
+    return [Contestant(SOFTMAX, "softmax", _prepare_softmax, same=False)]
 
 
 # The peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. It is optional.
@@ -155,17 +148,17 @@ def causal_product(folder: Path) -> list[Contestant]:
     """The peer, looked for in `folder` and then among the installed packages."""
     if (folder / "fast_transformers").is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+    return [Contestant(CAUSAL_PRODUCT, "sum", _prepare_causal_product)]
 
-    def prepare(shape: Shape, inputs: Inputs) -> Work:
-        if inputs.v.dtype != torch.float32 or shape.steps:  # it has no other dtype and no state to start from
-            raise Refusal
-        try:
-            from fast_transformers.causal_product import causal_dot_product
-        except ImportError as error:
-            raise Refusal("unavailable", f"{error}; benchmarks/build_causal_product.py builds it") from error
-        return _heads_first(causal_dot_product, inputs.q, inputs.k, inputs)
 
-    return [Contestant(CAUSAL_PRODUCT, "sum", prepare)]
+def _prepare_causal_product(shape: Shape, inputs: Inputs) -> Work:
+    if inputs.v.dtype != torch.float32 or shape.steps:  # it has no other dtype and no state to start from
+        raise Refusal
+    try:
+        from fast_transformers.causal_product import causal_dot_product
+    except ImportError as error:
+        raise Refusal("unavailable", f"{error}; benchmarks/build_causal_product.py builds it") from error
+    return _heads_first(causal_dot_product, inputs.q, inputs.k, inputs)
 
 
 # The peer flash-linear-attention (Triton kernels on a GPU), optional, from PyPI: rule, module, function, the names of
@@ -192,32 +185,31 @@ def flash_linear_attention(rules: Iterable[str]) -> list[Contestant]:
     """The functions that are this project's rules, or next to them."""
     rules = set(rules)
     return [
-        Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, _prepare_fla(rule, module, name, gates), same, True)
+        Contestant(
+            f"{FLASH_LINEAR_ATTENTION} {name}", rule, partial(_prepare_fla, rule, module, name, gates), same, True
+        )
         for rule, module, name, gates, same in _FUNCTIONS
         if rule in rules
     ]
 
 
-def _prepare_fla(rule: str, module: str, name: str, gates: list[str]) -> Prepare:
-    def prepare(shape: Shape, inputs: Inputs) -> Work:
-        try:
-            function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
-        except (ImportError, AttributeError) as error:
-            raise Refusal("unavailable", f"{type(error).__name__}: {error}") from error
-        tensors = _leaves(rule, inputs)[: 3 + len(gates)]
-        options: dict[str, Any] = {"normalize": False} if module == "linear_attn" else {}
-        if inputs.state is not None:
-            options |= {"initial_state": inputs.state, "output_final_state": True}
+def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Shape, inputs: Inputs) -> Work:
+    try:
+        function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise Refusal("unavailable", f"{type(error).__name__}: {error}") from error
+    tensors = _leaves(rule, inputs)[: 3 + len(gates)]
+    options: dict[str, Any] = {"normalize": False} if module == "linear_attn" else {}
+    if inputs.state is not None:
+        options |= {"initial_state": inputs.state, "output_final_state": True}
 
-        def forward() -> Tensor:
-            q, k, v, *given = tensors
-            if module == "simple_gla":
-                k = k * -torch.expm1(given[0]).unsqueeze(-1)
-            if gates != [""]:
-                named = dict(zip(gates, given, strict=True))
-                return function(q, k, v, scale=1.0, **named, **options)[0]
-            return function(q, k, v, *given, scale=1.0, **options)[0]
+    def forward() -> Tensor:
+        q, k, v, *given = tensors
+        if module == "simple_gla":
+            k = k * -torch.expm1(given[0]).unsqueeze(-1)
+        if gates != [""]:
+            named = dict(zip(gates, given, strict=True))
+            return function(q, k, v, scale=1.0, **named, **options)[0]
+        return function(q, k, v, *given, scale=1.0, **options)[0]
 
-        return Work(forward, tensors, inputs.d_out)
-
-    return prepare
+    return Work(forward, tensors, inputs.d_out)

@@ -20,9 +20,9 @@ def render(record: Record) -> str:
     return "\n".join(part for part in _PARTS[record["program"]](record) if part)
 
 
-def table(columns: Columns, rows: Sequence[Any], left: int = 1) -> str:
+def table(columns: Columns, rows: Sequence[Any]) -> str:
     """A line for each row; `columns` has a cell's text by the column's title."""
-    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows], left)
+    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -30,25 +30,21 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
     cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)])
-    lines = []
-    for row in cells:
-        padded = [cell.ljust(widths[i]) if i < left else cell.rjust(widths[i]) for i, cell in enumerate(row)]
-        lines.append(f"| {' | '.join(padded)} |\n")
-    return "".join(lines)
+    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
+    padded = ((side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in cells)
+    return "".join(f"| {' | '.join(row)} |\n" for row in padded)
 
 
 def significant(value: float) -> str:
     """Three significant digits, without an exponent between a thousandth and a million."""
-    if value == 0:
-        return "0"
     magnitude = abs(value)
     return f"{value:{',.0f' if magnitude >= 100 else '.1f' if magnitude >= 10 else '.2f' if magnitude >= 1 else '.3g'}}"
 
 
 def spread(measured: dict[str, float], scale: float) -> str:
     """Median and quartiles, so many times as large."""
-    median, lower, upper = (significant(measured[what] * scale) for what in ("median", "lower", "upper"))
-    return f"{median} ({lower} – {upper})"
+    middle, lower, upper = (significant(measured[what] * scale) for what in ("median", "lower", "upper"))
+    return f"{middle} ({lower} – {upper})"
 
 
 def milliseconds(seconds: float) -> str:
@@ -71,14 +67,26 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + "s" * (number != 1)
 
 
+def median(row: Row, what: str = "seconds") -> float:
+    return row[what]["median"]
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))
+
+
 def _kernels(record: Record) -> Iterator[str]:
     """A table for each dtype and pass; after them the machine's rates, who took no part, and what was cut."""
     for dtype, kind in _unique((row["dtype"], row["pass"]) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["dtype"], row["pass"]) == (dtype, kind)]
         yield f"**{kind}, {dtype}**\n\n{_rules(rows)}"
-    rates = record["rates"]
-    copies = ", ".join(f"{_giga(rate)}B/s for {int(size) >> 20:,} MiB" for size, rate in rates["copy"].items())
-    products = ", ".join(f"{_giga(rate)}FLOP/s in {dtype}" for dtype, rate in rates["matmul"].items())
+    copies, products = (
+        ", ".join(f"{significant(rate / 1e9)} {unit(of)}" for of, rate in record["rates"][what].items())
+        for what, unit in (
+            ("copy", lambda size: f"GB/s for {int(size) >> 20:,} MiB"),
+            ("matmul", lambda dtype: f"GFLOP/s in {dtype}"),
+        )
+    )
     yield (
         f"The machine, measured in the same run: a copy moves {copies} (read and written); a matrix product does "
         f"{products}.\n"
@@ -99,18 +107,10 @@ def _rules(rows: Sequence[Row]) -> str:
             own = done.get("native", done.get("chunkwise"))
             if own is None:
                 continue
-            limit, sizes = own["limit"], own["sizes"]
-            lines.append(
-                [
-                    shape,
-                    f"{sizes['batch']} x {sizes['heads']}, {sizes['time']:,}, {sizes['key_dim']}, {sizes['value_dim']}",
-                    rule,
-                    own["implementation"],
-                    spread(own["seconds"], 1e3),
-                    f"{limit['seconds'] / median(own) * 100:.0f}% of {limit['binding']}",
-                    *(_times_as_long(name, own, done.values()) for name in PEERS),
-                ]
-            )
+            sizes = "{batch} x {heads}, {time:,}, {key_dim}, {value_dim}".format(**own["sizes"])
+            limit = f"{own['limit']['seconds'] / median(own) * 100:.0f}% of {own['limit']['binding']}"
+            others = [_times_as_long(name, own, done.values()) for name in PEERS]
+            lines.append([shape, sizes, rule, own["implementation"], spread(own["seconds"], 1e3), limit, *others])
     # A peer that nowhere took part has no column.
     kept = [i for i in range(len(header)) if header[i] not in PEERS or any(line[i] != "–" for line in lines)]
     return markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines], left=4)
@@ -248,29 +248,11 @@ def _in_turns(record: Record) -> Iterator[str]:
         yield f"**{part}**\n\n{table(columns, [row for row in record['rows'] if row['part'] == part])}"
 
 
-_PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
-    "kernels": _kernels,
-    "generation": _generation,
-    "translation": _translation,
-    "training_length": _training_length,
-    "training": _training,
-    "mixers": _in_turns,
-    "gated_delta": _in_turns,
-    "models": _in_turns,
-}
-
-
-def median(row: Row, what: str = "seconds") -> float:
-    return row[what]["median"]
-
-
-def _unique(items: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(items))
-
-
-def _giga(rate: float) -> str:
-    return f"{significant(rate / 1e9)} G"
-
-
 def _cut(record: Record) -> str:
     return "".join(f"- cut to keep to the budget: {line}\n" for line in record["cut"])
+
+
+_PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
+    **{"kernels": _kernels, "generation": _generation, "translation": _translation, "training": _training},
+    **{"training_length": _training_length, **dict.fromkeys(("mixers", "gated_delta", "models"), _in_turns)},
+}

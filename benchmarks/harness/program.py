@@ -36,6 +36,7 @@ def duration(text: str) -> float:
 
 # The options that several programs have.
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+_PEERS = "where build_causal_product.py put its kernel (default: build/peers)"
 OPTIONS: dict[str, dict[str, Any]] = {
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: %(default)s"},
     "--threads": {"type": positive, "help": "threads on the CPU (default: torch's)"},
@@ -45,10 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--quick": {"action": "store_true", "help": "tiny cases, to see that the program runs"},
     "--figure": {**_FILE, "help": "draw the figure to this PNG"},
     "--backend": {"default": "auto", "help": "of the fast weight models (default: %(default)s)"},
-    "--peers": {
-        **{"type": Path, "metavar": "FOLDER", "default": DEFAULT_FOLDER},
-        "help": "where build_causal_product.py put its kernel (default: build/peers)",
-    },
+    "--peers": {"type": Path, "metavar": "FOLDER", "default": DEFAULT_FOLDER, "help": _PEERS},
 }
 COMMON = ("--device", "--threads", "--budget", "--rounds", "--out", "--quick")
 
@@ -69,8 +67,7 @@ def add_list(parser: ArgumentParser, option: str, names: Sequence[str], default:
 
     def parse(text: str) -> tuple[str, ...]:
         chosen = tuple(word.strip() for word in text.split(","))
-        unknown = ", ".join(word for word in chosen if word not in names)
-        if unknown:
+        if unknown := ", ".join(word for word in chosen if word not in names):
             raise ArgumentTypeError(f"no such {option[2:]}: {unknown}; there are {', '.join(names)}")
         return chosen
 

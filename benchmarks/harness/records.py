@@ -24,9 +24,7 @@ METHODS = {"generation": 3, "kernels": 2}
 def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
     """The head of a record: program, its method, date, machine, threads and versions, and `facts` after them."""
     return {
-        "program": program,
-        "method": METHODS.get(program, 1),
-        "device": device,
+        **{"program": program, "method": METHODS.get(program, 1), "device": device},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": _machine(device),
         "threads": torch.get_num_threads(),
@@ -36,10 +34,18 @@ def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Writes a record whole or not at all. Numbers that JSON has no word for are refused."""
-    text = _dump(record)
+    """Writes a record whole or not at all, with a line for each entry, and for each entry of an entry that is a list.
+
+    Numbers that JSON has no word for are refused.
+    """
+    lines = []
+    for name, value in record.items():
+        text = json.dumps(value, allow_nan=False)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n ]"
+        lines.append(f" {json.dumps(name)}: {text}")
     with replacing(path) as new:
-        new.write_text(text)
+        new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @contextlib.contextmanager
@@ -63,23 +69,14 @@ def is_current(record: dict[str, Any]) -> bool:
     return record.get("method", 1) == METHODS.get(record["program"], 1)
 
 
-def _dump(record: dict[str, Any]) -> str:
-    """JSON with a line for each entry, and for each entry of an entry that is a list."""
-    lines = []
-    for name, value in record.items():
-        if isinstance(value, list) and value:
-            items = ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value)
-            text = f"[\n{items}\n ]"
-        else:
-            text = json.dumps(value, allow_nan=False)
-        lines.append(f" {json.dumps(name)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 def _machine(device: str) -> dict[str, Any]:
     """Names and sizes; the load says whether the machine had other work when the run began."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
     capability = torch.backends.cpu.get_cpu_capability()
-    machine: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count(), "capability": capability}
+    machine: dict[str, Any] = {"cpu": name, "cores": os.cpu_count(), "capability": capability}
     if hasattr(os, "getloadavg"):
         machine["load before"] = round(os.getloadavg()[0], 2)
     if device == "cuda":
@@ -87,13 +84,6 @@ def _machine(device: str) -> dict[str, Any]:
         machine |= {"gpu": found.name, "gpu memory": found.total_memory}
         machine["compute capability"] = f"{found.major}.{found.minor}"
     return machine
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _versions() -> dict[str, str]:
