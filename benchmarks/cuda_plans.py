@@ -49,8 +49,8 @@ class Way:
     def __str__(self) -> str:
         if self.plan is None:
             return "recurrent"
-        text = "{chunk} steps x {columns} values, stages {stages}, threads {threads}".format(**self.plan)
-        return text + (f", segments {self.plan['segments']}" if self.plan["segments"] > 1 else "")
+        text = "{chunk} steps x {columns} values, stages {stages}, threads {threads}, segments {segments}"
+        return text.format(**self.plan).removesuffix(", segments 1")
 
 
 @contextmanager
@@ -104,18 +104,15 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
             return Way(native.cuda_plan(call.operation, call.sizes, call.dtype, capability, **kind), environment)
 
     ways = [found(), found(**{ALGORITHM: "recurrent"}), found(**{ALGORITHM: "chunked"})]
-    plans: list[dict[str, int]] = [
-        dict(zip(CHOICES, numbers, strict=True)) for numbers in itertools.product(*CHOICES.values())
-    ]
-    ordinary = ways[2].plan
-    if ordinary is not None:
+    plans = [dict(zip(CHOICES, numbers, strict=True)) for numbers in itertools.product(*CHOICES.values())]
+    if (ordinary := ways[2].plan) is not None:
         plans += [{**{name: ordinary[name] for name in CHOICES}, "segments": segments} for segments in SEGMENTS]
     # What cannot be had falls back to step by step, which is there already.
     texts = [" ".join(f"{name}={number}" for name, number in plan.items()) for plan in plans]
     ways += [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
-    unique: dict[Any, Way] = {}
+    unique: dict[str, Way] = {}
     for way in ways:
-        unique.setdefault(way.plan and tuple(way.plan.items()), way)
+        unique.setdefault(str(way.plan), way)
     return list(unique.values())
 
 

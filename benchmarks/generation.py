@@ -11,7 +11,6 @@ and values. A fast weight model's state has the size that it has after any token
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,21 +43,14 @@ def build(name: str, settings: dict[str, int], backend: str, longest: int) -> An
     flags |= {"decoder-layers": settings["layers"], "decoder-attention-heads": settings["heads"]}
     flags |= {"decoder-ffn-embed-dim": settings["feed-forward"]}
     flags |= {"tokens-per-sample": longest, "max-target-positions": longest}
-    arch = "transformer_lm" if name == TRANSFORMER else "fast_weight_lm"
-    if name != TRANSFORMER:
-        flags |= {"update-rule": name, "fast-weight-backend": backend}
-    return build_model("fast_weight_language_modeling", arch, flags, settings["words"])[0]
+    fast = {} if name == TRANSFORMER else {"update-rule": name, "fast-weight-backend": backend}
+    arch = "fast_weight_lm" if fast else "transformer_lm"
+    return build_model("fast_weight_language_modeling", arch, flags | fast, settings["words"])[0]
 
 
 @dataclass
 class Generation:
-    """Rows that are generated token by token.
-
-    Attributes:
-        tokens: (rows, as many as will be read), of any values.
-        length: how many of them have been read.
-        state: fairseq's incremental state after them.
-    """
+    """Rows of `tokens` that are generated token by token: `length` have been read, and left fairseq's `state`."""
 
     model: Any
     tokens: Tensor
@@ -114,44 +106,6 @@ def tokens_ahead(rounds: int) -> int:
     return turn + rounds * turn // 2
 
 
-def _time(
-    generations: dict[Any, Generation], options: argparse.Namespace, budget: Budget
-) -> tuple[dict[Any, dict[str, float]], int]:
-    take_ups: dict[Any, Callable[[], Call]] = {key: lambda g=g: g.advance for key, g in generations.items()}
-    return time_tokens(take_ups, options.device, options.rounds, budget)
-
-
-def measure_length(
-    generations: dict[str, Generation], length: int, options: argparse.Namespace, allowed: float
-) -> tuple[list[Row], int]:
-    """A row for each model, and the rounds that were made; the generations go on to the end of the stretch."""
-    budget = Budget(allowed)
-    begin = length - tokens_ahead(options.rounds)
-    for name, generation in generations.items():
-        generation.go_on(name, begin, MOST_READ)
-    seconds, made = _time(generations, options, budget)
-    # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
-    cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
-    moved, _ = time_tokens(cache, options.device, FEWEST_ROUNDS, budget)
-    # After the turn that does not count, and the first token of the next.
-    first = begin + TOKENS_OF_A_TURN + 2
-    rows = []
-    for name, generation in generations.items():
-        timed = {"length": length, "first": first, "last": generation.length - 1}
-        rows.append({"model": name, **timed, "seconds": seconds[name]})
-        if name == TRANSFORMER:
-            rows[-1]["cache seconds"] = moved["cache"]
-    return rows, made
-
-
-def measure_growth(
-    model: Any, name: str, tokens: Tensor, lengths: tuple[int, ...], options: argparse.Namespace, allowed: float
-) -> tuple[dict[int, dict[str, float]], int]:
-    """Times of a token of a fast weight model by length, one beside the other, and the rounds that were made."""
-    ahead = tokens_ahead(options.rounds)
-    return _time({n: generation_after(model, name, tokens, n - ahead) for n in lengths}, options, Budget(allowed))
-
-
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, "--backend", "--figure", rules=RULES)
     options = parse(parser)
@@ -168,25 +122,41 @@ def main() -> None:
     tokens = torch.randint(4, settings["words"], (settings["batch"], longest), device=options.device)
     # All sizes come before all times, again for the sake of the memory that a cache finds.
     cases = itertools.product(names, lengths)
-    sizes = {(name, length): memory(models[name], name, tokens, length, options.device) for name, length in cases}
+    rows: dict[tuple[str, int], Row] = {
+        (name, length): memory(models[name], name, tokens, length, options.device) for name, length in cases
+    }
     generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
-    rows: list[Row] = []
-    parts = len(lengths) + len(options.rules)
+
+    def timed(calls: dict[Any, Callable[[], Call]], parts: int, what: str) -> dict[Any, dict[str, float]]:
+        seconds, made = time_tokens(calls, options.device, options.rounds, Budget(budget.share(parts)))
+        budget.note(what, made, options.rounds)
+        return seconds
+
     for number, length in enumerate(lengths):
-        measured, made = measure_length(generations, length, options, budget.share(parts - number))
-        rows += [row | sizes[row["model"], length] for row in measured]
-        budget.note(f"after {length:,}", made, options.rounds)
+        begin = length - ahead
+        for name, generation in generations.items():
+            generation.go_on(name, begin, MOST_READ)
+        parts = len(lengths) + len(options.rules) - number
+        seconds = timed({name: lambda g=g: g.advance for name, g in generations.items()}, parts, f"after {length:,}")
+        for name, generation in generations.items():
+            # After the turn that does not count, and the first token of the next.
+            stretch = {"first": begin + TOKENS_OF_A_TURN + 2, "last": generation.length - 1}
+            rows[name, length] |= {"model": name, "length": length, **stretch, "seconds": seconds[name]}
+        # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
+        cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
+        moved, _ = time_tokens(cache, options.device, FEWEST_ROUNDS, Budget(budget.share(parts)))
+        rows[TRANSFORMER, length]["cache seconds"] = moved["cache"]
     generations.clear()  # and their caches
     for number, name in enumerate(options.rules):
-        allowed = budget.share(len(options.rules) - number)
-        growth, made = measure_growth(models[name], name, tokens, lengths, options, allowed)
-        for row in rows:
-            if row["model"] == name:
-                row["seconds beside other lengths"] = growth[row["length"]]
-        budget.note(f"{name}, its lengths in turns", made, options.rounds)
+        # A rule's lengths one beside the other.
+        growth = {n: generation_after(models[name], name, tokens, n - ahead) for n in lengths}
+        calls = {n: lambda g=g: g.advance for n, g in growth.items()}
+        for n, found in timed(calls, len(options.rules) - number, f"{name}, its lengths in turns").items():
+            rows[name, n]["seconds beside other lengths"] = found
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     facts = {"settings": settings, "backend": options.backend, "parameters": parameters, "cut": budget.cut}
-    finish(records.describe_run("generation", options.device, **facts, rows=rows), options, figures.draw_next_token)
+    in_order = [rows[name, length] for length in lengths for name in names]
+    finish(records.describe_run("generation", options.device, **facts, rows=in_order), options, figures.draw_next_token)
 
 
 if __name__ == "__main__":

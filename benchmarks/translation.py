@@ -10,8 +10,6 @@ page says what is measured. Takes up to 5 GB of memory.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -144,59 +142,6 @@ def sample(source: Tensor, sentences: int) -> dict[str, dict[str, Tensor]]:
     return {"net_input": {"src_tokens": source.repeat(sentences, 1), "src_lengths": lengths}}
 
 
-def measure_steps(
-    generators: dict[str, SequenceGenerator],
-    cases: Sequence[tuple[int, int]],
-    settings: dict[str, int],
-    options: argparse.Namespace,
-    allowed: float,
-) -> tuple[list[dict[str, Any]], int]:
-    """A row for each model and case, all in turns, and the rounds that were made.
-
-    A case is the length of a source and of what there is of its translation.
-    """
-    budget = Budget(allowed)
-    take_ups, rows = {}, {}
-    for source_length, length in cases:
-        source = draw_source(settings, source_length, options.device)
-        for name, generator in generators.items():
-            key = f"{name} {source_length} {length}"
-            hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
-            take_ups[key] = partial(take_up, generator, hypotheses)
-            rows[key] = {"model": name, "beam": generator.beam_size, "source": source_length, "length": length}
-            most = peak_memory(generator, hypotheses, options.device)
-            rows[key] |= {**hypotheses.sizes(), "peak bytes": most}
-    seconds, made = time_tokens(take_ups, options.device, options.rounds, budget)
-    return [row | {"seconds": seconds[key]} for key, row in rows.items()], made
-
-
-def take_up(generator: SequenceGenerator, hypotheses: Hypotheses) -> Callable[[], Any]:
-    """A generation that goes on from these hypotheses, which it leaves as they are: each call makes a token."""
-    return partial(advance, generator, hypotheses.clone())
-
-
-def peak_memory(generator: SequenceGenerator, hypotheses: Hypotheses, device: str) -> int:
-    """The most bytes that the hypotheses and the tensors of one more token take at a time.
-
-    The hypotheses are the call's own: what has been replaced is gone, as it is in generation.
-    """
-    return peak(hypotheses.clone, lambda own: advance(generator, own), device)
-
-
-def measure_whole(
-    generators: dict[str, SequenceGenerator], beam: int, settings: dict[str, int], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """A row for each model: the seconds of whole translations, which take turns."""
-    batch = sample(draw_source(settings, settings["source"], options.device), settings["hypotheses"] // beam)
-    calls = {name: partial(generator.generate, [], batch) for name, generator in generators.items()}
-    # Whatever they take exactly, each is measured once in a round, and as seldom as is of use.
-    warm = dict.fromkeys(calls, 1.0)
-    rounds = min(options.rounds, FEWEST_ROUNDS)
-    seconds, _ = time_in_turns(calls, warm, clock_for(options.device), rounds=rounds)
-    common = {"beam": beam, "source": settings["source"], "length": settings["whole"]}
-    return [{"model": name, **common, "seconds": seconds[name]} for name in generators]
-
-
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, maps=tuple(MAPS))
     text = f"of a whole translation (default: {SETTINGS['whole']})"
@@ -206,9 +151,10 @@ def main() -> None:
     lengths, settings = ((4, 8), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
     if options.whole is not None:
         settings = settings | {"whole": options.whole}
-    budget = Budget(options.budget)
+    budget, device = Budget(options.budget), options.device
     longest = max(*lengths, settings["whole"])
     models = {name: build(name, settings, longest) for name in (TRANSFORMER, *options.maps)}
+    # By name the lengths of sources and of what there is of their translations.
     sources = {
         "sources of one length": [(settings["source"], length) for length in lengths],
         "sources as long as the target": [(length, length) for length in lengths if length != settings["source"]],
@@ -217,17 +163,34 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for beam in BEAMS:
         generators = {
-            name: build_generator(model.to(options.device), dictionary, beam, settings["whole"])
+            name: build_generator(model.to(device), dictionary, beam, settings["whole"])
             for name, (model, dictionary) in models.items()
         }
         for what, cases in sources.items():
-            measured, made = measure_steps(generators, cases, settings, options, budget.share(parts))
+            allowed, take_ups, found = Budget(budget.share(parts)), {}, {}
+            for source_length, length in cases:
+                source = draw_source(settings, source_length, device)
+                for name, generator in generators.items():
+                    hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
+                    # Each call takes up the generation that goes on from these, which it leaves as they are. The most
+                    # bytes are of the call's own: what has been replaced is gone, as it is in generation.
+                    key, step = f"{name} {source_length} {length}", partial(advance, generator)
+                    take_ups[key] = lambda step=step, before=hypotheses: partial(step, before.clone())
+                    found[key] = {"model": name, "beam": beam, "source": source_length, "length": length}
+                    found[key] |= {**hypotheses.sizes(), "peak bytes": peak(hypotheses.clone, step, device)}
+            seconds, made = time_tokens(take_ups, device, options.rounds, allowed)
+            rows += [row | {"seconds": seconds[key]} for key, row in found.items()]
             parts -= 1
-            rows += measured
             budget.note(f"beam {beam}, {what}", made, options.rounds)
-    whole = measure_whole(generators, beam, settings, options)
+    # Whole translations. Whatever they take exactly, each is measured once in a round, and as seldom as is of use.
+    batch = sample(draw_source(settings, settings["source"], device), settings["hypotheses"] // beam)
+    calls = {name: partial(generator.generate, [], batch) for name, generator in generators.items()}
+    rounds = min(options.rounds, FEWEST_ROUNDS)
+    seconds, _ = time_in_turns(calls, dict.fromkeys(calls, 1.0), clock_for(device), rounds=rounds)
+    common = {"beam": beam, "source": settings["source"], "length": settings["whole"]}
+    whole = [{"model": name, **common, "seconds": seconds[name]} for name in generators]
     facts = {"settings": settings, "cut": budget.cut, "rows": rows, "whole": whole}
-    finish(records.describe_run("translation", options.device, **facts), options)
+    finish(records.describe_run("translation", device, **facts), options)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,7 @@ class CudaClock(Clock):
     """Events around a call, after flushes: writing more than the second-level cache holds, again and again.
 
     While the GPU writes, the host gives it the whole call: what is timed is the device's work, unless a call makes the
-    host wait for the device. Where no lead is long enough (`flushes_ahead`), or none is asked for, it is the time that
-    passes until the device has done what the host gives it.
+    host wait for the device, or no lead is long enough (`flushes_ahead`).
     """
 
     def __init__(self) -> None:
