@@ -19,7 +19,7 @@ from harness.comparison import NOT_COMPILED, Case, compare, measure_all
 from harness.contestants import Contestant, Refusal, Work, leaf
 from harness.timing import Call, Clock
 
-CASES = [Case(Shape(f"shape {i}", 1, 2, 4, 2, 2, 1), "float32", "forward") for i in range(3)]
+CASES = [Case(Shape(f"shape {i}", 1, 2, 4, 2, 2), "float32", "forward") for i in range(3)]
 RATES = {"copy": {"4096": 1e9}, "matmul": {"float32": 1e9}}
 
 
@@ -76,9 +76,9 @@ def refuse(error: Exception) -> Contestant:
 
 
 def rows_of(machine: Machine, other: Contestant, kind: Pass = "forward", **limits: float) -> dict[str, dict[str, Any]]:
-    case = Case(CASES[0].shape, "float32", kind)
     machine.calls.append("chunkwise")  # whose first call was before
     both = [other, machine.contestant("chunkwise")]
+    case = Case(CASES[0].shape, "float32", kind)
     rows, _ = compare(case, both, device="cpu", clock=machine, rates=RATES, rounds=2, **limits)
     assert rows[-1]["implementation"] == "chunkwise" and rows[-1]["status"] == "measured"
     json.dumps(rows, allow_nan=False)  # they can be written
@@ -105,54 +105,38 @@ def test_who_agrees_is_measured(machine: Machine, kind: Pass) -> None:
         (lambda m: m.contestant("peer", compiles=True), {"compiling": 0.0}, "left out", NOT_COMPILED),
     ],
 )
-def test_who_takes_no_part_says_why(
+def test_who_takes_no_part_says_why_unless_it_does_not_belong(
     make: Callable[[Machine], Contestant], limits: dict[str, float], status: str, message: str | None, machine: Machine
 ) -> None:
     row = rows_of(machine, make(machine), **limits)["peer"]
     assert (row["status"], row.get("message")) == (status, message)
-
-
-def test_who_does_not_belong_is_not_named(machine: Machine) -> None:
     assert list(rows_of(machine, refuse(Refusal()))) == ["chunkwise"]
 
 
-def measure(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, *others: Contestant, budget: float | None
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The record, and those that were written on the way."""
+@pytest.mark.parametrize("budget", [100.0, 5.0])
+def test_who_compiles_keeps_nobody_from_being_measured_and_what_a_budget_does_not_reach_is_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, budget: float
+) -> None:
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(records, "write", lambda record, path: written.append(record))
     options = Namespace(budget=budget, device="cpu", quick=True, rounds=4, out=Path("record.json"))
-    record = measure_all(CASES, [machine.contestant("chunkwise"), *others], options, 100.0, lambda **facts: facts)
+    both = [machine.contestant("chunkwise"), machine.contestant("fla", compiles=True)]
+    record = measure_all(CASES, both if budget > 5 else both[:1], options, 100.0, lambda **facts: facts)
     assert written[-1]["rows"] == record["rows"]
-    return record, written
-
-
-def told(record: dict[str, Any]) -> list[str]:
-    """Of each case the second contestant: whether it was measured or why not."""
-    return [row.get("message", row["status"]) for row in record["rows"] if row["implementation"] != "chunkwise"]
-
-
-def test_who_compiles_does_not_keep_others_from_being_measured(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record, written = measure(machine, monkeypatch, machine.contestant("fla", compiles=True), budget=100.0)
+    if budget == 5:
+        assert [row["shape"] for row in record["rows"]] == ["shape 0"]
+        missed = [f"shape {i}, float32, forward: not measured" for i in (1, 2)]
+        assert record["cut"] == ["shape 0, float32, forward: 3 rounds of 4", *missed]
+        return
     assert [row["shape"] for row in record["rows"]] == [f"shape {i}" for i in (0, 0, 1, 1, 2, 2)]
     assert [row["status"] for row in record["rows"][::2]] == ["measured"] * 3
     # What is compared comes from one run, whose rounds were as many for both.
     ours, peer = record["rows"][:2]
     assert ours["seconds"]["rounds"] == peer["seconds"]["rounds"] == 3
     assert record["cut"] == ["shape 0, float32, forward: 3 rounds of 4"]
-    assert [told(each) for each in written] == [
-        *([NOT_COMPILED] * number for number in (1, 2, 3)),
-        ["measured", NOT_COMPILED, NOT_COMPILED],
+    told = [
+        [row.get("message", row["status"]) for row in each["rows"] if row["implementation"] == "fla"]
+        for each in written
     ]
-
-
-def test_cases_that_a_budget_does_not_reach_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, _ = measure(machine, monkeypatch, budget=5.0)
-    assert [row["shape"] for row in record["rows"]] == ["shape 0"]
-    assert record["cut"] == [
-        "shape 0, float32, forward: 3 rounds of 4",
-        *(f"shape {i}, float32, forward: not measured" for i in (1, 2)),
-    ]
+    expected = [[NOT_COMPILED] * number for number in (1, 2, 3)]
+    assert told == [*expected, ["measured", NOT_COMPILED, NOT_COMPILED]]

@@ -10,7 +10,7 @@ import report
 from harness import records, targets
 from harness.cases import SHAPES
 from harness.pages import ratio
-from harness.targets import judge
+from harness.targets import Failure, judge
 
 from tests.benchmarks.conftest import Run
 
@@ -35,7 +35,6 @@ def test_the_committed_page_is_what_the_results_say_and_an_old_one_is_noticed(tm
         if old is not None:
             page.write_text(old)
         assert "report.py writes it" in run("report", "--check", "--page", page)
-    assert page.read_text() == "old\n"
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "other.json").write_text('{"tokens": 3}')
     for folder, message in (("missing", "missing, which is no folder"), ("empty", "empty, which holds no results")):
@@ -55,12 +54,49 @@ def test_the_committed_page_is_what_the_results_say_and_an_old_one_is_noticed(tm
         (LEAST, ["no", "none", "no"], "–", "unmeasured: no; none"),
         (LEAST, [3.0, *["no"] * 4], "3.00 x (a)", "met: unmeasured: b, c, d and 1 more (no)"),
         (LEAST, [], "–", "unmeasured: there are no results"),
+        # Who fails has not been beaten.
+        (LEAST, [3.0, Failure("boom"), "no"], "3.00 x (a)", "missed: failed: b (boom); unmeasured: c (no)"),
+        (MOST, [Failure("boom")], "–", "missed: failed: a (boom)"),
     ],
 )
 def test_the_worst_of_what_was_measured_counts(
     target: tuple[str, float], values: list[Any], measured: str, verdict: str
 ) -> None:
     assert judge(*target, ratio, list(zip("abcde", values, strict=False))) == [measured, verdict]
+
+
+BOOM, NOT_THERE = {"status": "failed", "message": "boom"}, {"status": "unavailable", "message": "not there"}
+SLOW = {"status": "left out", "first call": 4.0, "message": "a call takes 4.0 s"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured", "verdict"),
+    [
+        ({}, "2.00 x (delta, lm-small)", "met"),
+        ({"fla chunk": BOOM}, "3.00 x (delta, lm-small)", "met"),  # its other function ran
+        ({"fla chunk": BOOM, "fla step": BOOM}, "–", "missed: failed: delta, lm-small (fla chunk: boom)"),
+        ({"SDPA": BOOM}, "–", "missed: failed: delta, lm-small (SDPA: boom)"),
+        ({"native": BOOM}, "–", "missed: failed: delta, lm-small (native: boom)"),
+        ({"fla chunk": NOT_THERE, "fla step": NOT_THERE}, "–", "unmeasured: fla chunk: not there"),
+        # What is ours, and what is known to be slower, need not run.
+        ({"chunkwise": BOOM, "fla chunk": SLOW, "fla step": SLOW}, "4.00 x (delta, lm-small)", "met"),
+    ],
+)
+def test_a_peer_that_failed_is_a_target_missed(
+    changes: dict[str, dict[str, Any]], measured: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [goals] = [g for g in targets.GOALS if (g["program"], g["device"]) == ("kernels", "cuda")]
+    cases = {"rule": ["delta"], "shape": ["lm-small"], "pass": ["forward+backward"], "dtype": ["bfloat16"]}
+    monkeypatch.setattr(targets, "GOALS", [{**goals, "cases": cases, "targets": goals["targets"][:1]}])
+    case = {"shape": "lm-small", "pass": "forward+backward", "dtype": "bfloat16", "status": "measured"}
+    medians = {"native": 1.0, "chunkwise": 5.0, "fla chunk": 2.0, "fla step": 3.0, "SDPA": 4.0}
+    rows = [
+        {**case, "implementation": name, "rule": "softmax" if name == "SDPA" else "delta", "seconds": {"median": time}}
+        | changes.get(name, {})
+        for name, time in medians.items()
+    ]
+    [found] = targets.evaluate([{"program": "kernels", "device": "cuda", "threads": 1, "rows": rows}])
+    assert (found.measured, found.verdict) == (measured, verdict)
 
 
 def test_all_targets_are_listed_whatever_was_measured() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import all_cpu
+import kernels
 import pytest
 import torch
 from harness.cases import RULES
@@ -15,6 +17,7 @@ from harness.cases import RULES
 from tests.benchmarks.conftest import BENCHMARKS, Run
 
 MEASURING = ("kernels", "generation", "translation", "training", "training_length")
+BOTH = ("forward", "forward+backward")
 
 
 @pytest.mark.slow
@@ -41,17 +44,16 @@ def test_all_results_of_a_cpu_are_made_by_one_command(
             measured.add((row["pass"], row["implementation"], row["rule"]))
         else:
             assert row["status"] == "unavailable" and row["message"]
-    passes = ("forward", "forward+backward", "step")
-    expected = {*itertools.product(passes, ["chunkwise"], RULES), *itertools.product(["step"], ["reference"], RULES)}
-    assert expected | {(kind, "SDPA", "softmax") for kind in passes[:2]} <= measured
+    expected = {*itertools.product((*BOTH, "step"), ["chunkwise"], RULES)}
+    expected |= {*itertools.product(["step"], ["reference"], RULES), *((kind, "SDPA", "softmax") for kind in BOTH)}
+    assert expected <= measured
 
     def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
         return {tuple(row[key] for key in keys) for row in found[name]["rows"]}
 
     models = ("transformer", "elu", "dpfp-2", "favor-128")
-    assert columns("next_token", "model", "length") == set(
-        itertools.product(("transformer", "delta", "decay", "sum"), (16, 32))
-    )
+    tokens = set(itertools.product(("transformer", "delta", "decay", "sum"), (16, 32)))
+    assert columns("next_token", "model", "length") == tokens
     assert columns("translation", "model", "beam", "source", "length") == {
         (model, beam, *case) for model in models for beam in (1, 4) for case in ((4, 4), (4, 8), (8, 8))
     }
@@ -60,7 +62,32 @@ def test_all_results_of_a_cpu_are_made_by_one_command(
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
 
 
-BOTH = ("forward", "forward+backward")
+def test_on_a_gpu_the_rules_are_measured_in_three_dtypes_and_what_targets_speak_of_comes_first() -> None:
+    options = Namespace(device="cuda", quick=False, shapes=("lm-small", "step-8"), dtypes=None)
+    cases = [(case.shape.name, case.shape.batch, case.dtype, case.kind) for case in kernels.cases_of(options)]
+    dtypes = ("bfloat16", "float32", "float16")
+    assert cases == [
+        *(("lm-small", 96, dtype, "forward+backward") for dtype in dtypes),
+        *(("step-8", 8, dtype, "step") for dtype in dtypes),
+        *(("lm-small", 96, dtype, "forward") for dtype in dtypes),
+    ]
+    cases = [
+        (case.shape.batch, case.dtype) for case in kernels.cases_of(Namespace(**vars(options) | {"device": "cpu"}))
+    ]
+    assert cases == [*[(48, "float32")] * 2, (8, "float32"), *[(48, "bfloat16")] * 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_rules_agree_in_half_precision(dtype: str, tmp_path: Path, monkeypatch, run: Run) -> None:
+    monkeypatch.setattr("kernels.keep_freed_memory", lambda: True)
+    assert run("kernels", "--quick", "--dtypes", dtype, "--threads", 1, "--out", tmp_path / "out.json") == ""
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {(row["dtype"], row["status"]) for row in rows if row["implementation"] == "chunkwise"} == {
+        (dtype, "measured")
+    }
+    assert not [row for row in rows if row["status"] == "failed"]
+
+
 RULES_OF_DELTA = ("gated delta", "delta", "Kimi delta", "transformers")
 # Of programs that compare in turns: each part's passes and contestants.
 IN_TURNS = {
@@ -78,9 +105,7 @@ IN_TURNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", IN_TURNS)
-def test_programs_take_turns_with_their_peers(
-    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_programs_take_turns_with_their_peers(program: str, tmp_path: Path, monkeypatch, run: Run) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr("harness.turns.keep_freed_memory", lambda: True)  # of this process it is not to be kept
     assert run(program, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
@@ -94,7 +119,7 @@ def test_programs_take_turns_with_their_peers(
     assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in rows)
 
 
-@pytest.mark.parametrize("given", [[], ["--results"], ["--page"], ["--results", "--page"]])
+@pytest.mark.parametrize("given", [[], ["--results"], ["--page"]])
 @pytest.mark.parametrize("quick", [True, False])
 def test_tiny_cases_never_replace_what_was_measured(
     quick: bool, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
@@ -108,8 +133,7 @@ def test_tiny_cases_never_replace_what_was_measured(
     monkeypatch.setattr(all_cpu, "run", note)
     places = {"--results": all_cpu.RESULTS, "--page": all_cpu.PAGE}
     chosen = {option: tmp_path / option for option in given}
-    arguments = [word for option in chosen.items() for word in option]
-    run("all_cpu", *arguments, *(["--quick"] if quick else []))
+    run("all_cpu", *itertools.chain(*chosen.items()), *(["--quick"] if quick else []))
     report_call = calls.pop("report.py")
     assert {path.parent for call in calls.values() for path in call.values()} == {report_call["--results"]}
     assert len(calls) == 4
@@ -146,6 +170,5 @@ def test_what_makes_no_sense_is_refused(
     options: list[tuple[str, str]], values: list[str], message: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name, option in options:
-        for value in values:
-            assert message.format(option=option, value=value) in run(name, option, value), name
+    for (name, option), value in itertools.product(options, values):
+        assert message.format(option=option, value=value) in run(name, option, value), name
