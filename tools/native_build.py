@@ -224,11 +224,7 @@ def run(command: list[str], target: Path, log: Path) -> None:
     """
     temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
     result = subprocess.run(
-        [*command, "-o", str(temporary)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        [*command, "-o", str(temporary)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     if result.returncode == 0:
         temporary.replace(target)

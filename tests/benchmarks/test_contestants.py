@@ -32,8 +32,7 @@ def check(contestant: Contestant, length: str) -> None:
     arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
     operation = getattr(ops, f"{rule}_rule")
     same(
-        work.as_reference(work.run_forward()),
-        operation(*arguments, initial_state=inputs.state, backend="reference")[0],
+        work.as_reference(work.run_forward()), operation(*arguments, initial_state=inputs.state, backend="reference")[0]
     )
     assert len(work.inputs) == TENSORS[rule]
     if not shape.steps:
