@@ -60,18 +60,8 @@ def training_flags(model: str, settings: dict[str, int], options: argparse.Names
         --disable-validation --no-save --num-workers 0 --log-format json --no-progress-bar""".split()
 
 
-def train(data: Path, model: str, settings: dict[str, int], options: argparse.Namespace) -> list[float]:
-    """Trains for some updates and returns the words per second that fairseq logged, after the warm-up."""
-    log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
-    return words_per_second(log, settings["warm-up"])
-
-
 def words_per_second(log: str, warm_up: int) -> list[float]:
-    """What a log of `fairseq-train --log-format json` says of its speed after so many updates.
-
-    Raises:
-        ValueError: if it says nothing.
-    """
+    """What a log of `fairseq-train --log-format json` says of its speed after so many updates."""
     logged = [json.loads(text) for text in re.findall(r"\| train_inner \| (\{.*\})$", log, re.MULTILINE)]
     speeds = [float(values["wps"]) for values in logged if int(values["num_updates"]) > warm_up]
     if not speeds:
@@ -105,7 +95,8 @@ def main() -> None:
                 if number and budget.left <= 0:
                     budget.cut.append(f"{model}: {count(number, 'round')} of {options.rounds}")
                     continue
-                speeds[model] += train(data, model, settings, options)
+                log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
+                speeds[model] += words_per_second(log, settings["warm-up"])
                 print(f"{model}: {speeds[model][-1]:,.0f} words/s", file=sys.stderr, flush=True)
                 if options.out is not None:  # one that fails, or is stopped, leaves what was measured before it
                     records.write(make_record(), options.out)

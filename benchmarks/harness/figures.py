@@ -22,7 +22,7 @@ def draw_next_token(record: dict[str, Any], path: Path) -> None:
             lengths = [row["length"] for row in rows]
             name = "attention (fairseq's Transformer)" if model == "transformer" else f"{model} rule"
             _line(time, rows, lengths, COLOURS[model], "-", name)
-            memory.plot(lengths, [row["peak bytes"] / 2**20 for row in rows], "o-", color=COLOURS[model], label=name)
+            memory.plot(lengths, [row["peak bytes"] / 2**20 for row in rows], "o-", color=COLOURS[model])
         time.set(xlabel="tokens before it", ylabel="milliseconds", title="time of the next token")
         memory.set(xlabel="tokens before it", ylabel="MiB", title="peak memory beside the weights", yscale="log")
         time.set_ylim(bottom=0)

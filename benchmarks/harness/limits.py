@@ -32,25 +32,23 @@ def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, qui
     """
     # On a GPU far beyond the cache.
     sizes = _COPY_BYTES[:1] if quick else (4 << 30,) if device == "cuda" else _COPY_BYTES
-    patience = 0.05 if quick else 0.5
-    copies = {}
+    copies, products = {}, {}
     for size in sizes:
         source = torch.rand(size // 8, device=device)
         target = torch.empty_like(source)
-        copies[str(size)] = size / _best(lambda s=source, t=target: t.copy_(s), clock, patience)
+        copies[str(size)] = size / _best(lambda s=source, t=target: t.copy_(s), clock, quick)
     width = 128 if quick else _MATRIX[device]
     torch.set_float32_matmul_precision("highest")  # torch's default
-    products = {}
     for name, dtype in dtypes.items():
         a, b = (torch.randn(width, width, device=device).to(dtype) for _ in "ab")
-        products[name] = 2 * width**3 / _best(lambda a=a, b=b: a @ b, clock, patience)
+        products[name] = 2 * width**3 / _best(lambda a=a, b=b: a @ b, clock, quick)
     return {"copy": copies, "matmul": products}
 
 
-def _best(call: Any, clock: Clock, patience: float) -> float:
-    """The least time of at least three calls, and of as many as fit in so many seconds."""
+def _best(call: Any, clock: Clock, quick: bool) -> float:
+    """The least time of at least three calls, and of as many as fit in half a second."""
     call()
-    end = time.perf_counter() + patience
+    end = time.perf_counter() + (0.05 if quick else 0.5)
     times: list[float] = []
     while len(times) < 3 or time.perf_counter() < end:
         times.append(clock.seconds(call, 1))
@@ -69,18 +67,16 @@ def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, ra
     given, out = sum(x.nbytes for x in read), inputs.d_out.nbytes
     # Backward reads the inputs again and the output's gradient, and writes a gradient for each input.
     moved = 3 * given + 2 * out if both else given + out
-    if inputs.state is not None:
-        moved += 2 * inputs.state.nbytes
+    moved += 0 if inputs.state is None else 2 * inputs.state.nbytes
     if softmax:
         # Two products forward, five backward (the scores once more), each over the pairs on and below the diagonal.
         operations = shape.time * (shape.time + 1) // 2 * 2 * shape.value_dim * (7 if both else 2)
     else:
         operations = shape.time * shape.key_dim * shape.value_dim * sum(OPERATIONS[rule][: 1 + both])
     operations *= shape.batch * shape.heads
-    seconds, binding = max(
-        (moved / bandwidth(rates, moved), "bandwidth"), (operations / rates["matmul"][dtype], "arithmetic")
-    )
-    return {"bytes": moved, "operations": operations, "seconds": seconds, "binding": binding}
+    times = {"bandwidth": moved / bandwidth(rates, moved), "arithmetic": operations / rates["matmul"][dtype]}
+    binding = max(times, key=lambda name: (times[name], name))
+    return {"bytes": moved, "operations": operations, "seconds": times[binding], "binding": binding}
 
 
 def bandwidth(rates: dict[str, Any], moved: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import generation
@@ -16,9 +16,7 @@ SETTINGS = generation.QUICK_SETTINGS
 ROWS = SETTINGS["batch"]
 
 
-@cache
-def build(name: str, longest: int = 40, **settings: int) -> Any:
-    return generation.build(name, SETTINGS | settings, "chunkwise", longest)
+build = cache(partial(generation.build, settings=SETTINGS, backend="chunkwise", longest=40))
 
 
 def draw_tokens(length: int) -> torch.Tensor:
@@ -61,7 +59,7 @@ def test_a_token_is_the_next_one() -> None:
 
 
 def test_sizes_are_those_at_the_length_with_one_layers_cache_twice() -> None:
-    model = build(TRANSFORMER, longest=501, layers=5)
+    model = generation.build(TRANSFORMER, SETTINGS | {"layers": 5}, "chunkwise", longest=501)
     sizes = generation.memory(model, TRANSFORMER, draw_tokens(501), 500, "cpu")
     size = 2 * 5 * ROWS * SETTINGS["width"] * 500 * 4
     assert sizes["state bytes"] == size

@@ -21,22 +21,20 @@ class FakeClock(Clock):
         return 2 if seconds < 1 else 1
 
 
-def test_contestants_take_turns() -> None:
-    order: list[str] = []
-    warm = {"a": 1.0, "b": 0.5, "c": 3.0}
-    calls = {name: lambda name=name: order.append(name) or warm[name] for name in warm}
-    result, made = time_in_turns(calls, warm, FakeClock(), rounds=3)
-    assert order == ["a", "b", "b", "c"] * 3 and made == 3
-    assert {name: values["median"] for name, values in result.items()} == warm
-
-
 @pytest.mark.parametrize(
     ("allowed", "rounds", "made"),
     [(float("inf"), 20, 20), (100.0, 20, 20), (50.0, 20, 10), (1.0, 20, 3), (0.0, 20, 3), (0.0, 2, 2)],
 )
-def test_rounds_are_cut_to_the_time_that_is_allowed_but_not_below_three(allowed: float, rounds: int, made: int) -> None:
-    result = time_in_turns({"a": lambda: 5.0}, {"a": 5.0}, FakeClock(), rounds=rounds, allowed=allowed)
-    assert result[1] == made and result[0]["a"]["rounds"] == made
+def test_contestants_take_turns_that_are_cut_to_the_time_that_is_allowed_but_not_below_three_rounds(
+    allowed: float, rounds: int, made: int
+) -> None:
+    order: list[str] = []
+    warm = {"a": 1.0, "b": 0.5, "c": 3.0}
+    calls = {name: lambda name=name: order.append(name) or warm[name] for name in warm}
+    result = time_in_turns(calls, warm, FakeClock(), rounds=rounds, allowed=allowed)
+    assert order == ["a", "b", "b", "c"] * made and result[1] == made
+    assert {name: values["median"] for name, values in result[0].items()} == warm
+    assert {values["rounds"] for values in result[0].values()} == {made}
 
 
 @pytest.mark.parametrize(("allowed", "rounds"), [(float("inf"), 5), (0.0, 3)])
@@ -62,8 +60,8 @@ def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
 class SimulatedGpu:
     """torch.cuda where launches take the host's time, kernels the device's, and these come in the order of launches.
 
-    Attributes:
-        host, device: seconds; when the host is ready for the next launch, and the device done with those before it.
+    `host` and `device` are the seconds when the host is ready for the next launch, and the device done with those
+    before it.
     """
 
     LAUNCH, FLUSH, RECORD = 10e-6, 65e-6, 1e-6
@@ -78,34 +76,25 @@ class SimulatedGpu:
         self.host += self.LAUNCH
         self.device = max(self.host, self.device) + seconds
 
-    def empty(self, size: int, dtype: Any, device: str) -> Any:
-        def zero_() -> None:
-            self.flushes += 1
-            self.launch(self.FLUSH)
+    def zero_(self) -> None:
+        self.flushes += 1
+        self.launch(self.FLUSH)
 
-        return SimpleNamespace(zero_=zero_)
+    def empty(self, size: int, dtype: Any, device: str) -> Any:
+        return self
 
     def synchronize(self) -> None:
         self.host = max(self.host, self.device)
 
     def Event(self, enable_timing: bool) -> Any:
-        event = SimpleNamespace(time=None)
+        event = SimpleNamespace(time=None, synchronize=self.synchronize)
 
         def record() -> None:
             self.host += self.RECORD
             event.time = max(self.host, self.device)
 
-        event.record, event.synchronize = record, self.synchronize
-        event.elapsed_time = lambda end: (end.time - event.time) * 1e3
+        event.record, event.elapsed_time = record, lambda end: (end.time - event.time) * 1e3
         return event
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
-    gpu = SimulatedGpu()
-    monkeypatch.setattr(timing, "torch", gpu)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
-    return gpu
 
 
 # Where no lead is long enough, the launches are timed too.
@@ -113,8 +102,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     ("launches", "each", "flushes"), [(1, 2e-6, 1), (14, 2e-6, 5), (300, 2e-6, 64), (1000, 10e-6, 1)]
 )
 def test_a_short_call_on_a_gpu_is_timed_without_its_launches(
-    gpu: SimulatedGpu, launches: int, each: float, flushes: int
+    launches: int, each: float, flushes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gpu = SimulatedGpu()
+    monkeypatch.setattr(timing, "torch", gpu)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
+
     def call() -> None:
         for _ in range(launches):
             gpu.launch(2e-6)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import translation
-from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from torch.utils._pytree import tree_map
 
@@ -23,9 +22,7 @@ LENGTH = 5
 NAMES = (translation.TRANSFORMER, *translation.MAPS)
 
 
-@cache
-def built(name: str) -> tuple[Any, Dictionary]:
-    return translation.build(name, SETTINGS, longest=8)
+built = cache(partial(translation.build, settings=SETTINGS, longest=8))
 
 
 def begin(name: str, beam: int) -> tuple[SequenceGenerator, translation.Hypotheses]:
@@ -34,16 +31,15 @@ def begin(name: str, beam: int) -> tuple[SequenceGenerator, translation.Hypothes
     return generator, translation.hypotheses_after(generator, name, SOURCE, LENGTH, ROWS)
 
 
-def shapes(x: Any) -> Any:
-    return tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, x)
-
-
 def note_calls(generator: SequenceGenerator) -> list[tuple[str, Any]]:
     """The calls of the models and of the search from now on, with the shapes of what they are given."""
     calls: list[tuple[str, Any]] = []
 
+    def shape(x: Any) -> Any:
+        return tuple(x.shape) if isinstance(x, torch.Tensor) else x
+
     def noting(name: str, call: Callable[..., Any], arguments: int) -> Callable[..., Any]:
-        return lambda *given: calls.append((name, shapes(given[:arguments]))) or call(*given)
+        return lambda *given: calls.append((name, tree_map(shape, given[:arguments]))) or call(*given)
 
     arguments = {"reorder_incremental_state": 2, "reorder_encoder_out": 2, "forward_decoder": 3, "step": 3}
     for name, number in arguments.items():

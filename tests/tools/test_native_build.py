@@ -220,6 +220,17 @@ def test_without_a_compiler_only_what_was_asked_for_is_an_error(
         assert reason and reason in libraries_of(root).load(part.lower())
 
 
+def test_a_torch_that_is_missing_or_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[SimpleNamespace | None] = [None, SimpleNamespace(origin=str(tmp_path / "__init__.py"))]
+    monkeypatch.setattr(native_toolchain.importlib.util, "find_spec", lambda name: found[0])
+    with pytest.raises(Unavailable, match="saw no torch; install torch and build again"):
+        Torch.find()
+    (tmp_path / "version.py").write_text("__version__ = '2.3.1+cpu'\ncuda = None\n")
+    with pytest.raises(Unavailable, match=r"torch is 2.3.1\+cpu; install 2.4 or later"):
+        found.pop(0)
+        Torch.find()
+
+
 OTHER = THIS_TORCH.partition("+")[0] + "+other"
 
 
