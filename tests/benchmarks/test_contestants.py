@@ -64,35 +64,34 @@ def causal_dot_product(q, k, v):
 """
 
 
-def test_causal_product_is_found_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_optional_and_causal_product_is_found_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("fast_transformers", "fla", "fast_transformers.causal_product")
+    for name in names[:2]:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    [contestant] = contestants.causal_product(tmp_path)
+    peers = {"build_causal_product.py builds it": contestant}
+    peers["ModuleNotFoundError"] = contestants.flash_linear_attention(["sum"])[0]
+    for message, peer in peers.items():
+        with pytest.raises(Refusal, match=message):
+            peer.prepare(SHAPES["segment"], INPUTS["segment"])
+    assert contestants.build_record() is None
     package = tmp_path / "fast_transformers"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "causal_product.py").write_text(STAND_IN)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    names = ("fast_transformers", "fast_transformers.causal_product")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    [contestant] = contestants.causal_product(tmp_path)
     try:
-        check(contestant, "segment")
+        check(contestants.causal_product(tmp_path)[0], "segment")
         assert contestants.build_record() is None
         (package / BUILD_RECORD).write_text(json.dumps({"flags": ["-O3"]}))
         assert contestants.build_record() == {"flags": ["-O3"]}
     finally:
         for name in names:
             sys.modules.pop(name, None)
-
-
-def test_peers_are_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("fast_transformers", "fla"):
-        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
-    peers = {"build_causal_product.py builds it": contestants.causal_product(tmp_path)[0]}
-    peers["ModuleNotFoundError"] = contestants.flash_linear_attention(["sum"])[0]
-    for message, contestant in peers.items():
-        with pytest.raises(Refusal, match=message):
-            contestant.prepare(SHAPES["segment"], INPUTS["segment"])
-    assert contestants.build_record() is None
 
 
 def stand_in(module: str, *names: str) -> Any:
