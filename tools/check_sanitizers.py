@@ -22,7 +22,10 @@ LONGEST = 25 * 60
 """Seconds; it takes a few minutes on two cores."""
 NOT_RUN = 77
 """The exit status that automake's tests have for this."""
-FILES = [f"tests/ops/test_{name}.py" for name in ("native", "native_cpu", "backends", "documents", "selective_scan")]
+FILES = (
+    *("tests/ops/test_native.py", "tests/ops/test_native_cpu.py", "tests/ops/test_backends.py"),
+    *("tests/ops/test_documents.py", "tests/ops/test_selective_scan.py"),
+)
 # Sizes and what fills chunks; dtypes, regimes and what is not finite; strides, threads, steps and instruction sets.
 PATHS = (
     *("papers_sizes", "fill_chunks", "empty_batches", "states_are_kept"),
@@ -30,19 +33,12 @@ PATHS = (
     *("strides", "windows", "where_they_lie", "threads", "step", "instruction_set", "documents_are", "heads_that"),
 )
 ELSEWHERE = ("compile", "per_step", "4096_steps", "chunkwise")
-ENVIRONMENT = {
-    "FASTWEIGHTS_NATIVE_CPU": str(FOLDER / LIBRARIES.library("cpu").name),
-    # All memory starts as NaN, torch's too: a result that was not written everywhere, or was made from what was not,
-    # fails its test.
-    "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=0:max_malloc_fill_size=2147483647"
-    ":malloc_fill_byte=255",
-    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-    "OMP_NUM_THREADS": "2",
-    "OMP_WAIT_POLICY": "passive",  # threads that wait must not keep the cores from those that other tests have
-}
+# All memory starts as NaN, torch's too: a result that was not written everywhere, or was made from what was not, fails
+# its test.
+ASAN_OPTIONS = "detect_leaks=0:halt_on_error=1:abort_on_error=0:max_malloc_fill_size=2147483647:malloc_fill_byte=255"
 
 
-def runtime_libraries(compiler: HostCompiler) -> list[str]:
+def runtime_libraries(compiler: HostCompiler) -> list[Path]:
     """What must be loaded before Python, since Python itself was not compiled with sanitizers.
 
     Raises `Unavailable` where the compiler came without them.
@@ -55,14 +51,27 @@ def runtime_libraries(compiler: HostCompiler) -> list[str]:
             raise Unavailable(
                 f"{compiler.name} has no {name}; install g++ with its sanitizers, or name it with CXX=..."
             )
-        found.append(str(path.resolve()))
+        found.append(path.resolve())
     return found
+
+
+def environment(preloaded: list[Path]) -> dict[str, str]:
+    """That of a Python that loads the sanitized kernels."""
+    return {
+        **os.environ,
+        "FASTWEIGHTS_NATIVE_CPU": str(FOLDER / LIBRARIES.library("cpu").name),
+        "LD_PRELOAD": ":".join(map(str, preloaded)),
+        "ASAN_OPTIONS": ASAN_OPTIONS,
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",  # threads that wait must not keep the cores from those that other tests have
+    }
 
 
 def main(arguments: list[str]) -> int:
     """Builds and tests; returns the exit status, `NOT_RUN` where there are no sanitizers."""
     try:
-        environment = os.environ | ENVIRONMENT | {"LD_PRELOAD": ":".join(runtime_libraries(HostCompiler.find()))}
+        preloaded = runtime_libraries(HostCompiler.find())
     except Unavailable as reason:
         print(f"sanitizers: not run: {reason}", file=sys.stderr)
         return NOT_RUN
@@ -75,10 +84,10 @@ def main(arguments: list[str]) -> int:
         "sys.exit(libraries.load('cpu') or (None if torch.empty(1000).isnan().all() else 'memory is not NaN'))"
     )
     chosen = f"({' or '.join(PATHS)}) and not ({' or '.join(ELSEWHERE)})"
-    pytest = ["-m", "pytest", *FILES, "-k", chosen, "-q", "-x", "-p", "no:cacheprovider", *arguments]
-    for command in (["-c", probe], pytest):
+    pytest = ["-m", "pytest", *FILES, "-k", chosen, "-q", "-x", "-p", "no:cacheprovider"]
+    for command in (["-c", probe], [*pytest, *arguments]):
         try:
-            run = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, timeout=LONGEST)
+            run = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(preloaded), timeout=LONGEST)
         except subprocess.TimeoutExpired:
             print(f"sanitizers: not done after {LONGEST} s", file=sys.stderr)
             return 1
