@@ -21,6 +21,20 @@ Naive = Callable[[Mixer, Tensor], Tensor]
 """The definition: what a mixer gives for (time, embed_dim), one row without padding."""
 
 
+def alone(mixer: Mixer, x: Tensor) -> Tensor:
+    """For `Naive`, where another test holds the mixer against its equations: a row by itself."""
+    return mixer(x[:, None])[0][:, 0]
+
+
+def spread(mixer: Mixer, noise: float = 0.2) -> Mixer:
+    """The mixer in float64 and evaluation, with parameters that all matter: none is zero, none are equal."""
+    mixer = mixer.double().eval()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    return mixer
+
+
 def error(actual: Tensor, expected: Tensor) -> float:
     assert actual.shape == expected.shape
     return ((actual - expected).double().norm() / (expected.double().norm() or 1)).item()
@@ -75,11 +89,18 @@ def check_definition(mixer: Mixer, naive: Naive, x: Tensor, padding: Tensor | No
 
 
 def check_parts(mixer: Mixer, x: Tensor, padding: Tensor | None) -> None:
-    """Segments, steps, and steps that overwrite the state give what the whole gives, and end in its state."""
+    """Segments, steps, and steps that overwrite the state give what the whole gives, and end in its state.
+
+    Which is, of each row, the one that its real positions alone end in.
+    """
     time = x.shape[0]
     real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()
     with torch.no_grad():
         whole, end = mixer(x, None, padding)
+        more = draw(3, x.shape[2], seed=5)[: room(mixer, time)]
+        for b in range(x.shape[1]) if padding is not None else ():
+            _, state = mixer(x[real[:, b], b : b + 1])
+            assert error(mixer(more, end)[0][:, b], mixer(more[:, b : b + 1], state)[0][:, 0]) <= FLOAT64
         for lengths in ([1] * time, [time // 2, 1, time - time // 2 - 1], [2, time - 2]):
             for overwrite in (False, True):
                 out, state = in_parts(mixer, x, lengths, padding, overwrite=overwrite)
@@ -88,13 +109,12 @@ def check_parts(mixer: Mixer, x: Tensor, padding: Tensor | None) -> None:
                 for name in end:
                     assert state[name].dtype == end[name].dtype and state[name].shape[0] == x.shape[1]
                 # What the states hold alike may be written in two ways: they are alike where they lead on alike.
-                more = draw(3, x.shape[2], seed=5)[: room(mixer, time)]
                 assert error(mixer(more, state)[0], mixer(more, end)[0]) <= FLOAT64
 
 
 def room(mixer: Mixer, time: int) -> int | None:
     """How many positions more a mixer can read after `time`; None for any number."""
-    return mixer.max_positions - time if mixer.bounded else None
+    return mixer.max_positions - time if hasattr(mixer, "max_positions") else None
 
 
 def check_gradients_through_the_state(mixer: Mixer, x: Tensor) -> None:
@@ -108,17 +128,19 @@ def check_gradients_through_the_state(mixer: Mixer, x: Tensor) -> None:
             assert (one - other).norm() <= FLOAT64 * max(other.norm(), 1e-3 * scale)
 
 
-def check_state(mixer: Mixer, x: Tensor) -> None:
+def check_state(mixer: Mixer, x: Tensor, starts_at_zero: bool = True) -> None:
     """Its rows can be taken in any order; without overwrite it stays as it was; zeros are the state at the start."""
     first, rest = x.split([4, x.shape[0] - 4])
-    order = torch.tensor([2, 0, 0])
     with torch.no_grad():
         state = mixer(first)[1]
         kept = {name: tensor.clone() for name, tensor in state.items()}
-        whole = mixer(x[:, order])[0]
-        assert error(mixer(rest[:, order], mixer.reorder(state, order))[0], whole[4:]) <= FLOAT64
+        for order in ([2, 0, 1], [1, 1, 1], [2, 0], [0, 0, 1, 1, 2, 2]):
+            whole = mixer(x[:, order])[0]
+            assert error(mixer(rest[:, order], mixer.reorder(state, torch.tensor(order)))[0], whole[4:]) <= FLOAT64
         assert all(torch.equal(state[name], kept[name]) for name in kept)
         assert mixer.reorder(state, torch.arange(BATCH)) is state
+        if not starts_at_zero:
+            return
 
         new = {name: tensor.clone() for name, tensor in state.items()}
         for tensor in new.values():

@@ -1,0 +1,177 @@
+"""What `Mixer` promises, of every mixer: parts, padding, states, types. Equations are held in each mixer's own test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.mixers.mixer import Mixer, keeps_rows
+from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
+from tests.mixers import contract
+
+WIDTH, TIME = 16, 13
+SHARED = {"num_heads": 4, "fast_weight_heads": 2, "max_positions": 40}
+
+
+def memory(rule: str, feature_map: str, *normalization: str, **sizes: int) -> tuple[str, dict[str, Any]]:
+    return rule, {"feature_map": feature_map, "normalization": frozenset(normalization), **sizes}
+
+
+# Each way of keeping a state, and of leaving a padded step out of it.
+CASES = [
+    memory("sum", "identity"),
+    memory("sum", "elu", "attention"),
+    memory("sum", "relu", "sum", "attention"),
+    memory("gated", "identity"),
+    memory("gated", "dpfp", "attention"),
+    memory("decay", "identity"),
+    memory("decay", "elu", "attention"),
+    memory("delta", "elu", "sum"),
+    memory("delta", "dpfp", "sum", "attention"),
+    memory("delta", "favor", "sum", "removal"),
+    memory("delta", "relu", "sum", "attention", "removal"),
+    memory("delta", "elu", "attention", "removal"),
+    memory("retention", "identity"),
+    memory("retention", "elu", feature_dim=6),
+    ("softmax", {}),
+    ("local", {"local_window": 3}),
+    ("local", {"local_window": 40}),
+    ("linformer", {"linformer_slots": 1}),
+    ("linformer", {"linformer_slots": 40}),
+    ("abc", {"abc_slots": 1}),
+    ("abc", {"abc_slots": 40}),
+    ("transformer-xl", {"transformer_xl_memory": 16}),
+    ("transformer-xl", {"transformer_xl_memory": 4, "transformer_xl_same_length": True}),
+    ("mamba", {}),
+    ("mamba", {"mamba_conv": 1, "mamba_state": 1}),
+    ("mamba", {"mamba_conv": 7}),
+    ("gated-delta", {}),
+    ("gated-delta", {"gated_delta_key_heads": 1, "gated_delta_conv": 3, "gated_delta_negative_eigenvalues": True}),
+    ("kimi-delta", {"kimi_delta_conv": 1}),
+    ("kimi-delta", {"kimi_delta_key_heads": 1, "kimi_delta_key_dim": 6}),
+    ("delta-product", {"delta_product_key_heads": 1, "delta_product_value_dim": 5}),
+    ("delta-product", {"delta_product_writes": 3, "delta_product_negative_eigenvalues": True}),
+]
+# What keeps nothing of a text.
+STATELESS = [
+    ("local", {"local_window": 1}),
+    ("transformer-xl", {"transformer_xl_memory": 0, "transformer_xl_same_length": True}),
+]
+GROWING = ("softmax",)
+
+
+def name_of(case: Any) -> str | None:
+    if not isinstance(case, dict):
+        return None
+    return ",".join(str(sorted(x) if isinstance(x, frozenset) else x) for x in case.values())
+
+
+cases = pytest.mark.parametrize(("name", "settings"), CASES, ids=name_of)
+
+
+def build(name: str, settings: dict[str, Any], **others: Any) -> Mixer:
+    torch.manual_seed(0)
+    return contract.spread(build_mixer(name, WIDTH, {**SHARED, **settings, **others}))
+
+
+def draw(time: int = TIME, batch: int = contract.BATCH, seed: int = 1) -> Tensor:
+    return contract.draw(time, WIDTH, seed, batch)
+
+
+def test_every_mixer_has_its_rows():
+    assert {name for name, _ in CASES} == set(MIXERS)
+    assert {settings["feature_map"] for _, settings in CASES if "feature_map" in settings} >= {
+        name for name, kind in FEATURE_MAPS.items() if kind.positive
+    }
+
+
+@pytest.mark.parametrize(("name", "settings"), [*CASES, *STATELESS], ids=name_of)
+def test_parts_give_what_the_whole_gives_and_padding_takes_no_place(name, settings):
+    mixer, x = build(name, settings), draw()
+    for padding in contract.paddings(TIME).values():
+        contract.check_parts(mixer, x, padding)
+        if padding is not None:
+            # Large, so that a trace of it would be seen.
+            contract.check_definition(mixer, contract.alone, x.masked_fill(padding.t()[..., None], 50.0), padding)
+
+
+@cases
+def test_states_are_values_with_rows(name, settings):
+    mixer, x = build(name, settings), draw(9)
+    contract.check_state(mixer, x, starts_at_zero=name not in GROWING)
+    if name != "transformer-xl":  # whose gradients end at its memory
+        contract.check_gradients_through_the_state(mixer, x)
+    ends = [mixer(draw(time))[1] for time in (1, 5, 30)]
+    grows = len({tuple(tensor.shape for tensor in end.values()) for end in ends}) > 1
+    assert grows == (name in GROWING) and mixer.carries == (not mixer.bounded)
+    if name in ("local", "transformer-xl"):  # nor does it keep the text alive that it was taken from
+        assert len({tuple(tensor.untyped_storage().nbytes() for tensor in end.values()) for end in ends}) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *((rule, ["state"]) for rule in ("sum", "gated", "decay", "delta", "retention")),
+        *((name, ["memory"]) for name in ("gated-delta", "kimi-delta", "delta-product")),
+        *((name, ["keys", "values"]) for name in ("abc", "linformer")),
+        ("mamba", ["scan"]),
+    ],
+)
+def test_a_memory_is_overwritten_where_it_lies_if_that_is_said(name, kept):
+    mixer, x = build(name, {}), draw()
+    _, before = mixer(x[:2])
+    again, after = mixer(x[2:3], before)
+    assert all(before[n].data_ptr() != after[n].data_ptr() for n in kept)
+    same, state = mixer(x[2:3], before, overwrite=True)
+    assert torch.equal(same, again) and all(torch.equal(state[n], after[n]) for n in after)
+    assert all(before[n].data_ptr() == state[n].data_ptr() for n in kept)
+
+
+@pytest.mark.parametrize(
+    ("order", "rows", "kept"), [([0, 1, 2], 3, True), ([0, 1], 3, False), ([0, 1, 2], 2, False), ([1, 0], 2, False)]
+)
+def test_which_orders_keep_rows(order, rows, kept):
+    assert keeps_rows(torch.tensor(order), rows) is kept
+
+
+@cases
+def test_no_output_depends_on_a_later_input_and_nothing_comes_of_nothing(name, settings):
+    mixer, x, other = build(name, settings), draw(), draw(seed=4)
+    out, changed = mixer(x)[0], mixer(torch.cat([x[:6], other[6:]]))[0]
+    assert contract.error(changed[:6], out[:6]) <= contract.FLOAT64 and contract.error(changed[6:], out[6:]) > 0.1
+    for time, batch in ((0, 2), (3, 0)):
+        out, state = mixer(x.new_zeros(time, batch, WIDTH))
+        assert out.shape == (time, batch, WIDTH)
+        assert mixer(x.new_zeros(1, batch, WIDTH), state)[0].shape == (1, batch, WIDTH)
+
+
+@cases
+def test_half_types_autocast_and_meta(name, settings):
+    for dtype in contract.HALF:
+        contract.check_half(build(name, settings), contract.alone, draw(), dtype)
+    mixer, x = build(name, settings).float(), draw().float()
+    expected, _ = contract.in_parts(mixer, x, [8, 5], None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, low = contract.in_parts(mixer, x, [8, 5], None)
+    assert contract.error(out.float(), expected) <= 2 * contract.HALF[torch.bfloat16]  # weights are rounded too
+    grads = torch.autograd.grad(out.float().square().mean(), list(mixer.parameters()))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert all(low[n].dtype == torch.float32 for n in ("state", "memory", "scan") if n in low)
+    mixer, x = mixer.to("meta"), x.to("meta")
+    # Where there is an end, its numbers are read.
+    out, state = contract.in_parts(mixer, x, [TIME] if mixer.bounded else [1, 12], None)
+    assert out.is_meta and out.shape == x.shape and all(tensor.is_meta for tensor in state.values())
+    assert all(grad.is_meta for grad in torch.autograd.grad(out.sum(), list(mixer.parameters())))
+
+
+@pytest.mark.parametrize("name", [name for name, kind in MIXERS.items() if "dropout" in kind.shared])
+def test_dropout_is_of_training_only(name):
+    plain, dropping, x = build(name, {}), build(name, {}, dropout=0.5), draw()
+    assert torch.equal(dropping(x)[0], plain(x)[0])
+    dropping.train()
+    assert not torch.equal(dropping(x)[0], dropping(x)[0])
