@@ -152,8 +152,11 @@ def test_no_output_depends_on_a_later_input_and_nothing_comes_of_nothing(name, s
 
 @cases
 def test_half_types_autocast_and_meta(name, settings):
+    memories = ("state", "memory", "scan")
     for dtype in contract.HALF:
         contract.check_half(build(name, settings), contract.alone, draw(), dtype)
+        _, low = build(name, settings).to(dtype)(draw().to(dtype))
+        assert all(low[n].dtype == torch.float32 for n in memories if n in low)
     mixer, x = build(name, settings).float(), draw().float()
     expected, _ = contract.in_parts(mixer, x, [8, 5], None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -161,7 +164,7 @@ def test_half_types_autocast_and_meta(name, settings):
     assert contract.error(out.float(), expected) <= 2 * contract.HALF[torch.bfloat16]  # weights are rounded too
     grads = torch.autograd.grad(out.float().square().mean(), list(mixer.parameters()))
     assert all(grad.isfinite().all() for grad in grads)
-    assert all(low[n].dtype == torch.float32 for n in ("state", "memory", "scan") if n in low)
+    assert all(low[n].dtype == torch.float32 for n in memories if n in low)
     mixer, x = mixer.to("meta"), x.to("meta")
     # Where there is an end, its numbers are read.
     out, state = contract.in_parts(mixer, x, [TIME] if mixer.bounded else [1, 12], None)

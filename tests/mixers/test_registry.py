@@ -1,41 +1,23 @@
-"""Mixers are made by name, patterns say which layer has which, and all of them keep what `Mixer` promises."""
+"""Mixers are made by name from the settings that they take, and patterns say which layer has which."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from fairseq_fastweights.mixers.mixer import Mixer, Option
 from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind, build_mixer, option_name, parse_pattern
-from tests.conftest import ROOT
 
-WIDTH, TIME, BATCH = 16, 9, 3
+WIDTH = 16
 HEADS = {"num_heads": 4, "fast_weight_heads": 2, "max_positions": 24}
-MEMORIES = ("sum", "gated", "decay", "delta", "retention")
-
-# Rounding of float32 (6e-8) over some dozens of operations, as the norm of the difference over the norm.
-FLOAT32 = 1e-5
 
 
-def build(name: str, **settings) -> Mixer:
-    torch.manual_seed(0)
-    return build_mixer(name, WIDTH, {**HEADS, **settings}).eval()
-
-
-def draw(time: int = TIME, batch: int = BATCH, seed: int = 1) -> torch.Tensor:
-    return torch.randn(time, batch, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    assert actual.shape == expected.shape
-    return ((actual - expected).norm() / expected.norm()).item()
-
-
-# ----------------------------------------------------------------------------------- patterns
+def build(name: str, kinds: Mapping[str, Kind] = MIXERS, **settings: Any) -> Mixer:
+    return build_mixer(name, WIDTH, {**HEADS, **settings}, kinds)
 
 
 @pytest.mark.parametrize(
@@ -88,46 +70,52 @@ def test_other_patterns_are_refused_with_the_reason(text, why):
     )
 
 
-# ------------------------------------------------------------------------------------ building
-
-
-def other(row: Option):
-    """A value that an option has not by default."""
-    return {int: row.default + 2, float: row.default + 2, bool: not row.default}[row.type]
-
-
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
     kind = MIXERS[name]
-    # A divisor of the heads, which that is by itself.
-    others = {option: 1 if option == "key_heads" else other(row) for option, row in kind.options.items()}
-    settings = {option_name(name, option): value for option, value in others.items()}
-    mixer, default = build_mixer(name, 16, {**HEADS, **settings}), build_mixer(name, 16, HEADS)
+    others = {
+        option: {int: row.default + 2, float: row.default + 2, bool: not row.default}[row.type]
+        for option, row in kind.options.items()
+    }
+    if "key_heads" in others:  # a divisor of the heads
+        others["key_heads"] = 1
+    mixer, default = build(name, **{option_name(name, option): value for option, value in others.items()}), build(name)
     assert mixer.num_heads == {None: 1, **HEADS}[kind.heads]
     for option, value in others.items():
         assert getattr(mixer, option) == value != getattr(default, option), option
+        assert mixer.settings().get(option, value) == value
+    # What says which kinds there are is used as a table.
+    assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
+    takes = {"sum", "gated", "decay", "delta", "softmax", "local"}
+    assert mixer.takes_attention == (name in takes) and mixer.needs_positions == (name in ("softmax", "local", "abc"))
 
 
 def test_settings_reach_the_mixers_that_take_them():
     shared = {"dropout": 0.25, "feature_map": "elu", "feature_dim": 6, "scale_read_out": True, "bias": False}
-    for name in MEMORIES:
+    for name in ("sum", "gated", "decay", "delta", "retention"):
         mixer = build(name, **shared, normalization=frozenset(), backend="reference", rotary_dim=2, source_dim=24)
         assert mixer.num_heads == 2 and mixer.scale == 8**-0.5 and mixer.backend == "reference"
         assert mixer.feature_map_name == "elu" and mixer.feature_map.output_dim == 6
         assert mixer.q_proj.bias is None and not mixer.normalization and mixer.dropout_module.p == 0.25
         assert getattr(mixer, "update_rule", "retention") == name
+    for name in ("mamba", "gated-delta", "kimi-delta", "delta-product"):
+        assert build(name, backend="reference").backend == "reference"
+    for name in ("local", "abc", "linformer", "transformer-xl"):
+        mixer = build(name, dropout=0.25, bias=name == "transformer-xl")
+        assert (mixer.q_proj.bias is None) == (name != "transformer-xl") and mixer.dropout_module.p == 0.25
     softmax = build("softmax", **shared, rotary_dim=2, rotary_base=500.0)
     assert (softmax.num_heads, softmax.rotary_dim, softmax.rotary_base) == (4, 2, 500.0)
+    assert softmax.settings() == {"rotary dim": 2, "rotary base": 500.0} and not softmax.needs_positions
     assert build("sum", feature_map="dpfp", dpfp_nu=2).feature_map.output_dim == 32
     assert build("sum", feature_map="favor", favor_features=5).feature_map.output_dim == 10
 
 
 def test_a_source_is_read_by_what_needs_no_order():
-    assert list(SOURCE_MIXERS) == ["sum"]
-    settings = {**HEADS, "feature_dim": 6, "source_dim": 24, "dropout": 0.25, "scale_read_out": True}
-    mixer = build_mixer("sum", WIDTH, settings, SOURCE_MIXERS)
-    out, state = mixer(draw(), source=torch.randn(5, BATCH, 24))
-    assert out.shape == (TIME, BATCH, WIDTH) and state["state"].shape == (BATCH, 4, 6, 4)
+    with pytest.raises(ValueError, match=r"^mixers is 'delta'; it must be one of sum$"):
+        build("delta", SOURCE_MIXERS)
+    mixer = build("sum", SOURCE_MIXERS, feature_dim=6, source_dim=24, dropout=0.25, scale_read_out=True)
+    out, state = mixer(torch.randn(9, 3, WIDTH), source=torch.randn(5, 3, 24))
+    assert out.shape == (9, 3, WIDTH) and state["state"].shape == (3, 4, 6, 4)
     assert mixer.dropout_module.p == 0.25 and mixer.scale == 0.5
 
 
@@ -145,85 +133,53 @@ def test_a_mixers_own_options_have_its_name():
     kinds = {"running-mean": Kind(partial(Summary, kept="mean"), (), heads=None)}
     assert kinds["running-mean"].options == Summary.options
     for settings, size in (({}, 3), ({"running_mean_size": 5, "size": 7, "num_heads": 2}, 5)):
-        mixer = build_mixer("running-mean", WIDTH, settings, kinds)
+        mixer = build("running-mean", kinds, **settings)
         assert (mixer.size, mixer.num_heads, mixer.settings()) == (size, 1, {"size": size})
 
 
-@pytest.mark.parametrize("kinds", [MIXERS, SOURCE_MIXERS])
-def test_unknown_names_are_refused(kinds):
-    with pytest.raises(ValueError, match=f"^mixers is 'hebb'; it must be one of {', '.join(kinds)}$"):
-        build_mixer("hebb", WIDTH, HEADS, kinds)
-
-
-# ------------------------------------------------------------------------- what all promise
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MIXERS)
-@torch.no_grad()
-def test_a_state_is_a_value_unless_it_may_be_overwritten(name, padded):
-    mixer, x = build(name), draw()
-    padding = torch.zeros(BATCH, TIME, dtype=torch.bool)
-    if padded:
-        padding[0, :2] = padding[1, 6:] = True
-    real = ~padding.t()
-    whole, end = mixer(x, padding=padding if padded else None)
-    states = []
-    for overwrite in (False, True):
-        outputs, state = [], None
-        for piece, mask in zip(x.split([4, 1, 4]), padding.split([4, 1, 4], dim=1), strict=True):
-            before, kept = state, {n: value.clone() for n, value in (state or {}).items()}
-            out, state = mixer(piece, state, mask if padded else None, overwrite=overwrite)
-            outputs.append(out)
-            if before is not None and not overwrite:
-                assert all(torch.equal(value, kept[n]) for n, value in before.items())
-        assert all(len(value) == BATCH for value in state.values())
-        assert error(torch.cat(outputs)[real], whole[real]) <= FLOAT32
-        states.append(state)
-    assert all(torch.equal(value, states[1][n]) for n, value in states[0].items()), name
-    assert {n: value.shape for n, value in states[0].items()} == {n: value.shape for n, value in end.items()}
-
-
-@pytest.mark.parametrize("name", MIXERS)
-@torch.no_grad()
-def test_rows_can_be_taken_in_any_order(name):
-    mixer, x = build(name), draw()
-    _, state = mixer(x[:5])
-    assert mixer.reorder(state, torch.arange(BATCH)) is state
-    for order in ([2, 0, 1], [1, 1, 1], [2, 0], [0, 0, 1, 1, 2, 2]):
-        after = draw(4, len(order), seed=2)
-        out, _ = mixer(after, mixer.reorder(state, torch.tensor(order)))
-        assert error(out, mixer(torch.cat([x[:5, order], after]))[0][5:]) <= FLOAT32
-
-
-@pytest.mark.parametrize("name", [name for name in MIXERS if build(name).carries])
-def test_a_row_of_zeros_is_the_state_before_the_first_step(name):
-    mixer, x = build(name), draw()
-    _, state = mixer(draw(seed=2))
-    state = {n: value.index_fill(0, torch.tensor([1]), 0) for n, value in state.items()}
-    assert error(mixer(x, state)[0][:, 1], mixer(x)[0][:, 1]) <= FLOAT32
-
-
-@pytest.mark.parametrize("shape", [(0, 2), (3, 0)], ids=["no-steps", "no-rows"])
-@pytest.mark.parametrize("name", MIXERS)
-def test_nothing_comes_of_nothing(name, shape):
-    mixer = build(name)
-    out, state = mixer(torch.zeros(*shape, WIDTH))
-    assert out.shape == (*shape, WIDTH)
-    assert mixer(torch.zeros(1, shape[1], WIDTH), state)[0].shape == (1, shape[1], WIDTH)
-
-
-@pytest.mark.parametrize("name", MIXERS)
-def test_states_that_are_carried_have_one_size(name):
-    mixer = build(name)
-    _, state = mixer(draw())
-    _, longer = mixer(draw(), state)
-    grows = any(value.shape != longer[n].shape for n, value in state.items())
-    assert (name == "softmax") == grows and not (grows and mixer.carries)
-    assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
-
-
-@pytest.mark.slow
-def test_mixers_need_torch_alone():
-    code = "import sys, fairseq_fastweights.mixers.registry; sys.exit('fairseq' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("hebb", {}, f"mixers is 'hebb'; it must be one of {', '.join(MIXERS)}$"),
+        ("softmax", {"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 4, or 0 for none"),
+        ("softmax", {"rotary_dim": 6}, "rotary_dim is 6; "),
+        ("softmax", {"rotary_dim": -2}, "rotary_dim is -2; "),
+        ("softmax", {"rotary_dim": 4, "rotary_base": 0}, "rotary_base is 0; it must be positive"),
+        ("softmax", {"rotary_dim": 4, "rotary_base": float("nan")}, "rotary_base is nan"),
+        *(
+            (name, {"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16")
+            for name in ("softmax", "local", "abc")
+        ),
+        ("local", {"local_window": 0}, "local_window is 0; it must be at least 1"),
+        ("abc", {"abc_slots": 0}, "abc_slots is 0; it must be at least 1"),
+        ("linformer", {"linformer_slots": -1}, "linformer_slots is -1; it must be at least 1"),
+        ("linformer", {"max_positions": 0}, "max_positions is 0; it must be at least 1"),
+        ("transformer-xl", {"transformer_xl_memory": -1}, "transformer_xl_memory is -1; .* at least 1, or 0 for none"),
+        ("transformer-xl", {"transformer_xl_clamp_len": -2}, "transformer_xl_clamp_len is -2; .* or 0 for none"),
+        ("mamba", {"mamba_state": 0}, "mamba_state is 0; it must be at least 1"),
+        ("mamba", {"mamba_conv": 0}, "mamba_conv is 0; it must be at least 1"),
+        ("mamba", {"mamba_expansion": -1}, "mamba_expansion is -1; it must be at least 1"),
+        ("mamba", {"mamba_dt_rank": -2}, "mamba_dt_rank is -2; .* at least 1, or 0 for a sixteenth of embed_dim"),
+        ("mamba", {"backend": "fast"}, "backend is 'fast'; it must be one of auto, reference"),
+        (
+            "gated-delta",
+            {"gated_delta_key_heads": 3},
+            "gated_delta_key_heads is 3; it .* divisor of num_heads, 2, or 0",
+        ),
+        ("gated-delta", {"gated_delta_key_heads": -1}, "gated_delta_key_heads is -1; it must be"),
+        ("gated-delta", {"gated_delta_key_dim": -1}, "gated_delta_key_dim is -1; it must be at least 0"),
+        ("kimi-delta", {"kimi_delta_value_dim": -2}, "kimi_delta_value_dim is -2; it must be at least 0"),
+        ("kimi-delta", {"kimi_delta_conv": 0}, "kimi_delta_conv is 0; it must be at least 1"),
+        ("kimi-delta", {"backend": "fast"}, "backend is 'fast'; it must be one of auto"),
+        ("delta-product", {"delta_product_eps": -1.0}, "delta_product_eps is -1.0; it must be at least 0"),
+        ("delta-product", {"delta_product_writes": 0}, "delta_product_writes is 0; it must be at least 1"),
+        ("retention", {"fast_weight_heads": 16}, "the feature map gives keys 1 dimensions; with retention .* be even"),
+        ("retention", {"feature_dim": 5}, "the feature map gives keys 5 dimensions; with retention"),
+        ("retention", {"normalization": frozenset({"sum"})}, "normalization is 'sum'; with retention it must be none"),
+        ("retention", {"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, reference, chunkwise, native"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value).partition(";")[0],
+)
+def test_what_a_mixer_cannot_be_is_named(name, settings, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        build(name, **settings)

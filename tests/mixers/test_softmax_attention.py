@@ -1,4 +1,4 @@
-"""Softmax attention, plain and with GPT-NeoX's rotary positions, is its definition: at once, step by step, padded."""
+"""Softmax attention, plain and with GPT-NeoX's rotary positions, is its definition: at once, in parts, padded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
+from tests.mixers.contract import error
 
 TIME, BATCH, EMBED, HEADS = 11, 3, 24, 2  # heads of 12 dimensions
 
@@ -16,8 +17,8 @@ TIME, BATCH, EMBED, HEADS = 11, 3, 24, 2  # heads of 12 dimensions
 FLOAT32 = 1e-5
 
 
-def build(rotary_dim: int = 4, seed: int = 0, **options) -> SoftmaxAttention:
-    torch.manual_seed(seed)
+def build(rotary_dim: int = 4, **options) -> SoftmaxAttention:
+    torch.manual_seed(0)
     module = SoftmaxAttention(EMBED, HEADS, rotary_dim=rotary_dim, **options).eval()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -27,11 +28,6 @@ def build(rotary_dim: int = 4, seed: int = 0, **options) -> SoftmaxAttention:
 
 def draw(time: int = TIME, seed: int = 1) -> torch.Tensor:
     return torch.randn(time, BATCH, EMBED, generator=torch.Generator().manual_seed(seed))
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    assert actual.shape == expected.shape
-    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def by_hand(module: SoftmaxAttention, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,58 +55,41 @@ def by_hand(module: SoftmaxAttention, x: torch.Tensor, padding: torch.Tensor | N
     return (rows @ module.out_proj.weight.double().t() + module.out_proj.bias.double()).float()
 
 
+def padded(*rows: slice) -> torch.Tensor:
+    padding = torch.zeros(BATCH, TIME, dtype=torch.bool)
+    for row, places in enumerate(rows):
+        padding[row, places] = True
+    return padding
+
+
+@pytest.mark.parametrize(
+    "padding", [None, padded(slice(4)), padded(slice(0), slice(8, None)), padded(slice(3), slice(8, None), slice(1))]
+)
 @pytest.mark.parametrize(("rotary_dim", "base"), [(0, 10000), (2, 10000), (4, 10000), (12, 10000), (6, 50.5)])
-def test_it_is_its_definition(rotary_dim, base):
-    module = build(rotary_dim, rotary_base=base)
-    out, _ = module(draw())
-    assert error(out, by_hand(module, draw())) <= FLOAT32
-
-
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_padding_is_not_attended_to(side):
-    module = build()
-    padding = torch.zeros(BATCH, TIME, dtype=torch.bool)
-    if side != "right":
-        padding[0, :4] = True
-    if side != "left":
-        padding[1, 8:] = True
-    out, _ = module(draw(), None, padding)
-    assert out.isfinite().all()
-    real = ~padding.t()
-    assert error(out[real], by_hand(module, draw(), padding)[real]) <= FLOAT32
+def test_it_is_its_definition_whole_and_in_parts(rotary_dim, base, padding):
+    module, x = build(rotary_dim, rotary_base=base), draw()
+    real = ~padded().t() if padding is None else ~padding.t()
+    expected = by_hand(module, x, padding)[real]
+    out, _ = module(x, None, padding)
+    assert out.isfinite().all() and error(out[real], expected) <= FLOAT32
     # What stands where padding is changes nothing elsewhere.
-    other = torch.where(padding.t()[..., None], draw(seed=7), draw())
-    assert torch.equal(module(other, None, padding)[0][real], out[real])
+    assert torch.equal(module(torch.where(real[..., None], x, draw(seed=7)), None, padding)[0][real], out[real])
+    for lengths in ([1] * TIME, [4, 1, 1, 5]):
+        state, outs = None, []
+        for piece, mask in zip(x.split(lengths), (~real.t()).split(lengths, dim=1), strict=True):
+            # As fairseq's decoder does: no mask where nothing in the piece is padding.
+            out, state = module(piece, state, mask if mask.any() else None)
+            outs.append(out)
+        assert error(torch.cat(outs)[real], expected) <= FLOAT32
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("pieces", [[1] * TIME, [4, 1, 1, 5], [TIME]])
-def test_in_pieces_it_is_the_same(pieces, padded):
-    module = build()
-    padding = torch.zeros(BATCH, TIME, dtype=torch.bool)
-    if padded:
-        padding[0, :3] = True
-        padding[2, :1] = True
-    full, _ = module(draw(), None, padding if padded else None)
-    state, outs = None, []
-    for x, mask in zip(draw().split(pieces), padding.split(pieces, dim=1), strict=True):
-        # As fairseq's decoder does: no mask where nothing in the piece is padding.
-        out, state = module(x, state, mask if mask.any() else None)
-        outs.append(out)
-    real = ~padding.t()
-    assert error(torch.cat(outs)[real], full[real]) <= FLOAT32
-
-
-def test_its_parameters_are_fairseqs_and_the_states_rows_can_be_reordered():
-    module, fairseqs = build(), MultiheadAttention(EMBED, HEADS, self_attention=True)
-    assert {n: p.shape for n, p in module.named_parameters()} == {n: p.shape for n, p in fairseqs.named_parameters()}
-    padding = torch.tensor([[True, False, False], [False, False, False], [False, False, False]])
-    _, state = module(draw()[:3], None, padding)
-    order = torch.tensor([2, 0, 0])
-    out, _ = module(draw()[3:4], module.reorder(state, order))
-    mixed = torch.cat([draw()[:3, order], draw()[3:4]])
-    whole = torch.cat([padding[order], torch.zeros(3, 1, dtype=torch.bool)], dim=1)
-    assert error(out, module(mixed, None, whole)[0][3:]) <= FLOAT32
+def test_padding_is_reordered_with_the_rows():
+    module, x, order = build(), draw(4), torch.tensor([2, 0, 0])
+    padding = padded(slice(1))[:, :4]
+    _, state = module(x[:3], None, padding[:, :3])
+    mixed = torch.cat([x[:3, order], x[3:]])
+    out, _ = module(x[3:], module.reorder(state, order))
+    assert error(out, module(mixed, None, padding[order])[0][3:]) <= FLOAT32
 
 
 @torch.no_grad()
@@ -120,6 +99,7 @@ def test_it_starts_as_fairseqs_attention_and_gives_what_that_gives():
         torch.manual_seed(3)
         modules.append(kind(EMBED, HEADS, **options).eval())
     ours, theirs = modules
+    assert {name for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
     assert all(torch.equal(p, theirs.get_parameter(name)) for name, p in ours.named_parameters())
     x, mask = draw(), torch.full((TIME, TIME), -torch.inf).triu(1)
     assert error(ours(x)[0], theirs(x, x, x, attn_mask=mask)[0]) <= 1e-6
@@ -132,26 +112,3 @@ def test_half_precision_far_into_a_text(dtype, bound):
     x = draw(600)
     expected = module(x.to(dtype).float())[0]
     assert error(module.to(dtype)(x.to(dtype))[0].float(), expected) <= bound
-
-
-def test_dropout_is_of_training_only():
-    module = build(dropout=0.5)
-    assert torch.equal(module(draw())[0], module(draw())[0])
-    module.train()
-    assert not torch.equal(module(draw())[0], module(draw())[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 12, or 0 for none"),
-        ({"rotary_dim": 14}, "rotary_dim is 14; "),
-        ({"rotary_dim": -2}, "rotary_dim is -2; "),
-        ({"rotary_dim": 4, "rotary_base": 0}, "rotary_base is 0; it must be positive"),
-        ({"rotary_dim": 4, "rotary_base": float("nan")}, "rotary_base is nan"),
-        ({"rotary_dim": 4, "num_heads": 5}, "num_heads is 5; .*divisor of embed_dim, 24"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        SoftmaxAttention(EMBED, **{"num_heads": HEADS, **options})

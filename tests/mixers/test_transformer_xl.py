@@ -1,4 +1,4 @@
-"""Transformer-XL's attention is its equations, segment after segment, with padding, in every precision."""
+"""Transformer-XL's attention is its equations, segment after segment, with padding, far into a text."""
 
 from __future__ import annotations
 
@@ -51,30 +51,29 @@ def naive(mixer: TransformerXL, x: Tensor, past: Tensor | None = None) -> Tensor
     return torch.stack(rows) if rows else x
 
 
-@pytest.mark.parametrize("padding", ["none", "within", "whole"])
-@pytest.mark.parametrize(
-    ("time", "options"),
-    [
-        (2, {"memory": 0}),
-        (9, {"memory": 3}),
-        (9, {"memory": 3, "bias": True}),
-        (9, {"memory": 3, "clamp_len": 4}),
-        (9, {"memory": 3, "embed": 15, "heads": 3}),
-        (9, {"memory": 0, "same_length": True}),
-        (9, {"memory": 3, "same_length": True}),
-        (9, {"memory": 40, "same_length": True}),
-    ],
-)
-def test_it_is_its_definition(time, options, padding):
-    mixer = build(**options)
-    contract.check_definition(mixer, naive, contract.draw(time, mixer.embed_dim), contract.paddings(time)[padding])
-
-
-@pytest.mark.parametrize("padding", ["none", "within", "whole"])
 @pytest.mark.parametrize(
     "options",
     [
-        *({"memory": memory} for memory in (0, 1, 3, 5, 7, 40)),
+        {"memory": 0},
+        {"memory": 3, "bias": True},
+        {"memory": 3, "clamp_len": 4},
+        {"memory": 3, "embed": 15, "heads": 3},
+        {"memory": 0, "same_length": True},
+        {"memory": 3, "same_length": True},
+        {"memory": 40, "same_length": True},
+    ],
+)
+def test_it_is_its_definition(options):
+    mixer = build(**options)
+    for time, padding in ((2, "none"), (9, "none"), (9, "whole")):
+        contract.check_definition(mixer, naive, contract.draw(time, mixer.embed_dim), contract.paddings(time)[padding])
+
+
+@pytest.mark.parametrize("padding", ["none", "whole"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"memory": memory} for memory in (0, 3, 5, 7, 40)),
         {"memory": 4, "same_length": True},
         {"memory": 7, "clamp_len": 6},
     ],
@@ -104,34 +103,11 @@ def test_segments_see_the_memory_and_no_gradient_enters_it(options, padding):
         assert contract.error(mine, its) <= contract.FLOAT64
 
 
-@pytest.mark.parametrize("padding", ["none", "within", "whole"])
-@pytest.mark.parametrize(
-    ("memory", "same_length"), [(13, False), (40, False), (0, True), (1, True), (4, True), (40, True)]
-)
-def test_in_parts_it_is_the_same_where_as_much_is_seen(memory, same_length, padding):
-    mixer = build(memory, same_length=same_length)
-    contract.check_parts(mixer, contract.draw(13, EMBED), contract.paddings(13)[padding])
-
-
 def test_step_by_step_it_is_as_with_the_same_length():
     x = contract.draw(13, EMBED)
     steps, _ = contract.in_parts(build(4), x, [1] * 13, None)
     assert contract.error(steps, build(4, same_length=True)(x)[0]) <= contract.FLOAT64
     assert contract.error(steps[5:], build(4)(x)[0][5:]) > 1e-3
-
-
-@pytest.mark.parametrize("options", [{"memory": 9}, {"memory": 2, "same_length": True}])
-def test_the_state_has_rows(options):
-    contract.check_state(build(**options), contract.draw(9, EMBED))
-
-
-def test_the_state_does_not_grow():
-    """Nor does it keep the text alive that it was taken from."""
-    sizes = {
-        tuple((name, tensor.shape, tensor.untyped_storage().nbytes()) for name, tensor in state.items())
-        for state in (build(5)(contract.draw(time, EMBED))[1] for time in (1, 5, 90))
-    }
-    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize(("trained", "evaluated"), [(4, 9), (9, 4), (4, 0)])
@@ -150,18 +126,7 @@ def test_another_memory_takes_the_same_weights_and_a_state_of_the_first(trained,
 @pytest.mark.parametrize("dtype", contract.HALF)
 def test_half_precision(dtype):
     """Past a distance of 256, from where bfloat16 has only every second number."""
-    contract.check_half(build(300), naive, contract.draw(300, EMBED), dtype)
-
-
-def test_autocast():
-    mixer, x = build(8).float(), contract.draw(13, EMBED).float()
-    expected, _ = contract.in_parts(mixer, x, [8, 5], None)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, state = contract.in_parts(mixer, x, [8, 5], None)
-        out.float().square().mean().backward()
-    assert contract.error(out.float(), expected) <= contract.HALF[torch.bfloat16]
-    assert state["memory"].dtype == x.dtype
-    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
+    contract.check_half(build(300), contract.alone, contract.draw(300, EMBED), dtype)
 
 
 def test_pairs_of_positions_have_a_score_and_no_vector():
@@ -182,13 +147,6 @@ def test_pairs_of_positions_have_a_score_and_no_vector():
     assert sizes.largest <= contract.BATCH * HEADS * 50 * 101
 
 
-def test_dropout_is_of_training_only():
-    mixer, x = build(4, dropout=0.5), contract.draw(40, EMBED)
-    assert torch.equal(mixer(x)[0], mixer(x)[0])
-    mixer.train()
-    assert not torch.equal(mixer(x)[0], mixer(x)[0])
-
-
 def test_parameters_have_fairseqs_names_and_initial_values():
     from fairseq.modules import MultiheadAttention
 
@@ -205,16 +163,3 @@ def test_parameters_have_fairseqs_names_and_initial_values():
     for name in ("content_bias", "position_bias"):
         assert own[name].shape == (HEADS, 32) and 0.01 < own[name].std() < 0.03
     assert not any(name.endswith("proj.bias") for name in TransformerXL(EMBED, HEADS).state_dict())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"memory": -1}, "memory is -1; it must be at least 1, or 0 for none"),
-        ({"clamp_len": -2}, "clamp_len is -2; it must be at least 1, or 0 for none"),
-        ({"num_heads": 5}, "num_heads is 5; .*embed_dim, 12"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        TransformerXL(EMBED, **{"num_heads": HEADS, **options})
