@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq.modules import MultiheadAttention
 from torch import Tensor
 
 from fairseq_fastweights.mixers.abc_mlp import ABCMLP
@@ -119,32 +118,3 @@ def test_linformer_reads_no_more_positions_than_it_has_learned(state):
     padding[1] = False
     with pytest.raises(ValueError, match="x ends at position 10 "):
         mixer(x[rest], before, padding[:, rest])
-
-
-def test_linformer_at_its_last_position_is_that_of_wang():
-    """Which reads all positions of a text from everywhere."""
-    mixer, x = build(Linformer, max_positions=9), contract.draw(9, EMBED)
-    q, k, v = (
-        each(x).view(9, contract.BATCH, HEADS, -1).permute(1, 2, 0, 3)
-        for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
-    )
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q, mixer.compress_k.weight @ k, mixer.compress_v.weight @ v
-    )
-    expected = mixer.out_proj(expected.permute(2, 0, 1, 3).reshape(x.shape))
-    assert contract.error(mixer(x)[0][-1], expected[-1]) <= contract.FLOAT64
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "control"),
-    [
-        (ABCMLP, {}, {"control_proj.weight": (HEADS * 32, EMBED)}),
-        (Linformer, {"max_positions": 9}, {"compress_k.weight": (64, 9), "compress_v.weight": (64, 9)}),
-    ],
-)
-def test_parameters_are_fairseqs_and_a_control(kind, options, control):
-    theirs = MultiheadAttention(EMBED, HEADS, self_attention=True).state_dict()
-    mixer = kind(EMBED, HEADS, **options)
-    assert {n: x.shape for n, x in mixer.state_dict().items()} == {n: x.shape for n, x in theirs.items()} | control
-    assert not any("bias" in name for name, _ in kind(EMBED, HEADS, bias=False, **options).named_parameters())
-    assert mixer.settings() == {"slots": kind.options["slots"].default}

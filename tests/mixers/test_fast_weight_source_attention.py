@@ -31,9 +31,7 @@ HALF = 2e-2
 
 # One row each: padding on the left, on the right, nowhere.
 PADDING = torch.tensor([[1] * 4 + [0] * 7, [0] * 6 + [1] * 5, [0] * 11], dtype=torch.bool)
-paddings = pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 maps = pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-positive_maps = pytest.mark.parametrize("feature_map", POSITIVE)
 
 
 def build(feature_map: str = "elu", **options: Any) -> FastWeightSourceAttention:
@@ -121,22 +119,16 @@ def assert_it_is_the_equation(module, query, source, padding) -> None:
     assert error(module(query, state)[0], whole) <= bound
 
 
-@paddings
 @maps
-def test_outputs_and_gradients_are_those_of_the_equation(feature_map, padding):
-    width = EMBED if padding is None else 24
-    query, source = inputs(width, feature_map)
-    if padding is not None:  # large, so that a trace of it would be seen
-        source = source.masked_fill(padding.t()[..., None], 50.0)
-    assert_it_is_the_equation(build(feature_map, source_dim=width), query, source, padding)
-
-
-@pytest.mark.parametrize("options", [{"bias": False}, {"scale_read_out": True}, {"feature_dim": 3}], ids=str)
-def test_options_change_what_they_say(options):
-    module = build(**options)
-    assert module.scale == (8**-0.5 if "scale_read_out" in options else 1)
-    assert (module.k_proj.bias is None) == ("bias" in options)
-    assert_it_is_the_equation(module, *inputs(), None)
+def test_outputs_and_gradients_are_those_of_the_equation(feature_map):
+    assert_it_is_the_equation(build(feature_map), *inputs(EMBED, feature_map), None)
+    query, source = inputs(24, feature_map)
+    # What stands at padding is large, so that a trace of it would be seen.
+    source = source.masked_fill(PADDING.t()[..., None], 50.0)
+    assert_it_is_the_equation(build(feature_map, source_dim=24, bias=False), query, source, PADDING)
+    module = build(feature_map, scale_read_out=True)
+    assert module.scale == 8**-0.5
+    assert_it_is_the_equation(module, *inputs(EMBED, feature_map), None)
 
 
 def test_words_with_long_keys_do_not_vanish_beside_padding():
@@ -273,7 +265,7 @@ def test_memories_follow_any_sequence_of_orders(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@positive_maps
+@pytest.mark.parametrize("feature_map", POSITIVE)
 def test_half_types_are_near_float32_also_of_a_long_source(feature_map, dtype):
     """z . q grows with the source: 160 a position for heads of 128 and ELU + 1, past float16's 65,504 after 400; and a
     sum in bfloat16 would stop growing after 256."""

@@ -56,7 +56,8 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
             state = f[h][:, None] * S[h]
             for k, v, beta in zip(keys, values, betas, strict=True):
                 key = k[h // share]
-                state = state + beta[h] * torch.outer(key, v[h] - key @ state)
+                turn = torch.eye(K, dtype=x.dtype) - beta[h] * torch.outer(key, key)
+                state = turn @ state + beta[h] * torch.outer(key, v[h])
             states.append(state)
         S = torch.stack(states)
         y = torch.stack([q[h // share] @ S[h] for h in range(HEADS)]) * K**-0.5

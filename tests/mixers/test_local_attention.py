@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.local_attention import SMALLEST_BLOCK, LocalAttention
 from tests.mixers import contract
@@ -70,17 +69,6 @@ def test_half_precision(dtype):
     contract.check_half(build(32), contract.alone, contract.draw(300, EMBED), dtype)
 
 
-def test_within_the_window_it_is_a_transformers_attention():
-    torch.manual_seed(0)
-    mixer, x = build(11), contract.draw(11, EMBED)
-    q, k, v = (
-        each(x).view(11, contract.BATCH, HEADS, -1).permute(1, 2, 0, 3)
-        for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
-    )
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).reshape(x.shape)
-    assert contract.error(mixer(x)[0], mixer.out_proj(expected)) <= contract.FLOAT64
-
-
 def test_work_grows_linearly():
     """By the sizes of what is multiplied: times are no claim that a test can hold."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -94,14 +82,3 @@ def test_work_grows_linearly():
             build(9)(contract.draw(time, EMBED))
         counts.append(counter.get_total_flops())
     assert counts[1] == 2 * counts[0]
-
-
-def test_parameters_are_those_of_fairseqs_attention():
-    from fairseq.modules import MultiheadAttention
-
-    torch.manual_seed(0)
-    theirs = MultiheadAttention(EMBED, HEADS, self_attention=True).state_dict()
-    torch.manual_seed(0)
-    ours = LocalAttention(EMBED, HEADS).state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert not any("bias" in name for name in LocalAttention(EMBED, HEADS, bias=False).state_dict())

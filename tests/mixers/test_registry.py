@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from fairseq_fastweights.mixers.mixer import Mixer, Option
+from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind, build_mixer, option_name, parse_pattern
 
 WIDTH = 16
@@ -24,7 +23,6 @@ def build(name: str, kinds: Mapping[str, Kind] = MIXERS, **settings: Any) -> Mix
     ("text", "expected"),
     [
         ("delta", "delta delta delta delta"),
-        ("delta:1-3,softmax:4", "delta delta delta softmax"),
         ("delta,softmax:2,4", "delta softmax delta softmax"),
         ("softmax:2,4,delta", "delta softmax delta softmax"),
         ("softmax:1,3-4,retention:2", "softmax retention softmax softmax"),
@@ -43,20 +41,16 @@ def test_patterns_are_read(text, expected):
     [
         ("", "in which '' names no layers"),
         ("hebb", "in which 'hebb' is no mixer"),
-        ("delta:1-3,hebb:4", "in which 'hebb' is no mixer"),
         ("Delta", "in which 'Delta' names no layers"),
         ("delta:1-2", "which leaves layers without a mixer: 3, 4"),
-        ("delta:2,softmax:4", "which leaves layers without a mixer: 1, 3"),
         ("delta:1-3,softmax:3-4", "which gives layer 3 both 'delta' and 'softmax'"),
         ("delta,softmax:2,softmax:2", "which gives layer 2 both 'softmax' and 'softmax'"),
         ("delta,softmax", "in which both 'delta' and 'softmax' have the layers that are left"),
         ("delta,softmax:5", "in which '5' is not within 1 to 4"),
         ("delta,softmax:0", "in which '0' is not within 1 to 4"),
-        ("delta,softmax:3-5", "in which '3-5' is not within 1 to 4"),
         ("delta,softmax:3-2", "in which '3-2' is not within 1 to 4"),
         ("1-2", "in which '1-2' names no layers"),
         ("delta,2", "in which '2' names no layers"),
-        ("delta:", "in which 'delta:' names no layers"),
         ("delta,softmax:2-", "in which '2-' names no layers"),
         ("delta,,softmax:2", "in which '' names no layers"),
     ],
@@ -119,33 +113,13 @@ def test_a_source_is_read_by_what_needs_no_order():
     assert mixer.dropout_module.p == 0.25 and mixer.scale == 0.5
 
 
-class Summary(Mixer):
-    """With an option of its own, and no heads."""
-
-    options = {"size": Option(int, 3, "how much it keeps")}
-
-    def __init__(self, embed_dim: int, *, kept: str, size: int = 3) -> None:
-        super().__init__(embed_dim)
-        self.size, self.kept = size, kept
-
-
-def test_a_mixers_own_options_have_its_name():
-    kinds = {"running-mean": Kind(partial(Summary, kept="mean"), (), heads=None)}
-    assert kinds["running-mean"].options == Summary.options
-    for settings, size in (({}, 3), ({"running_mean_size": 5, "size": 7, "num_heads": 2}, 5)):
-        mixer = build("running-mean", kinds, **settings)
-        assert (mixer.size, mixer.num_heads, mixer.settings()) == (size, 1, {"size": size})
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
         ("hebb", {}, f"mixers is 'hebb'; it must be one of {', '.join(MIXERS)}$"),
         ("softmax", {"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 4, or 0 for none"),
         ("softmax", {"rotary_dim": 6}, "rotary_dim is 6; "),
-        ("softmax", {"rotary_dim": -2}, "rotary_dim is -2; "),
-        ("softmax", {"rotary_dim": 4, "rotary_base": 0}, "rotary_base is 0; it must be positive"),
-        ("softmax", {"rotary_dim": 4, "rotary_base": float("nan")}, "rotary_base is nan"),
+        ("softmax", {"rotary_dim": 4, "rotary_base": float("nan")}, "rotary_base is nan; it must be positive"),
         *(
             (name, {"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16")
             for name in ("softmax", "local", "abc")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
+from torch import Tensor
 
+from fairseq_fastweights.mixers.abc_mlp import ABCMLP
+from fairseq_fastweights.mixers.linformer import Linformer
+from fairseq_fastweights.mixers.local_attention import LocalAttention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
+from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from tests.mixers.contract import error
 
 TIME, BATCH, EMBED, HEADS = 11, 3, 24, 2  # heads of 12 dimensions
@@ -26,36 +32,32 @@ def build(rotary_dim: int = 4, **options) -> SoftmaxAttention:
     return module
 
 
-def draw(time: int = TIME, seed: int = 1) -> torch.Tensor:
+def draw(time: int = TIME, seed: int = 1) -> Tensor:
     return torch.randn(time, BATCH, EMBED, generator=torch.Generator().manual_seed(seed))
 
 
-def by_hand(module: SoftmaxAttention, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+def by_hand(module: SoftmaxAttention, x: Tensor, padding: Tensor | None = None) -> Tensor:
     """Complex numbers, one position after the other, in float64."""
-    rows = torch.zeros(*x.shape, dtype=torch.float64)
-    dim, half = module.head_dim, module.rotary_dim // 2
+    exact = copy.deepcopy(module).double()
+    q, k, v = (each(x.double()).unflatten(-1, (HEADS, -1)) for each in (exact.q_proj, exact.k_proj, exact.v_proj))
+    half = module.rotary_dim // 2
+    speeds = torch.tensor([module.rotary_base ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angles = (torch.arange(len(x), dtype=torch.float64)[:, None] * speeds)[:, None, None]
 
-    def turned(vector: torch.Tensor, position: int) -> torch.Tensor:
-        plane = torch.complex(vector[:half], vector[half : 2 * half])
-        angles = torch.tensor([position * module.rotary_base ** (-i / half) for i in range(half)]).double()
-        plane = plane * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat([plane.real, plane.imag, vector[2 * half :]])
+    def turned(y: Tensor) -> Tensor:
+        plane = torch.complex(y[..., :half], y[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([plane.real, plane.imag, y[..., 2 * half :]], dim=-1)
 
+    q, k, rows = turned(q), turned(k), torch.zeros_like(v)
     for b in range(x.shape[1]):
-        q, k, v = (
-            x[:, b].double() @ p.weight.double().t() + p.bias.double()
-            for p in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        for h in range(module.num_heads):
-            part = slice(h * dim, (h + 1) * dim)
-            for t in range(x.shape[0]):
-                seen = [s for s in range(t + 1) if padding is None or s == t or not padding[b, s]]
-                scores = torch.stack([turned(q[t, part], t) @ turned(k[s, part], s) for s in seen]) / math.sqrt(dim)
-                rows[t, b, part] = scores.softmax(0) @ v[seen, part]
-    return (rows @ module.out_proj.weight.double().t() + module.out_proj.bias.double()).float()
+        for t in range(len(x)):
+            seen = [s for s in range(t + 1) if padding is None or s == t or not padding[b, s]]
+            scores = (q[t, b] * k[seen, b]).sum(-1, keepdim=True) / math.sqrt(module.head_dim)
+            rows[t, b] = (scores.softmax(0) * v[seen, b]).sum(0)
+    return exact.out_proj(rows.flatten(2)).float()
 
 
-def padded(*rows: slice) -> torch.Tensor:
+def padded(*rows: slice) -> Tensor:
     padding = torch.zeros(BATCH, TIME, dtype=torch.bool)
     for row, places in enumerate(rows):
         padding[row, places] = True
@@ -93,16 +95,47 @@ def test_padding_is_reordered_with_the_rows():
 
 
 @torch.no_grad()
-def test_it_starts_as_fairseqs_attention_and_gives_what_that_gives():
-    modules = []
-    for kind, options in ((SoftmaxAttention, {}), (MultiheadAttention, {"self_attention": True})):
-        torch.manual_seed(3)
-        modules.append(kind(EMBED, HEADS, **options).eval())
-    ours, theirs = modules
-    assert {name for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
-    assert all(torch.equal(p, theirs.get_parameter(name)) for name, p in ours.named_parameters())
+def test_it_gives_what_fairseqs_attention_gives():
+    ours, theirs = build(0), MultiheadAttention(EMBED, HEADS, self_attention=True).eval()
+    theirs.load_state_dict(ours.state_dict())
     x, mask = draw(), torch.full((TIME, TIME), -torch.inf).triu(1)
     assert error(ours(x)[0], theirs(x, x, x, attn_mask=mask)[0]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "others", "gain"),
+    [
+        (SoftmaxAttention, {}, {}, 1),
+        (LocalAttention, {}, {}, 1),
+        (ABCMLP, {}, {"control_proj.weight": (HEADS * 32, EMBED)}, 1),
+        (Linformer, {"max_positions": 9}, {f"compress_{x}.weight": (64, 9) for x in "kv"}, 2**-0.5),
+        (
+            TransformerXL,
+            {"bias": True},
+            {"position_proj.weight": (EMBED, EMBED), "content_bias": (HEADS, 12), "position_bias": (HEADS, 12)},
+            1,
+        ),
+    ],
+)
+def test_parameters_have_fairseqs_names_and_initial_values(kind, options, others, gain):
+    """Of all mixers that read by a softmax."""
+    modules = kind(EMBED, HEADS, **options), MultiheadAttention(EMBED, HEADS, self_attention=True)
+    for module in modules:
+        torch.manual_seed(3)
+        module.reset_parameters()
+    ours, theirs = (module.state_dict() for module in modules)
+    own = {name: ours.pop(name) for name in others}
+    assert {name: x.shape for name, x in ours.items()} == {name: x.shape for name, x in theirs.items()}
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items() if "weight" in name or "out_proj" in name)
+    for name, x in own.items():
+        assert x.shape == others[name]
+        if name.endswith("weight"):  # 576 numbers come within 5 % of the bound, but for a chance of 0.95^576 = 1e-13
+            assert x.abs().max().item() == pytest.approx(gain * math.sqrt(6 / sum(x.shape)), rel=0.05)
+        else:
+            assert 0.01 < x.std() < 0.03
+    if kind is not SoftmaxAttention:
+        without = kind(EMBED, HEADS, **options | {"bias": False}).state_dict()
+        assert not any(name.endswith("proj.bias") for name in without)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 5e-3), (torch.bfloat16, 3e-2)])
