@@ -15,19 +15,17 @@ from torch import Tensor, nn
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
 from fairseq_fastweights.mixers.mixer import State
+from tests.mixers import contract
 from tests.mixers.contract import error
 
 # Heads of 8 numbers.
 SOURCE, TARGET, BATCH, EMBED, HEADS = 11, 5, 3, 16, 2
 
-# Sums of features of either sign come near zero, where no two ways to round agree: those maps are compared in float64.
 POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive]
 
-# Norm of the difference over the norm. Some dozens of operations of 6e-8 (float32) add up; a padded position that is
-# read costs more than 1e-2. Of maps in float64 the smallest of some hundred sums of either sign costs three digits.
-FLOAT32, FLOAT64 = 1e-5, 1e-11
-# Five roundings of half a unit in the last place (2e-3 for bfloat16) lie between input and output.
-HALF = 2e-2
+# Of maps with outputs of either sign the smallest of some hundred sums costs three digits of float64. A padded position
+# that is read costs more than 1e-2.
+BOUND = 1e-11
 
 # One row each: padding on the left, on the right, nowhere.
 PADDING = torch.tensor([[1] * 4 + [0] * 7, [0] * 6 + [1] * 5, [0] * 11], dtype=torch.bool)
@@ -38,21 +36,16 @@ def build(feature_map: str = "elu", **options: Any) -> FastWeightSourceAttention
     torch.manual_seed(0)
     options = {"embed_dim": EMBED, "num_heads": HEADS, "feature_map": feature_map, **options}
     # FAVOR+ draws anew at every call in training, so only in evaluation can calls be compared.
-    return FastWeightSourceAttention(**options).eval().to(dtype_of(feature_map))
-
-
-def dtype_of(feature_map: str) -> torch.dtype:
-    return torch.float32 if feature_map in POSITIVE else torch.float64
+    return FastWeightSourceAttention(**options).double().eval()
 
 
 def sequence(time: int, batch: int = BATCH, width: int = EMBED, seed: int = 1) -> Tensor:
-    return torch.randn(time, batch, width, generator=torch.Generator().manual_seed(seed))
+    return contract.draw(time, width, seed, batch)
 
 
-def inputs(source_width: int = EMBED, feature_map: str = "elu") -> tuple[Tensor, Tensor]:
+def inputs(source_width: int = EMBED) -> tuple[Tensor, Tensor]:
     """Queries and a source."""
-    query, source = sequence(TARGET), sequence(SOURCE, width=source_width, seed=2)
-    return query.to(dtype_of(feature_map)), source.to(dtype_of(feature_map))
+    return sequence(TARGET), sequence(SOURCE, width=source_width, seed=2)
 
 
 def attend(module: FastWeightSourceAttention, query: Tensor, source: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -101,43 +94,43 @@ def equation_5(module: FastWeightSourceAttention, query: Tensor, source: Tensor,
     return module.out_proj(module.scale * torch.stack(rows, dim=1))
 
 
-def assert_it_is_the_equation(module, query, source, padding) -> None:
-    """At once and step by step, outputs and gradients, of a float64 copy."""
+def assert_it_is_the_equation(module, query, source, padding, bound=BOUND) -> None:
+    """At once and step by step, outputs and gradients."""
     exact = copy.deepcopy(module).double()
-    high = [x.detach().double().requires_grad_() for x in (query, source)]
+    high = [x.double().requires_grad_() for x in (query, source)]
     expected = equation_5(exact, *high, padding)
     wanted = gradients(exact, expected, query=high[0], source=high[1])
-    query, source = query.requires_grad_(), source.requires_grad_()
-    bound = FLOAT32 if query.dtype == torch.float32 else FLOAT64
+    query, source = query.clone().requires_grad_(), source.clone().requires_grad_()
     whole, (in_steps, state) = attend(module, query, source, padding), steps(module, query, source, padding)
     for out in (whole, in_steps):
         assert error(out, expected) <= bound
         for name, grad in gradients(module, out, query=query, source=source).items():
             # The gradient of a division divides twice.
-            assert grad.norm() > 0 and error(grad, wanted[name]) <= (5 if bound == FLOAT32 else 100) * bound, name
+            assert grad.norm() > 0 and error(grad, wanted[name]) <= 100 * bound, name
     # Once it is there the source is read from the memory: it need not be given again.
     assert error(module(query, state)[0], whole) <= bound
 
 
 @maps
 def test_outputs_and_gradients_are_those_of_the_equation(feature_map):
-    assert_it_is_the_equation(build(feature_map), *inputs(EMBED, feature_map), None)
-    query, source = inputs(24, feature_map)
+    query, source = inputs()
+    assert_it_is_the_equation(build(feature_map), query, source, None)
+    scaled = build(feature_map, scale_read_out=True, bias=False)
+    assert scaled.scale == 8**-0.5
+    assert_it_is_the_equation(scaled, query, source, None)
     # What stands at padding is large, so that a trace of it would be seen.
-    source = source.masked_fill(PADDING.t()[..., None], 50.0)
-    assert_it_is_the_equation(build(feature_map, source_dim=24, bias=False), query, source, PADDING)
-    module = build(feature_map, scale_read_out=True)
-    assert module.scale == 8**-0.5
-    assert_it_is_the_equation(module, *inputs(EMBED, feature_map), None)
+    source = sequence(SOURCE, width=24).masked_fill(PADDING.t()[..., None], 50.0)
+    assert_it_is_the_equation(build(feature_map, source_dim=24), query, source, PADDING)
 
 
 def test_words_with_long_keys_do_not_vanish_beside_padding():
     """FAVOR+ divides the features of a row by the largest of them; padding's are up to e^180 times the words' here."""
-    module, (query, source) = build("favor"), inputs()
+    module, (query, source) = build("favor").float(), inputs()
     with torch.no_grad():
         module.k_proj.weight.mul_(20)
     # As an encoder has it: its key is the projection's bias.
-    assert_it_is_the_equation(module, query, source.masked_fill(PADDING.t()[..., None], 0.0), PADDING)
+    source = source.masked_fill(PADDING.t()[..., None], 0.0)
+    assert_it_is_the_equation(module, query.float(), source.float(), PADDING, bound=1e-5)
 
 
 def test_without_a_source_it_reads_all_of_what_asks():
@@ -160,7 +153,7 @@ def test_parameters_are_those_of_fairseqs_attention():
     ids=str,
 )
 def test_memories_have_the_papers_sizes_and_neither_grow_nor_change(options, size):
-    module, x = build(embed_dim=128, **options), torch.randn(3, 1, 128)
+    module, x = build(embed_dim=128, **options), sequence(3, 1, 128)
     _, state = module(x)
     expected = {"state": (1, 2, size, 64), "z": (1, 2, size), "copies": (1,)}
     assert {name: tuple(x.shape) for name, x in state.items()} == expected
@@ -171,7 +164,7 @@ def test_memories_have_the_papers_sizes_and_neither_grow_nor_change(options, siz
 
 @maps
 def test_a_source_of_nothing_but_padding_is_finite(feature_map):
-    module, (query, source) = build(feature_map), (x.requires_grad_() for x in inputs(feature_map=feature_map))
+    module, (query, source) = build(feature_map), (x.requires_grad_() for x in inputs())
     padding = PADDING.clone()
     padding[0] = True
     out, state = module(query, None, padding, source=source)
@@ -191,7 +184,7 @@ def test_a_source_of_nothing_but_padding_is_finite(feature_map):
 def test_nothing_comes_of_nothing(shape, beam):
     module, (time, source_time, batch) = build(), shape
     module.beam_size = beam
-    query, source = torch.ones(time, batch, EMBED), torch.ones(source_time, batch, EMBED)
+    query, source = sequence(time, batch), sequence(source_time, batch)
     for padding in (None, torch.ones(batch, source_time, dtype=torch.bool)):
         out, state = module(query, None, padding, source=source)
         for each in (out, module(query, module.reorder(state, torch.arange(batch)), padding, source=source)[0]):
@@ -228,7 +221,7 @@ def test_a_beam_shares_one_memory_and_different_sources_none(source, beam, paddi
         module.beam_size = beam
         # Several queries at once too, as a prefix that is forced could be read.
         for out, shared in (steps(module, query, source, padding), module(query, None, padding, source=source)):
-            assert rows_of(shared) == rows and error(out, expected) <= FLOAT32
+            assert rows_of(shared) == rows and error(out, expected) <= BOUND
 
 
 def test_where_gradients_are_wanted_rows_are_not_compared():
@@ -252,7 +245,7 @@ def test_memories_follow_any_sequence_of_orders(seed):
         module.beam_size = beam
         out, state = module(query, state, padding, source=source)
         module.beam_size = 1
-        assert error(out, attend(module, query, source, padding)) <= FLOAT32, step
+        assert error(out, attend(module, query, source, padding)) <= BOUND, step
         rows = source.shape[1]
         if draw.random() < 0.5 and rows % beam == 0:  # as beam search does it: sentences leave, hypotheses move
             kept = sorted(draw.sample(range(rows // beam), draw.randint(1, rows // beam)))
@@ -271,19 +264,19 @@ def test_half_types_are_near_float32_also_of_a_long_source(feature_map, dtype):
     sum in bfloat16 would stop growing after 256."""
     for width, heads, time in ((EMBED, HEADS, SOURCE), (128, 1, 600)):
         low = build(feature_map, embed_dim=width, num_heads=heads).to(dtype)
-        exact = copy.deepcopy(low).float()
         query, source = (x.to(dtype) for x in (sequence(4, 1, width), sequence(time, 1, width, seed=2)))
-        expected = attend(exact, query.float(), source.float())
+        expected = attend(copy.deepcopy(low).double(), query.double(), source.double())
         for out in (attend(low, query, source), steps(low, query, source)[0]):
-            assert out.dtype == dtype and error(out, expected) <= HALF
+            # Five roundings of half a unit in the last place (2e-3 for bfloat16) lie between input and output.
+            assert out.dtype == dtype and error(out, expected) <= 2e-2
             assert all(grad.isfinite().all() for grad in gradients(low, out).values())
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0, 12.0, 30.0, 1000.0])
 def test_long_queries_and_keys_of_favor_neither_vanish_nor_overflow(scale):
     """Their features are e^-(|x|^2 / 2), and smaller: a training of a translation model ended at NaN over them."""
-    module = build("favor", embed_dim=128, num_heads=4, favor_features=64).train()
-    x = (scale * sequence(16, 8, 128)).requires_grad_()
+    module = build("favor", embed_dim=128, num_heads=4, favor_features=64).float().train()
+    x = (scale * sequence(16, 8, 128)).float().requires_grad_()
     out, _ = module(x)
     assert out.abs().mean() > 0.1 * scale * module.out_proj.weight.std()
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), [x, *module.parameters()]))

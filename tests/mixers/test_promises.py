@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.mixers.mixer import Mixer, keeps_rows
+from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from tests.mixers import contract
 
@@ -124,13 +124,6 @@ def test_states_are_values_with_rows(name, settings):
             assert state[n].data_ptr() == kept[n] != after[n].data_ptr()
     if name in ("local", "transformer-xl"):  # nor does it keep the text alive that it was taken from
         assert len({tuple(tensor.untyped_storage().nbytes() for tensor in end.values()) for end in ends}) == 1
-
-
-@pytest.mark.parametrize(
-    ("order", "rows", "kept"), [([0, 1, 2], 3, True), ([0, 1], 3, False), ([0, 1, 2], 2, False), ([1, 0], 2, False)]
-)
-def test_which_orders_keep_rows(order, rows, kept):
-    assert keeps_rows(torch.tensor(order), rows) is kept
 
 
 @cases

@@ -78,6 +78,8 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
     for option, value in others.items():
         assert getattr(mixer, option) == value != getattr(default, option), option
         assert mixer.settings().get(option, value) == value
+        default_value = kind.options[option].default
+        assert getattr(default, option) == default_value or default_value == 0
     # What says which kinds there are is used as a table.
     assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
     takes = {"sum", "gated", "decay", "delta", "softmax", "local"}
@@ -147,6 +149,22 @@ def test_a_source_is_read_by_what_needs_no_order():
         ("kimi-delta", {"backend": "fast"}, "backend is 'fast'; it must be one of auto"),
         ("delta-product", {"delta_product_eps": -1.0}, "delta_product_eps is -1.0; it must be at least 0"),
         ("delta-product", {"delta_product_writes": 0}, "delta_product_writes is 0; it must be at least 1"),
+        *(
+            (name, {"fast_weight_heads": -4}, "num_heads is -4; it .* divisor of embed_dim, 16")
+            for name in ("sum", "kimi-delta")
+        ),
+        ("delta", {"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, reference, chunkwise, native"),
+        ("delta", {"normalization": {"sum", "max"}}, "normalization is 'max,sum'; it may hold sum, attention, removal"),
+        *(
+            (
+                rule,
+                {"normalization": {"sum", "removal"}},
+                f"normalization is 'removal,sum', but the {rule} rule .* with delta$",
+            )
+            for rule in ("sum", "gated", "decay")
+        ),
+        ("delta", {"feature_map": "tanh", "normalization": {"removal"}}, "normalization holds 'removal' and .* 'tanh'"),
+        ("delta", {"feature_map": "dpfp", "dpfp_nu": 32}, "dpfp_nu is 32; .*head_dim 8 .*from 1 to 15"),
         ("retention", {"fast_weight_heads": 16}, "the feature map gives keys 1 dimensions; with retention .* be even"),
         ("retention", {"feature_dim": 5}, "the feature map gives keys 5 dimensions; with retention"),
         ("retention", {"normalization": frozenset({"sum"})}, "normalization is 'sum'; with retention it must be none"),

@@ -64,21 +64,6 @@ def test_only_differences_of_positions_matter_however_long_the_text_is(position)
     assert position == 1 or not torch.equal(far, out)
 
 
-def test_a_row_of_zeros_starts_at_position_0_and_padding_takes_none():
-    module, x = build(), draw(9)
-    _, state = module(x[:4])
-    state = {name: tensor.index_fill(0, torch.tensor([1]), 0) for name, tensor in state.items()}
-    padding = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
-    assert module(x[4:], state, padding)[1]["position"].tolist() == [4 + 2, 5]
-
-
-def test_the_order_of_steps_matters():
-    """Without positions the last read-out of two swapped steps would differ by their decays alone, 3 %."""
-    module, x = build(), draw(12)
-    swapped = x[[1, 0, *range(2, 12)]]
-    assert error(module(swapped)[0][-1], module(x)[0][-1]) > 0.1
-
-
 def test_sums_beyond_the_range_of_float16_are_read():
     """Products of q, k and v of some 10,000, summed over hundreds of steps, which the norm brings back to 1."""
     module = build(64, 4)

@@ -30,19 +30,10 @@ def test_rules_are_as_their_papers_have_them():
         assert (rule.operation, gates, rule.feature_map, rule.normalization, rule.corrects) == ROWS[name]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("auto", None),
-        (" none ", set()),
-        ("attention", {"attention"}),
-        (" attention , sum,", {"sum", "attention"}),
-        ("sum,sum", {"sum"}),
-        ("sum,attention,removal", {"sum", "attention", "removal"}),
-    ],
-)
-def test_normalisations_are_read(text, expected):
-    assert parse_normalization(text) == expected
+def test_normalisations_are_read():
+    assert parse_normalization("auto") is None and parse_normalization(" none ") == set()
+    assert parse_normalization(" attention , sum,") == {"sum", "attention"}
+    assert parse_normalization("sum,attention,removal,sum") == {"sum", "attention", "removal"}
 
 
 @pytest.mark.parametrize("text", ["", ",", "layer", "sum,layer", "none,sum", "auto,sum", "SUM"])
@@ -59,14 +50,12 @@ def test_other_words_are_refused_by_name(text):
         ("delta", "elu", "", "Schlag et al. 2021, Table 3"),
         ("delta", "elu", "attention removal", "Schlag et al. 2021, Table 3"),
         ("delta", "elu", "sum", None),
-        ("delta", "dpfp", "sum attention", None),
         ("delta", "favor", "sum", "Schlag et al. 2021, App. D.2"),
         # Mao, Table 1: rows Add, Delta, Gated, Decay; ReLU and attention normalisation, ReLU alone, neither.
         ("sum", "relu", "attention", None),
         ("sum", "relu", "", "Mao 2022, Table 1"),
         ("sum", "identity", "", None),
         ("delta", "relu", "sum attention", None),
-        ("delta", "relu", "sum", None),
         ("delta", "identity", "sum", "Mao 2022, Table 1"),
         ("gated", "relu", "attention", "Mao 2022, Table 1"),
         ("gated", "relu", "", None),
@@ -76,7 +65,6 @@ def test_other_words_are_refused_by_name(text):
         # Mao, Sec. 4.1.2: "the additive rule with normalization but no feature map ... diverged".
         ("sum", "identity", "attention", "Mao 2022, Sec. 4.1.2"),
         ("sum", "tanh", "sum", "Mao 2022, Sec. 4.1.2"),
-        ("gated", "identity", "attention", "Mao 2022, Sec. 4.1.2"),
         # Nothing of the kind is reported for these.
         ("sum", "elu", "sum", None),
         ("sum", "favor", "attention", None),
@@ -88,10 +76,9 @@ def test_what_diverged_in_a_paper_is_allowed_with_one_warning(
 ):
     monkeypatch.setattr(memory_attention, "_warned_of", set())
     caplog.set_level(logging.WARNING, memory_attention.logger.name)
+    options = {"update_rule": rule, "feature_map": feature_map, "normalization": frozenset(normalization.split())}
     for _ in range(3):  # a model has many layers
-        FastWeightAttention(
-            8, 2, update_rule=rule, feature_map=feature_map, normalization=frozenset(normalization.split())
-        )
+        FastWeightAttention(8, 2, **options)
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(messages) == (source is not None)
     assert all(f"update rule {rule} with {feature_map}" in text and source in text for text in messages)
