@@ -131,8 +131,8 @@ def test_it_is_hugging_faces_layer_with_its_weights(model, layer, kind, options)
     theirs, ours = getattr(module, model_name + layer)(config, 0), kind(EMBED, HEADS, key_dim=6, **options)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            if name.endswith(("A_log", "dt_bias", "norm.weight")):
-                parameter.uniform_(0.1, 1.5)
+            if name.endswith(("A_log", "dt_bias", "norm.weight")):  # their float32 loses digits of strong decays
+                parameter.uniform_(*(0.5, 1.5) if "norm" in name else (-3, 0))
     weights = of_qwen3_next(theirs) if model == "qwen3_next" else dict(theirs.named_parameters())
     x = contract.draw(70, EMBED).float().requires_grad_()
     padding = torch.zeros(contract.BATCH, 70, dtype=torch.bool)
@@ -147,8 +147,7 @@ def test_it_is_hugging_faces_layer_with_its_weights(model, layer, kind, options)
         assert contract.error(out, expected) <= 1e-5
         grads = (torch.autograd.grad(y.square().sum(), leaves.values()) for y in (out, expected))
         for name, mine, its in zip(leaves, *grads, strict=True):
-            # Gradients go through the same operations twice, and sum terms of either sign.
-            assert contract.error(mine, its) <= 5e-5, name
+            assert contract.error(mine, its) <= 1e-5, name
     ours.load_state_dict(weights)
     with torch.no_grad():
         cache, state, start = transformers.DynamicCache(config=config), None, 0

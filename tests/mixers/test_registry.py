@@ -67,19 +67,15 @@ def test_other_patterns_are_refused_with_the_reason(text, why):
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
     kind = MIXERS[name]
-    others = {
-        option: {int: row.default + 2, float: row.default + 2, bool: not row.default}[row.type]
-        for option, row in kind.options.items()
-    }
+    others = {o: not row.default if row.type is bool else row.default + 2 for o, row in kind.options.items()}
     if "key_heads" in others:  # a divisor of the heads
         others["key_heads"] = 1
     mixer, default = build(name, **{option_name(name, option): value for option, value in others.items()}), build(name)
     assert mixer.num_heads == {None: 1, **HEADS}[kind.heads]
-    for option, value in others.items():
-        assert getattr(mixer, option) == value != getattr(default, option), option
-        assert mixer.settings().get(option, value) == value
-        default_value = kind.options[option].default
-        assert getattr(default, option) == default_value or default_value == 0
+    for option, row in kind.options.items():
+        assert getattr(mixer, option) == others[option] != getattr(default, option), option
+        assert mixer.settings().get(option, others[option]) == others[option]
+        assert getattr(default, option) == row.default or row.default == 0
     # What says which kinds there are is used as a table.
     assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
     takes = {"sum", "gated", "decay", "delta", "softmax", "local"}
