@@ -1,5 +1,6 @@
 """`python -m fairseq_fastweights.env` says what there is, and what is missing and how to mend it."""
 
+import itertools
 import json
 import os
 import shutil
@@ -18,60 +19,49 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_table_is_what_the_operations_take() -> None:
     rows = env.report()["backends"]
-    on_cpu = [row for row in rows if row["device"] == "cpu"]
-    assert {(row["rule"], row["dtype"]) for row in on_cpu} == {
-        (rule, dtype) for rule in ops.OPERATIONS for dtype in ("float32", "bfloat16", "float16", "float64")
-    }
+    expected = set(itertools.product(ops.OPERATIONS, ("float32", "bfloat16", "float16", "float64")))
+    assert {(row["rule"], row["dtype"]) for row in rows if row["device"] == "cpu"} == expected
     for row in rows:
-        dtype = getattr(torch, row["dtype"])
-        assert row["sequence"] == ops.chosen_backend(row["device"], dtype, 256)
-        assert row["step"] == ops.chosen_backend(row["device"], dtype, 1)
+        for name, time in (("sequence", 256), ("step", 1)):
+            assert row[name] == ops.chosen_backend(row["device"], getattr(torch, row["dtype"]), time)
 
 
 def test_the_text_has_all_of_it(capsys) -> None:
     env.main([])
-    text = capsys.readouterr().out
-    found = env.report()
+    text, found = capsys.readouterr().out, env.report()
+
+    def line(start: str) -> str:
+        return next(line for line in text.splitlines() if line.startswith(start))
+
     assert torch.__version__ in text and f"{torch.get_num_threads()} threads" in text
     for part, name in libraries.PARTS.items():
-        reason = found["kernels"][part]["reason"]
-        line = next(line for line in text.splitlines() if line.startswith(f"{name} kernels"))
-        assert ("ready" in line) if reason is None else (reason.partition("kernels ")[2] in line)
-        build = found["kernels"][part]["build"] if reason is None else {}
-        assert all(kind in line for kind in (*build.get("variants", ()), build.get("compiler", "")))
-        assert ("instruction set" in line) == (part == "cpu" and reason is None)
+        kernels, shown = found["kernels"][part], line(f"{name} kernels")
+        reason, build = kernels["reason"], kernels["build"] or {}
+        assert ("ready" in shown) if reason is None else (reason.partition("kernels ")[2] in shown)
+        assert reason or all(kind in shown for kind in (*build.get("variants", ()), build.get("compiler", "")))
+        assert ("instruction set" in shown) == (part == "cpu" and reason is None)
     if found["kernels"]["cpu"]["ready"]:
         assert f"instruction set: {found['cpu']['instruction_set']}" in text
         assert found["cpu"]["instruction_set"] in found["kernels"]["cpu"]["build"]["variants"]
     for row in found["backends"]:
-        line = next(line for line in text.splitlines() if line.startswith(f"{row['rule']}, {row['device']}"))
-        assert f"{row['sequence']} / {row['step']}" in line
+        assert f"{row['sequence']} / {row['step']}" in line(f"{row['rule']}, {row['device']}")
 
 
 @pytest.mark.slow
 def test_a_bare_clone_works_on_chunkwise_without_fairseq_and_says_how_to_build(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
-    built = shutil.ignore_patterns("_native_*", "__pycache__")
-    shutil.copytree(ROOT / "fairseq_fastweights", clone / "fairseq_fastweights", ignore=built)
-    for folder in ("cpu", "cuda", "tools"):
-        shutil.copytree(ROOT / folder, clone / folder, ignore=built)
-    program = (
-        "import sys; from fairseq_fastweights import env; env.main(['--json']); sys.exit('fairseq' in sys.modules)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=clone,
-        env=os.environ | {"PYTHONPATH": str(clone)},
-        capture_output=True,
-        text=True,
-    )
+    for folder in ("fairseq_fastweights", "cpu", "cuda", "tools"):
+        shutil.copytree(ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("_native_*", "__pycache__"))
+    program = "import sys; import fairseq_fastweights.mixers.registry; "
+    program += "from fairseq_fastweights import env; env.main(['--json']); sys.exit('fairseq' in sys.modules)"
+    command, variables = [sys.executable, "-c", program], os.environ | {"PYTHONPATH": str(clone)}
+    result = subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["versions"]["package"] == str(clone / "fairseq_fastweights")
     for kernels in found["kernels"].values():
         assert not kernels["ready"] and f"python {clone / 'tools/native_build.py'}" in kernels["reason"]
-    assert {row["sequence"] for row in found["backends"]} == {"chunkwise"}
-    assert {row["step"] for row in found["backends"]} == {"reference"}
+    assert {(row["sequence"], row["step"]) for row in found["backends"]} == {("chunkwise", "reference")}
 
 
 @pytest.mark.parametrize("part", list(libraries.PARTS))
@@ -88,8 +78,8 @@ def test_a_reason_is_passed_on(part: str, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.skipif(libraries.load("cpu") is not None, reason="the CPU kernels were not built")
 def test_an_instruction_set_that_is_not_there_is_shown_as_such() -> None:
     command = [sys.executable, "-m", "fairseq_fastweights.env"]
-    environment = os.environ | {"FASTWEIGHTS_CPU_ISA": "avx1024"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    variables = os.environ | {"FASTWEIGHTS_CPU_ISA": "avx1024"}
+    result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stdout.splitlines() if line.startswith("CPU kernels"))
     assert "FASTWEIGHTS_CPU_ISA is avx1024; here it may be one of baseline" in line
