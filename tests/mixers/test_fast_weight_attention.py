@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.registry import MIXERS, build_mixer, memory
 from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, Gate, UpdateRule
 from tests.mixers import contract
@@ -34,40 +33,29 @@ RULES = (*UPDATE_RULES, "retention")
 HALF = 2e-2
 
 
-class Case(NamedTuple):
-    """A rule, a map, what is normalised, and other options."""
-
-    rule: str
-    feature_map: str
-    normalization: frozenset[str] = frozenset()
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def __str__(self) -> str:
-        return "-".join([self.rule, self.feature_map, *sorted(self.normalization), *(name for name, _ in self.options)])
-
-    def build(self, embed_dim: int = EMBED, num_heads: int = HEADS) -> MemoryAttention:
-        torch.manual_seed(0)
-        kind = Retention if self.rule == "retention" else partial(FastWeightAttention, update_rule=self.rule)
-        options = {"feature_map": self.feature_map, "normalization": self.normalization, **dict(self.options)}
-        # FAVOR+ draws anew at every call in training, so only in evaluation can calls be compared.
-        return kind(embed_dim, num_heads, **options).eval()
+def build(rule: str, feature_map: str, *normalization: str, width: int = EMBED, heads: int = HEADS, **options: Any):
+    torch.manual_seed(0)
+    settings = {"fast_weight_heads": heads, "feature_map": feature_map, "normalization": frozenset(normalization)}
+    kinds = MIXERS if rule in MIXERS else {rule: memory(rule)}
+    # FAVOR+ draws anew at every call in training, so only in evaluation can calls be compared.
+    return build_mixer(rule, width, settings | options, kinds).eval()
 
 
 # Features that can be negative are not normalised here: their sums come near zero, where no two ways to round agree
 # (and training diverges, of which the module warns).
 POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive]
 NORMALIZED = [
-    (rule, frozenset(chosen))
+    (rule, chosen)
     for rule in UPDATE_RULES
     for size in (1, 2, 3)
     for chosen in itertools.combinations(("sum", "attention", "removal"), size)
     if UPDATE_RULES[rule].corrects or "removal" not in chosen
 ]
 CASES = [
-    *(Case(rule, feature_map) for rule in RULES for feature_map in FEATURE_MAPS),
+    *((rule, feature_map, (), {}) for rule in RULES for feature_map in FEATURE_MAPS),
     # Two maps for each, in turns: what normalises does not know the map.
-    *(Case(row[0], (2 * POSITIVE)[i % 4 + j], row[1]) for i, row in enumerate(NORMALIZED) for j in (0, 1)),
-    *(Case(rule, "elu", options=(("bias", False), ("scale_read_out", True), ("feature_dim", 6))) for rule in RULES),
+    *((rule, (2 * POSITIVE)[i % 4 + j], chosen, {}) for i, (rule, chosen) in enumerate(NORMALIZED) for j in (0, 1)),
+    *((rule, "elu", (), {"bias": False, "scale_read_out": True, "feature_dim": 6}) for rule in RULES),
 ]
 
 
@@ -149,9 +137,10 @@ def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
     return module.out_proj(module.scale * torch.stack(outputs).flatten(-2))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_outputs_and_gradients_are_those_of_the_papers_equations(case):
-    contract.check_definition(case.build().double(), papers_equations, contract.draw(TIME, EMBED), None)
+@pytest.mark.parametrize(("rule", "feature_map", "normalization", "options"), CASES, ids=str)
+def test_outputs_and_gradients_are_those_of_the_papers_equations(rule, feature_map, normalization, options):
+    module = build(rule, feature_map, *normalization, **options).double()
+    contract.check_definition(module, papers_equations, contract.draw(TIME, EMBED), None)
 
 
 def fading_delta_rule(q, k, v, beta, log_forget, *, initial_state=None):
@@ -175,7 +164,7 @@ def test_the_normaliser_of_a_rule_that_corrects_and_decays_decays_too(per, norma
     operation = ops.Operation("fading", inputs, fading_delta_rule)
     rule = UpdateRule(operation, gates, "elu", frozenset({"attention"}), corrects=True)
     monkeypatch.setitem(UPDATE_RULES, "fading", rule)
-    module, x = Case("fading", "elu", frozenset(normalization.split(","))).build().double(), contract.draw(TIME, EMBED)
+    module, x = build("fading", "elu", *normalization.split(",")).double(), contract.draw(TIME, EMBED)
     contract.check_definition(module, papers_equations, x, None)
     contract.check_parts(module, x, contract.paddings(TIME)["within"])
 
@@ -192,7 +181,7 @@ def halved(module: MemoryAttention, x: Tensor) -> tuple[Tensor, Tensor, bool]:
 def test_the_normaliser_of_a_long_text_does_not_overflow_float16(rule, feature_map):
     """z_t . q_t grows with the text: 160 a step for heads of 128 and ELU + 1, past float16's 65,504 after 400 steps
     (Mao 2022, App. A keeps it in float32)."""
-    module = Case(rule, feature_map, frozenset({"attention"})).build(128, 1)
+    module = build(rule, feature_map, "attention", width=128, heads=1)
     out, exact, finite = halved(module, sequence(600, batch=1, width=128))
     assert error(out[-50:], exact[-50:]) <= HALF and finite
 
@@ -201,18 +190,18 @@ def test_the_normaliser_of_a_long_text_does_not_overflow_float16(rule, feature_m
 @pytest.mark.parametrize("scale", [1.0, 6.0, 10.0, 20.0, 1000.0])
 def test_long_queries_and_keys_of_favor_leave_gradients_finite(rule, scale):
     """Features of e^-(|x|^2 / 2) and smaller, divided by their sums."""
-    torch.manual_seed(0)
-    module = FastWeightAttention(128, 4, update_rule=rule, feature_map="favor", favor_features=64).train()
+    normalization = UPDATE_RULES[rule].normalization
+    module = build(rule, "favor", *normalization, width=128, heads=4, favor_features=64).train()
     x = (scale * sequence(16, batch=8, width=128)).requires_grad_()
     out, _ = module(x)
     assert out.isfinite().all() and (rule == "sum" or out.abs().max() > 1e-3 * scale)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), [x, *module.parameters()]))
 
 
-@pytest.mark.parametrize("normalization", [frozenset(), frozenset({"attention"})], ids=sorted)
+@pytest.mark.parametrize("normalization", [(), ("attention",)], ids=str)
 def test_large_features_of_favor_do_not_overflow_float16(normalization):
     """Products of features beyond 65,504, though the read-out that they come to is not."""
-    module, x = Case("gated", "favor", normalization).build(), sequence()
+    module, x = build("gated", "favor", *normalization), sequence()
     feature = module.feature_map.features[0]
     feature.mul_(17**0.5 / feature.norm())  # exp(17) / 34 = 7e5
     with torch.no_grad():

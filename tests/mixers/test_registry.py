@@ -27,9 +27,7 @@ def build(name: str, kinds: Mapping[str, Kind] = MIXERS, **settings: Any) -> Mix
         ("softmax:2,4,delta", "delta softmax delta softmax"),
         ("softmax:1,3-4,retention:2", "softmax retention softmax softmax"),
         ("delta:1,softmax:2-3,delta:4", "delta softmax softmax delta"),
-        ("sum,gated:2-2,decay:3", "sum gated decay sum"),
         (" delta: 1-3 , softmax:4 ", "delta delta delta softmax"),
-        ("delta ,softmax: 2 , 4", "delta softmax delta softmax"),
     ],
 )
 def test_patterns_are_read(text, expected):
