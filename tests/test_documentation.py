@@ -13,11 +13,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "cuda", "docs", "examples", "fairseq_fastweights", "tests")
-PAGES = sorted(
-    page
-    for page in (*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")))
-    if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 EXAMPLES = sorted(
     str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
     for path in (ROOT / "fairseq_fastweights").rglob("*.py")
@@ -52,8 +48,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_all_pages_are_looked_at() -> None:
-    """All of a git checkout."""
+def test_all_pages_of_a_git_checkout_are_looked_at() -> None:
     command = ["git", "ls-files", "*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     assert {ROOT / name for name in listed} <= set(PAGES)

@@ -14,9 +14,7 @@ BATCH, TIME, HEADS, DIM = 2, 5, 3, 4
 
 # Two ways to round the same few float64 operations: some units of 2e-16, with room for a sum of 10.
 FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}
-
-# Estimates from a fixed seed may be this many standard errors off. A few hundred comparisons share the bound; a normal
-# deviate passes 5 with probability 6e-7.
+# How many standard errors an estimate may be off: a normal deviate passes 5 with probability 6e-7.
 STANDARD_ERRORS = 5
 
 
@@ -266,7 +264,6 @@ def test_sizes(name, options, key_dim, output_dim):
 
 
 def test_relu_map_starts_with_features_at_the_scale_of_its_input():
-    torch.manual_seed(10)
     feature_map = build("relu", head_dim=64, feature_dim=512)
     assert feature_map.weight.shape == (HEADS, 512, 64) and feature_map.bias.shape == (HEADS, 512)
     phi, _ = feature_map(*queries_and_keys(64, torch.float32))
@@ -308,7 +305,6 @@ def test_favor_takes_out_the_largest_feature_and_the_others_nothing(name, option
     feature_map = build(name, **options).double().eval()
     q, k = (3 * x for x in queries_and_keys(feature_map.key_dim))
     for scales, keys in (("queries", None), ("queries and source", (1, 3)), ("all", (3,))):
-        pairs = zip(feature_map(q, k), feature_map(q, k, scales=scales), ((3,), keys), strict=True)
-        for fixed, free, dims in pairs:
+        for fixed, free, dims in zip(feature_map(q, k), feature_map(q, k, scales=scales), ((3,), keys), strict=True):
             factor = torch.ones(()) if name != "favor" or dims is None else fixed.amax(dim=dims, keepdim=True)
             torch.testing.assert_close(free * factor, fixed)

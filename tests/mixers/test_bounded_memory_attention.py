@@ -17,14 +17,14 @@ from tests.mixers import contract
 EMBED, HEADS = 12, 2
 
 
-def build(kind: type[BoundedMemoryAttention], slots: int = 3, *, std: float = 0.5, **options: int) -> Any:
+def build(kind: type[BoundedMemoryAttention], slots: int = 3, **options: int) -> Any:
     torch.manual_seed(0)
     if kind is Linformer:
         options = {"max_positions": 320, **options}
     mixer = kind(EMBED, HEADS, slots=slots, **options).double().eval()
     with torch.no_grad():
         for parameter in mixer.parameters():
-            parameter.normal_(std=std)
+            parameter.normal_(std=0.5)
     return mixer
 
 
@@ -61,13 +61,6 @@ def test_it_is_its_definition(kind, slots, time):
     contract.check_definition(build(kind, slots), naive, contract.draw(time, EMBED), padding)
 
 
-@pytest.mark.parametrize("kind", [ABCMLP, Linformer])
-@pytest.mark.parametrize("dtype", contract.HALF)
-def test_half_precision_of_a_long_text(kind, dtype):
-    # With parameters of ordinary sizes: what rounds a score of 30 by 2^-8 rounds its softmax by a tenth.
-    contract.check_half(build(kind, std=0.25), contract.alone, contract.draw(300, EMBED), dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *contract.HALF])
 def test_the_control_neither_overflows_nor_vanishes(dtype):
     """Logits from -5,000 to 5,000: exp() of them and sums of that have no place even in float64."""
@@ -86,11 +79,9 @@ def test_the_control_neither_overflows_nor_vanishes(dtype):
     assert contract.error(phi[:, :, 0].double(), expected) <= 1e-6
     assert contract.error(after["log_sum"][:, 1], exact.logcumsumexp(dim=0)[-1]) <= 1e-12
     out, _ = mixer(x)
-    assert out.isfinite().all()
     assert contract.error(out, contract.in_parts(mixer, x, [1, 100, time - 101], None)[0]) <= 2e-2
     loss = 1e-3 * out.float().square().mean()  # or the gradients of weights for inputs of 5,000 leave float16
-    for grad in torch.autograd.grad(loss, list(mixer.parameters())):
-        assert grad.isfinite().all()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss, list(mixer.parameters())))
 
 
 def test_a_control_counts_millions_of_positions():

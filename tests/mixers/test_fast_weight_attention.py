@@ -1,8 +1,4 @@
-"""Fast weight attention and retention compute their papers' equations, also where numbers are large or texts long.
-
-Which parameters they have, how they start and what they refuse is in `test_attention_parameters.py`; what they have in
-common with other mixers, from padding to half types, in `test_promises.py`.
-"""
+"""Fast weight attention and retention compute their papers' equations, also where numbers are large or texts long."""
 
 from __future__ import annotations
 
@@ -57,10 +53,6 @@ CASES = [
     *((rule, (2 * POSITIVE)[i % 4 + j], chosen, {}) for i, (rule, chosen) in enumerate(NORMALIZED) for j in (0, 1)),
     *((rule, "elu", (), {"bias": False, "scale_read_out": True, "feature_dim": 6}) for rule in RULES),
 ]
-
-
-def sequence(time: int = TIME, batch: int = contract.BATCH, width: int = EMBED) -> Tensor:
-    return contract.draw(time, width, batch=batch).float()
 
 
 def turned(x: Tensor) -> Tensor:
@@ -182,7 +174,7 @@ def test_the_normaliser_of_a_long_text_does_not_overflow_float16(rule, feature_m
     """z_t . q_t grows with the text: 160 a step for heads of 128 and ELU + 1, past float16's 65,504 after 400 steps
     (Mao 2022, App. A keeps it in float32)."""
     module = build(rule, feature_map, "attention", width=128, heads=1)
-    out, exact, finite = halved(module, sequence(600, batch=1, width=128))
+    out, exact, finite = halved(module, contract.draw(600, 128, batch=1).float())
     assert error(out[-50:], exact[-50:]) <= HALF and finite
 
 
@@ -192,26 +184,34 @@ def test_long_queries_and_keys_of_favor_leave_gradients_finite(rule, scale):
     """Features of e^-(|x|^2 / 2) and smaller, divided by their sums."""
     normalization = UPDATE_RULES[rule].normalization
     module = build(rule, "favor", *normalization, width=128, heads=4, favor_features=64).train()
-    x = (scale * sequence(16, batch=8, width=128)).requires_grad_()
+    x = (scale * contract.draw(16, 128, batch=8)).float().requires_grad_()
     out, _ = module(x)
     assert out.isfinite().all() and (rule == "sum" or out.abs().max() > 1e-3 * scale)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), [x, *module.parameters()]))
 
 
+def test_long_queries_of_favor_do_not_vanish():
+    """Attention normalisation divides out what their features, of e^-150, have in common."""
+    module = build("sum", "favor", "attention").double()
+    with torch.no_grad():
+        module.q_proj.weight.mul_(15)
+    contract.check_definition(module, papers_equations, contract.draw(TIME, EMBED), None)
+
+
 @pytest.mark.parametrize("normalization", [(), ("attention",)], ids=str)
 def test_large_features_of_favor_do_not_overflow_float16(normalization):
-    """Products of features beyond 65,504, though the read-out that they come to is not."""
-    module, x = build("gated", "favor", *normalization), sequence()
+    """Of queries, beyond 65,504, though the read-out that they come to is not."""
+    module, x = build("gated", "favor", *normalization), contract.draw(TIME, EMBED).float()
     feature = module.feature_map.features[0]
-    feature.mul_(17**0.5 / feature.norm())  # exp(17) / 34 = 7e5
+    feature.mul_(28**0.5 / feature.norm())  # exp(14) / sqrt(34) = 2e5
     with torch.no_grad():
-        for projection in (module.q_proj, module.k_proj):  # phi is largest at a feature itself
+        for projection in (module.q_proj, module.k_proj):
             projection.weight.mul_(0.1)
-            projection.bias.copy_(feature.repeat(HEADS) * len(feature) ** 0.25)
+        module.q_proj.bias.copy_(feature.repeat(HEADS) * len(feature) ** 0.25)  # phi is largest at a feature itself
         module.v_proj.weight.mul_(1e-3)
         module.v_proj.bias.zero_()
-    q, k = module.feature_map(*[module.q_proj(x).unflatten(-1, (HEADS, -1))] * 2)
-    assert (q * k).max() > 65_504, "the test does not test what it says"
+    q, _ = module.feature_map(*[module.q_proj(x).unflatten(-1, (HEADS, -1))] * 2)
+    assert q.max() > 65_504, "the test does not test what it says"
     out, exact, finite = halved(module, x)
     assert out.isfinite().all() and error(out, exact) <= HALF
     assert finite or not normalization  # without it the gradient of v is what leaves the range, for any computation

@@ -64,11 +64,6 @@ def test_blocks_in_parts_and_with_padding_are_the_same(time, window):
         contract.check_parts(mixer, x, paddings[padding])
 
 
-@pytest.mark.parametrize("dtype", contract.HALF)
-def test_half_precision(dtype):
-    contract.check_half(build(32), contract.alone, contract.draw(300, EMBED), dtype)
-
-
 def test_work_grows_linearly():
     """By the sizes of what is multiplied: times are no claim that a test can hold."""
     from torch.utils.flop_counter import FlopCounterMode

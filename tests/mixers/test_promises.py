@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from tests.mixers import contract
@@ -85,9 +84,6 @@ def draw(time: int = TIME, batch: int = contract.BATCH, seed: int = 1) -> Tensor
 
 def test_every_mixer_has_its_rows():
     assert {name for name, _ in CASES} == set(MIXERS)
-    assert {settings["feature_map"] for _, settings in CASES if "feature_map" in settings} >= {
-        name for name, kind in FEATURE_MAPS.items() if kind.positive
-    }
 
 
 @pytest.mark.parametrize(("name", "settings"), [*CASES, *STATELESS], ids=name_of)

@@ -9,16 +9,13 @@ import torch
 
 from fairseq_fastweights.mixers.retention import Retention, log_decays, retention
 from fairseq_fastweights.ops import native
+from tests.mixers import contract
 from tests.mixers.contract import error
 
 
-def build(embed_dim: int = 16, num_heads: int = 2, **options) -> Retention:
+def build(embed_dim: int = 16, num_heads: int = 2) -> Retention:
     torch.manual_seed(0)
-    return Retention(embed_dim, num_heads, **options).eval()
-
-
-def draw(time: int, batch: int = 2, width: int = 16) -> torch.Tensor:
-    return torch.randn(time, batch, width, generator=torch.Generator().manual_seed(1))
+    return Retention(embed_dim, num_heads).eval()
 
 
 def test_retention_is_its_equation_exactly_as_far_as_types_reach():
@@ -56,7 +53,7 @@ def test_retention_takes_the_kernels_of_one_gate_per_head(monkeypatch):
 @pytest.mark.parametrize("position", [1, 1000, 100_000_000])
 def test_only_differences_of_positions_matter_however_long_the_text_is(position):
     """Angles in float32 would be off by a radian after ten million positions, a tenth of WikiText-103."""
-    module, x = build(), draw(20)
+    module, x = build(), contract.draw(20, 16).float()
     _, state = module(x[:0])
     out, far = module(x)[0], module(x, {**state, "position": state["position"] + position})[0]
     # Cosines and sines are rounded once, wherever they stand.
@@ -71,7 +68,7 @@ def test_sums_beyond_the_range_of_float16_are_read():
         for name in ("q_proj", "k_proj"):
             getattr(module, name).bias.fill_(50.0)
     low = copy.deepcopy(module).half()
-    x = draw(2048, 1, 64).half()
+    x = contract.draw(2048, 64, batch=1).half()
     plain = copy.deepcopy(low)
     plain.needs_float32_range = False
     assert not plain(x)[0].isfinite().all(), "the test does not test what it says"
@@ -92,5 +89,5 @@ def test_half_types_at_the_size_of_retnet(dtype, bound):
             if parameter.dim() == 2:
                 parameter.normal_(std=0.04)
         low = copy.deepcopy(module).to(dtype)
-        x = draw(2048, 1, 512).to(dtype)
+        x = contract.draw(2048, 512, batch=1).to(dtype)
         assert error(low(x)[0], copy.deepcopy(low).float()(x.float())[0]) <= bound

@@ -14,7 +14,6 @@ PAGE = ROOT / "docs" / "your-own-rule.md"
 @pytest.mark.slow
 def test_a_rule_and_a_mixer_in_a_folder_of_ones_own_train_and_score(corpus, tmp_path):
     page = PAGE.read_text()
-    assert len(page.splitlines()) < 100
     for name, code in re.findall(r"```python\n# (my_rules/\w+\.py)\n(.*?)```", page, flags=re.DOTALL):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
