@@ -23,7 +23,6 @@ from tests.mixers.contract import error
 TIME, EMBED, HEADS = 13, 16, 2
 
 RULES = (*UPDATE_RULES, "retention")
-
 # Five roundings of half a unit in the last place (2e-3 for bfloat16) lie between input and output, and normalisation
 # divides two rounded sums: a percent at most is seen.
 HALF = 2e-2

@@ -49,8 +49,7 @@ CASES = [
     ("delta-product", {"delta_product_key_heads": 1, "delta_product_value_dim": 5}),
     ("delta-product", {"delta_product_writes": 3, "delta_product_negative_eigenvalues": True}),
 ]
-# What keeps nothing of a text.
-STATELESS = [
+STATELESS = [  # keeps nothing of a text
     ("local", {"local_window": 1}),
     ("transformer-xl", {"transformer_xl_memory": 0, "transformer_xl_same_length": True}),
 ]

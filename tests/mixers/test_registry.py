@@ -10,6 +10,7 @@ import torch
 
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind, build_mixer, option_name, parse_pattern
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 
 WIDTH = 16
 HEADS = {"num_heads": 4, "fast_weight_heads": 2, "max_positions": 24}
@@ -50,7 +51,6 @@ def test_patterns_are_read(text, expected):
         ("1-2", "in which '1-2' names no layers"),
         ("delta,2", "in which '2' names no layers"),
         ("delta,softmax:2-", "in which '2-' names no layers"),
-        ("delta,,softmax:2", "in which '' names no layers"),
     ],
 )
 def test_other_patterns_are_refused_with_the_reason(text, why):
@@ -76,8 +76,8 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
         assert getattr(default, option) == row.default or row.default == 0
     # What says which kinds there are is used as a table.
     assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
-    takes = {"sum", "gated", "decay", "delta", "softmax", "local"}
-    assert mixer.takes_attention == (name in takes) and mixer.needs_positions == (name in ("softmax", "local", "abc"))
+    assert mixer.takes_attention == (name in (*UPDATE_RULES, "softmax", "local"))
+    assert mixer.needs_positions == (name in ("softmax", "local", "abc"))
 
 
 def test_settings_reach_the_mixers_that_take_them():

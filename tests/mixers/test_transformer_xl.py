@@ -57,9 +57,7 @@ def naive(mixer: TransformerXL, x: Tensor, past: Tensor | None = None) -> Tensor
         {"memory": 3, "bias": True},
         {"memory": 3, "clamp_len": 4},
         {"memory": 3, "embed": 15, "heads": 3},
-        {"memory": 0, "same_length": True},
-        {"memory": 3, "same_length": True},
-        {"memory": 40, "same_length": True},
+        *({"memory": memory, "same_length": True} for memory in (0, 3, 40)),
     ],
 )
 def test_it_is_its_definition(options):

@@ -61,13 +61,11 @@ def test_other_words_are_refused_by_name(text):
         ("gated", "relu", "", None),
         ("gated", "identity", "", None),
         ("decay", "relu", "", None),
-        ("decay", "identity", "", None),
         # Mao, Sec. 4.1.2: "the additive rule with normalization but no feature map ... diverged".
         ("sum", "identity", "attention", "Mao 2022, Sec. 4.1.2"),
         ("sum", "tanh", "sum", "Mao 2022, Sec. 4.1.2"),
         # Nothing of the kind is reported for these.
         ("sum", "elu", "sum", None),
-        ("sum", "favor", "attention", None),
         ("gated", "elu", "attention", None),
     ],
 )
