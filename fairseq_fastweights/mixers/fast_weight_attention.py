@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.update_rules import (
@@ -54,6 +55,7 @@ class FastWeightAttention(MemoryAttention):
     """
 
     takes_attention = True
+    takes_starts = True
 
     def __init__(
         self,
@@ -81,6 +83,8 @@ class FastWeightAttention(MemoryAttention):
         self.update_rule = update_rule
         self.rule = rule
         self.backend = backend
+        # Of a rule of one's own: an operation may have no form for several documents.
+        self.takes_starts = getattr(rule.operation, "takes_starts", True)
         for gate in rule.gates:
             width = num_heads * self._gate_size(gate)
             self.add_module(f"{gate.name}_proj", nn.Linear(embed_dim, width, bias=bias or gate.log))
@@ -104,13 +108,20 @@ class FastWeightAttention(MemoryAttention):
                 uniform_gate_bias_(self._gate_projection(gate).bias, units)
 
     def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
         """Writes and reads the memory for every step; shapes and results are those of `Mixer.forward`.
 
         Padding neither writes nor decays the state.
         """
         time, batch, _ = x.shape
+        starts = check_starts(starts, x, padding)
         q = self._heads(self.q_proj(x), self.feature_map.key_dim)
         k = self._heads(self.k_proj(x), self.feature_map.key_dim)
         v = self._heads(self.v_proj(x), self.head_dim)
@@ -123,22 +134,30 @@ class FastWeightAttention(MemoryAttention):
 
         before = None if state is None else state["state"]
         in_place = overwrite and before is not None and not torch.is_grad_enabled()
-        out, after = self._recall(q, k, v, gates, before, in_place)
+        out, after = self._recall(q, k, v, gates, before, starts, in_place)
         return self._project_out(out, x), {"state": after}
 
     def _recall(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: Tensor | None, in_place: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: list[Tensor],
+        state: Tensor | None,
+        starts: Tensor | None,
+        in_place: bool,
     ) -> tuple[Tensor, Tensor]:
         """Runs the rule; with attention normalisation the state's last value column holds the normaliser z."""
-        how: dict[str, Any] = {"in_place": in_place, "backend": self.backend}
+        how: dict[str, Any] = {"backend": self.backend} | ({} if starts is None else {"starts": starts})
         if not self.normalization & {"attention", "removal"}:
-            return self.rule.operation(q, k, v, *gates, initial_state=state, **how)
+            return self.rule.operation(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
         ones = v.new_ones(*v.shape[:3], 1)
         if not self.rule.corrects:
             gates = [
                 F.pad(g, (0, 1)) if gate.per == "value" else g for g, gate in zip(gates, self.rule.gates, strict=True)
             ]
-            both, state = self.rule.operation(q, k, torch.cat([v, ones], dim=-1), *gates, initial_state=state, **how)
+            v = torch.cat([v, ones], dim=-1)
+            both, state = self.rule.operation(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
             out, z_q = both.split([self.head_dim, 1], dim=-1)
             return self._divide(out, z_q), state
 
@@ -151,11 +170,15 @@ class FastWeightAttention(MemoryAttention):
             k_before = F.pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
             if log_decay is not None:
                 k_before = k_before * log_decay.exp().to(k.dtype)
-            d, _ = self._normaliser(k, k_before, ones, log_decay, z, backend=self.backend)
+            if starts is not None:
+                k_before = k_before.masked_fill(starts[..., None, None], 0)
+            d, _ = self._normaliser(k, k_before, ones, log_decay, z, **how)
             root = torch.where(d > self.feature_map.sum_eps, d, torch.ones_like(d)).sqrt()
             k_written, v_written = k / root, v * root
-        z_q, z = self._normaliser(q, k, ones, log_decay, z, **how)
-        out, memory = self.rule.operation(q, k_written, v_written, *gates, initial_state=memory, **how)
+        z_q, z = self._normaliser(q, k, ones, log_decay, z, in_place=in_place, **how)
+        out, memory = self.rule.operation(
+            q, k_written, v_written, *gates, initial_state=memory, in_place=in_place, **how
+        )
         if "attention" in self.normalization:
             out = self._divide(out, z_q)
         if state is None or not in_place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +92,8 @@ class GatedDelta(Mixer):
         "eps": Option(float, 1e-5, "what is added under the root of the norm of what is read"),
     }
 
+    takes_starts = True
+
     def __init__(
         self,
         embed_dim: int,
@@ -156,15 +159,25 @@ class GatedDelta(Mixer):
         draw_step_biases_(dt_bias)
 
     def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
-        return without_padding(lambda text, lengths: self._mix(text, state, lengths, overwrite), x, padding)
+        return without_padding(partial(self._mix, state=state, overwrite=overwrite), x, padding, starts)
 
-    def _mix(self, text: Tensor, state: State | None, lengths: Tensor | None, overwrite: bool) -> tuple[Tensor, State]:
+    def _mix(
+        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
+    ) -> tuple[Tensor, State]:
         """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
         before = {} if state is None else state
         projected = torch.cat([self.q_proj(text), self.k_proj(text), self.v_proj(text)], -1)
-        mixed, conv_state = short_convolution(projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths)
+        mixed, conv_state = short_convolution(
+            projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths, starts
+        )
         precise = ops.state_dtype(mixed.dtype)
         keys = self.key_heads * self.key_dim
         q, k, v = mixed.split([keys, self.writes * keys, mixed.shape[-1] - (1 + self.writes) * keys], -1)
@@ -186,6 +199,7 @@ class GatedDelta(Mixer):
             beta,
             log_gate,
             initial_state=before.get("memory"),
+            starts=starts,
             in_place=overwrite and "memory" in before and not torch.is_grad_enabled(),
             backend=self.backend,
         )
@@ -193,9 +207,9 @@ class GatedDelta(Mixer):
         return self.o_proj(out.to(mixed.dtype)), {"conv": conv_state, "memory": memory}
 
     def _remember(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        return ops.gated_delta_rule(q, k, v, beta, log_gate, **options)
+        return ops.gated_delta_rule(q, k, v, beta, log_gate, starts=starts, **options)
 
     def _log_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
         """(time, batch, num_heads), or with the dimension of keys after it."""
@@ -268,14 +282,15 @@ class DeltaProduct(GatedDelta):
         super().__init__(embed_dim, num_heads, writes=writes, **others)
 
     def _remember(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         # A token's micro-steps take its place: the projections have them side by side.
         n = self.writes
         k, v, beta = (x.unflatten(2, (n, -1)).flatten(1, 2) for x in (k, v, beta))
         q = F.pad(q[:, :, None], (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
         log_gate = F.pad(log_gate[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
-        y, memory = super()._remember(q, k, v, beta, log_gate, **options)
+        starts = None if starts is None else F.pad(starts[:, :, None], (0, n - 1)).flatten(1)
+        y, memory = super()._remember(q, k, v, beta, log_gate, starts=starts, **options)
         return y[:, n - 1 :: n], memory
 
 

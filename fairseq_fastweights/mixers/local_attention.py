@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.mixers.padding import put_back, to_the_end
+from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 SMALLEST_BLOCK = 32
@@ -51,6 +52,7 @@ class LocalAttention(ReadsBySoftmax):
     }
     needs_positions = True
     takes_attention = True
+    takes_starts = True
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, window: int = 32
@@ -62,39 +64,52 @@ class LocalAttention(ReadsBySoftmax):
         self.reset_parameters()
 
     def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
         """Attends from every step to the last few; shapes and results are those of `Mixer.forward`.
 
         The state holds "keys" and "values", (batch, heads, window - 1, head_dim), the last at the end, and "read",
-        (batch,), how many positions there were. There is nothing in it that `overwrite` could save.
+        (batch,), how many positions its document had. There is nothing in it that `overwrite` could save.
         """
         time, batch, _ = x.shape
+        starts = check_starts(starts, x, padding)
         order = None
         if padding is not None:
             x, order = to_the_end(x, padding)
+            starts = None if starts is None else rows_to_the_end(starts, order)
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         before = state
         if before is None:
             nothing = k.new_zeros(batch, self.num_heads, self.window - 1, self.head_dim)
             before = {"keys": nothing, "values": nothing, "read": torch.zeros(batch, dtype=torch.long, device=x.device)}
-        if state is None and time <= self.window:
+        real = None if padding is None else (~padding).sum(dim=1)
+        positions = torch.arange(time, device=x.device)[None]
+        seen, read = within_documents(starts, positions, time if real is None else real, before["read"])
+        if state is None and starts is None and time <= self.window:
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=self._dropout(), is_causal=True)
         else:
-            out = self._attend(q, k, v, before)
+            out = self._attend(q, k, v, before, seen.clamp(max=self.window - 1))
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
         if order is not None:
             out = put_back(out, order)
 
-        real = None if padding is None else (~padding).sum(dim=1)
         return out, {
             "keys": _last(before["keys"], k, real),
             "values": _last(before["values"], v, real),
-            "read": before["read"] + (time if real is None else real),
+            "read": read,
         }
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: State) -> Tensor:
-        """What (batch, heads, time, head_dim) queries read: each block from its own keys and those just before it."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: State, seen: Tensor) -> Tensor:
+        """What (batch, heads, time, head_dim) queries read: each block from its own keys and those just before it.
+
+        `seen`, (batch, time), says how many positions before itself each sees.
+        """
         batch, heads, time, dim = q.shape
         past = self.window - 1
         size = min(time, max(SMALLEST_BLOCK, -(-past // 4)))
@@ -117,12 +132,9 @@ class LocalAttention(ReadsBySoftmax):
             x.transpose(1, 2).flatten(0, 1)
             for x in (in_blocks(q), with_overlap(k, before["keys"]), with_overlap(v, before["values"]))
         )
-        keys = torch.arange(-overlap, size, device=q.device)
-        age = torch.arange(size, device=q.device)[:, None] - keys
-        # Of what stands before the text's first position, only so much is real as was read.
-        starts = torch.arange(blocks, device=q.device)[:, None] * size
-        real = (starts + keys >= -before["read"][:, None, None])[:, :, None]
-        visible = (age >= 0) & (age < self.window) & real
+        age = torch.arange(size, device=q.device)[:, None] - torch.arange(-overlap, size, device=q.device)
+        age = age.masked_fill(age < 0, self.window)  # what comes after a position is as out of sight
+        visible = age <= F.pad(seen, (0, blocks * size - time)).view(batch, blocks, size, 1)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible.flatten(0, 1)[:, None], dropout_p=self._dropout()
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ from fairseq_fastweights.mixers.mixer import Mixer, Option, State
 from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
+
+FORGETS = 2.0**64
+"""The size of a step that forgets: exp(-FORGETS * rate) is 0."""
 
 
 class Mamba(Mixer):
@@ -50,6 +55,8 @@ class Mamba(Mixer):
         "expansion": Option(int, 2, "channels of Mamba for each dimension of the input"),
         "dt_rank": Option(int, 0, "numbers that Mamba makes step sizes from (0: a sixteenth of the width)"),
     }
+
+    takes_starts = True
 
     def __init__(
         self,
@@ -94,21 +101,32 @@ class Mamba(Mixer):
         draw_step_biases_(self.dt_proj.bias)
 
     def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
-        return without_padding(lambda text, lengths: self._mix(text, state, lengths, overwrite), x, padding)
+        return without_padding(partial(self._mix, state=state, overwrite=overwrite), x, padding, starts)
 
-    def _mix(self, text: Tensor, state: State | None, lengths: Tensor | None, overwrite: bool) -> tuple[Tensor, State]:
+    def _mix(
+        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
+    ) -> tuple[Tensor, State]:
         """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
         before = {} if state is None else state
         x, z = self.in_proj(text).chunk(2, dim=-1)
-        u, conv_state = short_convolution(x, self.conv1d.weight[:, 0], self.conv1d.bias, before.get("conv"), lengths)
+        u, conv_state = short_convolution(
+            x, self.conv1d.weight[:, 0], self.conv1d.bias, before.get("conv"), lengths, starts
+        )
         dt, B, C = self.x_proj(u).split([self.dt_rank, self.state, self.state], dim=-1)
         precise = ops.state_dtype(u.dtype)
         delta = F.softplus(F.linear(dt, self.dt_proj.weight).to(precise) + self.dt_proj.bias.to(precise))
         if lengths is not None:  # a step of no size leaves the state as it is
             delta = delta.masked_fill(beyond(len(text), lengths)[..., None], 0)
-        y, scan_state = ops.selective_scan(
+        scan = ops.selective_scan if starts is None else partial(_scan_of_documents, starts)
+        y, scan_state = scan(
             u.transpose(0, 1),
             delta.transpose(0, 1),
             -self.A_log.to(precise).exp(),
@@ -121,3 +139,19 @@ class Mamba(Mixer):
         )
         out = self.out_proj(y.transpose(0, 1) * F.silu(z))
         return out, {"conv": conv_state, "scan": scan_state}
+
+
+def _scan_of_documents(
+    starts: Tensor, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`ops.selective_scan` of rows in which documents begin where `starts`, (batch, time), says.
+
+    A step of size `FORGETS` leaves nothing of the state, as long as rates are not as small as 1e-16, and with so much
+    smaller a u, which a power of two leaves its digits, it writes what it would have written.
+    """
+    precise = ops.state_dtype(u.dtype)
+    first = starts[..., None]
+    written = torch.where(first, u.to(precise) * delta / FORGETS, u.to(precise))
+    size = torch.where(first, FORGETS, delta)
+    y, state = ops.selective_scan(written, size, A, B.to(precise), C.to(precise), **options)
+    return (y + D * u).to(u.dtype), state

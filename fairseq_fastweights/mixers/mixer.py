@@ -52,6 +52,7 @@ class Mixer(nn.Module):
             weights of a trained one.
         beam_size: in generation, how many rows in a row may be hypotheses for the same source.
         needs_positions: whether, but for who comes after whom, it cannot tell positions apart.
+        takes_starts: whether several documents may lie in a row: whether its `forward` takes `starts`.
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -59,6 +60,7 @@ class Mixer(nn.Module):
     bounded = False
     needs_positions = False
     takes_attention = False
+    takes_starts = False
     beam_size = 1
 
     def __init__(self, embed_dim: int, num_heads: int = 1) -> None:
@@ -79,6 +81,8 @@ class Mixer(nn.Module):
             state: what the call for the part before returned; None at a text's beginning.
             padding: (batch, time), true where a position is padding, which no other position sees; None if none is.
             overwrite: whether the tensors of `state` may be reused, as in generation, where nobody reads them again.
+            starts: of mixers that say `takes_starts`: (batch, time), true where a document begins, which sees nothing
+                of what is before it, `state` included. At padding it says nothing. None if none begins.
 
         Returns:
             (time, batch, embed_dim), in which what stands at padding means nothing, and the state after the last step.

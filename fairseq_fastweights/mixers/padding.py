@@ -7,20 +7,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.mixer import State
 
 
 def without_padding(
-    mix: Callable[[Tensor, Tensor | None], tuple[Tensor, State]], x: Tensor, padding: Tensor | None
+    mix: Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, State]],
+    x: Tensor,
+    padding: Tensor | None,
+    starts: Tensor | None,
 ) -> tuple[Tensor, State]:
     """What `mix` makes of x, (time, batch, dim), whatever stands at its padding, (batch, time), and wherever that is.
 
-    `mix` is given rows with zeros behind them, and their lengths, (batch,); None where there is no padding.
+    `mix` is given rows with zeros behind them, their lengths, (batch,), None where there is no padding, and where
+    documents begin in them, `starts` as a mixer's `forward` has it.
     """
+    starts = check_starts(starts, x, padding)
     if padding is None:
-        return mix(x, None)
+        return mix(x, None, starts)
     text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
-    out, state = mix(text, (~padding).sum(1))
+    out, state = mix(text, (~padding).sum(1), None if starts is None else rows_to_the_end(starts, order))
     return put_back(out, order), state
 
 
@@ -36,6 +42,11 @@ def to_the_end(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = padding.t().long().argsort(dim=0, stable=True)[:, :, None]
     return x.gather(0, order.expand(x.shape)), order
+
+
+def rows_to_the_end(x: Tensor, order: Tensor) -> Tensor:
+    """x, (batch, time), in the order of `to_the_end`."""
+    return x.gather(1, order[:, :, 0].t())
 
 
 def put_back(x: Tensor, order: Tensor) -> Tensor:

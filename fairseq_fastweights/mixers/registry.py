@@ -42,8 +42,16 @@ class Kind:
     @property
     def options(self) -> Mapping[str, Option]:
         """The settings that no other kind has."""
-        made: Any = self.build.func if isinstance(self.build, partial) else self.build
-        return made.options
+        return self._made.options
+
+    @property
+    def takes_starts(self) -> bool:
+        """Whether several documents may lie in a row."""
+        return self._made.takes_starts
+
+    @property
+    def _made(self) -> Any:
+        return self.build.func if isinstance(self.build, partial) else self.build
 
 
 def memory(update_rule: str) -> Kind:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.mixer import State
@@ -37,6 +38,8 @@ class Retention(MemoryAttention):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
     """
+
+    takes_starts = True
 
     def __init__(
         self,
@@ -75,13 +78,20 @@ class Retention(MemoryAttention):
             nn.init.zeros_(self.g_proj.bias)
 
     def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
         """Writes and reads the memory for every step; shapes and results are those of `Mixer.forward`.
 
         Padding neither writes nor decays the state, and takes no position.
         """
         time, batch, _ = x.shape
+        starts = check_starts(starts, x, padding)
         q = self._heads(self.q_proj(x), self.feature_map.key_dim)
         k = self._heads(self.k_proj(x), self.feature_map.key_dim)
         v = self._heads(self.v_proj(x), self.head_dim)
@@ -89,8 +99,8 @@ class Retention(MemoryAttention):
 
         before = {} if state is None else state
         positions = torch.arange(time, device=x.device)[None] if padding is None else (~padding).cumsum(dim=1) - 1
-        if before:
-            positions = positions + before["position"][:, None]
+        read = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
+        positions, read = within_documents(starts, positions, read, before.get("position", 0))
         # Texts that are carried over have millions of positions, which differ by less than float32 can tell.
         turned = turns(positions[..., None].double(), q.shape[-1], ROTARY_BASE, q.dtype)
         q, k = rotate(q, *turned), rotate(k, *turned)
@@ -105,12 +115,10 @@ class Retention(MemoryAttention):
             v,
             decays,
             initial_state=before.get("state"),
+            starts=starts,
             in_place=overwrite and bool(before) and not torch.is_grad_enabled(),
             backend=self.backend,
         )
-        read = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
-        if before:
-            read = before["position"] + read
         # The norm of y / sqrt(m) is that of y with m times the epsilon: the division costs nothing.
         eps = GROUP_NORM_EPS * self.feature_map.output_dim
         out = F.layer_norm(out, (self.head_dim,), eps=eps) * self._heads(F.silu(self.g_proj(x)), self.head_dim)

@@ -7,10 +7,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.documents import within_documents
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, lengths: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """silu(sum_i w_i * x_{t-i} + b), and what the next call needs of these inputs.
 
@@ -20,6 +26,7 @@ def short_convolution(
         bias: (channels,); None for 0.
         before: (batch, width - 1, channels), what the call for the part before returned; None at a text's beginning.
         lengths: (batch,), where rows end, what follows being padding; None if none does.
+        starts: (batch, time), where documents begin, of which none sees what stands before it; None if none does.
 
     Returns:
         (time, batch, channels) in the dtype of x, and (batch, width - 1, channels) in that of states.
@@ -30,12 +37,20 @@ def short_convolution(
     first = x.new_zeros(reach, batch, channels) if before is None else before.transpose(0, 1)
     inputs = torch.cat([first.to(precise), x.to(precise)])
     u = x.new_zeros(channels, dtype=precise) if bias is None else bias.to(precise)
+    if starts is not None:  # of a document that goes on, all inputs before it count
+        length = time if lengths is None else lengths
+        seen, own = within_documents(starts, torch.arange(time, device=x.device)[None], length, reach)
     # Sums of products of shifted inputs: channels stay side by side, as the projections have them.
     for i, of_one in enumerate(weight.to(precise).unbind(1)):
-        u = torch.addcmul(u, inputs[i : i + time], of_one)
+        shifted = inputs[i : i + time]
+        if starts is not None:
+            shifted = torch.where((seen >= reach - i).t()[..., None], shifted, 0)
+        u = torch.addcmul(u, shifted, of_one)
     if lengths is None:
         last = inputs[time:]
     else:
         places = lengths + torch.arange(reach, device=x.device)[:, None]
         last = inputs.gather(0, places[..., None].expand(reach, batch, channels))
+    if starts is not None:
+        last = torch.where((torch.arange(reach, 0, -1, device=x.device)[:, None] <= own)[..., None], last, 0)
     return F.silu(u).to(x.dtype), last.transpose(0, 1).contiguous()

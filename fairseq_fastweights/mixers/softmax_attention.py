@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
@@ -34,6 +35,7 @@ class SoftmaxAttention(ReadsBySoftmax):
     carries = False
     bounded = True
     takes_attention = True
+    takes_starts = True
 
     def __init__(
         self,
@@ -58,14 +60,23 @@ class SoftmaxAttention(ReadsBySoftmax):
         self.reset_parameters()
 
     def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
         """Attends from every step to itself and to those before it; shapes and results are those of `Mixer.forward`."""
         time, batch, _ = x.shape
+        starts = check_starts(starts, x, padding)
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         before = 0 if state is None else state["keys"].shape[2]
         if self.rotary_dim:
-            positions = torch.arange(before, before + time, device=x.device, dtype=torch.float32)
+            # A document's angles are the larger the later it lies in its row, and their differences should not show it.
+            precise = torch.float32 if starts is None else torch.float64
+            positions = torch.arange(before, before + time, device=x.device, dtype=precise)
             turned = turns(positions, self.rotary_dim, self.rotary_base, x.dtype)
             q, k = rotate(q, *turned), rotate(k, *turned)
         if state is not None:
@@ -75,15 +86,20 @@ class SoftmaxAttention(ReadsBySoftmax):
                 padding = torch.cat(
                     [x.new_zeros(batch, n, dtype=torch.bool) if mask is None else mask for mask, n in parts], dim=1
                 )
+        # Of each key the number of its document in the row; what was there before belongs to number 0.
+        documents = None if starts is None else F.pad(starts.cumsum(dim=1), (before, 0))
         out = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=_visible(time, before + time, padding, x.device),
+            attn_mask=_visible(time, before + time, padding, documents, x.device),
             dropout_p=self._dropout(),
-            is_causal=padding is None and before == 0 and time > 1,
+            is_causal=padding is None and documents is None and before == 0 and time > 1,
         )
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
+        if documents is not None:  # nobody will read what stands before the last
+            past = documents != documents[:, -1:]
+            padding = past if padding is None else padding | past
         return out, {"keys": k, "values": v, **({} if padding is None else {"padding": padding})}
 
     def settings(self) -> dict[str, float]:
@@ -94,14 +110,18 @@ class SoftmaxAttention(ReadsBySoftmax):
         return f"heads={self.num_heads}, rotary_dim={self.rotary_dim}, rotary_base={self.rotary_base:g}"
 
 
-def _visible(time: int, keys: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
+def _visible(
+    time: int, keys: int, padding: Tensor | None, documents: Tensor | None, device: torch.device
+) -> Tensor | None:
     """Which keys each of the last `time` positions attends to; None where torch's own causal mask, or none, says it."""
-    if padding is None and (time == 1 or time == keys):
+    if padding is None and documents is None and (time == 1 or time == keys):
         return None
     # Every position sees itself, padding too: a softmax over nothing is not a number.
     itself = torch.arange(keys - time, keys, device=device)
     others = torch.arange(keys, device=device)
     visible = others <= itself[:, None]
+    if documents is not None:
+        visible = visible & (documents[:, None, keys - time :, None] == documents[:, None, None, :])
     if padding is None:
         return visible
     return (visible & ~padding[:, None, None, :]) | (others == itself[:, None])

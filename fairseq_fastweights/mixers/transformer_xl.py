@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.mixers.padding import put_back, to_the_end
+from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.rotary_embedding import turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
@@ -73,6 +74,8 @@ class TransformerXL(ReadsBySoftmax):
         "same_length": Option(bool, False, "lets each position of Transformer-XL see as many before it, `memory`"),
     }
 
+    takes_starts = True
+
     def __init__(
         self,
         embed_dim: int,
@@ -109,18 +112,28 @@ class TransformerXL(ReadsBySoftmax):
         nn.init.normal_(self.position_bias, std=BIAS_STD)
 
     def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
         """Reads a segment; shapes and results are those of `Mixer.forward`, and "the same" what the class says.
 
         The state holds "memory", (batch, memory, embed_dim), the layer's last inputs with the last at the end, and
-        "filled", (batch,), how many of them there were. There is nothing in it that `overwrite` could save.
+        "filled", (batch,), how many of them its document had. There is nothing in it that `overwrite` could save.
         """
         time, batch, _ = x.shape
+        starts = check_starts(starts, x, padding)
         order = None
         if padding is not None:
             x, order = to_the_end(x, padding)
-        filled = None if state is None else state["filled"]
+            starts = None if starts is None else rows_to_the_end(starts, order)
+        real = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
+        positions = torch.arange(time, device=x.device)[None]
+        seen, filled = within_documents(starts, positions, real, 0 if state is None else state["filled"])
         inputs = x if state is None else torch.cat([state["memory"].transpose(0, 1), x])
 
         q = self.q_proj(x).view(time, batch, self.num_heads, self.head_dim)
@@ -130,20 +143,18 @@ class TransformerXL(ReadsBySoftmax):
             (q + self.content_bias).permute(1, 2, 0, 3),
             k,
             v,
-            attn_mask=scores.masked_fill(~self._visible(time, len(inputs), filled, x.device), -math.inf),
+            attn_mask=scores.masked_fill(~self._visible(seen, len(inputs)), -math.inf),
             dropout_p=self._dropout(),
         )
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
         if order is not None:
             out = put_back(out, order)
 
-        real = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
         places = real[:, None] + torch.arange(len(inputs) - time - self.memory, len(inputs) - time, device=x.device)
         # A copy: a state must not keep alive what it was taken from. Places before the first are not filled.
         last = places.clamp(min=0)[:, :, None].expand(batch, self.memory, self.embed_dim)
         past = inputs.detach() if len(inputs) else x.new_zeros(1, batch, self.embed_dim)
         kept = past.transpose(0, 1).gather(1, last)
-        filled = real if filled is None else filled + real
         return out, {"memory": kept, "filled": filled.clamp(max=self.memory)}
 
     def _position_scores(self, q: Tensor, keys: int) -> Tensor:
@@ -169,16 +180,15 @@ class TransformerXL(ReadsBySoftmax):
         by_place = torch.einsum("tbhd,phd->bhtp", q * self.head_dim**-0.5, encoded).flatten(2)
         return by_place[:, :, time - 1 : time - 1 + time * keys].unflatten(2, (time, keys))
 
-    def _visible(self, time: int, keys: int, filled: Tensor | None, device: torch.device) -> Tensor:
-        """(time, keys), or (batch, 1, time, keys): which keys each of the last `time` positions sees, itself always."""
-        places = torch.arange(keys, device=device)
-        age = places[keys - time :, None] - places
-        visible = age >= 0
-        if self.same_length:
-            visible = visible & (age <= self.memory)
-        if filled is not None:
-            visible = visible & (places >= keys - time - filled[:, None])[:, None, None]
-        return visible
+    def _visible(self, seen: Tensor, keys: int) -> Tensor:
+        """Which keys the last positions see, of which each has `seen`, (batch, time), of its document before it.
+
+        (batch, 1, time, keys), with one row where all are alike.
+        """
+        places = torch.arange(keys, device=seen.device)
+        age = places[keys - seen.shape[1] :, None] - places
+        age = age.masked_fill(age < 0, keys)
+        return age <= (seen.clamp(max=self.memory) if self.same_length else seen)[:, None, :, None]
 
     def settings(self) -> dict[str, Any]:
         """Nothing: whatever the options, its weights mean the same."""

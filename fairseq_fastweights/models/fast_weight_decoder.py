@@ -11,8 +11,11 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerConfig, TransformerDecoder
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.mixer_layers import (
     MixerBuilder,
@@ -127,6 +130,7 @@ class FastWeightDecoder(TransformerDecoder):
         src_lengths: Tensor | None = None,
         continues: Tensor | None = None,
         last_positions: int | None = None,
+        starts: Tensor | None = None,
         return_all_hiddens: bool = False,
         full_context_alignment: bool = False,
         alignment_layer: int | None = None,
@@ -142,6 +146,8 @@ class FastWeightDecoder(TransformerDecoder):
                 that batch left them, without gradients; those of other rows start empty. None: all start empty and
                 nothing is kept.
             last_positions: for how many positions at the end of each row something is returned; None for all.
+            starts: (batch, time), true where a document begins: it is read as if it stood alone, whatever stands before
+                it and whatever `continues` says. None: none begins.
             others: taken for fairseq's sake; there are no alignments.
 
         Returns:
@@ -149,13 +155,14 @@ class FastWeightDecoder(TransformerDecoder):
 
         Raises:
             ValueError: if `continues` is given and a layer's state cannot be carried, or rows continue a batch of
-                another size.
+                another size; if `starts` has another shape, or is given in generation or to layers that cannot take it.
         """
         segment = None if continues is None else self._open_segment(continues)
         x, extra = self.extract_features(
             prev_output_tokens,
             incremental_state=incremental_state if segment is None else segment,
             last_positions=last_positions,
+            starts=starts,
         )
         if segment is not None:
             self._carried[self.training] = segment.detached()
@@ -172,6 +179,7 @@ class FastWeightDecoder(TransformerDecoder):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
         last_positions: int | None = None,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """`forward` without the output layer.
 
@@ -179,8 +187,18 @@ class FastWeightDecoder(TransformerDecoder):
         does so for generation only, not for segments.
         """
         generating = incremental_state is not None and not isinstance(incremental_state, SegmentState)
+        # Layers of fairseq's own take no more than they need.
+        documents: dict[str, Tensor] = {}
+        if starts is not None:
+            if generating:
+                raise ValueError("starts is given; in generation it must be None: a text goes on")
+            self.check_takes_starts()
+            starts = check_starts(starts, prev_output_tokens.t(), prev_output_tokens.eq(self.padding_idx))
+            documents = {"starts": starts}
         positions = None
-        if self.embed_positions is not None:
+        if self.embed_positions is not None and starts is not None:
+            positions = self._positions_in_documents(prev_output_tokens, starts)
+        elif self.embed_positions is not None:
             positions = self.embed_positions(
                 prev_output_tokens, incremental_state=incremental_state if generating else None
             )
@@ -204,7 +222,7 @@ class FastWeightDecoder(TransformerDecoder):
             padding_mask = None
         inner_states = [x]
         for layer in self.layers:
-            x, _, _ = layer(x, incremental_state=incremental_state, self_attn_padding_mask=padding_mask)
+            x, _, _ = layer(x, incremental_state=incremental_state, self_attn_padding_mask=padding_mask, **documents)
             inner_states.append(x)
         if last_positions is not None:
             x = x[max(0, x.shape[0] - last_positions) :]
@@ -214,6 +232,15 @@ class FastWeightDecoder(TransformerDecoder):
         if self.project_out_dim is not None:
             x = self.project_out_dim(x)
         return x, {"attn": [None], "inner_states": inner_states}
+
+    def _positions_in_documents(self, tokens: Tensor, starts: Tensor) -> Tensor:
+        """The positional embeddings of tokens, (batch, time), counted from where their documents begin in the row."""
+        padding = tokens.eq(self.padding_idx)
+        before = (~padding).cumsum(dim=1) - 1
+        places, _ = within_documents(starts, before, tokens.shape[1], 0)
+        # Of one row without padding: whatever kind they are, they say how positions are numbered.
+        every = self.embed_positions(torch.full_like(tokens[:1], self.padding_idx + 1))[0]
+        return F.embedding(places.clamp(min=0), every).masked_fill(padding[..., None], 0)
 
     def output_layer(self, features: Tensor, **options: Any) -> Tensor:
         """fairseq's output layer; symbols that are masked get logits with which their probabilities are 0."""
@@ -239,6 +266,16 @@ class FastWeightDecoder(TransformerDecoder):
             raise ValueError(
                 f"carry_over_state is set, but states cannot be carried over through {layers}: they grow with the "
                 "text, or end with it; it must not be set, or these layers must have another mixer"
+            )
+
+    def check_takes_starts(self) -> None:
+        """Raises a `ValueError` if there are layers that cannot keep the documents of a row apart."""
+        if layers := self._layers_where("takes_starts", False):
+            unable = {name for name, mixer in zip(self._names, self.mixers, strict=True) if not mixer.takes_starts}
+            able = ", ".join(name for name, kind in MIXERS.items() if kind.takes_starts and name not in unable)
+            raise ValueError(
+                f"separate_documents is set, but documents cannot be kept apart in {layers}; it must not be set, or "
+                f"these layers must have another mixer, of {able}"
             )
 
     def _open_segment(self, continues: Tensor) -> SegmentState:

@@ -34,10 +34,11 @@ _FUSED = (
 
 
 class _Attention:
-    """A mixer, called as fairseq's layers call their attention."""
+    """A mixer, called as fairseq's layers call their attention; `starts` is where documents begin, if any do."""
 
-    def __init__(self, mixer: Mixer) -> None:
+    def __init__(self, mixer: Mixer, starts: Tensor | None) -> None:
         self._mixer = mixer
+        self._options = {} if starts is None else {"starts": starts}
 
     def __call__(
         self,
@@ -49,7 +50,7 @@ class _Attention:
         **unused: Any,
     ) -> tuple[Tensor, None]:
         """Mixes `query`, (time, batch, embed_dim). The state is taken from `incremental_state`, and put there."""
-        options: dict[str, Any] = {} if key is None or key is query else {"source": key}
+        options: dict[str, Any] = self._options if key is None or key is query else {"source": key}
         state = None if incremental_state is None else incremental_state.get(self._mixer)
         # A segment may be computed twice from the same state; the state of a text that is being written is read once.
         overwrite = not isinstance(incremental_state, SegmentState)
@@ -66,12 +67,13 @@ class _Attention:
 class _AsFairseqs:
     """A layer as the code of fairseq's layers expects it: what mixes positions is called as attention is there."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, starts: Tensor | None = None) -> None:
         self._layer = layer
+        self._starts = starts
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._layer, name)
-        return _Attention(found) if isinstance(found, Mixer) else found
+        return _Attention(found, self._starts) if isinstance(found, Mixer) else found
 
 
 class MixerLayer(nn.Module):
@@ -157,8 +159,9 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
         return _with_fairseqs_noise(build(embed_dim), cfg)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """fairseq's."""
-        return TransformerDecoderLayerBase.forward(_AsFairseqs(self), *arguments, **options)
+        """fairseq's; `starts`, where there is no source, is that of the mixers."""
+        own = _AsFairseqs(self, options.pop("starts", None))
+        return TransformerDecoderLayerBase.forward(own, *arguments, **options)
 
 
 class ParallelDecoderLayer(MixerDecoderLayer):
@@ -182,10 +185,11 @@ class ParallelDecoderLayer(MixerDecoderLayer):
         *,
         incremental_state: dict[Any, Any] | None = None,
         self_attn_padding_mask: Tensor | None = None,
+        starts: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None, None]:
         """As fairseq's layer: x is (time, batch, embed_dim)."""
-        own: Any = _AsFairseqs(self)
+        own: Any = _AsFairseqs(self, starts)
         mixed, _ = own.self_attn(own.self_attn_layer_norm(x), None, None, self_attn_padding_mask, incremental_state)
         hidden = own.activation_dropout_module(own.activation_fn(own.fc1(own.final_layer_norm(x))))
         return x + own.dropout_module(mixed) + own.dropout_module(own.fc2(hidden)), None, None

@@ -1,0 +1,131 @@
+"""Several documents in a row are as each by itself: of every mixer that takes `starts`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, UpdateRule, parse_normalization
+from fairseq_fastweights.ops.operations import OPERATIONS, Operation
+from tests.mixers.contract import FLOAT64, draw, error
+
+WIDTH, ROWS = 8, 4
+FLOAT32_ANGLES = 1e-7  # by which a text without documents is turned: some 50 positions, in float32
+OPTIONS: dict[str, list[dict[str, object]]] = {
+    "sum": [{}, {"normalization": "none", "feature_map": "tanh"}, {"normalization": "sum,attention"}],
+    "gated": [{}, {"normalization": "attention", "feature_map": "elu"}],
+    "decay": [{}, {"normalization": "sum,attention", "feature_map": "dpfp"}],
+    "delta": [{}, {"normalization": "sum,attention"}, {"normalization": "attention,removal", "feature_map": "relu"}],
+    "softmax": [{}, {"rotary_dim": 2}],
+    "local": [{"local_window": n} for n in (1, 4, 50)],
+    "transformer-xl": [
+        {"transformer_xl_memory": 60},
+        {"transformer_xl_memory": 3, "transformer_xl_clamp_len": 5, "transformer_xl_same_length": True},
+        {"transformer_xl_memory": 0},
+    ],
+    "mamba": [{"mamba_state": 3}, {"mamba_conv": 1}],
+    "gated-delta": [{}, {"gated_delta_conv": 2, "gated_delta_key_heads": 1}],
+    "delta-product": [{"delta_product_writes": 3}],
+}
+CASES = [(name, options) for name, kind in MIXERS.items() if kind.takes_starts for options in OPTIONS.get(name, [{}])]
+every_mixer = pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+
+
+def make(name: str, options: dict[str, object], dtype: torch.dtype = torch.float64) -> Mixer:
+    """One whose parameters all matter."""
+    torch.manual_seed(0)
+    settings = {"num_heads": 2, "fast_weight_heads": 2, "bias": True, **options}
+    if "normalization" in options:
+        settings["normalization"] = parse_normalization(str(options["normalization"]))
+    mixer = build_mixer(name, WIDTH, settings)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return mixer.to(dtype)
+
+
+def mark(time: int, *rows: list[int]) -> Tensor:
+    """(batch, time), true at these steps, of those that there are."""
+    marks = torch.zeros(len(rows), time, dtype=torch.bool)
+    for row, steps in zip(marks, rows, strict=True):
+        row[[t for t in steps if t < time]] = True
+    return marks
+
+
+def starts_of(time: int) -> Tensor:
+    """Nowhere; at the first step and side by side; at the last step; where kernels and blocks have chunks."""
+    return mark(time, [], [0, 2, 3, 4, 20, 37], [1, time - 1], [16, 31, 32, 35, 64])
+
+
+def padding_of(time: int) -> Tensor:
+    """Before, within and behind, at documents' edges too, and a row of nothing else."""
+    return mark(time, [0, 1, time - 1], [1, 19, 21], list(range(time)), [17, 30, 33, *range(time - 3, time)])
+
+
+def rows_of(state: State, row: int) -> State:
+    return {name: x[row : row + 1] for name, x in state.items()}
+
+
+def apart(mixer: Mixer, x: Tensor, state: State | None, padding: Tensor, starts: Tensor, row: int):
+    """What a row's documents give, each in a call of its own and without padding, and the last one's state."""
+    outs, left = [], None if state is None else rows_of(state, row)
+    real = (~padding[row]).nonzero().flatten().tolist()
+    begins = [i for i, t in enumerate(real) if starts[row, t]]
+    for begin, end in zip([0, *begins], [*begins, len(real)], strict=True):
+        if begin in begins:
+            left = None
+        if end > begin:
+            out, left = mixer(x[real[begin:end], row : row + 1], left)
+            outs.append(out[:, 0])
+    if not real:  # a call that reads nothing, at which gradients of Transformer-XL's memory end
+        left = mixer(x[:1, row : row + 1], left, padding[row : row + 1, :1])[1]
+    return real, torch.cat(outs) if outs else None, left
+
+
+def incoming(mixer: Mixer) -> State:
+    """A state of all rows, in whose numbers gradients are wanted."""
+    with torch.no_grad():
+        state = mixer(draw(7, WIDTH, seed=3, batch=ROWS))[1]
+    return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in state.items()}
+
+
+@pytest.mark.parametrize("how", ["plain", "with a state", "with padding", "with both"])
+@every_mixer
+def test_documents_in_a_row_are_as_each_by_itself(name, options, how):
+    """Outputs, the gradients of everything, and what the final state leads to."""
+    mixer = make(name, options)
+    bound = FLOAT32_ANGLES if options.get("rotary_dim") else FLOAT64
+    for time in (1, 6, 41, 70) if how == "plain" else (6, 41):
+        starts, more = starts_of(time), draw(3, WIDTH, seed=4, batch=ROWS)
+        padding = torch.zeros_like(starts)
+        if how in ("with padding", "with both") and not options.get("rotary_dim"):  # for which padding has positions
+            padding = padding_of(time)
+        state = incoming(mixer) if how in ("with a state", "with both") else None
+        x = draw(time, WIDTH, batch=ROWS).requires_grad_()
+        weights = draw(time + 3, WIDTH, seed=2, batch=ROWS)
+        out, end = mixer(x, state, padding if padding.any() else None, starts=starts)
+        ours, theirs = [], []
+        for row in range(ROWS):
+            real, expected, left = apart(mixer, x, state, padding, starts, row)
+            for y, last, total in ((out[real, row], rows_of(end, row), ours), (expected, left, theirs)):
+                following = mixer(more[:, row : row + 1], last)[0][:, 0]
+                total.append(torch.cat([following] if y is None else [following, y]))
+                weigh = weights[: len(total[-1]), row]
+                total[-1] = (total[-1], (total[-1] * weigh).sum())
+        wanted = [x, *mixer.parameters(), *(s for s in (state or {}).values() if s.requires_grad)]
+        for (mine, _), (its, _) in zip(ours, theirs, strict=True):
+            assert error(mine, its) <= bound
+        gradients = (
+            torch.autograd.grad(sum(loss for _, loss in side), wanted, allow_unused=True, materialize_grads=True)
+            for side in (ours, theirs)
+        )
+        pairs = list(zip(*gradients, strict=True))
+        scale = max(its.norm() for _, its in pairs)
+        for mine, its in pairs:
+            assert (mine - its).norm() <= bound * max(its.norm(), 1e-3 * scale)
+        for mine, _ in pairs[1 + len(list(mixer.parameters())) :] if not padding.any() else ():
+            assert not mine[1].any()  # the row whose first step starts a document
