@@ -11,6 +11,7 @@ import torch
 from fairseq.data import FairseqDataset, data_utils, iterators
 from torch import Tensor
 
+from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 
 logger = logging.getLogger(__name__)
@@ -21,18 +22,22 @@ class SegmentStreams(FairseqDataset):
 
     Batch i holds segment i of every stream, so that row b of a batch continues row b of the batch before, from the
     second batch on; the batch says so in ``net_input["continues"]``. Over all streams every token is predicted once.
+    Where documents begin is in ``net_input["starts"]``, (batch, time), bool, if they are given.
 
     Args:
         corpus: the text.
         streams: how many streams, over all processes; process p of n has the p-th n-th of them.
         segment_length: tokens to a segment.
         pad: the padding symbol, for the ends of streams that are one token shorter than others.
+        documents: those of the corpus, if they are to be told apart.
 
     Raises:
         ValueError: if there are more streams than tokens, or the segment length is not positive.
     """
 
-    def __init__(self, corpus: TokenCorpus, streams: int, segment_length: int, pad: int) -> None:
+    def __init__(
+        self, corpus: TokenCorpus, streams: int, segment_length: int, pad: int, documents: Documents | None = None
+    ) -> None:
         if segment_length < 1:
             raise ValueError(f"tokens_per_sample is {segment_length}; it must be at least 1")
         if not 1 <= streams <= len(corpus):
@@ -45,6 +50,7 @@ class SegmentStreams(FairseqDataset):
         self.streams = streams
         self.segment_length = segment_length
         self.pad = pad
+        self.documents = documents
         self.bounds = [len(corpus) * i // streams for i in range(streams + 1)]
         longest = max(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
         self.segments = -(-longest // segment_length)
@@ -56,12 +62,15 @@ class SegmentStreams(FairseqDataset):
         segment, stream = divmod(index, self.streams)
         start = self.bounds[stream] + segment * self.segment_length
         stop = min(start + self.segment_length, self.bounds[stream + 1])
-        return {
+        sample = {
             "id": index,
             "source": self.corpus.read_inputs(start, stop),
             "target": self.corpus.read_targets(start, stop),
             "continues": segment > 0,
         }
+        if self.documents is not None:
+            sample["starts"] = self.documents.starts(start, stop)
+        return sample
 
     def batches(self, shards: int) -> list[list[int]]:
         """The batches of all processes, in the order in which fairseq deals them out to `shards` processes."""
@@ -72,22 +81,26 @@ class SegmentStreams(FairseqDataset):
         if not samples:
             return {}
         sources = [sample["source"] for sample in samples]
+        net_input = {
+            "src_tokens": self._pad(sources, self.pad),
+            "src_lengths": torch.tensor([len(source) for source in sources]),
+            "continues": torch.tensor([sample["continues"] for sample in samples]),
+        }
+        if self.documents is not None:
+            net_input["starts"] = self._pad([sample["starts"] for sample in samples], False)
         return {
             "id": torch.tensor([sample["id"] for sample in samples]),
             "nsentences": len(samples),
             "ntokens": sum(len(source) for source in sources),
-            "net_input": {
-                "src_tokens": self._pad(sources),
-                "src_lengths": torch.tensor([len(source) for source in sources]),
-                "continues": torch.tensor([sample["continues"] for sample in samples]),
-            },
-            "target": self._pad([sample["target"] for sample in samples]),
+            "net_input": net_input,
+            "target": self._pad([sample["target"] for sample in samples], self.pad),
         }
 
-    def _pad(self, rows: list[Tensor]) -> Tensor:
+    @staticmethod
+    def _pad(rows: list[Tensor], padding: int) -> Tensor:
         # A stream that has ended keeps its row, all padding, as long as others go on.
         length = max(1, max(len(row) for row in rows))
-        return data_utils.collate_tokens(rows, self.pad, pad_to_length=length)
+        return data_utils.collate_tokens(rows, padding, pad_to_length=length)
 
     def num_tokens(self, index: int) -> int:
         return self.segment_length

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 import torch
 from fairseq.data import FairseqDataset
 
+from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 
 
@@ -24,9 +24,10 @@ class SlidingWindows(FairseqDataset):
         corpus: the text.
         new: tokens to score per window.
         context: tokens to read before them.
+        documents: those of the corpus, if each is to have windows of its own; None for one that is all of it.
     """
 
-    def __init__(self, corpus: TokenCorpus, new: int, context: int) -> None:
+    def __init__(self, corpus: TokenCorpus, new: int, context: int, documents: Documents | None = None) -> None:
         if new < 1 or context < 1:
             raise ValueError(
                 f"tokens_per_sample is {new + context} and context_window {context}; the context must be at least 1 "
@@ -36,29 +37,37 @@ class SlidingWindows(FairseqDataset):
         self.corpus = corpus
         self.new = new
         self.context = context
-        # As many whole steps as fit into the context all start at the corpus's beginning: one window holds them.
-        first = min(len(corpus), (context // new + 1) * new)
-        self.ends = np.minimum(np.arange(first, len(corpus) + new, new), len(corpus))
+        bounds = np.array([0, len(corpus)]) if documents is None else documents.bounds
+        # As many whole steps as fit into the context all start at the text's beginning: one window holds them.
+        first = np.minimum(np.diff(bounds), (context // new + 1) * new)
+        windows = 1 - (first - np.diff(bounds)) // new
+        number = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)  # from 0 in each text
+        begin, end, first = (np.repeat(x, windows) for x in (bounds[:-1], bounds[1:], first))
+        self.ends = np.minimum(begin + first + number * new, end)
+        self.scored_from = np.where(number > 0, begin + first + (number - 1) * new, begin)
+        self.starts = np.where(number > 0, self.scored_from - context, begin)
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        scored = self._scored(index)
-        end = int(self.ends[index])
-        start = max(0, end - scored - self.context) if index else 0
+        start, scored_from, end = (int(x[index]) for x in (self.starts, self.scored_from, self.ends))
         return {
             "id": index,
             "source": self.corpus.read_inputs(start, end),
-            "target": self.corpus.read(end - scored, end),
+            "target": self.corpus.read_targets(scored_from, end),
         }
 
     def batches(self, max_windows: int) -> list[list[int]]:
-        """Batches of windows of equal length: the first window, full ones, the last one if it is shorter."""
-        windows = len(self)
-        full = windows - 1 if windows > 1 and self._scored(windows - 1) < self.new else windows
-        edges = [0, *range(1, full, max_windows), full, windows]
-        return [list(range(a, b)) for a, b in itertools.pairwise(edges) if b > a]
+        """Batches of windows that are alike in length and in how much of them is scored, in the order of the first."""
+        kind = (self.ends - self.starts) * (self.new + self.context + 1) + self.ends - self.scored_from
+        _, first, kind = np.unique(kind, return_index=True, return_inverse=True)
+        alike = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
+        return [
+            windows[i : i + max_windows].tolist()
+            for windows in (alike[k] for k in np.argsort(first))
+            for i in range(0, len(windows), max_windows)
+        ]
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         if not samples:
@@ -85,6 +94,3 @@ class SlidingWindows(FairseqDataset):
 
     def ordered_indices(self) -> npt.NDArray[np.int64]:
         return np.arange(len(self))
-
-    def _scored(self, index: int) -> int:
-        return int(self.ends[index] - (self.ends[index - 1] if index else 0))

@@ -18,6 +18,7 @@ from fairseq_fastweights.conversion.groups import parse_groups
 from fairseq_fastweights.conversion.source import Source, check_dictionary, find_files, read_source
 from fairseq_fastweights.conversion.transfer import transfer
 from fairseq_fastweights.conversion.transfer_options import TransferOptions, check_options
+from fairseq_fastweights.data.documents import Documents, PackedDocuments
 from fairseq_fastweights.data.segment_streams import Carrier, SegmentIterator, SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
@@ -43,14 +44,23 @@ class FastWeightLanguageModelingConfig(LanguageModelingConfig, TransferOptions):
             "otherwise"
         },
     )
+    separate_documents: bool = field(
+        default=False,
+        metadata={
+            "help": "read every document as if it stood alone, though segments are filled with one after the other: "
+            "states start empty at its beginning, attention and windows end there, positions are counted from there. "
+            "Empty lines separate documents, as with --sample-break-mode complete_doc"
+        },
+    )
 
 
 @register_task("fast_weight_language_modeling", dataclass=FastWeightLanguageModelingConfig)
 class FastWeightLanguageModelingTask(LanguageModelingTask):
     """fairseq's language modelling, with state that is carried from segment to segment (--carry-over-state).
 
-    A sliding window (fairseq-eval-lm --context-window) computes no softmax for positions that are not scored. Training
-    may start from the weights of a Transformer (--transfer-from).
+    A sliding window (fairseq-eval-lm --context-window) computes no softmax for positions that are not scored. Documents
+    that share a segment need not see each other (--separate-documents). Training may start from the weights of a
+    Transformer (--transfer-from).
     """
 
     def __init__(self, args: Any, *others: Any, **named: Any) -> None:
@@ -62,15 +72,18 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         self._freezing: Freezing | None = None
         # The model in training, whose states checkpoints keep.
         self._carrier: Carrier | None = None
-        if args.carry_over_state:
-            self._check_carry_over(args)
+        for option in ("carry_over_state", "separate_documents"):
+            if getattr(args, option):
+                self._check_text(args, option)
 
     @staticmethod
-    def _check_carry_over(args: Any) -> None:
+    def _check_text(args: Any, option: str) -> None:
+        """Raises a `ValueError` if samples would be other than the text as it stands, which `option` needs."""
+        streams = option == "carry_over_state"
         for name, wanted in (
-            ("sample_break_mode", ("none", None)),
-            ("pad_to_fixed_length", (False, None)),
-            ("pad_to_fixed_bsz", (False, None)),
+            ("sample_break_mode", ("none", None) if streams else ("none", None, "complete")),
+            ("pad_to_fixed_length", (False, None) if streams else (False, None, True)),
+            ("pad_to_fixed_bsz", (False, None) if streams else (False, None, True)),
             ("shorten_method", ("none",)),
             ("add_bos_token", (False,)),
             ("self_target", (False,)),
@@ -78,10 +91,10 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         ):
             value = getattr(args, name)
             if (None if value is None else getattr(value, "value", value)) not in wanted:
-                raise ValueError(
-                    f"{name} is {value}; with carry_over_state it must be {wanted[0]}: streams are contiguous text, "
-                    "neither shuffled nor padded"
-                )
+                why = "streams are contiguous text, neither shuffled nor padded"
+                if not streams:
+                    why = "segments are filled with text as it stands, document after document"
+                raise ValueError(f"{name} is {value}; with {option} it must be {wanted[0]}: {why}")
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
         if not from_checkpoint:
@@ -92,12 +105,16 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         self._all_take_last_positions &= ours
         if ours:
             self._masked_symbols.update(model.decoder.masked_symbols)
-        if self.args.carry_over_state and not ours:
-            raise ValueError(
-                f"carry_over_state is set, but {type(model).__name__} has no state to carry; it must be fast_weight_lm"
-            )
+        for option, why in (
+            ("carry_over_state", "has no state to carry"),
+            ("separate_documents", "does not tell documents apart"),
+        ):
+            if getattr(self.args, option) and not ours:
+                raise ValueError(f"{option} is set, but {type(model).__name__} {why}; it must be fast_weight_lm")
         if self.args.carry_over_state:
             model.decoder.check_carries()
+        if self.args.separate_documents:
+            model.decoder.check_takes_starts()
         if self.args.carry_over_state and not from_checkpoint:
             self._carrier = model.decoder
             for concern in sorted({mixer.concern_when_carried() or "" for mixer in model.decoder.mixers} - {""}):
@@ -161,7 +178,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         Warns if there are symbols in it that a model built before never predicts.
 
         Raises:
-            ValueError: if it holds no token, or the context window leaves none of a sample to score.
+            ValueError: if it holds no token, if the context window leaves none of a sample to score, or if documents
+                are to be told apart, but there is no empty line.
             FileNotFoundError: if it is not there.
         """
         if self.args.tokens_per_sample < 1:
@@ -170,10 +188,17 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             )
         corpus = self._load_corpus(split, epoch, combine)  # in any case, for its message if there is no token
         self._search_for_masked_symbols(corpus)
+        documents = self._documents_of(corpus)
         if self.args.carry_over_state:
             self.datasets[split] = corpus
-        else:
-            super().load_dataset(split, epoch=epoch, combine=combine, **others)
+            return
+        super().load_dataset(split, epoch=epoch, combine=combine, **others)
+        if documents is not None:
+            self.datasets[split] = PackedDocuments(self.datasets[split], documents)
+
+    def _documents_of(self, corpus: TokenCorpus) -> Documents | None:
+        """Those of a corpus, if they are to be told apart."""
+        return Documents(corpus) if self.args.separate_documents else None
 
     def _search_for_masked_symbols(self, corpus: TokenCorpus) -> None:
         if not self._masked_symbols:
@@ -222,7 +247,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         if max_sentences is None:
             raise ValueError("batch_size is not set; with carry_over_state it must be the number of parallel streams")
         streams = SegmentStreams(
-            dataset, max_sentences * num_shards, self.args.tokens_per_sample, self.dictionary.pad()
+            dataset,
+            max_sentences * num_shards,
+            self.args.tokens_per_sample,
+            self.dictionary.pad(),
+            self._documents_of(dataset),
         )
         return SegmentIterator(
             streams,
@@ -239,15 +268,16 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         """fairseq's.
 
         Raises:
-            ValueError: if a corpus with --carry-over-state is loaded, as the generator reads no `continues`. Scores of
-                the text itself (--score-reference) are the model's own, with states carried over.
+            ValueError: if a corpus with --carry-over-state or --separate-documents is loaded, as the generator reads
+                neither `continues` nor `starts`. Scores of the text itself (--score-reference) are the model's own.
         """
         scores = getattr(args, "score_reference", False)
-        if not scores and any(isinstance(loaded, TokenCorpus) for loaded in self.datasets.values()):
-            raise ValueError(
-                "carry_over_state is set, but generation starts from empty states; it must not be set, or "
-                "score_reference must be"
-            )
+        for option, kind, why in (
+            ("carry_over_state", TokenCorpus, "generation starts from empty states"),
+            ("separate_documents", PackedDocuments, "generation continues a sample as one text"),
+        ):
+            if not scores and any(isinstance(loaded, kind) for loaded in self.datasets.values()):
+                raise ValueError(f"{option} is set, but {why}; it must not be set, or score_reference must be")
         return super().build_generator(models, args, *others, **named)
 
     def eval_lm_dataloader(
@@ -266,7 +296,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
 
         Raises:
             ValueError: for a window or a segment that is longer than the model's positions, and for a sliding window
-                together with carried-over state.
+                together with carried-over state, or over samples of whole lines where documents are told apart.
         """
         length = self.args.tokens_per_sample + context_window
         one_text = self.args.sample_break_mode in ("none", None)
@@ -293,6 +323,12 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 data_buffer_size=data_buffer_size,
                 **shared,
             ).next_epoch_itr(shuffle=False)
+        documents = self.args.separate_documents
+        if documents and context_window and not one_text:
+            raise ValueError(
+                f"context_window is {context_window} and sample_break_mode {self.args.sample_break_mode}; with "
+                "separate_documents it must be none: windows follow the documents"
+            )
         # SlidingWindows have no <s> at their start, whole lines, and all words; with a smaller output dictionary
         # fairseq's data sets replace most other words by <unk> not only in targets, but in inputs too, depending on
         # where samples start.
@@ -301,7 +337,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             and self.args.shorten_method == "none"
             and len(self.output_dictionary) == len(self.dictionary)
         )
-        if not (context_window and one_text and plain and self._all_take_last_positions):
+        if not (context_window and one_text and (plain or documents) and self._all_take_last_positions):
             return super().eval_lm_dataloader(
                 dataset,
                 max_tokens=max_tokens,
@@ -312,7 +348,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 **shared,
             )
         split = next(name for name, loaded in self.datasets.items() if loaded is dataset)
-        windows = SlidingWindows(self._load_corpus(split), self.args.tokens_per_sample, context_window)
+        corpus = self._load_corpus(split)
+        windows = SlidingWindows(corpus, self.args.tokens_per_sample, context_window, self._documents_of(corpus))
         most = max(1, (max_tokens or 36000) // length)
         return iterators.EpochBatchIterator(
             dataset=windows,

@@ -129,3 +129,44 @@ def test_documents_in_a_row_are_as_each_by_itself(name, options, how):
             assert (mine - its).norm() <= bound * max(its.norm(), 1e-3 * scale)
         for mine, _ in pairs[1 + len(list(mixer.parameters())) :] if not padding.any() else ():
             assert not mine[1].any()  # the row whose first step starts a document
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_mixer
+def test_documents_are_apart_in_every_dtype_and_step_by_step(name, options, dtype):
+    mixer, time = make(name, options, dtype), 41
+    # Rounding, where a document's place in kernels' chunks and in its row's angles orders it another way.
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5 if options.get("rotary_dim") else 1e-6
+    x, starts, none = (
+        draw(time, WIDTH, batch=ROWS).to(dtype),
+        starts_of(time),
+        torch.zeros(ROWS, time, dtype=torch.bool),
+    )
+    with torch.no_grad():
+        out, _ = mixer(x, starts=starts)
+        for row in range(ROWS):
+            assert error(out[:, row], apart(mixer, x, None, none, starts, row)[1]) <= bound
+        if options.get("transformer_xl_memory") == 0:  # each step sees itself alone
+            return
+        state, steps = None, []
+        for step, begins in zip(x.split(1), starts.split(1, dim=1), strict=True):
+            y, state = mixer(step, state, starts=begins, overwrite=True)
+            steps.append(y)
+        assert out.dtype == dtype and error(torch.cat(steps), out) <= bound
+
+
+@pytest.mark.parametrize("name", ["sum", "softmax", "local", "mamba"])
+def test_starts_that_are_none_are_refused(name):
+    mixer, x = make(name, {}), draw(5, WIDTH, batch=2)
+    for starts in (torch.zeros(5, 2, dtype=torch.bool), torch.zeros(2, 5)):
+        with pytest.raises(
+            ValueError, match=r"starts has shape .* it must be \(2, 5\), \(batch, time\), of torch.bool"
+        ):
+            mixer(x, starts=starts)
+
+
+def test_mixers_say_whether_they_take_starts(monkeypatch):
+    assert [name for name, kind in MIXERS.items() if not kind.takes_starts] == ["linformer", "abc"]
+    own = Operation("own", (), OPERATIONS["sum"].reference)
+    monkeypatch.setitem(UPDATE_RULES, "own", UpdateRule(own, (), "elu", frozenset()))
+    assert [FastWeightAttention(8, 2, update_rule=rule).takes_starts for rule in ("own", "sum")] == [False, True]
