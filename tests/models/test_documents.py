@@ -22,6 +22,10 @@ ROUNDING = 2e-5
 """Of float32, where a document's place changes the order of sums."""
 
 
+def trained(model) -> list[torch.Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 @pytest.mark.parametrize("flags", MODELS)
 def test_nothing_passes_from_one_document_to_another(fairseq: Fairseq, flags):
     """Each word stands once: its embedding has a gradient from its own document, and none at all from others."""
@@ -38,17 +42,21 @@ def test_nothing_passes_from_one_document_to_another(fairseq: Fairseq, flags):
 
 @pytest.mark.parametrize("flags", MODELS)
 def test_documents_are_read_as_if_each_stood_alone(fairseq: Fairseq, text, flags):
-    """With their positions, and with padding behind one and before another."""
+    """With their positions, and padding behind one and before another; and so are the gradients of what they give."""
     model = fairseq.build(flags)
     tokens, starts = text(2, 40), torch.zeros(2, 40, dtype=torch.bool)
     tokens[0, 35:] = tokens[1, :3] = PAD
     starts[0, [0, 11, 12, 29]] = starts[1, [3, 20]] = True
-    with torch.no_grad():
-        logits = model(tokens, starts=starts)[0]
-        for row, begin, end in ((0, 0, 11), (0, 11, 12), (0, 12, 29), (0, 29, 35), (1, 3, 20), (1, 20, 40)):
-            alone = model(tokens[row : row + 1, begin:end])[0][0]
-            torch.testing.assert_close(logits[row, begin:end], alone, rtol=ROUNDING, atol=ROUNDING)
-        assert (model(tokens)[0] - logits)[0, 20].abs().max() > 1e-3  # what would be read otherwise
+    logits = model(tokens, starts=starts)[0]
+    assert (model(tokens)[0] - logits)[0, 20].abs().max() > 1e-3  # what would be read otherwise
+    packed = logits[~tokens.eq(PAD)].logsumexp(-1).sum()
+    apart = torch.zeros(())
+    for row, begin, end in ((0, 0, 11), (0, 11, 12), (0, 12, 29), (0, 29, 35), (1, 3, 20), (1, 20, 40)):
+        alone = model(tokens[row : row + 1, begin:end])[0][0]
+        torch.testing.assert_close(logits[row, begin:end], alone, rtol=ROUNDING, atol=ROUNDING)
+        apart = apart + alone.logsumexp(-1).sum()
+    for one, other in zip(*(torch.autograd.grad(loss, trained(model)) for loss in (packed, apart)), strict=True):
+        assert (one - other).norm() <= ROUNDING * other.norm() + 1e-6
 
 
 CARRIED = [name for name, kind in MIXERS.items() if kind.takes_starts and name != "softmax"]
@@ -82,7 +90,7 @@ def test_activation_checkpointing_hands_starts_on(fairseq: Fairseq, text, flags)
         model = fairseq.build(flags + " --dropout 0" + more).train()
         logits = model(tokens, starts=STARTS)[0]
         logits.square().sum().backward()
-        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+        results.append([logits, *(p.grad for p in trained(model))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 
