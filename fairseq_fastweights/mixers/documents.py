@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@overload
-def check_starts(starts: Tensor, x: Tensor, padding: Tensor | None) -> Tensor: ...
-@overload
-def check_starts(starts: None, x: Tensor, padding: Tensor | None) -> None: ...
 def check_starts(starts: Tensor | None, x: Tensor, padding: Tensor | None) -> Tensor | None:
     """`starts` of a mixer's `forward`, where no padding stands.
 
@@ -29,23 +25,22 @@ def check_starts(starts: Tensor | None, x: Tensor, padding: Tensor | None) -> Te
     return starts if padding is None else starts & ~padding
 
 
-def within_documents(
-    starts: Tensor | None, positions: Tensor, length: Tensor | int, before: Tensor | int
-) -> tuple[Tensor, Tensor]:
+def within_documents(starts: Tensor | None, positions: Tensor, length: Any, before: Any) -> tuple[Tensor, Any]:
     """How many positions of its own document each position has before it, and how many there are of the last one.
 
     Args:
         starts: (batch, time), true where a document begins; None for nowhere.
         positions: (batch, time), how many positions of the row each has before it; one row, if all are alike.
-        length: (batch,), how many positions the row has.
-        before: (batch,), how many positions, read before, the document has that the row begins in.
+        length: (batch,), how many positions the row has; a number, if all rows have as many.
+        before: (batch,), how many positions, read before, the document has that the row begins in; or one number.
 
     Returns:
-        (batch, time) and (batch,).
+        (batch, time), or one row, and (batch,), or one number.
     """
-    before = torch.as_tensor(before, device=positions.device).reshape(-1, 1)
+    column = before[:, None] if isinstance(before, Tensor) else before
     if starts is None:
-        return positions + before, length + before[:, 0]
-    began = torch.where(starts, positions, -before)
-    began = torch.cat([(-before).expand(len(began), 1), began], dim=1).cummax(dim=1)[0]
+        return positions + column, length + before
+    # Where each position's document began, counted from the row's beginning.
+    first = positions.new_zeros(len(starts), 1) - column
+    began = torch.cat([first, torch.where(starts, positions, first)], dim=1).cummax(dim=1)[0]
     return positions - began[:, 1:], length - began[:, -1]

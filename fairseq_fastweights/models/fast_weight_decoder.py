@@ -187,14 +187,11 @@ class FastWeightDecoder(TransformerDecoder):
         does so for generation only, not for segments.
         """
         generating = incremental_state is not None and not isinstance(incremental_state, SegmentState)
-        # Layers of fairseq's own take no more than they need.
-        documents: dict[str, Tensor] = {}
         if starts is not None:
             if generating:
                 raise ValueError("starts is given; in generation it must be None: a text goes on")
             self.check_takes_starts()
             starts = check_starts(starts, prev_output_tokens.t(), prev_output_tokens.eq(self.padding_idx))
-            documents = {"starts": starts}
         positions = None
         if self.embed_positions is not None and starts is not None:
             positions = self._positions_in_documents(prev_output_tokens, starts)
@@ -222,7 +219,7 @@ class FastWeightDecoder(TransformerDecoder):
             padding_mask = None
         inner_states = [x]
         for layer in self.layers:
-            x, _, _ = layer(x, incremental_state=incremental_state, self_attn_padding_mask=padding_mask, **documents)
+            x, _, _ = layer(x, incremental_state=incremental_state, self_attn_padding_mask=padding_mask, starts=starts)
             inner_states.append(x)
         if last_positions is not None:
             x = x[max(0, x.shape[0] - last_positions) :]

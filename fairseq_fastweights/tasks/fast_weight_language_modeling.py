@@ -79,21 +79,21 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
     @staticmethod
     def _check_text(args: Any, option: str) -> None:
         """Raises a `ValueError` if samples would be other than the text as it stands, which `option` needs."""
-        streams = option == "carry_over_state"
-        for name, wanted in (
-            ("sample_break_mode", ("none", None) if streams else ("none", None, "complete")),
-            ("pad_to_fixed_length", (False, None) if streams else (False, None, True)),
-            ("pad_to_fixed_bsz", (False, None) if streams else (False, None, True)),
-            ("shorten_method", ("none",)),
-            ("add_bos_token", (False,)),
-            ("self_target", (False,)),
-            ("past_target", (False,)),
-        ):
+        wanted_of: dict[str, tuple[object, ...]] = {
+            "sample_break_mode": ("none", None, "complete"),
+            "shorten_method": ("none",),
+            "add_bos_token": (False,),
+            "self_target": (False,),
+            "past_target": (False,),
+        }
+        why = "segments are filled with text as it stands, document after document"
+        if option == "carry_over_state":
+            wanted_of["sample_break_mode"] = ("none", None)
+            wanted_of |= {"pad_to_fixed_length": (False, None), "pad_to_fixed_bsz": (False, None)}
+            why = "streams are contiguous text, neither shuffled nor padded"
+        for name, wanted in wanted_of.items():
             value = getattr(args, name)
             if (None if value is None else getattr(value, "value", value)) not in wanted:
-                why = "streams are contiguous text, neither shuffled nor padded"
-                if not streams:
-                    why = "segments are filled with text as it stands, document after document"
                 raise ValueError(f"{name} is {value}; with {option} it must be {wanted[0]}: {why}")
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
@@ -189,6 +189,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         corpus = self._load_corpus(split, epoch, combine)  # in any case, for its message if there is no token
         self._search_for_masked_symbols(corpus)
         documents = self._documents_of(corpus)
+        if documents is not None:
+            logger.info("split %r has %s documents", split, f"{len(documents):,}")
         if self.args.carry_over_state:
             self.datasets[split] = corpus
             return
