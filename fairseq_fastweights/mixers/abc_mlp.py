@@ -74,4 +74,5 @@ class ABCMLP(BoundedMemoryAttention):
             before = state["log_sum"].masked_fill(state["read"][:, None, None] == 0, LOG_OF_NOTHING)
         log_sum = torch.cat([before[:, None], logits], dim=1).logcumsumexp(dim=1)
         phi = (logits - log_sum[:, 1:]).exp().to(ops.state_dtype(x.dtype))
-        return phi, phi, {"log_sum": log_sum[:, -1]}
+        # A copy: a state must not keep alive what it was taken from.
+        return phi, phi, {"log_sum": log_sum[:, -1].clone()}

@@ -15,8 +15,8 @@ from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 
-LARGEST_RATE = 16
-"""Up to which exp(A_log) starts, evenly."""
+SMALLEST_RATE, LARGEST_RATE = 0.01, 16
+"""Between which exp(A_log) starts, evenly; with Kimi delta attention from 1, as its authors have it."""
 
 
 class _Norm(nn.Module):
@@ -93,6 +93,7 @@ class GatedDelta(Mixer):
     }
 
     takes_starts = True
+    _smallest_rate: float = SMALLEST_RATE
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class GatedDelta(Mixer):
             ("conv", conv, 1),
             ("eps", eps, 0),
         ):
-            if value < least:
+            if not value >= least:  # not a number neither
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
         if key_heads < 0 or (key_heads and num_heads % key_heads):
             raise ValueError(f"key_heads is {key_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all")
@@ -152,10 +153,10 @@ class GatedDelta(Mixer):
 
     @torch.no_grad()
     def reset_special_parameters(self) -> None:
-        """Rates exp(A_log) between 0 and `LARGEST_RATE`, steps as those of Mamba; a norm of ones."""
+        """Rates exp(A_log) evenly up to `LARGEST_RATE`, steps as those of Mamba; a norm of ones."""
         self.o_norm.weight.fill_(1)
         A_log, dt_bias = self._decays.A_log, self._decays.dt_bias
-        A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(0.01, LARGEST_RATE).log())
+        A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(self._smallest_rate, LARGEST_RATE).log())
         draw_step_biases_(dt_bias)
 
     def forward(
@@ -239,6 +240,8 @@ class KimiDelta(GatedDelta):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
     """
 
+    _smallest_rate = 1
+
     def _make_gates(self, values: int) -> None:
         self.forget_gate = _ForgetGate(self.embed_dim, self.num_heads, self.key_dim, self.value_dim)
         self.g_a_proj = nn.Linear(self.embed_dim, self.value_dim, bias=False)
@@ -259,8 +262,9 @@ class DeltaProduct(GatedDelta):
     """DeltaProduct (Siems et al. 2025): several corrections for each token, one after the other.
 
     A token has `writes` keys, values and write strengths, as many micro-steps of Gated DeltaNet. The first of them
-    decays, and the query reads after the last: the state is multiplied by a product of as many matrices I - beta k k^T,
-    which reflects, and with two of them turns, what one of them could only stretch.
+    decays, and the query reads after the last: the state is multiplied by a product of as many matrices I - beta k k^T.
+    With `negative_eigenvalues`, which the paper's models have, one of them reflects, and two of them turn; without,
+    each only shrinks what lies along its key.
 
     All else is as in `GatedDelta`.
 

@@ -81,10 +81,12 @@ class Linformer(BoundedMemoryAttention):
         positions = real.cumsum(dim=1)
         if state is not None:
             positions = positions + state["read"][:, None]
-        # Only where it may be too long does the CPU wait for a GPU, to say so.
-        if (state is not None or time > self.max_positions) and (
-            end := max(positions[:, -1:].flatten().tolist(), default=0)
-        ) > self.max_positions:
+        # Only where it may be too long does the CPU wait for a GPU, to say so. On meta there are no numbers.
+        if (
+            (state is not None or time > self.max_positions)
+            and not x.is_meta
+            and (end := max(positions[:, -1:].flatten().tolist(), default=0)) > self.max_positions
+        ):
             raise ValueError(f"x ends at position {end} of a text; max_positions is {self.max_positions}")
         # Padding before a text has no position; it takes the first one's control, and the slots take nothing of it.
         columns = (positions - 1).clamp(min=0)

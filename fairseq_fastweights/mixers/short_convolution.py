@@ -53,4 +53,5 @@ def short_convolution(
         last = inputs.gather(0, places[..., None].expand(reach, batch, channels))
     if starts is not None:
         last = torch.where((torch.arange(reach, 0, -1, device=x.device)[:, None] <= own)[..., None], last, 0)
-    return F.silu(u).to(x.dtype), last.transpose(0, 1).contiguous()
+    # A copy also where it lies in one piece: a state must not keep alive what it was taken from.
+    return F.silu(u).to(x.dtype), last.transpose(0, 1).clone(memory_format=torch.contiguous_format)

@@ -81,7 +81,7 @@ def test_where_the_special_parameters_start(kind):
     mixer = kind(64, 64, key_dim=4)
     decays = mixer.forget_gate if kind is KimiDelta else mixer
     rate, step = decays.A_log.exp(), F.softplus(decays.dt_bias)
-    assert 0.01 <= rate.min() < 2 and 13 < rate.max() <= 16
+    assert (1 if kind is KimiDelta else 0.01) <= rate.min() < 2 and 13 < rate.max() <= 16
     assert 0.001 <= step.min() < 0.002 and 0.05 < step.max() <= 0.1
     assert (mixer.o_norm.weight == 1).all()
 

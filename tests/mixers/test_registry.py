@@ -142,6 +142,7 @@ def test_a_source_is_read_by_what_needs_no_order():
         ("kimi-delta", {"kimi_delta_conv": 0}, "kimi_delta_conv is 0; it must be at least 1"),
         ("kimi-delta", {"backend": "fast"}, "backend is 'fast'; it must be one of auto"),
         ("delta-product", {"delta_product_eps": -1.0}, "delta_product_eps is -1.0; it must be at least 0"),
+        ("gated-delta", {"gated_delta_eps": float("nan")}, "gated_delta_eps is nan; it must be at least 0"),
         ("delta-product", {"delta_product_writes": 0}, "delta_product_writes is 0; it must be at least 1"),
         *(
             (name, {"fast_weight_heads": -4}, "num_heads is -4; it .* divisor of embed_dim, 16")
