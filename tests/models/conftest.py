@@ -12,6 +12,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import MODEL_REGISTRY
 
 import fairseq_fastweights.models.fast_weight_lm
+import fairseq_fastweights.models.fast_weight_transformer
 import fairseq_fastweights.models.huggingface_architectures
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 

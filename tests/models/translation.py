@@ -13,7 +13,6 @@ from fairseq.data import Dictionary
 from fairseq.data.data_utils import collate_tokens
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-import fairseq_fastweights.models.fast_weight_transformer  # noqa: F401
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 
 WORDS = tuple(f"w{i}" for i in range(24))
