@@ -14,19 +14,17 @@ def continues(*rows: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.bool)
 
 
-def carried(*keys: str, rows: int = ROWS) -> dict[str, dict[str, torch.Tensor]]:
+def carried(*keys: str) -> dict[str, dict[str, torch.Tensor]]:
     """One buffer a key, all different, none zero."""
-    return {key: {"state": torch.arange(1.0, rows * 4 + 1).view(rows, 2, 2) + 100 * i} for i, key in enumerate(keys)}
-
-
-def test_nothing_is_read_where_nothing_was_carried():
-    for rows in (continues(1, 1, 1), continues(0, 0, 0)):
-        state = SegmentState({}, rows)
-        assert "a" not in state and state.get("a") is None and not state.detached()
+    return {key: {"state": torch.arange(1.0, ROWS * 4 + 1).view(ROWS, 2, 2) + 100 * i} for i, key in enumerate(keys)}
 
 
 def test_rows_that_continue_are_read_and_others_start_from_zeros():
+    for rows in (continues(1, 1, 1), continues(0, 0, 0)):
+        nothing = SegmentState({}, rows)
+        assert "a" not in nothing and nothing.get("a") is None and not nothing.detached()
     before = carried("a", "b")
+    before["b"]["state"][1] = float("nan")  # which 0 times it would be
     state = SegmentState(before, continues(1, 0, 1))
     for key, buffer in before.items():
         assert torch.equal(state[key]["state"][[0, 2]], buffer["state"][[0, 2]])
@@ -35,55 +33,28 @@ def test_rows_that_continue_are_read_and_others_start_from_zeros():
     assert torch.equal(before["a"]["state"], carried("a")["a"]["state"])
 
 
-def test_rows_that_do_not_continue_forget_even_what_is_not_a_number():
-    before = carried("a")
-    before["a"]["state"][1] = float("nan")
-    assert not SegmentState(before, continues(1, 0, 1))["a"]["state"][1].any()
-
-
-def test_what_is_written_is_for_the_next_segment_only():
-    state = SegmentState(carried("a"), continues(1, 1, 1))
+def test_what_is_written_is_for_the_next_segment_only_and_without_gradients():
+    """A layer that is computed again, for its gradients, has to start where it started."""
+    x = torch.ones(ROWS, 2, 2, requires_grad=True)
+    state = SegmentState({"a": {"state": 2 * x}, "dropped": {"state": 4 * x}}, continues(1, 0, 1))
     read = state["a"]["state"].clone()
-    written = torch.full((ROWS, 2, 2), 7.0)
-    state["a"] = {"state": written}
-    state["b"] = {"state": written}
-    # A layer that is computed again, for its gradients, has to start where it started.
-    assert torch.equal(state["a"]["state"], read)
-    assert "b" not in state
-    following = SegmentState(state.detached(), continues(1, 1, 1))
-    assert torch.equal(following["a"]["state"], written)
-    assert torch.equal(following["b"]["state"], written)
-
-
-def test_a_layer_that_was_dropped_passes_on_what_it_was_given():
-    state = SegmentState(carried("dropped", "computed"), continues(1, 0, 1))
-    state["computed"] = {"state": torch.zeros(ROWS, 2, 2)}
+    state["a"], state["b"] = {"state": 7 * x}, {"state": 3 * x}
+    assert torch.equal(state["a"]["state"], read) and "b" not in state
     left = state.detached()
-    # Including that the second row began anew.
-    assert torch.equal(left["dropped"]["state"], state["dropped"]["state"])
-    assert not left["dropped"]["state"][1].any() and left["dropped"]["state"][0].all()
-
-
-def test_gradients_stop_at_the_edge():
-    x = torch.ones(ROWS, 1, requires_grad=True)
-    state = SegmentState({"kept": {"state": 2 * x}}, continues(1, 1, 1))
-    state["written"] = {"state": 3 * x}
-    assert not any(buffer["state"].requires_grad for buffer in state.detached().values())
+    assert {key: buffer["state"][:, 0, 0].tolist() for key, buffer in left.items()} == {
+        "a": [7, 7, 7],
+        "b": [3, 3, 3],
+        # A layer that was dropped passes on what it was given, and that the second row began anew.
+        "dropped": [4, 0, 4],
+    }
+    assert not any(buffer["state"].requires_grad for buffer in left.values())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_a_batch_of_another_size_cannot_continue(rows):
-    with pytest.raises(ValueError, match=rf"continues has {rows} rows, .* had 3; .*same size"):
-        SegmentState(carried("a"), torch.ones(rows, dtype=torch.bool))
+def test_a_batch_of_another_size_can_begin_and_not_continue(rows):
     some = torch.zeros(rows, dtype=torch.bool)
-    some[-1] = True
-    with pytest.raises(ValueError, match="same size"):
-        SegmentState(carried("a"), some)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_a_batch_of_another_size_can_begin(rows):
-    state = SegmentState(carried("a"), torch.zeros(rows, dtype=torch.bool))
+    state = SegmentState(carried("a"), some)
     assert "a" not in state and not state.detached()
-    state["a"] = {"state": torch.ones(rows, 1)}
-    assert state.detached()["a"]["state"].shape == (rows, 1)
+    some[-1] = True
+    with pytest.raises(ValueError, match=rf"continues has {rows} rows, .* had 3; .*same size"):
+        SegmentState(carried("a"), some)
