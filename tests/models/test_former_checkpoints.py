@@ -70,15 +70,24 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+def load(folder: Path, kind: str, **overrides: str) -> tuple[Any, Any]:
+    """The model and its task, as fairseq's commands load them."""
+    overrides |= {"data": str(folder / "data"), "source_lang": "en", "target_lang": "de"}
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(folder / f"{kind}.pt")], overrides)
+    return model, task
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_former_checkpoints_give_what_they_gave(folder, kind):
-    data = {"data": str(folder / "data"), "source_lang": "en", "target_lang": "de"}
-    overrides = {**data, "fast_weight_backend": "reference"}
-    path = str(folder / f"{kind}.pt")
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], overrides)
+    model, task = load(folder, kind, fast_weight_backend="reference")
     score = translation_model if kind.startswith("translation") else language_model
     now = score(model.eval().double(), len(task.target_dictionary))
     for actual, expected in zip(now, torch.load(folder / "former" / f"{kind}.pt"), strict=True):
         assert actual.dtype == torch.float64
         assert (actual - expected).norm() <= ROUNDED * expected.norm()
+
+
+def test_overrides_of_what_the_weights_were_made_for_are_refused(folder):
+    with pytest.raises(ValueError, match=r"delta normalization is 'sum' in the checkpoint and 'attention,sum' in the"):
+        load(folder, "delta", normalization="sum,attention")
