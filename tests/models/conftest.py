@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from fairseq import options, tasks
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import MODEL_REGISTRY
 
 import fairseq_fastweights.models.fast_weight_lm
 import fairseq_fastweights.models.fast_weight_transformer
@@ -71,18 +69,9 @@ class Fairseq:
     ) -> Any:
         """A tiny model, in evaluation mode."""
         words = tuple(words)
-        config = self.configuration(self.tiny(arch, flags, words))
+        args = self.tiny(arch, flags, words)  # hydra's configuration of them, as fairseq-train has it, takes long
         torch.manual_seed(seed)
-        return self.task(words).build_model(config).eval()
-
-    @staticmethod
-    def configuration(args: Namespace) -> Any:
-        """What a model is built of: arguments, as to make hydra's configuration of them takes a third of a second.
-
-        But where an architecture has rotary attention: with it a model reads an option that only hydra fills in.
-        """
-        hydra = args.arch not in MODEL_REGISTRY and getattr(args, "rotary_dim", None)
-        return convert_namespace_to_omegaconf(args).model if hydra else args
+        return self.task(words).build_model(args).eval()
 
 
 @pytest.fixture(scope="session")

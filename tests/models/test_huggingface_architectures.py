@@ -48,7 +48,7 @@ def on_meta(fairseq):
         words = dictionaries[50257 if "gpt2" in arch else 50304]
         task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
         with torch.device("meta"):
-            return FastWeightLanguageModel.build_model(fairseq.configuration(args), task), args
+            return FastWeightLanguageModel.build_model(args, task), args
 
     return build
 
