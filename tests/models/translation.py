@@ -17,15 +17,8 @@ from fairseq_fastweights.feature_maps import FEATURE_MAPS
 
 WORDS = tuple(f"w{i}" for i in range(24))
 PAD, EOS = 1, 2
-
-SIZES = {
-    "encoder_layers": 2,
-    "encoder_embed_dim": 16,
-    "encoder_ffn_embed_dim": 32,
-    "encoder_attention_heads": 2,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 2,
-}
+SIZES = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("attention_heads", 2))}
+SIZES |= {"encoder_embed_dim": 16, "encoder_ffn_embed_dim": 32}
 
 PLACES = ("encoder", "decoder", "cross")
 SUBSETS = [",".join(chosen) for size in (3, 2, 1) for chosen in combinations(PLACES, size)] + ["none"]
@@ -41,20 +34,6 @@ POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive and not
 SCORES = 5e-5
 
 
-def dictionary(words: Iterable[str] = WORDS) -> Dictionary:
-    made = Dictionary()
-    for word in words:
-        made.add_symbol(word)
-    return made
-
-
-def arguments(arch: str, **options: Any) -> Namespace:
-    """What of these options the architecture's function makes."""
-    args = Namespace(**options)
-    ARCH_CONFIG_REGISTRY[arch](args)
-    return args
-
-
 def build(
     arch: str = "fast_weight_transformer",
     *,
@@ -64,26 +43,32 @@ def build(
     **options: Any,
 ) -> Any:
     """A model of `SIZES` in evaluation mode. Without `target` the dictionary is joined."""
-    source_dictionary = dictionary(source)
-    target_dictionary = source_dictionary if target is None else dictionary(target)
-    task = SimpleNamespace(source_dictionary=source_dictionary, target_dictionary=target_dictionary)
+    dictionaries = []
+    for words in (source, target or ()):
+        dictionaries.append(Dictionary())
+        for word in words:
+            dictionaries[-1].add_symbol(word)
+    task = SimpleNamespace(source_dictionary=dictionaries[0], target_dictionary=dictionaries[target is not None])
+    args = Namespace(**{**SIZES, **options})
+    ARCH_CONFIG_REGISTRY[arch](args)
     torch.manual_seed(seed)
-    return ARCH_MODEL_REGISTRY[arch].build_model(arguments(arch, **{**SIZES, **options}), task).eval()
+    return ARCH_MODEL_REGISTRY[arch].build_model(args, task).eval()
 
 
 def with_map(feature_map: str, **options: Any) -> Any:
-    """The same, in float64 where the map is one whose sums come near zero: no two ways to round them agree."""
+    """The same, in float64 where the map is one whose sums come near zero: no two ways to round them agree.
+
+    As loaded from a checkpoint, in which fairseq switches its fused kernel on, where there is one.
+    """
     model = build(feature_map=feature_map, **options)
+    model.load_state_dict(model.state_dict())
     return model if feature_map in ("auto", *POSITIVE) else model.double()
 
 
 def sentences(lengths: Sequence[int], words: int = len(WORDS), seed: int = 0) -> list[torch.Tensor]:
     """Of so many tokens with the end; 1 is an empty line."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.cat([torch.randint(4, 4 + words, (length - 1,), generator=generator), torch.tensor([EOS])])
-        for length in lengths
-    ]
+    generator, end = torch.Generator().manual_seed(seed), torch.tensor([EOS])
+    return [torch.cat([torch.randint(4, 4 + words, (n - 1,), generator=generator), end]) for n in lengths]
 
 
 def batch(rows: list[torch.Tensor], left_pad: bool = True) -> dict[str, torch.Tensor]:
@@ -102,9 +87,3 @@ def log_probs(model: Any, source: torch.Tensor, target: torch.Tensor) -> torch.T
     """Of every token of one target, in one pass over all of it, with nothing else in the batch."""
     out = model(**batch([source]), prev_output_tokens=shifted([target]))
     return model.get_normalized_probs(out, log_probs=True)[0].gather(-1, target[:, None])[:, 0]
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    assert actual.shape == expected.shape
-    scale = expected.double().norm().item() or 1.0
-    return (actual.double() - expected.double()).norm().item() / scale
