@@ -80,16 +80,13 @@ def test_step_by_step_they_are_the_same_and_two_share_one_state(kind, name):
     padding[0, :2] = True
     full = layers[1](layers[0](X, self_attn_padding_mask=padding)[0], self_attn_padding_mask=padding)[0]
     state: dict = {}
-    for t in range(len(X)):
-        out = X[t : t + 1]
+    for t, out in enumerate(X.split(1)):
         for layer in layers:
             out = layer(out, incremental_state=state, self_attn_padding_mask=padding[:, t : t + 1])[0]
-        real = ~padding[:, t]
-        assert torch.allclose(out[0, real], full[t, real], atol=1e-5)
-    order = torch.tensor([2, 2])
-    before = {mixer: {n: x[order] for n, x in kept.items()} for mixer, kept in state.items()}
+        assert torch.allclose(out[0, ~padding[:, t]], full[t, ~padding[:, t]], atol=1e-5)
+    before = {mixer: {n: x[[2, 2]] for n, x in kept.items()} for mixer, kept in state.items()}
     for layer in layers:
-        layer.reorder_incremental_state(state, order)
+        layer.reorder_incremental_state(state, torch.tensor([2, 2]))
     for mixer, kept in before.items():
         assert all(torch.equal(state[mixer][n], x) for n, x in kept.items())
 
@@ -98,12 +95,10 @@ def test_parameters_are_fairseqs_with_those_of_old_too():
     theirs = TransformerDecoderLayerBase(configuration(), no_encoder_attn=True).state_dict()
     layer = build(name="softmax")
     layer.load_state_dict(theirs, strict=True)
-    old = {f"layer.{name}": x for name, x in theirs.items() if ".q_proj" not in name}
+    old = {f"layer.{name}": x for name, x in theirs.items()}
     for kind in ("weight", "bias"):
-        parts = [theirs[f"self_attn.{name}_proj.{kind}"] for name in "qkv"]
+        parts = [old.pop(f"layer.self_attn.{name}_proj.{kind}") for name in "qkv"]
         old[f"layer.self_attn.in_proj_{kind}"] = torch.cat(parts)
-        for name in "kv":
-            del old[f"layer.self_attn.{name}_proj.{kind}"]
     layer.upgrade_state_dict_named(old, "layer")
     assert old.keys() == {f"layer.{name}" for name in theirs}
     assert all(torch.equal(old[f"layer.{name}"], x) for name, x in theirs.items())
@@ -143,9 +138,7 @@ def test_dropout_falls_on_both_branches_and_stays_where_it_is_retained():
 
 def test_quantisation_noise_reaches_every_projection():
     layer = build(noise=0.5).train()
-    before = {
-        name: projection.weight.clone() for name, projection in layer.self_attn.named_children() if "proj" in name
-    }
+    before = {name: x.weight.clone() for name, x in layer.self_attn.named_children() if "proj" in name}
     assert len(before) == 5
     layer(X)
     for name in before.keys() - {"beta_proj"}:  # two rows, of which noise may take none
@@ -156,8 +149,3 @@ def test_quantisation_noise_reaches_every_projection():
 def test_scales_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{name} is set; with parallel_residual"):
         build(**{name: True})
-
-
-def test_norms_after_the_branches_are_refused():
-    with pytest.raises(ValueError, match="parallel_residual is set; it needs decoder_normalize_before"):
-        build(pre_norm=False)
