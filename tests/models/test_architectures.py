@@ -115,23 +115,6 @@ def test_weights_start_from_a_normal_distribution(fairseq, rule):
                 assert bias is None
 
 
-@pytest.mark.parametrize("arch", OURS)
-def test_flags_overrule_what_an_architecture_sets(fairseq, arch):
-    given = {
-        "dropout": 0.25,
-        "decoder_layers": 3,
-        "decoder_attention_heads": 4,
-        "update_rule": "delta" if "retnet" in arch else "sum",
-        "adaptive_input_cutoff": "5,6",
-        "max_target_positions": 77,
-        "rotary_base": 5,
-        "init_std": 0.5,
-    }
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
-    args = fairseq.parse(arch, f"{flags} --decoder-normalize-before")
-    assert given.items() <= vars(args).items() and args.decoder_normalize_before
-
-
 def in_hydra(arch: str, given: dict) -> dict:
     """The model's settings in a run of fairseq-hydra-train."""
     cfg = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(FairseqConfig)))
@@ -143,11 +126,17 @@ def in_hydra(arch: str, given: dict) -> dict:
 
 
 @pytest.mark.parametrize("arch", [*OURS, *THEIRS])
-def test_hydra_sets_what_the_command_line_does(our_fairseq, fairseq, arch):
+def test_flags_overrule_what_an_architecture_sets_and_hydra_does_what_flags_do(our_fairseq, fairseq, arch):
     """Where settings are those of the architecture's model (six layers), too."""
-    for given in ({}, {"decoder_layers": 6, "decoder_embed_dim": 24, "dropout": 0.25}):
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    one = {"decoder_layers": 6, "decoder_embed_dim": 24, "dropout": 0.25}
+    two = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_normalize_before": True}
+    if arch in OURS:
+        two |= {"update_rule": "delta" if "retnet" in arch else "sum", "rotary_base": 5, "init_std": 0.5}
+        two |= {"adaptive_input_cutoff": "5,6", "max_target_positions": 77}
+    for given in ({}, one, two):
+        flags = "".join(f" --{k.replace('_', '-')} {'' if v is True else v}" for k, v in given.items())
         args, model = fairseq.parse(arch, f"--tokens-per-sample 16 {flags}"), in_hydra(arch, given)
+        assert given.items() <= vars(args).items()
         # Arguments have not the options that neither the command line nor the architecture sets.
         said = {name: value for name, value in vars(args).items() if name in model}
         assert len(said) >= 40 and said.items() <= model.items()

@@ -4,6 +4,7 @@ segment with the state carried over. They give the same numbers, in training as 
 from __future__ import annotations
 
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,16 +17,14 @@ from tests.ops.rules import assert_close, relative_error
 TIME, BATCH = 12, 3
 BEGIN, CONTINUE = torch.zeros(BATCH, dtype=torch.bool), torch.ones(BATCH, dtype=torch.bool)
 
-# The module's bound (float32, norm of the difference over the norm) holds for the model as well:
-# layer norms keep the error of two layers from growing.
+# Relative, as for one module: layer norms keep the error of two layers from growing.
 FLOAT32 = 1e-5
 
 ADAPTIVE = (
     "--adaptive-input --adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25"
     " --adaptive-input-factor 2 --adaptive-softmax-factor 2 --tie-adaptive-weights --tie-adaptive-proj"
 )
-# Beside each rule as its paper has it: every way of keeping a state, and fairseq's options that
-# change what surrounds it.
+# Beside each rule as its paper has it: every way of keeping a state, and options that change what surrounds it.
 MODELS = {
     **{rule: f"--update-rule {rule}" for rule in UPDATE_RULES},
     "sum favor": "--update-rule sum --feature-map favor --favor-features 6",
@@ -38,8 +37,7 @@ MODELS = {
     "abc": "--mixers abc --abc-slots 3",
     "transformer-xl": "--mixers transformer-xl --transformer-xl-same-length",
     "mamba": "--mixers mamba --mamba-state 4",
-    "gated-delta": "--mixers gated-delta --gated-delta-key-dim 6 --gated-delta-negative-eigenvalues",
-    "kimi-delta": "--mixers kimi-delta --kimi-delta-conv 2",
+    "gated-delta": "--mixers gated-delta,kimi-delta:2 --gated-delta-key-dim 6 --kimi-delta-conv 2",
     "delta-product": "--mixers delta-product --delta-product-writes 3",
     "two": "--mixers delta,local:2 --local-window 3",
     "small state": "--update-rule gated --feature-dim 3 --share-decoder-input-output-embed",
@@ -77,9 +75,6 @@ def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 def loss_of(model, tokens: torch.Tensor, **options) -> torch.Tensor:
     logits = model(tokens[:, :-1], **options)[0]
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-# ---------------------------------------------------------------------------- the three modes
 
 
 @models()
@@ -126,12 +121,11 @@ def test_neither_later_tokens_nor_padding_change_an_output(fairseq, text, flags)
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
-        "--update-rule decay --decoder-learned-pos",
+        "--update-rule decay",
         f"--update-rule sum {ADAPTIVE} --decoder-learned-pos",
         "--softmax-attention-layers 1",
         "--softmax-attention-layers 2 --decoder-learned-pos",
-        f"--softmax-attention-layers 1,2 {NO_POSITIONS}",
+        f"--softmax-attention-layers all {NO_POSITIONS}",
     ],
 )
 @torch.no_grad()
@@ -152,35 +146,26 @@ def test_positions_are_those_of_the_segment_and_the_state_is_that_of_the_text(fa
     assert torch.equal(embedded, model(second)[1]["inner_states"][0])
 
 
-@pytest.mark.parametrize(
-    "flags", ["--update-rule decay", f"{MODELS['delta removal']} --decoder-learned-pos", "--mixers mamba,softmax:2"]
-)
+@pytest.mark.parametrize("flags", ["--update-rule decay --decoder-learned-pos", "--mixers mamba,softmax:2"])
 def test_beams_of_fairseqs_generator_have_the_scores_of_the_whole_text(fairseq, text, flags):
     """Rows of the state are reordered at every step, as hypotheses overtake one another."""
     model = fairseq.build(f"{flags} --share-decoder-input-output-embed")
-    dictionary = model.decoder.dictionary
+    decoder, dictionary = model.decoder, model.decoder.dictionary
     with torch.no_grad():  # less certain, so that beams do change places
-        model.decoder.embed_tokens.weight.mul_(0.3)
+        decoder.embed_tokens.weight.mul_(0.3)
     generator = SequenceGenerator([model], dictionary, beam_size=4, max_len_b=10, min_len=8)
     prefix = text(2, 3)
     prefix[1, 2] = dictionary.pad()
-    reordered = []
-    reorder = model.decoder.reorder_incremental_state_scripting
-
-    def record(state, order):
-        reordered.append(order)
-        reorder(state, order)
-
-    model.decoder.reorder_incremental_state_scripting = record
     sample = {"net_input": {"src_tokens": prefix, "src_lengths": torch.tensor([3, 2])}}
-    hypotheses = generator.generate([model], sample, prefix_tokens=prefix)
-    moved = [order for order in reordered if not torch.equal(order, torch.arange(len(order)))]
-    assert moved, "no beam has moved, so the test shows nothing"
+    reorder = decoder.reorder_incremental_state_scripting
+    with patch.object(decoder, "reorder_incremental_state_scripting", wraps=reorder) as reordered:
+        hypotheses = generator.generate([model], sample, prefix_tokens=prefix)
+    orders = [call.args[1] for call in reordered.call_args_list]
+    assert any(not torch.equal(order, torch.arange(len(order))) for order in orders), "no beam has moved"
     for hypothesis in [h for row in hypotheses for h in row]:
         tokens = hypothesis["tokens"]
         before = torch.cat([torch.tensor([dictionary.eos()]), tokens[:-1]])[None]
-        log_probs = model.get_normalized_probs(model(before), log_probs=True)[0]
-        scores = log_probs[torch.arange(len(tokens)), tokens]
+        scores = model.get_normalized_probs(model(before), log_probs=True)[0, torch.arange(len(tokens)), tokens]
         assert relative_error(hypothesis["positional_scores"], scores.detach()) <= FLOAT32
 
 
@@ -200,20 +185,10 @@ def test_last_positions_and_features_are_those_of_all_positions(fairseq, text, n
     assert torch.equal(model.decoder.output_layer(features), whole)
 
 
-@pytest.mark.parametrize(
-    ("flags", "longest"),
-    [
-        ("", 64),  # as many as --tokens-per-sample
-        ("--max-target-positions 100", 100),
-        (f"--softmax-attention-layers 2 {NO_POSITIONS}", 64),
-        (NO_POSITIONS, sys.maxsize),
-    ],
-)
-def test_without_positions_texts_may_be_of_any_length(fairseq, flags, longest):
-    assert fairseq.build(flags).max_positions() == longest
-
-
-# ---------------------------------------------------------------------------- state carried over
+def test_without_positions_texts_may_be_of_any_length(fairseq):
+    longest = {"": 64, "--max-target-positions 100": 100, f"--softmax-attention-layers 2 {NO_POSITIONS}": 64}
+    for flags, most in {**longest, NO_POSITIONS: sys.maxsize}.items():  # 64 as --tokens-per-sample
+        assert fairseq.build(flags).max_positions() == most, flags
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
@@ -262,9 +237,6 @@ def test_gradients_stop_at_the_segments_edge(fairseq, text, flags):
     assert relative_error(gradients(model, through)[f"{name}.weight"], expected[f"{name}.weight"]) > 0.01
 
 
-# ----------------------------------------------------------------- fairseq's ways of training
-
-
 @pytest.mark.parametrize(
     ("flags", "carried_over"),
     [
@@ -290,13 +262,10 @@ def test_checkpointed_activations_change_neither_loss_nor_gradients(fairseq, tex
 
 
 def test_dropped_layers_pass_on_their_states(fairseq, text):
-    model = fairseq.build(f"{NO_POSITIONS} --dropout 0 --decoder-layerdrop 0.5").train()
-    layers, tokens = model.decoder.layers, text(BATCH, TIME)
-    for p, segment, rows in ((-1, tokens[:, :4], BEGIN), (1, tokens[:, 4:9], CONTINUE)):
-        layers.p = p  # all layers, then none of them
-        model(segment, continues=rows)
-    layers.p = -1
-    out = model(tokens[:, 9:], continues=CONTINUE)[0]
+    model, tokens = fairseq.build(f"{NO_POSITIONS} --dropout 0 --decoder-layerdrop 0.5").train(), text(BATCH, TIME)
+    for p, segment, rows in ((-1, tokens[:, :4], BEGIN), (1, tokens[:, 4:9], CONTINUE), (-1, tokens[:, 9:], CONTINUE)):
+        model.decoder.layers.p = p  # all layers, none of them, all
+        out = model(segment, continues=rows)[0]
     assert relative_error(out, model(tokens[:, [0, 1, 2, 3, 9, 10, 11]])[0][:, 4:]) <= FLOAT32
 
 

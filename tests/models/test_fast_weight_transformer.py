@@ -3,6 +3,7 @@ is fairseq's Transformer, and its architectures have the sizes of the papers."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +21,7 @@ from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSo
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.models.fast_weight_transformer import parse_places
-from tests.models.translation import (
-    EOS,
-    FUSED,
-    PAD,
-    SCORES,
-    SUBSETS,
-    batch,
-    build,
-    log_probs,
-    sentences,
-    shifted,
-    with_map,
-)
+from tests.models.translation import FUSED, PAD, SCORES, SUBSETS, batch, build, log_probs, sentences, shifted, with_map
 from tests.ops.rules import assert_close, relative_error
 
 LENGTHS = (5, 9, 1, 7)
@@ -176,23 +165,17 @@ def test_attention_is_fast_weight_where_it_is_said_and_nowhere_else(places):
         assert type(layer.encoder_attn) is (FastWeightSourceAttention if "cross" in places else MultiheadAttention)
     # A memory cannot be read with what follows.
     whole = {"encoder_out": model.encoder(inputs["src_tokens"]), "full_context_alignment": True}
-    if "decoder" in places:
-        with pytest.raises(ValueError, match="full_context_alignment must be False"):
-            model.decoder(inputs["prev_output_tokens"], **whole)
-    else:
+    refused = pytest.raises(ValueError, match="full_context_alignment must be False")
+    with refused if "decoder" in places else nullcontext():
         model.decoder(inputs["prev_output_tokens"], **whole)
     # Only softmax attention to the source gives weights to align words by.
     attention = (model(**inputs)[1]["attn"] or [None])[0]
     assert (attention is None) == ("cross" in places)
-    for option, value in (("print_alignment", "hard"), ("print_alignment", "soft"), ("replace_unk", "")):
+    for option, value in (("print_alignment", "hard"), ("replace_unk", ""), ("print_alignment", None), ("other", "")):
         settings = SimpleNamespace(generation=SimpleNamespace(beam=4, **{option: value}))
-        if "cross" in places:
-            with pytest.raises(ValueError, match=f"^{option} is '{value}'; it must be left out"):
-                model.prepare_for_inference_(settings)
-        else:
+        refused = "cross" in places and value is not None and option != "other"
+        with pytest.raises(ValueError, match=f"^{option} is '{value}'; it must") if refused else nullcontext():
             model.prepare_for_inference_(settings)
-    for none in ({}, {"print_alignment": None, "replace_unk": None}):
-        model.prepare_for_inference_(SimpleNamespace(generation=SimpleNamespace(beam=4, **none)))
 
 
 def test_flags_reach_every_attention():
@@ -210,15 +193,14 @@ def test_flags_reach_every_attention():
     assert len(modules) == 3 + 2 * 2
     for name, module in modules.items():
         own = name.startswith("decoder") and name.endswith("self_attn")
-        # The rule, its normalisation and its implementation are the decoder's.
+        # The rule, its normalisation and its implementation are the decoder's; the map and the scale those of all.
         assert type(module) is (FastWeightAttention if own else FastWeightSourceAttention)
         assert module.normalization == {"attention", *(["sum"] if own else [])}
         if own:
             assert module.update_rule == "delta" and module.backend == "reference"
-        # The map, its size and the scale are those of all three.
         assert (module.feature_map_name, module.settings()["feature dim"]) == ("dpfp", 128)
         assert module.scale == 32**-0.5 and module.dropout_module.p == 0.2
-        assert all(projection._forward_pre_hooks for projection in (module.q_proj, module.out_proj)), "no noise"
+        assert all(x._forward_pre_hooks for x in module.children() if isinstance(x, torch.nn.Linear)), "no noise"
 
 
 def test_the_map_that_is_left_out_is_that_of_the_rules_paper():
@@ -275,11 +257,7 @@ ARCHITECTURES = {
 }
 
 
-def test_every_architecture_of_ours_is_in_the_table():
-    assert {arch for arch in ARCH_CONFIG_REGISTRY if arch.startswith("fast_weight_transformer")} == set(ARCHITECTURES)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [x for x in ARCH_CONFIG_REGISTRY if x.startswith("fast_weight_transformer")])
 def test_architectures_have_their_sizes_and_are_fairseqs(arch, monkeypatch):
     layers, width, heads, ffn, dropout, theirs = ARCHITECTURES[arch]
     monkeypatch.setattr("tests.models.translation.SIZES", {})
@@ -297,18 +275,9 @@ def test_architectures_have_their_sizes_and_are_fairseqs(arch, monkeypatch):
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "places"),
-    [
-        ("none", set()),
-        (" cross , decoder ", {"cross", "decoder"}),
-        ("encoder,encoder", {"encoder"}),
-        ("cross,", {"cross"}),
-        ("encoder,decoder,cross", {"encoder", "decoder", "cross"}),
-    ],
-)
-def test_places_are_read_in_any_order(text, places):
-    assert parse_places(text) == places
+def test_places_are_read_in_any_order():
+    texts = ("none", " cross , decoder ", "encoder,encoder,")
+    assert [parse_places(text) for text in texts] == [set(), {"cross", "decoder"}, {"encoder"}]
 
 
 @pytest.mark.parametrize(
@@ -323,18 +292,11 @@ def test_places_are_read_in_any_order(text, places):
             for x in ("encoder,decoder,cross", "decoder")  # a decoder's memory does not hold the source
         ),
         ({"mixers": "delta:1"}, "mixers is 'delta:1', which leaves layers without a mixer: 2"),
-        (
-            {"mixers": "delta,softmax:2", "decoder_layers_to_keep": "0"},
-            "decoder_layers_to_keep is '0' and mixers is 'delta,softmax:2'",
-        ),
+        ({"mixers": "delta,mamba:2", "decoder_layers_to_keep": "0"}, "to_keep is '0' and mixers is 'delta,mamba:2'"),
         ({"update_rule": "hebb"}, "update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
-        ({"normalization": "l2"}, "normalization is 'l2'; it must be auto, none"),
         ({"normalization": "removal"}, "the sum rule removes nothing"),
-        ({"feature_map": "favor", "feature_dim": 7}, "feature_dim is 7; .* even"),
-        ({"feature_map": "dpfp", "dpfp_nu": 16}, "dpfp_nu is 16; .* from 1 to 15"),
         ({"decoder_attention_heads": 3}, "num_heads is 3; it must be a divisor of embed_dim, 16"),
         ({"encoder_attention_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16"),
-        ({"fast_weight_backend": "cuda"}, "backend is 'cuda'; it must be one of auto, reference, chunkwise, native"),
     ],
     ids=str,
 )
@@ -349,7 +311,7 @@ def test_sources_may_be_as_long_as_there_are_positions(places, learned):
     limits = {"max_source_positions": 8, "max_target_positions": 9}
     model = build(fast_weight_attention=places, encoder_learned_pos=learned, **limits)
     assert model.max_positions() == (8, 9)
-    target = torch.tensor([[EOS, 5]] * 2)
+    target = shifted(sentences([2, 2]))
     with pytest.raises(ValueError, match=r"^a source has 9 tokens; the model takes at most 8 \(--max-source-pos"):
         model(**batch(sentences([4, 9])), prev_output_tokens=target)
     # Padding needs no position.

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 from fairseq.models.transformer import TransformerConfig
-from fairseq.modules import MultiheadAttention
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
-from fairseq_fastweights.models.mixer_layers import MixerDecoderLayer, MixerEncoderLayer, ParallelDecoderLayer
+from fairseq_fastweights.models.mixer_layers import MixerDecoderLayer, ParallelDecoderLayer
 
 BUILDERS = {
     "softmax": lambda width: SoftmaxAttention(width, 2),
@@ -24,28 +21,18 @@ BUILDERS = {
 }
 
 
-def configuration(pre_norm: bool = True, noise: float = 0.0, **options) -> TransformerConfig:
+def build(kind: type = ParallelDecoderLayer, name: str = "delta", pre_norm: bool = True, **options) -> Any:
+    torch.manual_seed(0)
     cfg = TransformerConfig()
-    for side in (cfg.encoder, cfg.decoder):
-        side.embed_dim, side.ffn_embed_dim, side.attention_heads, side.normalize_before = 16, 24, 2, pre_norm
-    cfg.dropout = 0.0
-    cfg.quant_noise.pq = noise
-    for name, value in options.items():
-        setattr(cfg, name, value)
-    return cfg
-
-
-def shaken(layer: Any) -> Any:
+    side = cfg.decoder
+    side.embed_dim, side.ffn_embed_dim, side.attention_heads, side.normalize_before = 16, 24, 2, pre_norm
+    for option, value in {"dropout": 0.0, **options}.items():
+        setattr(cfg, option, value)
+    layer = kind(cfg, BUILDERS[name], **({} if kind is ParallelDecoderLayer else {"no_encoder_attn": True}))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return layer.eval()
-
-
-def build(kind: type = ParallelDecoderLayer, name: str = "delta", **options) -> Any:
-    torch.manual_seed(0)
-    others = {} if kind is ParallelDecoderLayer else {"no_encoder_attn": True}
-    return shaken(kind(configuration(**options), BUILDERS[name], **others))
 
 
 X = torch.randn(7, 3, 16, generator=torch.Generator().manual_seed(1))
@@ -91,41 +78,6 @@ def test_step_by_step_they_are_the_same_and_two_share_one_state(kind, name):
         assert all(torch.equal(state[mixer][n], x) for n, x in kept.items())
 
 
-def test_parameters_are_fairseqs_with_those_of_old_too():
-    theirs = TransformerDecoderLayerBase(configuration(), no_encoder_attn=True).state_dict()
-    layer = build(name="softmax")
-    layer.load_state_dict(theirs, strict=True)
-    old = {f"layer.{name}": x for name, x in theirs.items()}
-    for kind in ("weight", "bias"):
-        parts = [old.pop(f"layer.self_attn.{name}_proj.{kind}") for name in "qkv"]
-        old[f"layer.self_attn.in_proj_{kind}"] = torch.cat(parts)
-    layer.upgrade_state_dict_named(old, "layer")
-    assert old.keys() == {f"layer.{name}" for name in theirs}
-    assert all(torch.equal(old[f"layer.{name}"], x) for name, x in theirs.items())
-
-
-def test_an_encoder_reads_all_of_its_source_and_a_decoder_what_that_made():
-    torch.manual_seed(0)
-    cfg = configuration()
-    cross = {"build_cross_mixer": lambda width: FastWeightSourceAttention(width, 2)}
-    encoder = shaken(MixerEncoderLayer(cfg, lambda width: FastWeightSourceAttention(width, 2)))
-    decoder = shaken(MixerDecoderLayer(cfg, BUILDERS["delta"], **cross))
-    own = shaken(MixerDecoderLayer(cfg, None, **cross))  # fairseq's attention to the target
-    assert isinstance(own.self_attn, MultiheadAttention)
-    source, padding = X.flip(0), torch.zeros(3, 7, dtype=torch.bool)
-    padding[1, 5:] = True
-    made = encoder(source, encoder_padding_mask=padding)
-    short = encoder(source[:5, 1:2], encoder_padding_mask=None)
-    assert torch.allclose(made[:5, 1:2], short, atol=1e-5)
-    future = torch.full((7, 7), -torch.inf).triu(1)
-    for layer in (decoder, own):
-        out = layer(X, made, padding, self_attn_mask=future)[0]
-        assert torch.allclose(out[:, 1:2], layer(X[:, 1:2], short, self_attn_mask=future)[0], atol=1e-5)
-        state: dict = {}
-        steps = [layer(x, made, padding, incremental_state=state)[0] for x in X.split(1)]
-        assert torch.allclose(torch.cat(steps), out, atol=1e-5)
-
-
 def test_dropout_falls_on_both_branches_and_stays_where_it_is_retained():
     layer = build(dropout=1.0 - 1e-9).train()
     assert torch.equal(layer(X)[0], X)
@@ -134,15 +86,6 @@ def test_dropout_falls_on_both_branches_and_stays_where_it_is_retained():
     assert torch.equal(layer(X)[0], layer(X)[0])
     layer.self_attn.dropout_module.make_generation_fast_("", retain_dropout=True)
     assert not torch.equal(layer(X)[0], layer(X)[0])
-
-
-def test_quantisation_noise_reaches_every_projection():
-    layer = build(noise=0.5).train()
-    before = {name: x.weight.clone() for name, x in layer.self_attn.named_children() if "proj" in name}
-    assert len(before) == 5
-    layer(X)
-    for name in before.keys() - {"beta_proj"}:  # two rows, of which noise may take none
-        assert not torch.equal(getattr(layer.self_attn, name).weight, before[name]), name
 
 
 @pytest.mark.parametrize("name", ["scale_attn", "scale_heads", "scale_fc", "scale_resids"])

