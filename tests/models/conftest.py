@@ -39,8 +39,7 @@ class Fairseq:
         words = list(words)
         folder = self._folder / f"{abs(hash(tuple(words)))}"
         folder.mkdir(exist_ok=True)
-        lines = [f"{word} {len(words) - i}\n" for i, word in enumerate(words)]
-        (folder / "dict.txt").write_text("".join(lines))
+        (folder / "dict.txt").write_text("".join(f"{word} {len(words) - i}\n" for i, word in enumerate(words)))
         return folder
 
     def parse(self, arch: str, flags: str = "", words: Iterable[str] = WORDS) -> Namespace:
@@ -60,12 +59,7 @@ class Fairseq:
         return self._tasks[key]
 
     def build(
-        self,
-        flags: str = "",
-        *,
-        arch: str = "fast_weight_lm",
-        words: Iterable[str] = WORDS,
-        seed: int = 0,
+        self, flags: str = "", *, arch: str = "fast_weight_lm", words: Iterable[str] = WORDS, seed: int = 0
     ) -> Any:
         """A tiny model, in evaluation mode."""
         words = tuple(words)
@@ -84,7 +78,6 @@ def text():
     """`text(batch, time)`: tokens without padding, special types left out."""
 
     def draw(batch: int, time: int, seed: int = 0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(4, 4 + len(WORDS), (batch, time), generator=generator)
+        return torch.randint(4, 4 + len(WORDS), (batch, time), generator=torch.Generator().manual_seed(seed))
 
     return draw

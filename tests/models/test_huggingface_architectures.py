@@ -36,16 +36,15 @@ RETNET = {"430m": ("410m", 4, 430_524_416), "1b": ("1b", 8, 1_078_923_264)}
 @pytest.fixture(scope="module")
 def on_meta(fairseq):
     """`on_meta(arch)`: a model at full size, without memory for its weights, and its arguments."""
-    dictionaries = {}
-    for words in (50257, 50304):
-        dictionaries[words] = Dictionary()
-        for i in range(words - 1):  # </s> is one of the source's
-            dictionaries[words].add_symbol(str(i))
+    dictionaries = {"gpt2": Dictionary(), "pythia": Dictionary(), "retnet": Dictionary()}
+    for name, words in dictionaries.items():
+        for i in range((50257 if name == "gpt2" else 50304) - 1):  # </s> is one of the source's
+            words.add_symbol(str(i))
 
     def build(arch: str, flags: str = "--softmax-attention-layers all"):
         args = fairseq.parse(f"fast_weight_lm_{arch}", flags)
         args.init_std = None  # nothing to draw
-        words = dictionaries[50257 if "gpt2" in arch else 50304]
+        words = dictionaries[arch.split("_")[0]]
         task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
         with torch.device("meta"):
             return FastWeightLanguageModel.build_model(args, task), args

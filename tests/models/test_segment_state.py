@@ -14,23 +14,16 @@ def continues(*rows: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.bool)
 
 
-def carried(*keys: str) -> dict[str, dict[str, torch.Tensor]]:
-    """One buffer a key, all different, none zero."""
-    return {key: {"state": torch.arange(1.0, ROWS * 4 + 1).view(ROWS, 2, 2) + 100 * i} for i, key in enumerate(keys)}
-
-
 def test_rows_that_continue_are_read_and_others_start_from_zeros():
     for rows in (continues(1, 1, 1), continues(0, 0, 0)):
         nothing = SegmentState({}, rows)
         assert "a" not in nothing and nothing.get("a") is None and not nothing.detached()
-    before = carried("a", "b")
-    before["b"]["state"][1] = float("nan")  # which 0 times it would be
-    state = SegmentState(before, continues(1, 0, 1))
-    for key, buffer in before.items():
-        assert torch.equal(state[key]["state"][[0, 2]], buffer["state"][[0, 2]])
-        assert not state[key]["state"][1].any()
-    # The states that the next segment may still want are not touched.
-    assert torch.equal(before["a"]["state"], carried("a")["a"]["state"])
+    x = torch.arange(1.0, ROWS * 4 + 1).view(ROWS, 2, 2)
+    x[1, 0] = float("nan")  # which 0 times it would be
+    state = SegmentState({"a": {"state": x}, "b": {"state": -x}}, continues(1, 0, 1))
+    for key, sign in (("a", 1), ("b", -1)):
+        assert torch.equal(state[key]["state"][[0, 2]], sign * x[[0, 2]]) and not state[key]["state"][1].any()
+    assert x[1].isnan().any()  # the states that the next segment may still want are not touched
 
 
 def test_what_is_written_is_for_the_next_segment_only_and_without_gradients():
@@ -52,9 +45,9 @@ def test_what_is_written_is_for_the_next_segment_only_and_without_gradients():
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_a_batch_of_another_size_can_begin_and_not_continue(rows):
-    some = torch.zeros(rows, dtype=torch.bool)
-    state = SegmentState(carried("a"), some)
+    carried, some = {"a": {"state": torch.ones(ROWS, 2)}}, torch.zeros(rows, dtype=torch.bool)
+    state = SegmentState(carried, some)
     assert "a" not in state and not state.detached()
     some[-1] = True
     with pytest.raises(ValueError, match=rf"continues has {rows} rows, .* had 3; .*same size"):
-        SegmentState(carried("a"), some)
+        SegmentState(carried, some)

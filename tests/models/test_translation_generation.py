@@ -7,9 +7,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -58,43 +58,24 @@ class Ending(search.BeamSearch):
         return super().step(step, lprobs, scores, prev_output_tokens, original_batch_idxs)
 
 
-@dataclass
-class Watched:
-    """What a generator asked for: the orders of rows, and how many sources the memories of cross attention held."""
-
-    orders: list[torch.Tensor] = field(default_factory=list)
-    shared: list[tuple[int, int]] = field(default_factory=list)
-
-    def hypotheses_moved(self, beam: int) -> bool:
-        """Whether hypotheses overtook one another, after the first step, where all are one."""
-        return any(not torch.equal(order % beam, torch.arange(len(order)) % beam) for order in self.orders[1:])
-
-    def sentences_left(self) -> bool:
-        return len({len(order) for order in self.orders}) > 1
-
-
 @contextmanager
-def watched(model: Any) -> Iterator[Watched]:
-    """Records, and lets everything be as it is."""
-    record, decoder = Watched(), model.decoder
+def watched(model: Any) -> Iterator[tuple[list[torch.Tensor], list[tuple[int, int]]]]:
+    """The orders of rows that a generator asks for, and of how many rows the memories of cross attention hold which."""
+    orders, shared, decoder = [], [], model.decoder
     reorder, forward = decoder.reorder_incremental_state_scripting, decoder.forward
 
     def reordering(state: Any, order: torch.Tensor) -> None:
-        record.orders.append(order)
+        orders.append(order)
         reorder(state, order)
 
     def reading(tokens: torch.Tensor, *arguments: Any, incremental_state: Any, **options: Any) -> Any:
         out = forward(tokens, *arguments, incremental_state=incremental_state, **options)
-        for layer in decoder.layers:
-            if isinstance(layer.encoder_attn, FastWeightSourceAttention):
-                record.shared.append((len(tokens), len(incremental_state[layer.encoder_attn]["state"])))
+        memories = [x.encoder_attn for x in decoder.layers if isinstance(x.encoder_attn, FastWeightSourceAttention)]
+        shared.extend((len(tokens), len(incremental_state[memory]["state"])) for memory in memories)
         return out
 
-    decoder.reorder_incremental_state_scripting, decoder.forward = reordering, reading
-    try:
-        yield record
-    finally:
-        del decoder.reorder_incremental_state_scripting, decoder.forward
+    with patch.multiple(decoder, reorder_incremental_state_scripting=reordering, forward=reading):
+        yield orders, shared
 
 
 def generator_for(models: list[Any], beam_size: int = 4, **options: Any) -> SequenceGenerator:
@@ -127,14 +108,16 @@ def assert_same(actual: list[list[dict[str, Any]]], expected: list[list[dict[str
 def test_hypotheses_have_the_scores_of_the_whole_target(options, beam):
     model = model_of(options)
     generator = generator_for([model], beam_size=beam, search_strategy=Ending(model.decoder.dictionary))
-    with watched(model) as record:
+    with watched(model) as (orders, shared):
         hypotheses = generate(generator)
     assert all(len(found) == beam for found in hypotheses)
-    assert record.hypotheses_moved(beam) == (beam > 1) and record.sentences_left(), "the test shows nothing"
+    # Sentences left, and hypotheses overtook one another, after the first step, where all are one.
+    moved = any(not torch.equal(order % beam, torch.arange(len(order)) % beam) for order in orders[1:])
+    assert moved == (beam > 1) and len({len(order) for order in orders}) > 1, "the test shows nothing"
     assert_scored([model], hypotheses)
     # A beam shares the memory of its source.
-    assert bool(record.shared) == ("cross" in options.get("fast_weight_attention", "cross"))
-    assert all(rows == beam * sources for rows, sources in record.shared)
+    assert bool(shared) == ("cross" in options.get("fast_weight_attention", "cross"))
+    assert all(rows == beam * sources for rows, sources in shared)
 
 
 def test_a_search_after_another_is_as_if_it_were_the_first():
