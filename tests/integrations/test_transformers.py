@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,7 +31,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OlmoHybrid", SIZES | LINEAR | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True}),
     "kimi_linear": ("KimiLinear", SIZES | EXPERTS | KIMI),
 }
-every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def module_of(name: str) -> Any:
@@ -61,40 +61,32 @@ def undone():
         assert getattr(module_of(name), function) is original, function
 
 
-def tokens(rows: int = 2, length: int = 70) -> torch.Tensor:
-    return torch.randint(2, 50, (rows, length), generator=torch.Generator().manual_seed(1))
+def tokens(length: int = 70) -> torch.Tensor:
+    return torch.randint(2, 50, (2, length), generator=torch.Generator().manual_seed(1))
 
 
-@every_model
-def test_logits_and_gradients(name):
-    model, text = build(name), tokens()
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_gradients_and_greedy_generation_are_theirs(name):
+    model, text, short = build(name), tokens(), tokens(length=9)
+    mask = torch.ones_like(short)
+    mask[0, :3] = 0  # with a cache, the first prompt padded on the left
     outcomes = []
-    for context in (fast.install, lambda: torch.enable_grad()):
-        with context():
+    for context in (fast.install(model), nullcontext()):
+        with context:
             model.zero_grad()
             logits = model(text).logits
             logits.logsumexp(-1).square().mean().backward()
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            outcomes.append((logits.detach(), gradients))
-    (ours, our_gradients), (theirs, their_gradients) = outcomes
+            written = model.generate(short, attention_mask=mask, max_new_tokens=12, do_sample=False)
+            outcomes.append((logits.detach(), gradients, written))
+    (ours, our_gradients, our_text), (theirs, their_gradients, their_text) = outcomes
     assert (ours - theirs).abs().max() <= 1e-4 and not torch.equal(ours, theirs)
+    assert torch.equal(our_text, their_text)
     assert our_gradients.keys() == their_gradients.keys()
     scale = max(x.norm() for x in their_gradients.values())
     for parameter, gradient in their_gradients.items():
         error = (our_gradients[parameter] - gradient).norm()
         assert error <= 1e-3 * gradient.norm() + 1e-5 * scale, parameter
-
-
-@every_model
-def test_greedy_generation(name):
-    """With a cache, the first prompt padded on the left: the same tokens."""
-    model, text = build(name), tokens(length=9)
-    mask = torch.ones_like(text)
-    mask[0, :3] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    theirs = model.generate(text, **options)
-    with fast.install(model):
-        assert torch.equal(model.generate(text, **options), theirs)
 
 
 def test_bfloat16():

@@ -16,15 +16,8 @@ import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 
 WORDS = tuple(f"w{i}" for i in range(40))
 
-SIZES = {
-    "decoder-layers": 2,
-    "decoder-embed-dim": 16,
-    "decoder-input-dim": 16,
-    "decoder-output-dim": 16,
-    "decoder-ffn-embed-dim": 32,
-    "decoder-attention-heads": 2,
-    "tokens-per-sample": 64,
-}
+SIZES = {f"decoder-{name}-dim": 16 for name in ("embed", "input", "output")}
+SIZES |= {"decoder-layers": 2, "decoder-attention-heads": 2, "decoder-ffn-embed-dim": 32, "tokens-per-sample": 64}
 
 
 class Fairseq:

@@ -95,7 +95,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(fairseq, made_with, f
         ((*WORDS[:-2], WORDS[-1], WORDS[-2]), "dictionary digest is"),
         ((*WORDS[:-1], "other"), "dictionary digest is"),
     ],
-    ids=["smaller", "another order", "another word"],
+    ids=["smaller", "order", "word"],
 )
 def test_a_checkpoint_of_another_dictionary_is_refused_by_name(fairseq, words, named):
     with pytest.raises(ValueError, match=named):

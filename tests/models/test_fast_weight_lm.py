@@ -33,13 +33,11 @@ MODELS = {
     "pre-norm": "--decoder-normalize-before --no-attention-bias --scale-read-out",
     "adaptive": f"--update-rule sum {ADAPTIVE}",
     "retention": "--update-rule retention",
-    "local": "--mixers local --local-window 3",
-    "abc": "--mixers abc --abc-slots 3",
+    "local, abc": "--mixers local,abc:2 --local-window 3 --abc-slots 3",
     "transformer-xl": "--mixers transformer-xl --transformer-xl-same-length",
     "mamba": "--mixers mamba --mamba-state 4",
     "gated-delta": "--mixers gated-delta,kimi-delta:2 --gated-delta-key-dim 6 --kimi-delta-conv 2",
     "delta-product": "--mixers delta-product --delta-product-writes 3",
-    "two": "--mixers delta,local:2 --local-window 3",
     "small state": "--update-rule gated --feature-dim 3 --share-decoder-input-output-embed",
 }
 NO_POSITIONS = "--no-token-positional-embeddings"
@@ -49,10 +47,9 @@ def models(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("flags", [MODELS[name] for name in names or MODELS], ids=names or list(MODELS))
 
 
-def token_by_token(model, tokens: torch.Tensor, incremental: dict | None = None) -> torch.Tensor:
+def token_by_token(model, tokens: torch.Tensor) -> torch.Tensor:
     """As the sequence generator asks: the whole prefix every time, and a state, which does not grow."""
-    incremental, sizes = {} if incremental is None else incremental, set()
-    steps = []
+    incremental, sizes, steps = {}, set(), []
     for t in range(tokens.shape[1]):
         steps.append(model(tokens[:, : t + 1], incremental_state=incremental)[0])
         sizes.add(tuple(x.shape for buffer in incremental.values() for x in buffer.values()))

@@ -118,19 +118,6 @@ def test_scores_are_the_same_token_by_token_and_alone(places, rule, feature_map,
     assert relative_error(later[:, 4:], whole[:, 4:]) > 0.01
 
 
-@torch.no_grad()
-def test_the_state_grows_neither_with_the_target_nor_with_the_source():
-    model, sizes = build(update_rule="delta"), set()
-    for length in (3, 30):
-        encoder_out, incremental = model.encoder(**batch(sentences([length, 2]))), {}
-        for t in range(1, 6):
-            model.decoder(torch.full((2, t), 5), encoder_out=encoder_out, incremental_state=incremental)
-            buffers = [x for x in incremental.values() if isinstance(x, dict)]
-            sizes.add(tuple(tuple(x.shape) for buffer in buffers for x in buffer.values()))
-            assert len(buffers) == 4  # two layers: of the target, of the source
-    assert len(sizes) == 1
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_without_fast_weights_it_is_fairseqs_transformer(name):
     theirs = build("transformer", **OPTIONS[name])
