@@ -47,7 +47,7 @@ SUM, PRE_NORM, ALL = "--update-rule sum", "--decoder-normalize-before", "--softm
 @pytest.mark.parametrize(
     ("made_with", "flags", "named"),
     [
-        ("--update-rule delta", f"{SUM} --normalization sum", r"mixers is 'delta' .* 'sum'"),
+        ("--update-rule delta", f"{SUM} --normalization sum", r": mixers is 'delta' [^;]* 'sum' [^;]*$"),
         ("--update-rule gated", "--update-rule decay", r"mixers is 'gated' .* 'decay'"),
         # With the same parameters, of the same sizes: nothing else would notice.
         ("--feature-map elu", "--feature-map tanh", r"delta feature map is 'elu' .* 'tanh'"),
