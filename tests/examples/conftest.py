@@ -6,6 +6,9 @@ import gzip
 import json
 import os
 import random
+import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,35 +24,59 @@ from tests.conftest import command, import_plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-WIKITEXT103 = EXAMPLES / "wikitext103"
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
-sys.path += [str(EXAMPLES), str(EXAMPLES / "gpt2")]  # as when their programs are started
+sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "wmt14", "xatl")]  # as when their programs are started
 encode, reproduce_command = import_module("encode"), import_module("reproduce")
 
+Result = subprocess.CompletedProcess[str]
 Commands = Callable[..., list[list[str]]]
 Reproduce = Callable[..., tuple[int, str, str]]
+Run = Callable[..., tuple[object, str, str]]
+
+TINY = {
+    "wikitext103": """--decoder-layers 1 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
+        --decoder-ffn-embed-dim 8 --decoder-attention-heads 2 --adaptive-input-cutoff 50,100
+        --adaptive-softmax-cutoff 50,100""".split(),
+    "gpt2": """--decoder-layers 2 --decoder-embed-dim 64 --decoder-attention-heads 2 --decoder-ffn-embed-dim 256
+        --max-target-positions 24""".split(),
+    # Heads of 8, of which 2 dimensions are turned; retention has 4 or 8 heads.
+    "xatl": """--decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 28 --decoder-attention-heads 2
+        --rotary-dim 2 --max-target-positions 24""".split(),
+    "wmt14": """--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32
+        --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2
+        --decoder-attention-heads 2""".split(),
+}
+"""Small models by the folder of a table: at a call's end these options override what the call sets."""
 
 
-def run_script(script: Path, *arguments: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Runs a script in the repository's root, with this Python's fairseq."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return subprocess.run(
-        [sys.executable if script.suffix == ".py" else "bash", str(script), *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
-        capture_output=True,
-        text=True,
-    )
+def tiny(table: str, row: str) -> list[str]:
+    """The options that make a row's model small."""
+    flags = list(TINY[reproduce_command.TABLES[table].folder])
+    if "hybrid" in row:  # of two layers, the second has softmax
+        flags += ["--softmax-attention-layers", "2"]
+    if table == "mao-table3" and row != "base":  # a head of this size has keys of 16
+        flags += ["--feature-dim", "8"]
+    return flags
+
+
+def shell_words(line: str) -> tuple[dict[str, str], list[str]]:
+    """A call as one types it: settings of the environment, and the words after them."""
+    words = shlex.split(line)
+    env = dict(word.split("=", 1) for word in words if re.match("[A-Z_0-9]+=", word))
+    return env, words[len(env) :]
+
+
+def refused(text: str) -> pytest.MarkDecorator:
+    """Cases of lines `[NAME=VALUE ...] WORD ... -> MESSAGE`."""
+    lines = [line.split(" -> ") for line in text.strip().splitlines()]
+    return pytest.mark.parametrize(("env", "words", "message"), [(*shell_words(call), told) for call, told in lines])
 
 
 def options(words: list[str]) -> dict[str, str]:
     """The options of a call by name; the last one of a kind counts, as for argparse."""
-    found = {}
-    for i, word in enumerate(words):
-        if word.startswith("--"):
-            value = words[i + 1] if i + 1 < len(words) else "--"
-            found[word] = "" if value.startswith("--") else value
-    return found
+    following = [*words[1:], "--"]
+    return {a: "" if b.startswith("--") else b for a, b in zip(words, following, strict=True) if a.startswith("--")}
 
 
 def make_newer(checkpoint: Path) -> None:
@@ -72,41 +99,20 @@ def write_training(folder: Path, updates: int, finished: bool = True, *first: st
     return folder
 
 
-TINY = {
-    "wikitext103": """--decoder-layers 1 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
-        --decoder-ffn-embed-dim 8 --decoder-attention-heads 2 --adaptive-input-cutoff 50,100
-        --adaptive-softmax-cutoff 50,100""".split(),
-    "gpt2": """--decoder-layers 2 --decoder-embed-dim 64 --decoder-attention-heads 2 --decoder-ffn-embed-dim 256
-        --max-target-positions 24""".split(),
-    # Heads of 8, of which 2 dimensions are turned; retention has 4 or 8 heads.
-    "xatl": """--decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 28 --decoder-attention-heads 2
-        --rotary-dim 2 --max-target-positions 24""".split(),
-    "wmt14": """--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32
-        --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2
-        --decoder-attention-heads 2""".split(),
-}
-"""Small models by the folder of a table: at a call's end these options override what the call sets."""
-TRAINING = "--cpu --num-workers 0 --warmup-updates 1 --max-update 2 --batch-size 2 --tokens-per-sample 16".split()
+# --- scripts, and programs that only note how they were called
 
 
-def tiny(table: str, row: str) -> list[str]:
-    """The options that make a row's model small."""
-    flags = list(TINY[reproduce_command.TABLES[table].folder])
-    if "hybrid" in row:  # of two layers, the second has softmax
-        flags += ["--softmax-attention-layers", "2"]
-    if table == "mao-table3" and row != "base":  # a head of this size has keys of 16
-        flags += ["--feature-dim", "8"]
-    return flags
-
-
-# --- programs that only note how they were called
+def run_script(script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> Result:
+    """Runs a script in the repository's root, with this Python's fairseq."""
+    settings = {"PATH": PATH, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in (env or {}).items()}}
+    words = [sys.executable if script.suffix == ".py" else "bash", str(script), *map(str, arguments)]
+    return subprocess.run(words, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
 
 
 class Programs:
-    """Runs scripts with programs that note how they were called."""
+    """Runs scripts with programs that note how they were called; `bodies` are what they do besides, in bash."""
 
     def __init__(self, folder: Path, bodies: Mapping[str, str]) -> None:
-        """`bodies` are what the programs do besides, in bash, by name."""
         self.folder = folder
         folder.mkdir()
         for name, body in bodies.items():
@@ -114,25 +120,14 @@ class Programs:
             (folder / name).write_text(f"#!/bin/bash\n{note}\n{body}\n")
             (folder / name).chmod(0o755)
 
-    def run(
-        self, script: Path, *arguments: object, env: Mapping[str, object] | None = None
-    ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    def run(self, script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> tuple[Result, list]:
         """The result, and the calls in their order."""
         calls = self.folder / "calls"
+        shutil.rmtree(calls, ignore_errors=True)
         calls.mkdir()
-        path = [str(self.folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        variables = {"PATH": os.pathsep.join(path), "CALLS": str(calls), **(env or {})}
-        try:
-            result = subprocess.run(
-                ["bash", str(script), *map(str, arguments)],
-                cwd=ROOT,
-                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-                capture_output=True,
-                text=True,
-            )
-            return result, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
-        finally:
-            shutil.rmtree(calls)
+        settings = {"PATH": os.pathsep.join([str(self.folder), PATH]), "CALLS": calls, **(env or {})}
+        result = run_script(script, *arguments, env=settings)
+        return result, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
 
 
 @pytest.fixture
@@ -140,7 +135,7 @@ def commands(tmp_path: Path) -> Commands:
     """Runs a script to the end with nothing in the place of fairseq, and returns its calls."""
     programs = Programs(tmp_path / "programs", {"fairseq-train": "", "fairseq-eval-lm": ""})
 
-    def collect(script: Path, *arguments: object, env: Mapping[str, str] | None = None) -> list[list[str]]:
+    def collect(script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> list[list[str]]:
         result, calls = programs.run(script, *arguments, env=env)
         assert result.returncode == 0, result.stderr
         return calls
@@ -148,18 +143,27 @@ def commands(tmp_path: Path) -> Commands:
     return collect
 
 
-# --- fairseq within this process, which saves the seconds that it takes to start
+# --- Python's programs within this process, which saves the seconds that they take to start
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a program; returns its status and what it wrote to stdout and stderr."""
+
+    def call(script: Path, *arguments: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(script), run_name="__main__")
+        return end.value.code, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture
 def fairseq(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], str]:
     """Runs a call of one of fairseq's programs, and returns its log."""
     monkeypatch.chdir(ROOT)
-
-    def call(words: list[str]) -> str:
-        return command(Path(words[0]).name.removeprefix("fairseq-").replace("-", "_"), *words[1:])
-
-    return call
+    return lambda words: command(Path(words[0]).name.removeprefix("fairseq-").replace("-", "_"), *words[1:])
 
 
 @pytest.fixture
@@ -178,15 +182,13 @@ def reproduce(
     for name in ("GPUS", "UPDATE_FREQ", "PRECISION", "CHECKPOINT", "SPLITS", "MODE"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*words: object, **env: str) -> tuple[int, str, str]:
+    def call(*words: object, **env: str) -> tuple[int, str, str]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in env.items():
                 patch.setenv(name, value)
-            status = reproduce_command.main([str(word) for word in words])
-        said = capsys.readouterr()
-        return status, said.out, said.err
+            return reproduce_command.main([str(word) for word in words]), *capsys.readouterr()
 
-    return run
+    return call
 
 
 # --- WikiText
@@ -198,27 +200,27 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
     draw = random.Random(1)
     vocabulary = ["the", "<unk>", ",", ".", "@-@", "–", "日本", "naïve"] + [f"w{i}" for i in range(10_200)]
-    for split, paragraphs in (("train", [vocabulary, *([40] * 8)]), ("valid", [40] * 4), ("test", [40] * 4)):
-        lines = [" \n", " = Title = \n", " \n"]
-        for words in paragraphs:
-            words = draw.choices(vocabulary[:40], k=words) if isinstance(words, int) else words
-            lines.append(" " + " ".join(words) + " \n")
+    for split, texts in (("train", [vocabulary, *([40] * 8)]), ("valid", [40] * 4), ("test", [40] * 4)):
+        paragraphs = [draw.choices(vocabulary[:40], k=words) if isinstance(words, int) else words for words in texts]
+        lines = [" \n", " = Title = \n", " \n", *(f" {' '.join(words)} \n" for words in paragraphs)]
         (folder / f"wiki.{split}.tokens").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+def binarise(out: Path, prefixes: Mapping[str, object], *flags: str) -> Path:
+    words = [word for split, prefix in prefixes.items() for word in (f"--{split}pref", str(prefix))]
+    command("preprocess", "--only-source", "--destdir", str(out), *words, *flags)
+    return out
+
+
+def binarise_tokens(tokens: Path, out: Path, *flags: str) -> Path:
+    return binarise(out, {split: tokens / f"wiki.{split}.tokens" for split in ("train", "valid", "test")}, *flags)
 
 
 @pytest.fixture(scope="session")
 def data(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tokens` as prepare.sh leaves them."""
     return binarise_tokens(tokens, tmp_path_factory.mktemp("data") / "bin")
-
-
-def binarise_tokens(tokens: Path, out: Path, *flags: str) -> Path:
-    prefixes = [
-        word for split in ("train", "valid", "test") for word in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")
-    ]
-    command("preprocess", "--only-source", "--destdir", str(out), *prefixes, *flags)
-    return out
 
 
 @pytest.fixture(scope="session")
@@ -244,8 +246,7 @@ def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def numbered(published: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tokens` in the numbers of the published dictionary."""
-    out = tmp_path_factory.mktemp("numbered") / "bin"
-    return binarise_tokens(tokens, out, "--srcdict", str(published / "dict.txt"))
+    return binarise_tokens(tokens, tmp_path_factory.mktemp("n") / "bin", "--srcdict", str(published / "dict.txt"))
 
 
 # --- models of Hugging Face
@@ -284,10 +285,8 @@ def convert(folder: Path, neox: bool, **sizes: int) -> Path:
 def encode_documents(source: Path, folder: Path) -> Path:
     """`DOCUMENTS` in a model's subwords, as gpt2/prepare.sh leaves them."""
     assert encode.main([str(source), str(write_documents(folder / "text")), str(folder), "--workers", "1"]) == 0
-    prefixes = [word for split in DOCUMENTS for word in (f"--{split}pref", f"{folder}/{split}.bpe")]
-    flags = ["--only-source", "--srcdict", f"{source}/dict.txt", "--destdir", f"{folder}/bin", *prefixes]
-    command("preprocess", *flags)
-    return folder / "bin"
+    prefixes = {split: folder / f"{split}.bpe" for split in DOCUMENTS}
+    return binarise(folder / "bin", prefixes, "--srcdict", f"{source}/dict.txt")
 
 
 @pytest.fixture(scope="session")

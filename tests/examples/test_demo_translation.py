@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from .conftest import refused
 
 comparison, number_text, pieces, run, translations = (
     import_module(f"demo_translation.{name}") for name in ("comparison", "number_text", "pieces", "run", "translations")
@@ -27,37 +27,23 @@ D-2\t-inf\t
 """
 
 
-# --- the text
-
-
-def test_a_number_is_in_the_same_line_of_both_languages(tmp_path: Path) -> None:
-    number_text.write_text({"test": [1, 342_007, 2_001_000_030]}, tmp_path)
-    english, german = (
-        (tmp_path / f"test.{language}").read_text(encoding="utf-8").split("\n") for language in ("en", "de")
-    )
-    assert english[:2] == ["one", "three hundred and forty-two thousand and seven"]
-    assert german == ["eins", "dreihundertzweiundvierzigtausendsieben", "zwei Milliarden eine Million dreißig", ""]
-
-
-def test_the_splits_have_their_sizes_share_no_number_and_test_all_lengths() -> None:
+def test_numbers_are_drawn_once_and_for_all_and_written_in_the_same_line_of_both_languages(tmp_path: Path) -> None:
     splits = number_text.split_numbers(number_text.SIZES)
     assert {split: len(numbers) for split, numbers in splits.items()} == number_text.SIZES
     numbers = [number for split in splits.values() for number in split]
     assert len(set(numbers)) == len(numbers)
     assert min(numbers) >= 1 and max(numbers) < 10**number_text.DIGITS
     digits = [len(str(number)) for number in splits["test"]]
-    for length in range(4, number_text.DIGITS + 1):  # of shorter ones there are too few
-        assert 60 < digits.count(length) < 160
+    # Of shorter ones there are too few, which may be used up.
+    assert all(60 < digits.count(length) < 160 for length in range(4, number_text.DIGITS + 1))
+    assert set(range(1, 10)) <= set(number_text.split_numbers({"train": 30_000, "test": 1})["train"])
+    small = number_text.split_numbers({"train": 300, "valid": 20, "test": 30})
+    assert small["test"][:3] == [578, 8_548_059_994, 559_411]
 
-
-def test_the_text_is_the_same_every_time_and_may_use_up_short_numbers() -> None:
-    sizes = {"train": 300, "valid": 20, "test": 30}
-    assert number_text.split_numbers(sizes)["test"][:3] == [578, 8_548_059_994, 559_411]
-    splits = number_text.split_numbers({"train": 30_000, "valid": 1, "test": 1})
-    assert set(range(1, 10)) <= {number for numbers in splits.values() for number in numbers}
-
-
-# --- pieces, translations
+    number_text.write_text({"test": [1, 342_007, 2_001_000_030]}, tmp_path)
+    english, german = ((tmp_path / f"test.{x}").read_text(encoding="utf-8").split("\n") for x in ("en", "de"))
+    assert english[:2] == ["one", "three hundred and forty-two thousand and seven"]
+    assert german == ["eins", "dreihundertzweiundvierzigtausendsieben", "zwei Milliarden eine Million dreißig", ""]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +72,6 @@ def test_pieces_put_together_are_the_text_and_the_same_every_time(text: Path, mo
         assert joined == (text / name).read_text(encoding="utf-8").split("\n")
         seen |= set(cut.split())
     assert 50 < len(seen) <= 100
-
     pieces.train([text / "train.en", text / "train.de"], tmp_path / "again.model", 100)
     assert (tmp_path / "again.model").read_bytes() == model.read_bytes()
 
@@ -98,56 +83,37 @@ def test_translations_come_in_the_order_of_the_source(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text(encoding="utf-8") == "eine Million\nzwei\n\n"
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        (number_text, "out --test 0", "--test is 0; it must be at least 1"),
-        (number_text, "out --train 999999", "are 1,001,499 together; they must be 1,000,000 at most"),
-        (number_text, "texts", "test.de is there already"),
-        (pieces, "train new.model latin-1", "latin-1 is not UTF-8 text: .* at byte 2"),
-        (pieces, "train new.model good --pieces 100000", "Vocabulary size too high"),
-        (pieces, "train good good", "good is there already"),
-        (pieces, "encode missing out good", "there is no model missing"),
-        (pieces, "encode MODEL . good", "good is there already"),
-        (pieces, "encode MODEL out good texts/good", "two files have the same name"),
-        (translations, "generated four out", "1 of 4 lines have no translation, line 4 the first of them"),
-        (translations, "generated two out", "there are 3 translations of 2 lines"),
-        (translations, "twice good out", "line 2 has two translations; generate with --nbest 1"),
-        (translations, "generated good texts/test.de", "test.de is there already"),
-    ],
-)
+@refused("""
+number_text out --test 0 -> --test is 0; it must be at least 1
+number_text out --train 999999 -> are 1,001,499 together; they must be 1,000,000 at most
+number_text texts -> test.de is there already
+pieces train new.model latin-1 -> latin-1 is not UTF-8 text: .* at byte 2
+pieces train new.model good --pieces 100000 -> Vocabulary size too high
+pieces train good good -> good is there already
+pieces encode missing out good -> there is no model missing
+pieces encode MODEL . good -> good is there already
+pieces encode MODEL out good texts/good -> two files have the same name
+translations generated four out -> 1 of 4 lines have no translation, line 4 the first of them
+translations generated two out -> there are 3 translations of 2 lines
+translations twice good out -> line 2 has two translations; generate with --nbest 1
+translations generated good texts/test.de -> test.de is there already
+""")
 def test_what_the_scripts_cannot_use_is_named_and_nothing_is_written(
-    script: Any,
-    arguments: str,
-    message: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    env: dict[str, str], words: list[str], message: str, model: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
-    files = {
-        "good": "one\ntwo\nthree\n",
-        "texts/good": "one\n",
-        "texts/test.de": "years of work",
-        "two": "one\ntwo\n",
-        "four": "one\n" * 4,
-        "generated": GENERATED,
-        "twice": f"{GENERATED}D-1\t-0.5\tdrei\n",
-        "latin-1": "größer\n",
-    }
+    files = {"good": "one\ntwo\nthree\n", "texts/good": "one\n", "texts/test.de": "years of work", "two": "one\ntwo\n"}
+    files |= {"four": "one\n" * 4, "generated": GENERATED, "twice": f"{GENERATED}D-1\t-0.5\tdrei\n"}
+    files |= {"latin-1": "größer\n"}
     for name, content in files.items():
         Path(name).write_text(content, encoding="latin-1")
-    assert script.main([str(model) if word == "MODEL" else word for word in arguments.split()]) == 1
+    script = import_module(f"demo_translation.{words[0]}")
+    assert script.main([str(model) if word == "MODEL" else word for word in words[1:]]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"{Path(script.__file__).name}: ") and error.count("\n") == 1
-    assert re.search(message, error)
+    assert error.startswith(f"{words[0]}.py: ") and error.count("\n") == 1 and re.search(message, error)
     left = {str(path): path.read_text(encoding="latin-1") for path in Path().rglob("*") if path.is_file()}
     assert left == files
-
-
-# --- scores, what is shown
 
 
 @pytest.mark.parametrize(
@@ -166,25 +132,18 @@ def test_a_wrong_translation_is_shown_if_there_is_one(wrong: dict[str, list[int]
     assert lines[-len(expected) :] == expected
 
 
-# --- all of it
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq's own
-def test_numbers_that_were_never_seen_are_translated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fairseq: Callable[[list[str]], str]
-) -> None:
+def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, capsys, fairseq) -> None:
     """What `make demo-translation` does in a third of the updates, without the softmax Transformer beside it."""
     out = tmp_path / "out"
     arguments = ["--out", str(out), "--models", "linear-transformer", "--updates", "450"]
     assert run.main(arguments) == 0
     shown = capsys.readouterr().out
-    for command in ("fairseq-train", "fairseq-generate", "translations.py", "sacrebleu"):
-        assert command in shown
+    assert all(x in shown for x in ("fairseq-train", "fairseq-generate", "translations.py", "sacrebleu"))
     table = (out / "table.md").read_text(encoding="utf-8")
-    assert table in shown
     [row] = [comparison.Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
-    assert table.startswith(comparison.format_rows([row])) and row.signature in table
+    assert table in shown and table.startswith(comparison.format_rows([row])) and row.signature in table
     assert row.bleu >= 30, shown  # 45; what has not learned to count has none
     assert row.exact >= 0.2 * row.lines
     assert "tok:13a" in row.signature and "smooth:exp" in row.signature

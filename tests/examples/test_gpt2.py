@@ -11,54 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import DOCUMENTS, ROOT, encode, run_script, write_documents
+from .conftest import DOCUMENTS, EXAMPLES, encode, run_script, write_documents
 
-GPT2 = ROOT / "examples" / "gpt2"
-PREPARE = GPT2 / "prepare.sh"
-
-# fairseq and what it calls, attributed to the line that calls fairseq.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture
-def places(tmp_path: Path) -> dict[str, Path]:
-    """Folders with nothing but the names that the scripts look for."""
-    for folder, names in (
-        ("gpt2", ("model.pt", "dict.txt", "encoder.json", "vocab.bpe", "byte_level.json")),
-        ("target", ("checkpoint_best.pt", "dict.txt")),
-        ("training", ("checkpoint_best.pt",)),
-        ("data", ("dict.txt",)),
-        ("text", ("train.txt", "valid.txt")),
-    ):
-        (tmp_path / folder).mkdir()
-        for name in names:
-            (tmp_path / folder / name).touch()
-    return {name.upper(): tmp_path / name for name in ("gpt2", "target", "training", "data", "text", "out")}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "env", "message"),
-    [
-        (["OUT", "GPT2"], {}, "prepare.sh OUT SOURCE FOLDER"),
-        (["OUT", "TARGET", "TEXT"], {}, "which holds no encoder.json; from-huggingface makes it"),
-        (["OUT", "GPT2", "nowhere"], {}, "there is no folder nowhere"),
-        (["OUT", "GPT2", "GPT2"], {}, "holds no train, neither a file nor a folder of files"),
-        (["OUT", "GPT2", "TEXT"], {"VALID_TOKENS": "0"}, "--valid-tokens: 0 is not a positive whole number"),
-        (["TARGET", "GPT2", "TEXT"], {}, "is finished, but with another dictionary than that of SOURCE"),
-        (["TRAINING", "GPT2", "TEXT"], {}, "is there, but is not what this script makes"),
-    ],
-)
-def test_wrong_use_is_refused_and_leaves_nothing_behind(
-    arguments: list[str], env: dict[str, str], message: str, places: dict[str, Path]
-) -> None:
-    (places["TARGET"] / "dict.txt").write_text("of another model 1\n")
-    result = run_script(PREPARE, *(places.get(word, word) for word in arguments), env=env)
-    assert result.returncode != 0
-    assert message in result.stderr
-    assert not list(places["OUT"].parent.glob("*.unfinished")) and not places["OUT"].exists()
-
-
-# --- prepare.sh
+PREPARE = EXAMPLES / "gpt2" / "prepare.sh"
 
 
 @pytest.mark.slow
@@ -68,7 +23,7 @@ def test_prepared_text_is_the_documents_in_the_models_subwords(gpt2: Path, tmp_p
     from fairseq_fastweights.data.byte_level_bpe import ByteLevelBPE
 
     data = tmp_path / "bin"
-    result = run_script(PREPARE, data, gpt2, write_documents(tmp_path / "text"), env={"WORKERS": "1"})
+    result = run_script(PREPARE, data, gpt2, write_documents(tmp_path / "text"), env={"WORKERS": "2"})
     assert result.returncode == 0, result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"bin", "text"}
     assert (data / "dict.txt").read_text() == (gpt2 / "dict.txt").read_text()
@@ -78,8 +33,7 @@ def test_prepared_text_is_the_documents_in_the_models_subwords(gpt2: Path, tmp_p
         lines = data_utils.load_indexed_dataset(str(data / split), dictionary)
         assert all(line[-1] == dictionary.eos() and dictionary.unk() not in line for line in lines)
         # In the midst of a text, <|endoftext|> is the same symbol as the one between texts.
-        texts = [decode(" ".join(dictionary[number] for number in line[:-1])) for line in lines]
-        assert texts == documents
+        assert [decode(" ".join(dictionary[number] for number in line[:-1])) for line in lines] == documents
     again = run_script(PREPARE, data, gpt2, "FOLDER")
     assert again.returncode == 0 and "is finished" in again.stdout
 
@@ -114,14 +68,9 @@ def test_documents_are_what_stands_between_separators_or_on_lines_of_json(packed
         assert list(encode.documents(path.with_name(path.name + packed))) == texts
 
 
-def write_json_lines(path: Path, *lines: object) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(source: Path, tmp_path: Path, capsys):
-    path = write_json_lines(tmp_path / "train.jsonl", *({"text": "abc"} for _ in range(9)))
-    write_json_lines(tmp_path / "valid.jsonl", {"text": "de"})
+    (tmp_path / "train.jsonl").write_text('{"text": "abc"}\n' * 9)
+    (tmp_path / "valid.jsonl").write_text('{"text": "de"}\n')
     call = [str(source), str(tmp_path), str(tmp_path), "--train-tokens"]
     assert encode.main([*call, "9"]) == 0
     # Each has 3 subwords and an end: two have 8, three 12.
@@ -133,7 +82,7 @@ def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(so
     assert encode.main([*call, "8"]) == 0
     assert (tmp_path / "train.bpe").read_text() == "97 98 99\n" * 2
     assert (tmp_path / "valid.bpe").stat() == before
-    write_json_lines(path, {"text": "f"})
+    (tmp_path / "train.jsonl").write_text('{"text": "f"}\n')
     assert encode.main([*call, "8"]) == 0
     assert (tmp_path / "train.bpe").read_text() == "102\n"
 

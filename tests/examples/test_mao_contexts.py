@@ -22,7 +22,6 @@ COUNTING = """--arch fast_weight_lm --update-rule sum --feature-map identity --n
     --decoder-layers 1 --decoder-embed-dim 4 --decoder-input-dim 4 --decoder-output-dim 4 --decoder-ffn-embed-dim 4
     --decoder-attention-heads 1 --no-token-positional-embeddings --dropout 0""".split()
 
-# fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
 
 # Words of the text before each token, in its window. Worked out by hand.
@@ -57,19 +56,17 @@ def counter(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "checkpoint_last.pt"
     checkpoint = torch.load(path, weights_only=False)
     weights = checkpoint["model"]
-    eos, words = 2, slice(4, 4 + len(WORDS))
-    with torch.no_grad():
-        for name, weight in weights.items():
-            if weight.is_floating_point() and "layer_norm" not in name:
-                weight.zero_()
-        weights["decoder.embed_tokens.weight"][words, 0] = 1
-        weights["decoder.embed_tokens.weight"][eos, 1] = 1
-        for name in "qk":
-            weights[f"decoder.layers.0.self_attn.{name}_proj.bias"].fill_(1)
-        weights["decoder.layers.0.self_attn.v_proj.weight"][2, 0] = 0.04
-        weights["decoder.layers.0.self_attn.out_proj.weight"].copy_(torch.eye(4))
-        weights["decoder.output_projection.weight"][words, 2] = -3
-        weights["decoder.output_projection.weight"][eos, 2] = -3
+    eos, words = 2, list(range(4, 4 + len(WORDS)))
+    for name, weight in weights.items():
+        if weight.is_floating_point() and "layer_norm" not in name:
+            weight.zero_()
+    weights["decoder.embed_tokens.weight"][words, 0] = 1
+    weights["decoder.embed_tokens.weight"][eos, 1] = 1
+    for name in "qk":
+        weights[f"decoder.layers.0.self_attn.{name}_proj.bias"].fill_(1)
+    weights["decoder.layers.0.self_attn.v_proj.weight"][2, 0] = 0.04
+    weights["decoder.layers.0.self_attn.out_proj.weight"].copy_(torch.eye(4))
+    weights["decoder.output_projection.weight"][[eos, *words], 2] = -3
     torch.save(checkpoint, path)
     return path
 
@@ -111,6 +108,5 @@ def test_each_token_sees_the_words_that_its_context_says(
     wanted = [score_after[words] for words in SEEN[context]]
     assert scores == pytest.approx(wanted, abs=2e-6)  # the log has six decimals
     assert "Evaluated 23 tokens" in log
-    perplexity = re.search(r"Perplexity: ([\d.]+)", log)
-    assert perplexity is not None
-    assert float(perplexity[1]) == pytest.approx(math.exp(-sum(wanted) / len(wanted)), abs=0.006)
+    [perplexity] = re.findall(r"Perplexity: ([\d.]+)", log)
+    assert float(perplexity) == pytest.approx(math.exp(-sum(wanted) / len(wanted)), abs=0.006)

@@ -12,40 +12,29 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from .conftest import EXAMPLES, Reproduce, make_newer, options, reproduce_command
+from .conftest import EXAMPLES, Reproduce, make_newer, options, refused, reproduce_command, shell_words
 
 papers = sys.modules["papers"]
 ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
-
 SMALL = ("schlag-table2", "small-delta-network")
-CARRIED = ("schlag-table4", "delta-network")
-LINEAR = ("schlag-table1", "linear")
-GPT2 = ("mao-table1", "decay-no-feature-map")
-MAO = ("mao-table3", "decay-32")
-FFN = ("choi-table2", "400m-ffn-retnet")
 
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, Path]:
     """Folders with nothing but the names that the command looks for."""
-    for folder, names in (
-        ("converted", ("model.pt", "dict.txt")),
-        ("trained", ("checkpoint_best.pt", "checkpoint_last.pt", "dict.txt")),
-        ("unfinished", ("checkpoint_best.pt",)),
-        ("data", ("dict.txt", "preparation.json")),
-        ("bpe", ("subwords.codes",)),
-        ("other", ("dict.txt",)),
+    for name in (
+        *("CONVERTED/model.pt", "CONVERTED/dict.txt", "TRAINED/checkpoint_best.pt", "TRAINED/checkpoint_last.pt"),
+        *("TRAINED/dict.txt", "UNFINISHED/checkpoint_best.pt", "DATA/dict.txt", "DATA/preparation.json"),
+        "OTHER/dict.txt",
     ):
-        (tmp_path / folder).mkdir()
-        for name in names:
-            (tmp_path / folder / name).touch()
-    (tmp_path / "other" / "dict.txt").write_text("of another model 1\n")
-    (tmp_path / "bpe" / "preparation.json").write_text('{"made from": {"target": "de"}}')
-    return {path.name.upper(): path for path in [*tmp_path.iterdir(), tmp_path / "out"]}
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "OTHER" / "dict.txt").write_text("of another model 1\n")
+    return {path.name: path for path in [*tmp_path.iterdir(), tmp_path / "OUT"]}
 
 
 def printed(reproduce: Reproduce, *words: object, **env: str) -> list[list[str]]:
-    """The commands in words, the programs without their folder."""
+    """The commands of a call, the programs without their folders."""
     status, out, err = reproduce("--print", *words, **env)
     assert status == 0, err
     commands = [shlex.split(line) for line in out.splitlines()]
@@ -60,82 +49,51 @@ def printed(reproduce: Reproduce, *words: object, **env: str) -> list[list[str]]
 )
 def test_a_row_is_these_command_lines(block: str, reproduce: Reproduce) -> None:
     """Written by hand. S, a SOURCE that is a checkpoint, is a file that is there."""
-    call, *lines = [
-        ["README.md" if word == "S" else word for word in shlex.split(line)] for line in block.strip().split("\n")
-    ]
-    env = dict(word.split("=") for word in call[1:] if "=" in word)
-    assert printed(reproduce, *call[1 + len(env) :], **env) == lines
+    (env, call), *lines = [shell_words(re.sub(r"\bS\b", "README.md", line)) for line in block.strip().split("\n")]
+    assert printed(reproduce, *call[1:], **env) == [words for _, words in lines]
 
 
-SOFTMAX = "1 standard|2 (small|medium)-transformer|mao.* (base|gpt2)$"
 OTHERS = "(transformer-xl|local|linformer|abc)-"  # that have no update rule
-WANTED = [
-    ("--arch", "schlag-table1", "fast_weight_transformer_wmt_en_de_big"),
-    ("--arch", "small|schlag-table5", "fast_weight_lm_wiki103_small"),
-    ("--arch", "schlag", "fast_weight_lm_wiki103_medium"),
-    ("--arch", "mao-table3", "fast_weight_lm_baevski_wiki103"),
-    ("--arch", "mao", "fast_weight_lm_gpt2_small"),
-    ("--arch", "mha", "fast_weight_lm_pythia_410m"),
-    ("--arch", "1b", "fast_weight_lm_retnet_1b"),
-    ("--arch", "mamba", "fast_weight_lm_stripedmamba_430m"),
-    ("--arch", "choi", "fast_weight_lm_retnet_430m"),
-    ("--mixers", OTHERS, r"\1"),
-    ("--local-window", "local-32", "32"),
-    ("--linformer-slots", "linformer-64", "64"),
-    ("--abc-slots", "abc-32", "32"),
-    ("--transformer-xl-memory", "transformer-xl-", "384"),
-    ("--fast-weight-attention", "standard", "none"),
-    ("--fast-weight-attention", "schlag-table1", "encoder,decoder,cross"),
-    ("--softmax-attention-layers", "schlag-table1", None),
-    ("--softmax-attention-layers", f"{SOFTMAX}|mha", "all"),
-    ("--softmax-attention-layers", "400m.*hybrid", "2,12"),
-    ("--softmax-attention-layers", "1b.*hybrid", "2,8"),
-    ("--update-rule", f"{SOFTMAX}|{OTHERS}|choi", None),
-    ("--update-rule", "schlag-table3|delta", "delta"),
-    ("--update-rule", "mao.*(decay|gated)", r"\1"),
-    ("--update-rule", "", "sum"),
-    ("--feature-map", f"{SOFTMAX}|{OTHERS}|choi", None),
-    ("--feature-map", "performer", "favor"),
-    ("--feature-map", "dpfp", "dpfp"),
-    ("--feature-map", "schlag", "elu"),
-    ("--feature-map", "baseline|no-normalization", "relu"),
-    ("--feature-map", "", "identity"),
-    ("--normalization", f"{SOFTMAX}|{OTHERS}|choi", None),
-    ("--normalization", "normalization-yes", "sum,attention,removal"),
-    ("--normalization", "delta-baseline", "sum,attention"),
-    ("--normalization", "schlag-table3|delta|schlag.*no-normalization", "sum"),
-    ("--normalization", "schlag|baseline", "attention"),
-    ("--normalization", "", "none"),
-    ("--feature-dim", f"{SOFTMAX}|{OTHERS}", None),
-    ("--feature-dim", "mao-table1", "4"),
-    ("--feature-dim", r"mao.*-(\d+)", r"\1"),
-    # Table 6, and d_dot = 2 m or 2 nu d_key with d_key = 64.
-    ("--favor-features", "schlag-table1 performer-64", "32"),
-    ("--favor-features", "schlag-table1 performer-256", "128"),
-    ("--favor-features", "schlag-table1 performer-512", "256"),
-    ("--favor-features", "small-performer", "8"),
-    ("--favor-features", "performer.*-m-32", "32"),
-    ("--favor-features", "performer", "16"),
-    ("--dpfp-nu", "dpfp-256|-nu-2", "2"),
-    ("--dpfp-nu", "dpfp-512", "4"),
-    ("--dpfp-nu", "dpfp", "1"),
-    ("--transfer", "choi.*embeddings", "embeddings,output"),
-    ("--transfer", "choi.*ffn", "embeddings,output,feed-forward"),
-    ("--transfer", "choi.*wo", "embeddings,output,feed-forward,output-projection"),
-    ("--transfer", "choi.*attention", "embeddings,output,feed-forward,attention"),
-    ("--freeze", "choi-table3 ffn", "embeddings,output,feed-forward"),
-    ("--freeze", "choi-table3 wo", "embeddings,output,feed-forward,output-projection"),
-    ("--max-update", "choi.*1b", "50000"),
-    ("--max-update", "choi", "75000"),
-]
-"""What a row must ask for by its name and the papers: of an option's lines the first that fits "TABLE ROW"."""
+SOFTMAX = "1 standard|2 (small|medium)-transformer|mao.* (base|gpt2)$"
+WANTED = f"""
+--arch: schlag-table1 = fast_weight_transformer_wmt_en_de_big; small|schlag-table5 = fast_weight_lm_wiki103_small
+--arch: schlag = fast_weight_lm_wiki103_medium; mao-table3 = fast_weight_lm_baevski_wiki103
+--arch: mao = fast_weight_lm_gpt2_small; mha = fast_weight_lm_pythia_410m; 1b = fast_weight_lm_retnet_1b
+--arch: mamba = fast_weight_lm_stripedmamba_430m; choi = fast_weight_lm_retnet_430m
+--mixers: {OTHERS} = \\1
+--local-window: local-32 = 32
+--linformer-slots: linformer-64 = 64
+--abc-slots: abc-32 = 32
+--transformer-xl-memory: transformer-xl- = 384
+--fast-weight-attention: standard = none; schlag-table1 = encoder,decoder,cross
+--softmax-attention-layers: schlag-table1 = -; {SOFTMAX}|mha = all; 400m.*hybrid = 2,12; 1b.*hybrid = 2,8
+--update-rule: {SOFTMAX}|{OTHERS}|choi = -; schlag-table3|delta = delta; mao.*(decay|gated) = \\1;  = sum
+--feature-map: {SOFTMAX}|{OTHERS}|choi = -; performer = favor; dpfp = dpfp; schlag = elu
+--feature-map: baseline|no-normalization = relu;  = identity
+--normalization: {SOFTMAX}|{OTHERS}|choi = -; normalization-yes = sum,attention,removal; delta-baseline = sum,attention
+--normalization: schlag-table3|delta|schlag.*no-normalization = sum; schlag|baseline = attention;  = none
+--feature-dim: {SOFTMAX}|{OTHERS} = -; mao-table1 = 4; mao.*-(\\d+) = \\1
+--favor-features: schlag-table1 performer-64 = 32; schlag-table1 performer-256 = 128; schlag-table1 performer-512 = 256
+--favor-features: small-performer = 8; performer.*-m-32 = 32; performer = 16
+--dpfp-nu: dpfp-256|-nu-2 = 2; dpfp-512 = 4; dpfp = 1
+--transfer: choi.*embeddings = embeddings,output; choi.*ffn = embeddings,output,feed-forward
+--transfer: choi.*wo = embeddings,output,feed-forward,output-projection
+--transfer: choi.*attention = embeddings,output,feed-forward,attention
+--freeze: choi-table3 ffn = embeddings,output,feed-forward
+--freeze: choi-table3 wo = embeddings,output,feed-forward,output-projection
+--max-update: choi.*1b = 50000; choi = 75000
+"""
+"""What a row must ask for by its name and the papers: of an option's patterns the first that fits "TABLE ROW" counts; -
+is for nothing. FAVOR+ and DPFP: Table 6, and d_dot = 2 m or 2 nu d_key with d_key = 64."""
 
 
-def wanted(name: str, option: str) -> str | None:
-    for this, pattern, value in WANTED:
-        if this == option and (found := re.search(pattern, name)):
-            return value and found.expand(value)
-    return None
+def wanted(name: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for option, _, cases in (line.partition(": ") for line in WANTED.strip().splitlines()):
+        for pattern, value in (case.split(" = ") for case in cases.split("; ")):
+            if option not in found and (match := re.search(pattern, name)):
+                found[option] = match.expand(value)
+    return {option: value for option, value in found.items() if value != "-"}
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
@@ -143,8 +101,8 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: 
     recipe = papers.TABLES[table].rows[row].recipe
     (train,) = printed(reproduce, table, row, "train", *["S"] * recipe.sources, "D", "O")
     asked = options(train)
-    names = {option for option, _, _ in WANTED if table.startswith("choi") or option != "--max-update"}
-    assert {name: asked.get(name) for name in names} == {name: wanted(f"{table} {row}", name) for name in names}
+    told = {line.split(":")[0] for line in WANTED.split("\n") if table.startswith("choi") or "max-update" not in line}
+    assert {option: asked[option] for option in told & asked.keys()} == wanted(f"{table} {row}")
     assert ("--no-token-positional-embeddings" in asked) == ("positions-no" in row or table == "schlag-table4")
     assert ("--unfreeze-threshold" in asked) == (row == "wo-lit")
     assert ("--transfer-from" in asked) == (recipe.sources and "scratch" not in row)
@@ -153,24 +111,20 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: 
     assert len(given) == len(set(given))  # none overrides another
 
 
-# --- other settings of the environment
-
-
 @pytest.mark.parametrize(
-    ("row", "env", "expected"),
+    ("call", "expected"),
     [
-        (SMALL, {}, ("1", "1", "96")),
-        (SMALL, {"GPUS": "8", "UPDATE_FREQ": "4"}, ("8", "4", "3")),
-        (CARRIED, {"GPUS": "2"}, ("2", "1", "28")),
-        (LINEAR, {}, ("1", "48", "3584")),
-        (LINEAR, {"GPUS": "8"}, ("8", "6", "3584")),
-        (LINEAR, {"UPDATE_FREQ": "8"}, ("1", "8", "21504")),
-        (LINEAR, {"GPUS": "7", "UPDATE_FREQ": "4"}, ("7", "4", "6144")),
+        ("schlag-table2 small-delta-network", ("1", "1", "96")),
+        ("GPUS=8 UPDATE_FREQ=4 schlag-table2 small-delta-network", ("8", "4", "3")),
+        ("GPUS=2 schlag-table4 delta-network", ("2", "1", "28")),
+        ("schlag-table1 linear", ("1", "48", "3584")),
+        ("GPUS=8 schlag-table1 linear", ("8", "6", "3584")),
+        ("UPDATE_FREQ=8 schlag-table1 linear", ("1", "8", "21504")),
+        ("GPUS=7 UPDATE_FREQ=4 schlag-table1 linear", ("7", "4", "6144")),
     ],
 )
-def test_the_batch_is_divided_among_gpus_and_accumulated_batches(
-    row: tuple[str, str], env: dict[str, str], expected: tuple[str, str, str], reproduce: Reproduce
-) -> None:
+def test_the_batch_is_divided_among_gpus_and_accumulated_batches(call: str, expected: tuple, reproduce) -> None:
+    env, row = shell_words(call)
     asked = options(printed(reproduce, *row, "train", "D", "O", **env)[0])
     batch = asked.get("--batch-size", asked.get("--max-tokens"))
     assert (asked["--distributed-world-size"], asked["--update-freq"], batch) == expected
@@ -188,55 +142,44 @@ def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Re
     assert out in reproduce("--list")[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "env", "message"),
-    [
-        ([], {}, "it takes TABLE ROW train|evaluate"),
-        (["--list", "mao"], {}, "TABLE is mao; it must be one of schlag-table1, schlag-table2, "),
-        (["mao", "decay-32", "train", "DATA", "OUT"], {}, "TABLE is mao; it must be one of schlag-table1, "),
-        (["mao-table3", "gpt2", "train", "DATA", "OUT"], {}, "ROW is gpt2; it must be one of base, decay-32, decay-64"),
-        ([*SMALL, "learn", "DATA", "OUT"], {}, "after ROW comes learn; it must be train or evaluate"),
-        ([*SMALL, "train", "DATA"], {}, "schlag-table2 small-delta-network train takes DATA OUT [OPTION ...]"),
-        ([*SMALL, "train", "DATA", "--cpu"], {}, "train takes DATA OUT [OPTION ...]"),
-        ([*GPT2, "train", "DATA", "OUT"], {}, "mao-table1 decay-no-feature-map train takes SOURCE DATA OUT"),
-        ([*SMALL, "train", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt; prepare.sh makes it"),
-        ([*SMALL, "evaluate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no dict.txt"),
-        ([*LINEAR, "train", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no preparation.json"),
-        ([*LINEAR, "evaluate", "nowhere", "OUT"], {}, "DATA is nowhere, which holds no preparation.json"),
-        ([*SMALL, "evaluate", "DATA", "OUT"], {}, "out, which holds no checkpoint_best.pt"),
-        ([*LINEAR, "evaluate", "DATA", "OUT"], {}, "out, which holds no checkpoint_best.pt"),
-        ([*MAO, "evaluate", "DATA", "UNFINISHED"], {}, "unfinished, which holds no checkpoint_last.pt"),
-        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "x.pt"}, "trained, which holds no x.pt"),
-        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"CHECKPOINT": "a/x.pt"}, "it must be the name of a file in OUT"),
-        (
-            [*SMALL, "evaluate", "DATA", "TRAINED"],
-            {"MODE": "folded"},
-            "MODE is folded; it must be sliding, carried, con",
-        ),
-        ([*SMALL, "evaluate", "DATA", "TRAINED"], {"MODE": "context-"}, "MODE is context-; it must be"),
-        ([*MAO, "evaluate", "DATA", "TRAINED"], {"MODE": "context-512"}, "N a number below the length, 512"),
-        ([*SMALL, "train", "DATA", "OUT"], {"GPUS": "two"}, "GPUS is two; it must be a positive number"),
-        ([*SMALL, "train", "DATA", "OUT"], {"UPDATE_FREQ": "0"}, "UPDATE_FREQ is 0; it must be a positive number"),
-        ([*SMALL, "train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS x UPDATE_FREQ is 5; it must divide the batch of 96"),
-        ([*CARRIED, "train", "DATA", "OUT"], {"UPDATE_FREQ": "2"}, "with state carried over it must be 1"),
-        ([*LINEAR, "train", "DATA", "OUT"], {"GPUS": "5"}, "GPUS is 5; it must divide 48, or UPDATE_FREQ must"),
-        ([*LINEAR, "train", "DATA", "OUT"], {"UPDATE_FREQ": "5"}, "must divide the batch of 172032 tokens"),
-        ([*GPT2, "train", "TRAINED", "DATA", "OUT"], {"PRECISION": "half"}, "it must be fp16, bf16 or fp32"),
-        ([*FFN, "train", "CONVERTED", "DATA", "OUT"], {"PRECISION": "half"}, "it must be bf16, fp16 or fp32"),
-        ([*GPT2, "train", "nowhere", "DATA", "OUT"], {}, "SOURCE is nowhere; it must be a folder with model.pt or"),
-        ([*GPT2, "train", "DATA", "DATA", "OUT"], {}, "it must be a folder with model.pt or checkpoint_best.pt"),
-        ([*GPT2, "train", "UNFINISHED", "DATA", "OUT"], {}, "its training is not finished"),
-        ([*MAO, "train", "UNFINISHED", "DATA", "OUT"], {}, "there is no dict.txt beside"),
-        ([*FFN, "train", "CONVERTED", "OTHER", "OUT"], {}, "whose dict.txt is not that of SOURCE"),
-        (
-            ["choi-table2", "400m-scratch-mha", "train", "CONVERTED", "OTHER", "OUT"],
-            {},
-            "whose dict.txt is not that of SOURCE",
-        ),
-    ],
-)
+@refused("""
+--list mao -> TABLE is mao; it must be one of schlag-table1, schlag-table2,
+ -> it takes TABLE ROW train|evaluate
+mao decay-32 train DATA OUT -> TABLE is mao; it must be one of schlag-table1,
+mao-table3 gpt2 train DATA OUT -> ROW is gpt2; it must be one of base, decay-32, decay-64
+schlag-table2 small-delta-network learn DATA OUT -> after ROW comes learn; it must be train or evaluate
+schlag-table2 small-delta-network train DATA -> schlag-table2 small-delta-network train takes DATA OUT [OPTION ...]
+schlag-table2 small-delta-network train DATA --cpu -> train takes DATA OUT [OPTION ...]
+mao-table1 add-baseline train DATA OUT -> mao-table1 add-baseline train takes SOURCE DATA OUT
+schlag-table2 small-delta-network train nowhere OUT -> DATA is nowhere, which holds no dict.txt; prepare.sh makes it
+schlag-table2 small-delta-network evaluate nowhere OUT -> DATA is nowhere, which holds no dict.txt
+schlag-table1 linear train nowhere OUT -> DATA is nowhere, which holds no preparation.json
+schlag-table1 linear evaluate nowhere OUT -> DATA is nowhere, which holds no preparation.json
+schlag-table2 small-delta-network evaluate DATA OUT -> OUT, which holds no checkpoint_best.pt
+schlag-table1 linear evaluate DATA OUT -> OUT, which holds no checkpoint_best.pt
+mao-table3 decay-32 evaluate DATA UNFINISHED -> UNFINISHED, which holds no checkpoint_last.pt
+CHECKPOINT=x.pt schlag-table2 small-delta-network evaluate DATA TRAINED -> TRAINED, which holds no x.pt
+CHECKPOINT=a/x.pt schlag-table2 small-delta-network evaluate DATA TRAINED -> it must be the name of a file in OUT
+MODE=folded schlag-table2 small-delta-network evaluate DATA TRAINED -> MODE is folded; it must be sliding, carried, con
+MODE=context- schlag-table2 small-delta-network evaluate DATA TRAINED -> MODE is context-; it must be
+MODE=context-512 mao-table3 decay-32 evaluate DATA TRAINED -> N a number below the length, 512
+GPUS=two schlag-table2 small-delta-network train DATA OUT -> GPUS is two; it must be a positive number
+UPDATE_FREQ=0 schlag-table2 small-delta-network train DATA OUT -> UPDATE_FREQ is 0; it must be a positive number
+GPUS=5 schlag-table2 small-delta-network train DATA OUT -> GPUS x UPDATE_FREQ is 5; it must divide the batch of 96
+UPDATE_FREQ=2 schlag-table4 delta-network train DATA OUT -> with state carried over it must be 1
+GPUS=5 schlag-table1 linear train DATA OUT -> GPUS is 5; it must divide 48, or UPDATE_FREQ must
+UPDATE_FREQ=5 schlag-table1 linear train DATA OUT -> must divide the batch of 172032 tokens
+PRECISION=half mao-table1 add-baseline train TRAINED DATA OUT -> it must be fp16, bf16 or fp32
+PRECISION=half choi-table2 400m-ffn-retnet train CONVERTED DATA OUT -> it must be bf16, fp16 or fp32
+mao-table1 add-baseline train nowhere DATA OUT -> SOURCE is nowhere; it must be a folder with model.pt or
+mao-table1 add-baseline train DATA DATA OUT -> it must be a folder with model.pt or checkpoint_best.pt
+mao-table1 add-baseline train UNFINISHED DATA OUT -> its training is not finished
+mao-table3 decay-32 train UNFINISHED DATA OUT -> there is no dict.txt beside
+choi-table2 400m-ffn-retnet train CONVERTED OTHER OUT -> whose dict.txt is not that of SOURCE
+choi-table2 400m-scratch-mha train CONVERTED OTHER OUT -> whose dict.txt is not that of SOURCE
+""")
 def test_wrong_use_is_refused_and_leaves_nothing_behind(
-    words: list[str], env: dict[str, str], message: str, places: dict[str, Path], reproduce: Reproduce
+    env: dict[str, str], words: list[str], message: str, places: dict[str, Path], reproduce: Reproduce
 ) -> None:
     status, out, err = reproduce(*(places.get(word, word) for word in words), **env)
     assert status == 1 and message in err and not out

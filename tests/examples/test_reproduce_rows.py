@@ -16,13 +16,11 @@ import torch
 
 from tests.conftest import import_plugin
 
-from .conftest import EXAMPLES, TRAINING, WIKITEXT103, Reproduce, reproduce_command, run_script, tiny
+from .conftest import EXAMPLES, Reproduce, reproduce_command, run_script, tiny
 
 TABLES = reproduce_command.TABLES
-TARGET, BASE = ("mao-table2", "gpt2"), ("mao-table3", "base")
-LIT = ("choi-table3", "wo-lit")
-EVALUATION = ["--cpu", "--num-workers", "0", "--tokens-per-sample", "16"]
-SUMMARIZE = WIKITEXT103 / "summarize.py"
+TRAINING = "--cpu --num-workers 0 --warmup-updates 1 --max-update 2 --batch-size 2 --tokens-per-sample 16".split()
+EVALUATION = "--cpu --num-workers 0 --tokens-per-sample 16".split()
 PLACES = {
     "wikitext103": ["data"],
     "gpt2": ["target", "gpt2_data"],
@@ -50,8 +48,8 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def train(request: pytest.FixtureRequest, reproduce: Reproduce) -> Train:
     """Trains a small model of a row in `out` for two updates; returns the log."""
 
-    def run(table: str, row: str, out: Path, *options: object, of: list[str] | None = None, **env: str) -> str:
-        folders = [request.getfixturevalue(name) for name in of or places(table, row)]
+    def run(table: str, row: str, out: Path, *options: object, **env: str) -> str:
+        folders = [request.getfixturevalue(name) for name in places(table, row)]
         status, log, err = reproduce(table, row, "train", *folders, out, *TRAINING, *tiny(table, row), *options, **env)
         assert status == 0, err
         return log
@@ -63,14 +61,11 @@ def train(request: pytest.FixtureRequest, reproduce: Reproduce) -> Train:
 def target(gpt2: Path, gpt2_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target model of Mao's Tables 1 and 2, run as a person runs it."""
     out = tmp_path_factory.mktemp("target") / "out"
-    words = [*TARGET, "train", gpt2, gpt2_data, out, *TRAINING, *tiny(*TARGET)]
+    words = ["mao-table2", "gpt2", "train", gpt2, gpt2_data, out, *TRAINING, *tiny("mao-table2", "gpt2")]
     result = run_script(EXAMPLES / "reproduce.py", *words, env={"PRECISION": "fp32"})
     assert result.returncode == 0, result.stderr
     assert "done training" in result.stdout and (out / "train.log").read_text() == result.stdout
     return out
-
-
-ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
 
 
 @pytest.fixture
@@ -81,7 +76,9 @@ def parallel(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
+@pytest.mark.parametrize(
+    ("table", "row"), [(name, row) for name, table in TABLES.items() for row in table.rows], ids=lambda name: name
+)
 def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduce, request, tmp_path) -> None:
     """A small one, of the weights that the row starts from."""
     from fairseq import options, tasks
@@ -104,22 +101,38 @@ def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduc
 
 
 @pytest.mark.parametrize(
-    ("table", "row"),
+    ("table", "row", "options", "count"),
     [
-        ("schlag-table3", "positions-no-normalization-yes"),
-        ("schlag-table5", "dpfp-sum"),
-        ("mao-table1", "delta-baseline"),
-        ("mao-table2", "decay-16"),
-        ("mao-table2", "local-32"),
-        ("mao-table3", "linformer-64"),
-        ("mao-table3", "abc-32"),
+        ("schlag-table2", "small-delta-network", ["--context-window", "15"], 2),
+        ("schlag-table3", "positions-no-normalization-yes", [], 0),
+        ("schlag-table4", "delta-network", [], 2),
+        ("schlag-table5", "dpfp-sum", [], 0),
+        ("mao-table1", "delta-baseline", [], 0),
+        ("mao-table2", "decay-16", [], 0),
+        ("mao-table2", "local-32", [], 0),
+        ("mao-table3", "decay-32", ["--context-window", "12"], 4),
+        ("mao-table3", "linformer-64", [], 0),
+        ("mao-table3", "abc-32", [], 0),
+        ("choi-table2", "400m-ffn-retnet", [], 1),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_row_of_each_table_trains(table: str, row: str, train: Train, tmp_path: Path) -> None:
-    """Of the tables that the other tests leave."""
-    train(table, row, tmp_path / "out", PRECISION="fp32")
-    trained = weights(tmp_path / "out" / "checkpoint_best.pt")
+def test_a_row_of_each_table_trains_and_is_scored_once(
+    table: str, row: str, options: list[str], count: int, train, reproduce, request, tmp_path: Path, run
+) -> None:
+    """Scored, where `count` says how often, in segments as short as a model of this size was trained on."""
+    out = tmp_path / "out"
+    train(table, row, out, PRECISION="fp32")
+    trained = weights(out / "checkpoint_best.pt")
     assert all(x.isfinite().all() for x in trained.values() if x.is_floating_point())
+    if count:
+        call = [table, row, "evaluate", request.getfixturevalue(places(table, row)[-1]), out, *EVALUATION, *options]
+        status, first, err = reproduce(*call)
+        assert status == 0 and first.count("Perplexity: ") == first.count(": scoring ") == count, err
+        status, again, _ = reproduce(*call)
+        assert status == 0 and again == "".join(line for line in first.splitlines(True) if "Perplexity: " in line)
+        status, summary, err = run(EXAMPLES / "wikitext103" / "summarize.py", tmp_path)
+        assert status == 0 and not err and len(re.findall(r" \d+\.\d\d ", summary)) == count
 
 
 @pytest.mark.parametrize("row", ["400m-scratch-retnet", "400m-ffn-mamba", "1b-attention-hybrid", "ffn-frozen"])
@@ -146,16 +159,15 @@ def test_a_row_of_each_kind_of_choi_trains_what_it_says(row: str, pythia: Path, 
     assert (distance["fc1.weight"] == 0) == ("frozen" in row)
 
 
-def test_what_is_transferred_stays_frozen_until_the_loss_no_longer_falls(pythia, pythia_data, train, tmp_path) -> None:
+def test_what_is_transferred_stays_frozen_until_the_loss_no_longer_falls(pythia: Path, train, tmp_path: Path) -> None:
     """A restart included."""
     out = tmp_path / "out"
-    call = [*LIT, out, "--unfreeze-interval", 2, "--unfreeze-threshold", 0.99, "--log-interval", 1]
+    call = ["choi-table3", "wo-lit", out, "--unfreeze-interval", 2, "--unfreeze-threshold", 0.99, "--log-interval", 1]
     log = train(*call, "--max-update", 3, PRECISION="fp32")
     assert f"transfer from {pythia / 'model.pt'}" in log and "done training" in log
     source, frozen = weights(pythia / "model.pt"), weights(out / "checkpoint_best.pt")
     names = [name for name in source if re.search(r"fc\d|out_proj|embed_tokens|output_projection", name)]
-    assert len(names) == 2 * 6 + 2
-    assert all(torch.equal(source[name], frozen[name]) for name in names)
+    assert len(names) == 2 * 6 + 2 and all(torch.equal(source[name], frozen[name]) for name in names)
     log = train(*call, "--max-update", 6, PRECISION="fp32")
     assert "frozen parameters are trained from here on: after 4 updates" in log
     trained = weights(out / "checkpoint_last.pt")
@@ -163,34 +175,9 @@ def test_what_is_transferred_stays_frozen_until_the_loss_no_longer_falls(pythia,
 
 
 def test_the_published_checkpoint_is_scored_as_it_is(published: Path, train: Train, tmp_path: Path) -> None:
-    train(*BASE, tmp_path / "out")
+    train("mao-table3", "base", tmp_path / "out")
     source, ours = weights(published / "model.pt"), weights(tmp_path / "out" / "checkpoint_last.pt")
     _q, k, _v = source["decoder.layers.0.self_attn.in_proj_weight"].chunk(3)
     assert torch.equal(ours["decoder.layers.0.self_attn.k_proj.weight"], k)
     same = [name for name in source if name in ours]
     assert len(same) > 10 and all(torch.equal(source[name], ours[name]) for name in same)
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "text", "options", "count"),
-    [
-        ("schlag-table2", "small-delta-network", "data", ["--context-window", "15"], 2),
-        ("schlag-table4", "delta-network", "data", [], 2),
-        ("mao-table3", "decay-32", "numbered", ["--context-window", "12"], 4),
-        ("choi-table2", "400m-ffn-retnet", "pythia_data", [], 1),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_trained_row_is_scored_once(
-    table: str, row: str, text: str, options: list[str], count: int, train, reproduce, request, tmp_path: Path
-) -> None:
-    """In segments as short as an untrained model of this size was trained on."""
-    out = tmp_path / "out"
-    train(table, row, out, PRECISION="fp32")
-    call = [table, row, "evaluate", request.getfixturevalue(text), out, *EVALUATION, *options]
-    status, first, err = reproduce(*call)
-    assert status == 0 and first.count("Perplexity: ") == first.count(": scoring ") == count, err
-    status, again, _ = reproduce(*call)
-    assert status == 0 and again == "".join(line for line in first.splitlines(True) if "Perplexity: " in line)
-    summary = run_script(SUMMARIZE, tmp_path)
-    assert not summary.stderr and len(re.findall(r" \d+\.\d\d ", summary.stdout)) == count

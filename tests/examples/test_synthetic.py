@@ -7,7 +7,6 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,26 +15,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import sum_normalize
 
-from .conftest import EXAMPLES, ROOT
+from .conftest import EXAMPLES, ROOT, refused
 
-demo, grid, memories, models, results, retrieval, run, training = (
-    import_module(f"synthetic.{name}") for name in "demo grid memories models results retrieval run training".split()
+demo, grid, memories, models, program, results, retrieval, training = (
+    import_module(f"synthetic.{name}") for name in "demo grid memories models run results retrieval training".split()
 )
 steps = import_module("common.steps")
 
 SIZE, DIM = 7, 6
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-
-
-# --- sequences
 
 
 def test_setting_1_draws_every_key_and_value_once_and_setting_2_each_pair_anew() -> None:
@@ -72,57 +70,42 @@ def test_a_query_asks_for_the_value_that_was_written_last(setting: int) -> None:
 # --- memories, against the operations of the plugin on one-hot values
 
 
-def pairs(length: int) -> SimpleNamespace:
+def pairs(length: int, scale: float = 1.0) -> SimpleNamespace:
     torch.manual_seed(1)
     return SimpleNamespace(
-        k=torch.randn(3, length, DIM, dtype=torch.float64, requires_grad=True),
+        k=(scale * torch.randn(3, length, DIM, dtype=torch.float64)).requires_grad_(),
         q=torch.randn(3, 4, DIM, dtype=torch.float64, requires_grad=True),
         beta=torch.rand(3, length, dtype=torch.float64, requires_grad=True),
         values=torch.randint(SIZE, (3, length)),
     )
 
 
-def softmax_by_hand(memory: Any, p: SimpleNamespace, v: torch.Tensor) -> torch.Tensor:
-    weights = torch.einsum("bqd,bld->bql", p.q, p.k) / math.sqrt(DIM)
-    return torch.einsum("bql,blv->bqv", weights.exp() / weights.exp().sum(-1, keepdim=True), v)
-
-
-def sum_by_operation(memory: Any, p: SimpleNamespace, v: torch.Tensor) -> torch.Tensor:
+def by_definition(kind: str, memory: Any, p: SimpleNamespace) -> Tensor:
+    v, beta = F.one_hot(p.values, SIZE).double(), p.beta[:, :, None]
+    if kind == "softmax":
+        weights = (torch.einsum("bqd,bld->bql", p.q, p.k) / math.sqrt(DIM)).exp()
+        return torch.einsum("bql,blv->bqv", weights / weights.sum(-1, keepdim=True), v)
     phi_q, phi_k = memory.feature_map(p.q[:, :, None], p.k[:, :, None])
-    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
-    _, state = ops.sum_rule(phi_k, phi_k, v[:, :, None], backend="reference")
-    read = torch.einsum("bqd,bdv->bqv", phi_q[:, :, 0], state[:, 0])
-    return read[..., :-1] / (read[..., -1:] + memory.feature_map.sum_eps)
-
-
-def delta_by_operation(memory: Any, p: SimpleNamespace, v: torch.Tensor) -> torch.Tensor:
-    eps = memory.feature_map.sum_eps
-    phi_q, phi_k = (sum_normalize(x, eps=eps) for x in memory.feature_map(p.q[:, :, None], p.k[:, :, None]))
-    _, state = ops.delta_rule(phi_k, phi_k, v[:, :, None], p.beta[:, :, None], backend="reference")
-    return torch.einsum("bqd,bdv->bqv", phi_q[:, :, 0], state[:, 0])
-
-
-def capped_by_steps(memory: Any, p: SimpleNamespace, v: torch.Tensor) -> torch.Tensor:
-    phi_q, phi_k = memory.feature_map(p.q[:, :, None], p.k[:, :, None])
-    state = torch.zeros(3, 1, phi_k.shape[-1], SIZE, dtype=torch.float64)
-    for t in range(v.shape[1]):
-        now = slice(t, t + 1)
-        pair = phi_k[:, now], phi_k[:, now], v[:, now, None], p.beta[:, now, None]
-        _, state = ops.delta_rule(*pair, initial_state=state, backend="reference")
-        state = state / state.flatten(1).norm(dim=1).clamp(min=1)[:, None, None, None]
-    read = torch.einsum("bqd,bdv->bqv", phi_q[:, :, 0], state[:, 0])
-    if memory.layer_norm:
+    eps, state = memory.feature_map.sum_eps, None
+    if kind == "delta":
+        phi_q, phi_k = (sum_normalize(x, eps=eps) for x in (phi_q, phi_k))
+        _, state = ops.delta_rule(phi_k, phi_k, v[:, :, None], beta, backend="reference")
+    elif kind == "sum":
+        v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+        _, state = ops.sum_rule(phi_k, phi_k, v[:, :, None], backend="reference")
+    else:  # capped
+        for t in range(v.shape[1]):
+            now = slice(t, t + 1)
+            pair = phi_k[:, now], phi_k[:, now], v[:, now, None], beta[:, now]
+            _, state = ops.delta_rule(*pair, initial_state=state, backend="reference")
+            state = state / state.flatten(1).norm(dim=1).clamp(min=1)[:, None, None, None]
+    read = phi_q[:, :, 0] @ state[:, 0]
+    if kind == "sum":
+        read = read[..., :-1] / (read[..., -1:] + eps)
+    if getattr(memory, "layer_norm", False):
         read = read - read.mean(-1, keepdim=True)
         read = read / (read.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     return read
-
-
-BY_DEFINITION: dict[str, Callable[..., torch.Tensor]] = {
-    "softmax": softmax_by_hand,
-    "sum": sum_by_operation,
-    "delta": delta_by_operation,
-    "capped": capped_by_steps,
-}
 
 
 @pytest.mark.parametrize("length", [1, 23])
@@ -132,17 +115,16 @@ BY_DEFINITION: dict[str, Callable[..., torch.Tensor]] = {
 def test_a_memory_reads_what_its_definition_reads_with_the_same_gradients(setting: int, name: str, length: int) -> None:
     model = models.MODELS[setting][name]
     memory = model.build(DIM).double().eval()  # in evaluation FAVOR+ keeps its features
-    found, expected = [], []
-    for read, into in ((memory, found), (BY_DEFINITION[model.memory], expected)):
+    found: list[list[Tensor]] = []
+    for ours in (True, False):
         p = pairs(length)
-        v = F.one_hot(p.values, SIZE).double()
-        if read is memory:
+        if ours:
             y = memory(p.k, p.q, p.beta if memory.has_strength else None, p.values, SIZE)
         else:
-            y = read(memory, p, v)
+            y = by_definition(model.memory, memory, p)
         (y * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y)).sum().backward()
-        into += [y, p.k.grad, p.q.grad] + ([p.beta.grad] if memory.has_strength else [])
-    for x, y in zip(found, expected, strict=True):
+        found.append([y, p.k.grad, p.q.grad] + ([p.beta.grad] if memory.has_strength else []))
+    for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
 
 
@@ -150,22 +132,18 @@ def test_a_memory_reads_what_its_definition_reads_with_the_same_gradients(settin
 @pytest.mark.parametrize("scale", [0.1, 6.0])
 def test_a_capped_memory_is_exact_for_any_length_below_and_above_its_cap(length: int, scale: float) -> None:
     """Keys of length 0.25 never fill it; those of length 15 would make it grow by factors of 100 a step."""
-    p = pairs(length)
-    k = scale * p.k.detach()
-    memory = models.Model("", "capped").build(DIM)
-    v = F.one_hot(p.values, SIZE).double()
-    expected = capped_by_steps(memory, SimpleNamespace(k=k, q=p.q, beta=p.beta), v)
-    found = p.q @ memories.capped_delta_rule(k, p.beta, p.values, SIZE)
+    p = pairs(length, scale)
+    found = p.q @ memories.capped_delta_rule(p.k, p.beta, p.values, SIZE)
+    expected = by_definition("capped", models.Model("", "capped").build(DIM), p)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-    single = memories.capped_delta_rule(k.float(), p.beta.float(), p.values, SIZE)
+    single = memories.capped_delta_rule(p.k.float(), p.beta.float(), p.values, SIZE)
     # A step multiplies what is off by up to |k|^2 = 225; the cap undoes it for the memory's length, not its direction.
     assert single.isfinite().all() and single.flatten(1).norm(dim=1).max() < 1 + 1e-4
 
 
 def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
     """k = W_K [e(k); v], q = W_Q e(q), beta = sigmoid(W_beta [e(k); v]), built in full."""
-    model = models.MODELS[2]["delta-dpfp-1"]
-    retriever = models.Retriever(model, SIZE, DIM).double()
+    retriever = models.Retriever(models.MODELS[2]["delta-dpfp-1"], SIZE, DIM).double()
     sequences = retrieval.draw_sequences(2, SIZE, 5)
     queries, _ = retrieval.draw_queries(sequences)
     x = torch.cat([retriever.embedding[sequences.keys], F.one_hot(sequences.values, SIZE).double()], dim=-1)
@@ -192,14 +170,10 @@ def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
         ([0.5, 0.4, 0.3], 200, ("limit", 200)),
     ],
 )
-def test_training_ends_at_the_target_without_progress_or_at_the_limit(
-    losses: list[float], max_steps: int, end: tuple[str | None, int]
-) -> None:
-    rule, step, reason = training.StopRule(max_steps), 0, None
-    for loss in losses:
-        step += 100
-        if (reason := rule.judge(step, loss)) is not None:
-            break
+def test_training_ends_at_the_target_without_progress_or_at_the_limit(losses: list, max_steps: int, end: tuple) -> None:
+    rule = training.StopRule(max_steps)
+    judged = ((rule.judge(100 * number, loss), 100 * number) for number, loss in enumerate(losses, 1))
+    reason, step = next((one for one in judged if one[0]), (None, 100 * len(losses)))
     assert (reason, step) == end
     best = min(loss if math.isfinite(loss) else math.inf for loss in losses[: step // 100])  # by small steps, too
     assert rule.best_loss == best
@@ -210,33 +184,25 @@ def test_an_evaluation_is_the_mean_over_all_queries_whatever_its_batches(monkeyp
     point = training.Point(2, "sum-dpfp-1", 5)
     retriever = models.Retriever(models.MODELS[2]["sum-dpfp-1"], 5)
     torch.manual_seed(3)
-    sequences = [retrieval.draw_sequences(2, 5, 1) for _ in range(20)]
     losses = []
-    with torch.no_grad():
-        for s in sequences:
-            memory = dict(zip(s.keys[0].tolist(), s.values[0].tolist(), strict=True))
-            queries = torch.tensor([list(memory)])
-            targets = torch.tensor([list(memory.values())])
-            losses += (0.5 * (retriever(s, queries) - F.one_hot(targets, 5)).square().sum(-1))[0].tolist()
+    for s in [retrieval.draw_sequences(2, 5, 1) for _ in range(20)]:
+        memory = dict(zip(s.keys[0].tolist(), s.values[0].tolist(), strict=True))
+        off = retriever(s, torch.tensor([list(memory)])) - F.one_hot(torch.tensor([list(memory.values())]), 5)
+        losses += (0.5 * off.square().sum(-1))[0].tolist()
     monkeypatch.setattr(training, "AT_ONCE", 1)  # one sequence at a time
     torch.manual_seed(3)
     assert math.isclose(training.evaluate(retriever, point), sum(losses) / len(losses), rel_tol=1e-5)
 
 
-def test_training_is_repeatable_learns_and_tells_how_far_it_is() -> None:
-    point = training.Point(1, "softmax", 6)
-    told: list[tuple[int, float]] = []
-    first = training.train_point(point, lambda step, loss: told.append((step, loss)))
-    second = training.train_point(point)
+def test_training_is_repeatable_learns_and_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    point, told = training.Point(1, "softmax", 6), []
+    first = training.train_point(point, lambda step, loss: told.append([step, training.round_off(loss)]))
     other = training.train_point(training.Point(1, "softmax", 6, seed=2, max_steps=200))
     assert first["stopped"] == "solved" and first["best_loss"] < training.TARGET
-    assert first["curve"] == second["curve"]
+    assert first["curve"] == training.train_point(point)["curve"] == told
     assert other["curve"] != first["curve"][:2]
-    assert first["curve"] == [[step, training.round_off(loss)] for step, loss in told]
     assert first["steps"] == first["best_step"] == told[-1][0] == 100 * len(told)
-
-
-def test_a_loss_that_is_no_number_is_kept_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A loss that is no number is kept as None.
     monkeypatch.setattr(training, "evaluate", lambda retriever, point: math.nan)
     result = training.train_point(training.Point(1, "softmax", 3, max_steps=2))
     assert (result["stopped"], result["best_loss"], result["curve"]) == ("not a number", None, [[2, None]])
@@ -254,21 +220,14 @@ def test_a_points_key_changes_with_all_that_its_result_depends_on(monkeypatch: p
     assert len(set(keys)) == len(keys) - 1 and keys[0] == keys[1]
 
 
-# --- results
+# --- results, figures, tables
 
 
 def entry(model: str = "linear", size: int = 20, loss: float | None = 0.25, setting: int = 1, **other: Any) -> dict:
     point = training.Point(setting, model, size, **other)
-    return {
-        "key": point.key,
-        "point": dict(point.__dict__),
-        "best_loss": loss,
-        "best_step": 100,
-        "steps": 1_100,
-        "stopped": "not a number" if loss is None else "no progress",
-        "curve": [[100, loss], [200, loss]],
-        "seconds": 2.0,
-    }
+    end = {"best_loss": loss, "stopped": "not a number" if loss is None else "no progress"}
+    course = {"best_step": 100, "steps": 1_100, "curve": [[100, loss], [200, loss]], "seconds": 2.0}
+    return {"key": point.key, "point": dict(point.__dict__), **end, **course}
 
 
 def append(folder: Path, *entries: dict[str, Any]) -> None:
@@ -296,45 +255,26 @@ def test_results_come_back_as_they_were_appended_and_half_a_line_is_replaced(tmp
 @pytest.mark.parametrize(
     "broken",
     [
-        "no json",
+        *("no json", "", json.dumps(entry())),
         json.dumps(entry() | {"point": entry()["point"] | {"model": "lstm"}}),
         json.dumps(entry() | {"curve": [[1]]}),
         json.dumps(entry() | {"best_loss": "low"}),
-        json.dumps(entry()),
-        "",
     ],
 )
-def test_a_line_that_is_no_result_ends_the_program_with_its_number(
-    tmp_path: Path, broken: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / run.MARK).touch()
+def test_a_line_that_is_no_result_ends_the_program_with_its_number(tmp_path: Path, broken: str, capsys) -> None:
+    (tmp_path / program.MARK).touch()
     path = results.file_of(tmp_path, 1)
     path.write_text(text := "\n".join([json.dumps(entry()), broken, json.dumps(entry("dpfp-1"))]) + "\n")
     for what in (["--setting", "1"], ["--draw"]):
-        assert run.main([*what, "--out", str(tmp_path)]) == 1
+        assert program.main([*what, "--out", str(tmp_path)]) == 1
         error = capsys.readouterr().err
         assert error.startswith(f"error: {path}, line 2 ") and error.count("\n") == 1
     assert path.read_text() == text
 
 
-# --- figures, tables
-
-
-@pytest.mark.slow
-def test_figures_are_drawn_from_any_part_of_the_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    append(tmp_path, entry(), entry("linear", 600, 0.4), entry(seed=2), entry("favor-64", loss=None))
-    append(tmp_path, entry("tanh", 40, 0.0, setting=2))
-    drawn = run.draw(tmp_path, tmp_path / "figures")
-    shown = capsys.readouterr().out
-    assert "Setting 1" in shown and "Setting 2" in shown and "| FAVOR+, 64 features |" in shown
-    assert [path.name for path in drawn] == [f"synthetic-figure{number}.png" for number in (2, 3, 4, 5)]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
-
-
 def test_the_time_that_is_left_is_that_of_the_same_model_where_one_is_finished() -> None:
-    small, large, other = (
-        training.Point(1, model, size) for model, size in (("linear", 20), ("linear", 600), ("dpfp-3", 600))
-    )
+    points = (training.Point(1, model, size) for model, size in (("linear", 20), ("linear", 600), ("dpfp-3", 600)))
+    small, large, other = points
     estimate = grid.Estimate([])
     assert estimate.left([small], [], 1) is None
     estimate.learn(small, 10.0)
@@ -344,53 +284,25 @@ def test_the_time_that_is_left_is_that_of_the_same_model_where_one_is_finished()
     assert math.isclose(estimate.left([small, small], [(small, 4.0), (other, 50.0)], 2), 13)
 
 
-def test_of_a_seed_the_point_that_may_go_on_longest_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go_on_longest_counts(
+    tmp_path: Path, capsys
 ) -> None:
     """A quick look with --max-steps, or the same seed on a GPU, is not to move the median."""
-    monkeypatch.setattr(run, "draw_figures", lambda chosen, folder: seen.update(chosen) or [])
-    seen: dict[int, list[Any]] = {}
     lines = [entry(loss=0.1), entry(loss=0.5, max_steps=100), entry(loss=0.4, device="cuda"), entry(loss=0.2, seed=2)]
     lines += [entry("dpfp-1", 60, 0.6), entry("dpfp-1", 60, 0.3, max_steps=30_000, device="cuda")]
-    for values in (lines, lines[::-1]):
+    for values in (lines, [*lines[::-1], entry("tanh", 40, 0.0, setting=2), entry("favor-64", loss=None)]):
         results.file_of(tmp_path, 1).unlink(missing_ok=True)
         append(tmp_path, *values)
-        run.draw(tmp_path, tmp_path / "figures")
-        assert sorted(result.best_loss for result in seen[1]) == [0.1, 0.2, 0.3]
+        drawn = program.draw(tmp_path, tmp_path / "figures")
         shown = capsys.readouterr().out
-        assert "0.1500" in shown and "0.3000" in shown and ": 3 of the points" in shown
+        assert "Setting 1" in shown and "0.1500" in shown and "0.3000" in shown and ": 3 of the points" in shown
+    assert "Setting 2" in shown and "| FAVOR+, 64 features |" in shown
+    assert [path.name for path in drawn] == [f"synthetic-figure{number}.png" for number in (2, 3, 4, 5)]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
-# --- the commands
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--setting 1 --sizes 20 0", "argument --sizes: 0 is not a positive whole number"),
-        ("--setting 1 --sizes 20000", "argument --sizes: 20000 is more than 10000"),
-        ("--setting 1 --models tanh", "argument --models: 'tanh' is no model of setting 1"),
-        ("--setting 2 --figures x", "--figures goes with --draw"),
-        ("--draw --sizes 20", "--draw draws all that is finished"),
-        ("--setting 1 --device cuda", "error: --device is 'cuda', but torch finds no GPU"),
-        ("--draw", "has no finished points to draw"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(
-    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    try:
-        status = run.main([*arguments.split(), "--out", str(tmp_path / "out")])
-    except SystemExit as error:
-        status = error.code
-    assert status in (1, 2) and message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(tmp_path: Path, capsys) -> None:
     """DPFP-1 fails above S = 100, the linear model above 20, the sum rule always."""
     (tmp_path / demo.MARK).touch()
     highest = {"softmax": 1_000, "linear": 20, "dpfp-1": 100, "sum-dpfp-1": 0, "delta-dpfp-1": 1_000}
@@ -400,9 +312,9 @@ def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(
     assert demo.main(["--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert f"{len(demo.POINTS)} of {len(demo.POINTS)} points: done before" in shown
-    rows = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in shown.splitlines() if row.startswith("|")}
-    assert [cell.strip() for cell in rows["DPFP-1"]] == ["< 0.001", "< 0.001", "< 0.001", "0.1250"]
-    assert [cell.strip() for cell in rows["delta rule, DPFP-1"]] == ["< 0.001"]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in shown.splitlines() if row.startswith("|")]
+    assert ["DPFP-1", "< 0.001", "< 0.001", "< 0.001", "0.1250"] in rows
+    assert ["delta rule, DPFP-1", "< 0.001"] in rows
     assert (
         "Above 0.001: softmax at none of these sizes, linear (ELU + 1) makes errors from S = 60 on, "
         "DPFP-1 makes errors from S = 140 on." in shown
@@ -416,30 +328,39 @@ def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(
     assert demo.rules_sentence(both).count("not a number") == 2
 
 
-# --- all of it
+# --- the commands
+
+
+@refused("""
+--setting 1 --sizes 20 0 -> argument --sizes: 0 is not a positive whole number
+--setting 1 --sizes 20000 -> argument --sizes: 20000 is more than 10000
+--setting 1 --models tanh -> argument --models: 'tanh' is no model of setting 1
+--setting 2 --figures x -> --figures goes with --draw
+--draw --sizes 20 -> --draw draws all that is finished
+--setting 1 --device cuda -> error: --device is 'cuda', but torch finds no GPU
+--draw -> has no finished points to draw
+""")
+def test_what_cannot_be_done_is_refused(env: dict, words: list[str], message: str, tmp_path, monkeypatch, run) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, _, errors = run(EXAMPLES / "synthetic" / "run.py", *words, "--out", tmp_path / "out")
+    assert status in (1, 2) and message in errors
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_an_interrupted_grid_goes_on_where_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     path = results.file_of(out, 1)
     arguments = ["--setting", "1", "--models", "softmax", "linear", "--out", str(out), "--max-steps", "100"]
-    # Points of 6 keys are done in a second, those of 600 after many.
-    interrupted = subprocess.Popen(
-        [sys.executable, "-u", EXAMPLES / "synthetic" / "run.py", *arguments, "--sizes", "6", "600", "--jobs", "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT.parent,  # it works from anywhere
-    )
-    assert interrupted.stdout is not None
-    assert [interrupted.stdout.readline()[:5] for _ in range(2)] == ["[1/4]", "[2/4]"]  # a log has nothing else
-    interrupted.send_signal(signal.SIGTERM)
-    _, error = interrupted.communicate(timeout=60)
+    # Points of 6 keys have less than a hundredth of the work of those of 4,000.
+    words = [sys.executable, "-u", EXAMPLES / "synthetic" / "run.py", *arguments, "--sizes", "6", "4000", "--jobs", "2"]
+    with subprocess.Popen(words, cwd=ROOT.parent, **PIPES) as interrupted:  # from anywhere
+        assert interrupted.stdout is not None
+        assert [interrupted.stdout.readline()[:5] for _ in range(2)] == ["[1/4]", "[2/4]"]  # a log has nothing else
+        interrupted.send_signal(signal.SIGTERM)
+        _, error = interrupted.communicate(timeout=300)
     assert interrupted.returncode == 130 and "goes on from here" in error
-    with steps.claim(out, run.MARK):  # a worker that still ran would hold it
+    with steps.claim(out, program.MARK):  # a worker that still ran would hold it
         pass
     before = path.read_bytes()
     assert before.count(b"\n") == 2
@@ -448,7 +369,7 @@ def test_an_interrupted_grid_goes_on_where_it_was(
     again = [*arguments, "--sizes", "6", "8", "--jobs", "1"]
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "isatty", lambda: True)
-        assert run.main(again) == 0
+        assert program.main(again) == 0
     shown = capsys.readouterr().out
     half, done = shown.splitlines()[:2]
     assert "ended with half a line, which is dropped" in half and done == "2 of 4 points: done before"
@@ -458,16 +379,13 @@ def test_an_interrupted_grid_goes_on_where_it_was(
     finished = [(result.point.model, result.point.size) for result in results.read_results(path).values()]
     assert sorted(finished) == [("linear", 6), ("linear", 8), ("softmax", 6), ("softmax", 8)]
 
-    assert run.main(again) == 0
+    assert program.main(again) == 0
     assert capsys.readouterr().out == "4 of 4 points: done before\n"
 
 
-def test_a_worker_that_dies_ends_the_grid_with_its_point_and_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "worker.py"
-    broken.write_text("import sys\ninput()\nsys.exit('out of memory')\n")
-    monkeypatch.setattr(grid, "WORKER", broken)
+def test_a_worker_that_dies_ends_the_grid_with_its_point_and_its_last_words(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "worker.py").write_text("import sys\ninput()\nsys.exit('out of memory')\n")
+    monkeypatch.setattr(grid, "WORKER", tmp_path / "worker.py")
     with pytest.raises(steps.StepError, match=r"(?s)the process for setting 1, softmax, S = 6 ended.*out of memory"):
         grid.Grid(tmp_path, 1, sys.stdout).run([training.Point(1, "softmax", 6)])
     assert not (tmp_path / "setting1.jsonl").exists()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -12,21 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.examples import conftest
-from tests.examples.conftest import ROOT, run_script
+from tests.examples.conftest import EXAMPLES, Result, run_script
 
-WMT14 = ROOT / "examples" / "wmt14"
+WMT14 = EXAMPLES / "wmt14"
 PREPARE, GENERATE, MULTI30K = WMT14 / "prepare.sh", WMT14 / "generate.sh", WMT14 / "multi30k.sh"
-SUMMARIZE = WMT14 / "summarize.py"
-
-sys.path.append(str(WMT14))  # as when one of its programs is started
-corpus, preparation, score, subwords = map(import_module, ("corpus", "preparation", "score", "subwords"))
+corpus, score, subwords = map(import_module, ("corpus", "score", "subwords"))
 
 LEXICON = [
-    ("the", "die"), ("well-known", "wohl-bekannte"), ("café", "Kaffeehaus"), ("state-of-the-art", "hoch-moderne"),
-    ("costs", "kostet"), ("12.50", "12,50"), ("€", "€"), ("naïve", "naive"), ("“ideas”", "„Ideen“"), ("and", "und"),
-    ("green", "grüne"), ("dogs", "Hunde"), ("don't", "nicht"), ("sleep", "schlafen"), ("& more", "& mehr"),
-    ("(often)", "(oft)"), ("furiously", "wütend"), ("Straße", "Straße"), ("–", "–"), ("a/b", "a/b"),
-]  # fmt: skip
+    pair.split("=")
+    for pair in """the=die|well-known=wohl-bekannte|café=Kaffeehaus|state-of-the-art=hoch-moderne|costs=kostet|€=€
+        |12.50=12,50|naïve=naive|“ideas”=„Ideen“|and=und|green=grüne|dogs=Hunde|don't=nicht|sleep=schlafen
+        |& more=& mehr|(often)=(oft)|furiously=wütend|Straße=Straße|–=–|a/b=a/b""".replace("\n        |", "|").split(
+        "|"
+    )
+]
 TEST = [
     ("the green dogs sleep.", "die grüne Hunde schlafen."),
     ("", "nichts"),
@@ -47,27 +44,16 @@ def draw_pairs(count: int, seed: int) -> list[tuple[str, str]]:
 
 def write_pairs(folder: Path, split: str, pairs: list[tuple[str, str]]) -> None:
     for language, lines in zip(("en", "de"), zip(*pairs, strict=True), strict=True):
-        text = "".join(f"{line}\n" for line in lines)
-        (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")
+        corpus.write_text(folder / f"{split}.{language}", lines)
 
 
 @pytest.fixture(scope="session")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A FOLDER for prepare.sh; the second line of its test set is empty, and one has a line end of Unicode's in it."""
     folder = tmp_path_factory.mktemp("parallel")
-    write_pairs(folder, "train", draw_pairs(300, 1))
-    write_pairs(folder, "valid", draw_pairs(6, 2))
-    write_pairs(folder, "test", TEST)
+    for split, pairs in (("train", draw_pairs(300, 1)), ("valid", draw_pairs(6, 2)), ("test", TEST)):
+        write_pairs(folder, split, pairs)
     return folder
-
-
-@pytest.fixture(scope="session")
-def data(parallel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`parallel` as prepare.sh leaves it."""
-    out = tmp_path_factory.mktemp("data") / "bin"
-    result = run_script(PREPARE, out, parallel, env={"VOCABULARY": "360", "LC_ALL": "C"})
-    assert result.returncode == 0, result.stderr
-    return out
 
 
 # --- programs in fairseq's place
@@ -106,14 +92,24 @@ class Programs(conftest.Programs):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, {name: f"{OPTIONS}\n{body}" for name, body in STUBS.items()})
 
-    def run(
-        self, script: Path, *arguments: object, env: Mapping[str, object] | None = None
-    ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    def run(self, script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> tuple[Result, list]:
         return super().run(script, *arguments, env={"SUMS": "/dev/null", **(env or {})})
 
-    def prepare(self, *arguments: object, **env: object) -> subprocess.CompletedProcess[str]:
+    def prepare(self, *arguments: object, **env: object) -> Result:
         """prepare.sh with a vocabulary for small texts, unless `env` has another."""
         return self.run(PREPARE, *arguments, env={"VOCABULARY": 360, "WORKERS": 1, **env})[0]
+
+    def generate(self, data: Path, model: Path, lines: list[str], *arguments: str) -> tuple[Result, list[list[str]]]:
+        """generate.sh for the test set, if fairseq-generate logs these lines."""
+        log = self.folder / "log"
+        log.write_text("".join(lines), encoding="utf-8")
+        return self.run(GENERATE, data, model, *arguments, env={"SUBSETS": "test", "GENERATED": log})
+
+
+SUMMARY = (
+    "2026-01-01 | INFO | fairseq_cli.generate | Translated 4 sentences (1,234 tokens) in 2.5s (1.60 sentences/s, "
+    "493.60 tokens/s)\n"
+)
 
 
 @pytest.fixture
@@ -130,27 +126,14 @@ def stub_data(parallel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-# --- calls that several files make
+@pytest.fixture(scope="session")
+def data(parallel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`parallel` as prepare.sh leaves it."""
+    out = tmp_path_factory.mktemp("data") / "bin"
+    result = run_script(PREPARE, out, parallel, env={"VOCABULARY": "360", "LC_ALL": "C"})
+    assert result.returncode == 0, result.stderr
+    return out
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-SUMMARY = (
-    "2026-01-01 | INFO | fairseq_cli.generate | Translated 4 sentences (1,234 tokens) in 2.5s (1.60 sentences/s, "
-    "493.60 tokens/s)\n"
-)
-
-
-def generate(
-    programs: Programs, data: Path, model: Path, lines: list[str], *arguments: str
-) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """generate.sh for the test set, if fairseq-generate logs these lines."""
-    log = programs.folder / "log"
-    log.write_text("".join(lines), encoding="utf-8")
-    return programs.run(GENERATE, data, model, *arguments, env={"SUBSETS": "test", "GENERATED": log})
-
-
-def summarize(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_script(SUMMARIZE, *arguments)

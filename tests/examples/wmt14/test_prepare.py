@@ -1,29 +1,129 @@
-"""examples/wmt14/prepare.sh: what is kept, what fairseq is given, and what is done again and what not."""
+"""examples/wmt14/prepare.sh: text that is read, cut into subwords, kept or refused, downloaded, done again or not."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
+import re
 import shutil
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.examples.conftest import options
-from tests.examples.wmt14.conftest import PREPARE, Programs, corpus, subwords, write_pairs
+from tests.examples.wmt14.conftest import PREPARE, Programs, contents, corpus, subwords, write_pairs
+
+# --- text
+
+
+@pytest.mark.parametrize(
+    ("raw", "line"),
+    [
+        ("  a\tb  c ", "a b c"),
+        ("a\u2028b\u00a0c\u3000d\x85e", "a b c d e"),
+        ("\ufeffa\x00b\x1fc", "a b c"),
+        (" \u2003\x0b", ""),
+        ("naïve – „日本“ & <b>", "naïve – „日本“ & <b>"),
+    ],
+)
+def test_a_clean_line_has_single_spaces_and_no_control_characters(raw: str, line: str) -> None:
+    assert corpus.clean(raw) == line
+
+
+def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path: Path) -> None:
+    whole, copy = corpus.survey(parallel, "en", "de"), tmp_path / "copy"
+    shutil.copytree(parallel, copy)
+    for name in ("train.en", "test.de"):
+        (copy / f"{name}.gz").write_bytes(gzip.compress((copy / name).read_bytes()))
+        (copy / name).unlink()
+    again = corpus.survey(copy, "en", "de")
+    assert again.digest == whole.digest and again.pairs == {"train": 300, "valid": 6, "test": 4}
+    assert list(again.read("train", "en")) == list(whole.read("train", "en"))
+    assert corpus.survey(parallel, "de", "en").digest != whole.digest
+    for name in ("valid.de", "valid.en"):
+        with (copy / name).open("a") as file:
+            file.write("x\n")
+    assert corpus.survey(copy, "en", "de").digest != whole.digest
+
+
+def damage(name: str, content: bytes | None) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (damage("valid.de", None), "holds neither valid.de nor valid.de.gz"),
+        (damage("valid.de.gz", b""), "holds both valid.de and valid.de.gz; one of them must go"),
+        (damage("test.en", b""), "test.en is empty"),
+        (damage("train.en", b"a\nb\n"), r"train\.en has 2 lines and .*/train\.de has 300"),
+        (damage("valid.en", b"a\n\n c\xff\n"), "valid.en, line 3: not UTF-8, byte 3 of the line is 0xff"),
+        (shutil.rmtree, "there is no folder"),
+    ],
+    ids=["missing", "twice", "empty", "unequal", "not UTF-8", "no folder"],
+)
+def test_text_that_is_not_right_is_refused_and_nothing_is_made(harm, message: str, parallel, tmp_path, programs):
+    shutil.copytree(parallel, tmp_path / "copy")
+    harm(tmp_path / "copy")
+    result = programs.prepare(tmp_path / "out", tmp_path / "copy")
+    assert result.returncode == 1 and re.search(message, result.stderr), result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.unfinished").exists()
+
+
+# --- subwords
+
+
+@pytest.mark.slow
+def test_what_was_cut_into_subwords_is_put_together_again(parallel: Path) -> None:
+    text = corpus.read_text(parallel / "train.en") + corpus.read_text(parallel / "train.de")
+    pieces = subwords.SentencePieces(subwords.SentencePieces.learn(text, 360))
+    for line in ("", "Straße – „Ideen“!", "日本 ½ ﬁ 😀 <unk> <s> <0xE2>", "a-b c--d @-@ & &amp;"):
+        (cut,) = pieces.encode([line])
+        assert set(cut.split()) <= set(pieces.dictionary) and pieces.decode(cut) == line
+    bpe = subwords.MosesBpe(subwords.MosesBpe.learn(subwords.prepare_lines("bpe", "de", text), 60), "de")
+    for line in ("", "grüne Hunde (oft) schlafen!", "hoch-moderne Straße & mehr: 12,50 €", 'er "sagt" a'):
+        tokens = subwords.prepare_lines("bpe", "de", [line])
+        (cut,) = bpe.encode(tokens)
+        assert ("@@" in cut or not line) and bpe.decode(cut) == line
+        assert ("@-@" in tokens[0]) == ("-" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"VOCABULARY": 100_000}, r"VOCABULARY is 100000; this text gives at most \d+ subwords"),
+        ({"VOCABULARY": 40}, r"VOCABULARY is 40; it must be at least \d+, for the text's characters and bytes"),
+        ({"VOCABULARY": 100_000, "SUBWORDS": "bpe"}, r"VOCABULARY is 100000; this text gives at most \d+ merges"),
+    ],
+)
+def test_a_vocabulary_that_the_text_cannot_give_is_refused_and_the_possible_one_works(
+    env: dict[str, object], message: str, parallel: Path, tmp_path: Path, programs: Programs
+) -> None:
+    result = programs.prepare(tmp_path / "out", parallel, **env)
+    assert result.returncode == 1 and re.search(message, result.stderr), result.stderr
+    assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+    possible = int(re.findall(r"\d+", result.stderr.split(";")[1])[0])
+    again = programs.prepare(tmp_path / "out", parallel, **{**env, "VOCABULARY": possible})
+    assert again.returncode == 0 and "cleaning" not in again.stdout, again.stderr
+
+
+# --- what is kept, and what fairseq is given
 
 
 def test_prepared_data_hold_the_subwords_of_all_pairs_and_the_text_as_it_came(stub_data: Path, parallel: Path) -> None:
     model = subwords.SentencePieces((stub_data / "subwords.model").read_bytes())
-    for split, count in (("train", 300), ("valid", 6), ("test", 4)):
-        for language in ("en", "de"):
-            raw = corpus.read_text(parallel / f"{split}.{language}")
-            cut = corpus.read_text(stub_data / f"{split}.{language}")
-            assert len(cut) == count - (split == "train") * (300 - len(cut))
-            if split == "train":
-                assert set(map(model.decode, cut)) <= set(raw)
-            else:
-                assert list(map(model.decode, cut)) == list(map(corpus.clean, raw))
-                assert corpus.read_text(stub_data / "raw" / f"{split}.{language}") == raw
+    for name in (f"{split}.{language}" for split in ("train", "valid", "test") for language in ("en", "de")):
+        raw, cut = corpus.read_text(parallel / name), corpus.read_text(stub_data / name)
+        if name.startswith("train"):
+            assert cut and set(map(model.decode, cut)) <= set(raw)
+        else:
+            assert list(map(model.decode, cut)) == list(map(corpus.clean, raw))
+            assert corpus.read_text(stub_data / "raw" / name) == raw
     record = json.loads((stub_data / "preparation.json").read_text())
     assert record["made from"]["text"] == corpus.survey(parallel, "en", "de").digest
     assert record["pairs"]["test"] == {"kept": 4}
@@ -34,8 +134,7 @@ def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: P
     good, long = [("a b c", "a b d")] * 20, [("a b c a b c", "a b c a b c")] * 3
     empty, uneven = [("", "a b"), (" \u00a0", "a"), ("a", "")], [("a b c", "a b c a b"), ("a b c", "a")]
     (tmp_path / "text").mkdir()
-    write_pairs(tmp_path / "text", "train", [*empty, *good, *long, *uneven])
-    for split in ("valid", "test"):  # of these none falls out
+    for split in ("train", "valid", "test"):  # of the last two none falls out
         write_pairs(tmp_path / "text", split, [*empty, *good, *long, *uneven])
     env = {"VOCABULARY": 268, "MAX_LENGTH": 5}  # each letter a subword, with the space before it
     result = programs.prepare(tmp_path / "out", tmp_path / "text", **env)
@@ -50,29 +149,25 @@ def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: P
     assert result.returncode == 1 and "no pair of the training text is left: train: 0 of 28 pairs" in result.stderr
 
 
-def test_fairseq_is_given_all_subwords_and_a_round_number_of_them(
-    parallel: Path, tmp_path: Path, programs: Programs
+@pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
+def test_fairseq_is_given_all_subwords_and_an_interrupted_preparation_goes_on(
+    signal: str, parallel: Path, tmp_path: Path, programs: Programs
 ) -> None:
-    env = {"VOCABULARY": 361, "WORKERS": 1}
-    _, calls = programs.run(PREPARE, tmp_path / "out", parallel, env={**env, "INTERRUPT": "TERM"})
+    out, env = tmp_path / "out", {"VOCABULARY": 361, "WORKERS": 1}
+    cut, calls = programs.run(PREPARE, out, parallel, env={**env, "INTERRUPT": signal})
+    assert cut.returncode != 0 and not out.exists() and "binarising" in cut.stdout
+    assert not [path for path in (tmp_path / "out.unfinished").glob("finished-*") if path.suffix != ".part"]
     asked = options(calls[0])
     assert "--joined-dictionary" in asked and (asked["--source-lang"], asked["--target-lang"]) == ("en", "de")
     rows = [line.rsplit(" ", 1) for line in corpus.read_text(Path(asked["--srcdict"]))]
     real = [word for word, _ in rows if not word.startswith("madeupword")]
-    assert len(real) == 361 - 3 and (len(rows) + 4) % 8 == 0 and len(rows) - len(real) < 8
+    assert len(real) == 361 - 3 and (len(rows) + 4) % 8 == 0 and len(rows) - len(real) < 8  # a round number of them
     counts = [int(count) for _, count in rows]
     assert counts == sorted(counts, reverse=True) and "<0xE6>" in real
-    cut = corpus.read_text(Path(asked["--trainpref"] + ".en")) + corpus.read_text(Path(asked["--trainpref"] + ".de"))
-    assert sum(counts) == sum(len(line.split()) for line in cut)
+    text = corpus.read_text(Path(asked["--trainpref"] + ".en")) + corpus.read_text(Path(asked["--trainpref"] + ".de"))
+    assert sum(counts) == sum(len(line.split()) for line in text)
 
-
-@pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
-def test_an_interrupted_preparation_goes_on(signal: str, parallel: Path, tmp_path: Path, programs: Programs) -> None:
-    out = tmp_path / "out"
-    cut = programs.prepare(out, parallel, INTERRUPT=signal)
-    assert cut.returncode != 0 and not out.exists() and "binarising" in cut.stdout
-    assert not [path for path in (tmp_path / "out.unfinished").glob("finished-*") if path.suffix != ".part"]
-    again = programs.prepare(out, parallel)
+    again = programs.prepare(out, parallel, **env)
     assert again.returncode == 0 and (out / "preparation.json").exists(), again.stderr
     assert "cleaning" not in again.stdout and "learning" not in again.stdout and "binarising" in again.stdout
     assert not (tmp_path / "out.unfinished").exists()
@@ -91,3 +186,60 @@ def test_a_finished_folder_is_left_as_it_is_and_never_made_of_something_else(
     other = programs.prepare(stub_data, tmp_path / "copy")
     assert other.returncode == 1 and "was made with other text; name another folder" in other.stderr
     assert before == {path: path.stat().st_mtime_ns for path in stub_data.rglob("*")}
+
+
+# --- WMT14
+
+
+@pytest.fixture
+def served(parallel: Path, tmp_path: Path) -> dict[str, object]:
+    """An environment in which the WMT14 set is small: where it is downloaded from, and checksums that fit."""
+    archives = {
+        "wmt13/training-parallel-europarl-v7.tgz": ("training/europarl-v7.de-en", slice(0, 100)),
+        "wmt13/training-parallel-commoncrawl.tgz": ("commoncrawl.de-en", slice(100, 200)),
+        "wmt14/training-parallel-nc-v9.tgz": ("training/news-commentary-v9.de-en", slice(200, 300)),
+    }
+    sums = ""
+    for path, (member, part) in archives.items():
+        archive = tmp_path / "served" / path
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(archive, "w:gz") as tar:
+            for language in ("en", "de"):
+                corpus.write_text(tmp_path / "member", corpus.read_text(parallel / f"train.{language}")[part])
+                tar.add(tmp_path / "member", f"{member}.{language}")
+        [asked] = re.findall(rf"fetch {re.escape(path)} \d+ \\\n +([0-9a-f]{{64}})\n", PREPARE.read_text())
+        sums += f"{hashlib.sha256(archive.read_bytes()).hexdigest()} {asked}\n"
+    (tmp_path / "sums").write_text(sums)
+    (tmp_path / "sets" / "wmt14").mkdir(parents=True)
+    for name, split in (("wmt13", "valid"), ("wmt14/full", "test")):
+        for side, language in (("src", "en"), ("ref", "de")):
+            shutil.copy(parallel / f"{split}.{language}", tmp_path / "sets" / f"{name}.{side}")
+    url = (tmp_path / "served").as_uri()
+    return {"WMT14_URL": url, "SUMS": tmp_path / "sums", "SETS": tmp_path / "sets"}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_wmt14_is_downloaded_and_a_download_that_was_cut_off_goes_on(
+    served: dict[str, object], stub_data: Path, tmp_path: Path, programs: Programs
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "served" / "wmt13" / "training-parallel-europarl-v7.tgz"
+    gone = programs.prepare(out, **{**served, "WMT14_URL": (tmp_path / "nowhere").as_uri()})
+    assert gone.returncode == 1 and "cannot download" in gone.stderr and not out.exists()
+    part = tmp_path / "out.unfinished" / "downloads" / f"{whole.name}.part"
+    part.parent.mkdir(parents=True, exist_ok=True)
+    content = whole.read_bytes()
+    part.write_bytes(content[:1000])
+    whole.write_bytes(b"\0" * 1000 + content[1000:])  # what has come must not be fetched again
+    no_set = programs.prepare(out, **{**served, "SETS": tmp_path / "nowhere"})
+    assert no_set.returncode == 1 and "sacrebleu cannot fetch wmt13" in no_set.stderr and not out.exists()
+    assert (part.parent / whole.name).read_bytes() == content
+    shutil.rmtree(tmp_path / "served")  # all of it has come
+    result = programs.prepare(out, **served)
+    assert result.returncode == 0 and "downloading" not in result.stdout, result.stderr
+    assert not (tmp_path / "out.unfinished").exists()
+    # The same text as from a folder.
+    ours, theirs = contents(out), contents(stub_data)
+    made = [json.loads(files.pop("preparation.json"))["made from"].pop("text") for files in (ours, theirs)]
+    assert made[0] == "WMT14 training set, newstest2013, newstest2014" and ours == theirs
+    again = programs.prepare(out, **served)
+    assert again.returncode == 0 and again.stdout == f"{out} is finished\n"

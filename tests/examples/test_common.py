@@ -1,9 +1,10 @@
-"""The steps of the demos: what they do twice and what not, and how they end."""
+"""What the demos share: steps that are done once, processes that end together, what is read from logs and shown."""
 
 from __future__ import annotations
 
 import io
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -14,7 +15,7 @@ import pytest
 
 from .conftest import ROOT
 
-steps = import_module("common.steps")
+fairseq_logs, steps, tables = map(import_module, ("common.fairseq_logs", "common.steps", "common.tables"))
 MARK = "made-by-a-test"
 
 
@@ -24,21 +25,16 @@ def test_a_folder_belongs_to_one_run_of_one_demo(tmp_path: Path) -> None:
         pass
     with steps.claim(out, MARK):
         pass
-    with pytest.raises(steps.StepError, match="out holds other files"), steps.claim(out, "another-mark"):
-        pass
+    for folder, mark, message in (
+        (out, "another-mark", "out holds other files"),
+        (out / MARK, MARK, "for the results"),
+    ):
+        with pytest.raises(steps.StepError, match=message), steps.claim(folder, mark):
+            pass
     assert [path.name for path in out.iterdir()] == [MARK]
-    with pytest.raises(steps.StepError, match="for the results"), steps.claim(out / MARK, MARK):
-        pass
 
 
 # --- steps
-
-WAIT_FOR_OTHER = """
-import sys, pathlib, time
-log = pathlib.Path(sys.argv[1]).parent / "slow" / "log.txt"
-while not log.read_text(): time.sleep(0.01)
-sys.exit(1)
-"""
 
 
 def make_step(folder: Path, code: str, **others: Any) -> Any:
@@ -47,10 +43,10 @@ def make_step(folder: Path, code: str, **others: Any) -> Any:
     return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **settings)
 
 
-def work(*wanted: Any, slots: int = 2, keep_open: tuple[int, ...] = ()) -> str:
+def work(*wanted: Any, output: io.StringIO | None = None, keep_open: tuple[int, ...] = ()) -> str:
     """Runs steps; returns what was shown."""
-    output = io.StringIO()
-    steps.Runner(ROOT, slots, output, {}, keep_open).run(wanted)
+    output = output or io.StringIO()
+    steps.Runner(ROOT, 2, output, {}, keep_open).run(wanted)
     return output.getvalue()
 
 
@@ -72,34 +68,34 @@ def test_a_finished_step_is_run_again_only_if_it_changed(tmp_path: Path, change:
     assert (tmp_path / "second" / "witness").exists() == (change == "nothing")
 
 
-def find_nothing(log: str) -> dict[str, Any]:
-    raise ValueError("its log has no result in it")
-
-
 @pytest.mark.parametrize(
     ("code", "settings", "reason"),
     [
         ("import sys; print('what went wrong'); sys.exit(3)", {}, "exit status 3"),
         ("import os; print('what went wrong', flush=True); os.abort()", {}, "signal 6"),
-        ("print('what went wrong')", {"read_result": find_nothing}, "no result"),
+        ("print('what went wrong')", {"read_result": fairseq_logs.read_training}, "no training"),
     ],
 )
-def test_a_failed_step_is_shown_and_not_marked_as_done(
-    tmp_path: Path, code: str, settings: dict[str, Any], reason: str
-) -> None:
+def test_a_failed_step_is_shown_and_not_marked_as_done(tmp_path, code: str, settings: dict, reason: str) -> None:
     step = make_step(tmp_path / "a", code, **settings)
     with pytest.raises(steps.StepError, match=rf"a failed: .*{reason}.*\n.*what went wrong\n.*log\.txt"):
         work(step)
     assert step.result() is None
 
 
+WAIT_FOR_OTHER = """
+import sys, pathlib, time
+log = pathlib.Path(sys.argv[1]).parent / "slow" / "log.txt"
+while not log.read_text(): time.sleep(0.01)
+sys.exit(1)
+"""
+WORKER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+
+
 def test_a_failure_ends_the_steps_beside_it_and_what_they_started(tmp_path: Path) -> None:
     """Workers of a loader keep the folder claimed while they live and notice their parent's end late."""
     out = tmp_path / "out"
-    worker = (
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
-    )
-    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], close_fds=False)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WORKER!r}], close_fds=False)"
     slow, failing = make_step(out / "slow", starts), make_step(out / "failing", WAIT_FOR_OTHER)
     with pytest.raises(steps.StepError, match="failing failed"), steps.claim(out, MARK) as claimed:
         work(slow, failing, keep_open=(claimed,))
@@ -123,7 +119,6 @@ def test_an_interrupted_step_goes_on_if_it_can(tmp_path: Path, case: str) -> Non
     step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=case != "begins anew")
     with pytest.raises(steps.StepError):
         work(step)
-    assert step.log.read_text() == "began\n"
     if case == "broken checkpoint":
         checkpoint = step.folder / "checkpoint_last.pt"
         checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
@@ -131,14 +126,10 @@ def test_an_interrupted_step_goes_on_if_it_can(tmp_path: Path, case: str) -> Non
         step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=True, depends_on="something else")
     if case == "resumes":
         assert "a: goes on where it was\n" in work(step)
-        assert step.log.read_text() == "began\nresumed\n"
     else:
         with pytest.raises(steps.StepError):
             work(step)
-        assert step.log.read_text() == "began\n"
-
-
-# --- what is shown
+    assert step.log.read_text() == ("began\nresumed\n" if case == "resumes" else "began\n")
 
 
 def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path) -> None:
@@ -158,6 +149,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_progress_is_a_line_that_changes_on_a_terminal_and_nothing_in_a_log(tmp_path: Path, kind: type) -> None:
+    """However long the step takes: on a terminal, until its progress was shown."""
     waiting = "import pathlib, sys, time\nwhile not (pathlib.Path(sys.argv[1]) / 'seen').exists(): time.sleep(0.01)"
 
     def seen(log: str) -> str:
@@ -165,8 +157,94 @@ def test_progress_is_a_line_that_changes_on_a_terminal_and_nothing_in_a_log(tmp_
         return "halfway"
 
     step = make_step(tmp_path / "a", waiting if kind is Terminal else "pass", describe_progress=seen)
-    output = kind()
-    steps.Runner(ROOT, 1, output, {}).run([step])
-    lines = output.getvalue().splitlines()
+    shown = work(step, output=kind())
+    lines = shown.splitlines()
     assert lines[0] == "a" and re.search(r"a: done \(\d+ s\)$", lines[-1])
-    assert ("> a: halfway" in lines) == ("\x1b[1F\x1b[J" in output.getvalue()) == (kind is Terminal)
+    assert ("> a: halfway" in lines) == ("\x1b[1F\x1b[J" in shown) == (kind is Terminal)
+
+
+# --- processes
+
+# A fork that takes its time leaves a gap between itself and the new process's first steps, in which a signal comes.
+PROGRAM = """
+import os, signal, sys, time
+sys.path.insert(0, "examples")
+from common.processes import pool
+
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+fork = os.fork
+
+def late_fork():
+    made = fork()
+    if made == 0:
+        time.sleep(0.5)
+    return made
+
+if sys.argv[1] == "late":
+    os.fork = late_fork
+with pool(2, int, "7") as processes:
+    if sys.argv[1] == "work":
+        print(processes.apply(os.getpid), flush=True)
+        time.sleep(600)
+assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+"""
+
+
+@pytest.mark.parametrize("how", ["at once", "late", "work"])
+def test_processes_end_with_what_started_them_even_at_once(how: str) -> None:
+    words = [sys.executable, "-c", PROGRAM, how]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        if how == "work":
+            assert program.stdout is not None
+            worker = int(program.stdout.readline())
+            program.send_signal(signal.SIGTERM)
+        _, errors = program.communicate(timeout=300)
+    if how == "work":
+        assert not Path(f"/proc/{worker}").exists()
+    else:
+        assert (program.returncode, errors) == (0, b"")
+
+
+# --- logs and tables
+
+TRAIN_LOG = """
+2026-01-01 | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
+2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "3", "ppl": "8", "wps": "100", "ups": "2", "num_updates": "2"}
+2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "4", "valid_ppl": "16", "valid_num_updates": "2"}
+2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "2", "ppl": "4", "wps": "300", "ups": "2", "num_updates": "4"}
+2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "5", "valid_ppl": "32", "valid_num_updates": "4"}
+"""
+
+
+def test_a_log_is_read_while_it_is_written_and_counts_updates_that_were_done_twice_once() -> None:
+    assert fairseq_logs.read_training(TRAIN_LOG + TRAIN_LOG.replace('"ppl": "4"', '"ppl": "5"')) == {
+        "parameters": 1234,
+        "train_ppl": [(2, 8.0), (4, 5.0)],
+        "valid_ppl": [(2, 16.0), (4, 32.0)],
+        "best_valid_ppl": 16.0,
+        "tokens_per_second": 200.0,
+    }
+    assert fairseq_logs.describe_training("", 8) == "starting"
+    cut = TRAIN_LOG + '2026-01-01 | INFO | train_inner | {"epoch": 1, "lo'
+    assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, 2 s left"
+
+
+@pytest.mark.parametrize(
+    "read",
+    ["demo.run read_perplexity", "demo.run read_continuations"]
+    + ["demo_translation.run read_speed", "demo_translation.run read_bleu"],
+)
+def test_a_log_without_results_is_noticed(read: str) -> None:
+    module, name = read.split()
+    with pytest.raises(ValueError, match="its log has no"):
+        getattr(import_module(module), name)("Traceback (most recent call last):\n")
+
+
+def test_a_table_is_markdown_and_aligned() -> None:
+    assert tables.format_table(["model", "n"], [["a", "1,000"], ["longer name", "2"]]).splitlines() == [
+        "| model       |     n |",
+        "| ----------- | ----: |",
+        "| a           | 1,000 |",
+        "| longer name |     2 |",
+    ]

