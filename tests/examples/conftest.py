@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "examples"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "wmt14", "xatl")]  # as when their programs are started
-encode, reproduce_command = import_module("encode"), import_module("reproduce")
+reproduce_command = import_module("reproduce")
 
 Result = subprocess.CompletedProcess[str]
 Commands = Callable[..., list[list[str]]]
@@ -99,9 +99,6 @@ def write_training(folder: Path, updates: int, finished: bool = True, *first: st
     return folder
 
 
-# --- scripts, and programs that only note how they were called
-
-
 def run_script(script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> Result:
     """Runs a script in the repository's root, with this Python's fairseq."""
     settings = {"PATH": PATH, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in (env or {}).items()}}
@@ -143,9 +140,6 @@ def commands(tmp_path: Path) -> Commands:
     return collect
 
 
-# --- Python's programs within this process, which saves the seconds that they take to start
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a program; returns its status and what it wrote to stdout and stderr."""
@@ -160,22 +154,26 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
-def fairseq(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], str]:
-    """Runs a call of one of fairseq's programs, and returns its log."""
+def fairseq(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[list[str]], str]:
+    """Runs a call of one of fairseq's programs, and returns what it would write."""
     monkeypatch.chdir(ROOT)
-    return lambda words: command(Path(words[0]).name.removeprefix("fairseq-").replace("-", "_"), *words[1:])
+
+    def call(words: list[str]) -> str:
+        caplog.clear()
+        command(Path(words[0]).name.removeprefix("fairseq-").replace("-", "_"), *words[1:])
+        return "".join(f"x | {record.name} | {record.getMessage()}\n" for record in caplog.records)
+
+    return call
 
 
 @pytest.fixture
-def reproduce(
-    fairseq: Callable[[list[str]], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Reproduce:
+def reproduce(fairseq: Callable[[list[str]], str], monkeypatch, capsys) -> Reproduce:
     """Runs reproduce.py, and returns its status and what it wrote to stdout and stderr."""
 
     def stream(words: list[str], *sinks: BinaryIO) -> int:
         log = fairseq(words)
         for sink in sinks:
-            sink.write("".join(f"x | {line}\n" for line in log.splitlines()).encode())
+            sink.write(log.encode())
         return 0
 
     monkeypatch.setattr(reproduce_command, "stream", stream)
@@ -191,9 +189,6 @@ def reproduce(
     return call
 
 
-# --- WikiText
-
-
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """wiki.{train,valid,test}.tokens; more than 10,000 word types, for the bands of wikitext2.sh."""
@@ -207,14 +202,10 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def binarise(out: Path, prefixes: Mapping[str, object], *flags: str) -> Path:
-    words = [word for split, prefix in prefixes.items() for word in (f"--{split}pref", str(prefix))]
-    command("preprocess", "--only-source", "--destdir", str(out), *words, *flags)
-    return out
-
-
 def binarise_tokens(tokens: Path, out: Path, *flags: str) -> Path:
-    return binarise(out, {split: tokens / f"wiki.{split}.tokens" for split in ("train", "valid", "test")}, *flags)
+    texts = [w for split in ("train", "valid", "test") for w in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")]
+    command("preprocess", "--only-source", "--destdir", str(out), *texts, *flags)
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -249,8 +240,6 @@ def numbered(published: Path, tokens: Path, tmp_path_factory: pytest.TempPathFac
     return binarise_tokens(tokens, tmp_path_factory.mktemp("n") / "bin", "--srcdict", str(published / "dict.txt"))
 
 
-# --- models of Hugging Face
-
 DOCUMENTS = {
     "train": [
         "the cat sat on the mat,\nand the other cats sat there:\n\n  that is the theme",
@@ -261,15 +250,18 @@ DOCUMENTS = {
 }
 
 
-def write_documents(folder: Path) -> Path:
-    """`DOCUMENTS`, in two of the forms that gpt2/prepare.sh takes."""
-    (folder / "train").mkdir(parents=True)
+def prepare_documents(source: Path, folder: Path, script: str) -> Path:
+    """`DOCUMENTS`, in two of the forms that prepare.sh takes, as it leaves them."""
+    text = folder / "text"
+    (text / "train").mkdir(parents=True)
     first, *others = DOCUMENTS["train"]
-    (folder / "train" / "00.txt").write_text(first + "\n", encoding="utf-8")
-    lines = [json.dumps({"text": text, "meta": {}}) + "\n" for text in others]
-    (folder / "train" / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
-    (folder / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
-    return folder
+    (text / "train" / "00.txt").write_text(first + "\n", encoding="utf-8")
+    lines = [json.dumps({"text": document, "meta": {}}) + "\n" for document in others]
+    (text / "train" / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    (text / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
+    result = run_script(EXAMPLES / script, folder / "bin", source, text, env={"WORKERS": 2})
+    assert result.returncode == 0, result.stderr
+    return folder / "bin"
 
 
 def convert(folder: Path, neox: bool, **sizes: int) -> Path:
@@ -282,13 +274,6 @@ def convert(folder: Path, neox: bool, **sizes: int) -> Path:
     return folder / "converted"
 
 
-def encode_documents(source: Path, folder: Path) -> Path:
-    """`DOCUMENTS` in a model's subwords, as gpt2/prepare.sh leaves them."""
-    assert encode.main([str(source), str(write_documents(folder / "text")), str(folder), "--workers", "1"]) == 0
-    prefixes = {split: folder / f"{split}.bpe" for split in DOCUMENTS}
-    return binarise(folder / "bin", prefixes, "--srcdict", f"{source}/dict.txt")
-
-
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted GPT-2. Head dimension 32: keys of 4 and 16 numbers are folded, those of 32 are not."""
@@ -297,7 +282,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gpt2_data(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return encode_documents(gpt2, tmp_path_factory.mktemp("gpt2-data"))
+    return prepare_documents(gpt2, tmp_path_factory.mktemp("gpt2-data"), "gpt2/prepare.sh")
 
 
 @pytest.fixture(scope="session")
@@ -308,4 +293,4 @@ def pythia(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pythia_data(pythia: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return encode_documents(pythia, tmp_path_factory.mktemp("pythia-data"))
+    return prepare_documents(pythia, tmp_path_factory.mktemp("pythia-data"), "xatl/prepare.sh")

@@ -1,4 +1,4 @@
-"""What the demos share: steps that are done once, processes that end together, what is read from logs and shown."""
+"""What the demos share: steps that are done once, processes that end together, and what is read from logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from .conftest import ROOT
 
-fairseq_logs, steps, tables = map(import_module, ("common.fairseq_logs", "common.steps", "common.tables"))
+fairseq_logs, steps = map(import_module, ("common.fairseq_logs", "common.steps"))
 MARK = "made-by-a-test"
 
 
@@ -32,9 +32,6 @@ def test_a_folder_belongs_to_one_run_of_one_demo(tmp_path: Path) -> None:
         with pytest.raises(steps.StepError, match=message), steps.claim(folder, mark):
             pass
     assert [path.name for path in out.iterdir()] == [MARK]
-
-
-# --- steps
 
 
 def make_step(folder: Path, code: str, **others: Any) -> Any:
@@ -69,15 +66,15 @@ def test_a_finished_step_is_run_again_only_if_it_changed(tmp_path: Path, change:
 
 
 @pytest.mark.parametrize(
-    ("code", "settings", "reason"),
+    ("code", "reason"),
     [
-        ("import sys; print('what went wrong'); sys.exit(3)", {}, "exit status 3"),
-        ("import os; print('what went wrong', flush=True); os.abort()", {}, "signal 6"),
-        ("print('what went wrong')", {"read_result": fairseq_logs.read_training}, "no training"),
+        ("import sys; print('what went wrong'); sys.exit(3)", "exit status 3"),
+        ("import os; print('what went wrong', flush=True); os.abort()", "signal 6"),
+        ("print('what went wrong')", "its log has no result in it"),
     ],
 )
-def test_a_failed_step_is_shown_and_not_marked_as_done(tmp_path, code: str, settings: dict, reason: str) -> None:
-    step = make_step(tmp_path / "a", code, **settings)
+def test_a_failed_step_is_shown_and_not_marked_as_done(tmp_path: Path, code: str, reason: str) -> None:
+    step = make_step(tmp_path / "a", code, read_result=lambda log: fairseq_logs.find_in(log, "result", "BLEU"))
     with pytest.raises(steps.StepError, match=rf"a failed: .*{reason}.*\n.*what went wrong\n.*log\.txt"):
         work(step)
     assert step.result() is None
@@ -107,8 +104,8 @@ def test_a_failure_ends_the_steps_beside_it_and_what_they_started(tmp_path: Path
 HALF_THEN_WHOLE = """
 import pathlib, sys, zipfile
 checkpoint = pathlib.Path(sys.argv[1]) / "checkpoint_last.pt"
-print("resumed" if checkpoint.exists() else "began")
 begun = checkpoint.exists()
+print("resumed" if begun else "began")
 zipfile.ZipFile(checkpoint, "w").writestr("updates", "1")
 sys.exit(0 if begun else 1)
 """
@@ -149,7 +146,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_progress_is_a_line_that_changes_on_a_terminal_and_nothing_in_a_log(tmp_path: Path, kind: type) -> None:
-    """However long the step takes: on a terminal, until its progress was shown."""
+    """However long the step takes: on a terminal it takes until its progress was shown."""
     waiting = "import pathlib, sys, time\nwhile not (pathlib.Path(sys.argv[1]) / 'seen').exists(): time.sleep(0.01)"
 
     def seen(log: str) -> str:
@@ -162,8 +159,6 @@ def test_progress_is_a_line_that_changes_on_a_terminal_and_nothing_in_a_log(tmp_
     assert lines[0] == "a" and re.search(r"a: done \(\d+ s\)$", lines[-1])
     assert ("> a: halfway" in lines) == ("\x1b[1F\x1b[J" in shown) == (kind is Terminal)
 
-
-# --- processes
 
 # A fork that takes its time leaves a gap between itself and the new process's first steps, in which a signal comes.
 PROGRAM = """
@@ -206,8 +201,6 @@ def test_processes_end_with_what_started_them_even_at_once(how: str) -> None:
         assert (program.returncode, errors) == (0, b"")
 
 
-# --- logs and tables
-
 TRAIN_LOG = """
 2026-01-01 | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
 2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "3", "ppl": "8", "wps": "100", "ups": "2", "num_updates": "2"}
@@ -225,26 +218,8 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_that_were_done_twi
         "best_valid_ppl": 16.0,
         "tokens_per_second": 200.0,
     }
+    with pytest.raises(ValueError, match="its log has no training"):
+        fairseq_logs.read_training("Traceback (most recent call last):\n")
     assert fairseq_logs.describe_training("", 8) == "starting"
     cut = TRAIN_LOG + '2026-01-01 | INFO | train_inner | {"epoch": 1, "lo'
     assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, 2 s left"
-
-
-@pytest.mark.parametrize(
-    "read",
-    ["demo.run read_perplexity", "demo.run read_continuations"]
-    + ["demo_translation.run read_speed", "demo_translation.run read_bleu"],
-)
-def test_a_log_without_results_is_noticed(read: str) -> None:
-    module, name = read.split()
-    with pytest.raises(ValueError, match="its log has no"):
-        getattr(import_module(module), name)("Traceback (most recent call last):\n")
-
-
-def test_a_table_is_markdown_and_aligned() -> None:
-    assert tables.format_table(["model", "n"], [["a", "1,000"], ["longer name", "2"]]).splitlines() == [
-        "| model       |     n |",
-        "| ----------- | ----: |",
-        "| a           | 1,000 |",
-        "| longer name |     2 |",
-    ]

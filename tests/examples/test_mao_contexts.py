@@ -18,12 +18,10 @@ from tests.conftest import QUIET, TASK, binarise, command
 
 WORDS = [f"w{i}" for i in range(22)]  # and the line's end, the 23rd token
 STOCK = [*TASK[:2], "--task", "language_modeling"]
-COUNTING = """--arch fast_weight_lm --update-rule sum --feature-map identity --normalization none
-    --decoder-layers 1 --decoder-embed-dim 4 --decoder-input-dim 4 --decoder-output-dim 4 --decoder-ffn-embed-dim 4
-    --decoder-attention-heads 1 --no-token-positional-embeddings --dropout 0""".split()
-
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
-
+COUNTING = """--arch fast_weight_lm --update-rule sum --feature-map identity --normalization none --decoder-layers 1
+    --decoder-embed-dim 4 --decoder-input-dim 4 --decoder-output-dim 4 --decoder-ffn-embed-dim 4 --dropout 0
+    --decoder-attention-heads 1 --no-token-positional-embeddings --tokens-per-sample 8 --batch-size 1
+    --optimizer adam --lr 0 --max-update 1 --disable-validation""".split()
 # Words of the text before each token, in its window. Worked out by hand.
 SEEN = {
     # Segments of 8, each scored whole: tokens 0 to 7, 8 to 15, 16 to 22. Before a segment's first token fairseq puts
@@ -37,23 +35,16 @@ SEEN = {
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
+    """The text; a model of which each word writes the same value under the same key, a line end none; and the
+    logarithm of a token's probability after 0, 1, ... 8 words, as the model gives it."""
+    from fairseq import checkpoint_utils
+
     folder = tmp_path_factory.mktemp("counted")
     for split in ("train", "valid", "test"):
         (folder / f"{split}.txt").write_text(" ".join(WORDS) + "\n")
-    return binarise(folder)
-
-
-@pytest.fixture(scope="module")
-def counter(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a model that counts: each word writes the same value under the same key, a line end none."""
-    folder = tmp_path_factory.mktemp("counter")
-    command(
-        "train",
-        *[str(data), *TASK, *QUIET, *COUNTING, "--save-dir", str(folder)],
-        *"--tokens-per-sample 8 --batch-size 1 --optimizer adam --lr 0 --max-update 1 --disable-validation".split(),
-    )
-    path = folder / "checkpoint_last.pt"
+    data, path = binarise(folder), folder / "checkpoint_last.pt"
+    command("train", str(data), *TASK, *QUIET, *COUNTING, "--save-dir", str(folder))
     checkpoint = torch.load(path, weights_only=False)
     weights = checkpoint["model"]
     eos, words = 2, list(range(4, 4 + len(WORDS)))
@@ -66,47 +57,35 @@ def counter(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights[f"decoder.layers.0.self_attn.{name}_proj.bias"].fill_(1)
     weights["decoder.layers.0.self_attn.v_proj.weight"][2, 0] = 0.04
     weights["decoder.layers.0.self_attn.out_proj.weight"].copy_(torch.eye(4))
-    weights["decoder.output_projection.weight"][[eos, *words], 2] = -3
+    weights["decoder.output_projection.weight"][[*words, eos], 2] = -3
     torch.save(checkpoint, path)
-    return path
 
-
-@pytest.fixture(scope="module")
-def score_after(data: Path, counter: Path) -> list[float]:
-    """The logarithm of a token's probability after 0, 1, ... 8 words, as the model gives it."""
-    from fairseq import checkpoint_utils
-
-    [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(counter)], {"data": str(data)})
-    model.eval()
-    line = [task.dictionary.eos(), *map(task.dictionary.index, WORDS[:8])]
-    other = [task.dictionary.eos(), *map(task.dictionary.index, WORDS[:-9:-1])]
+    [model], _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data)})
+    lines = torch.tensor([[eos, *words[:8]], [eos, *words[:-9:-1]], [*words[:9]]])
     with torch.no_grad():
-        scores = model.get_normalized_probs(model(torch.tensor([line, other])), log_probs=True)
-        without = model.get_normalized_probs(model(torch.tensor([line[1:]])), log_probs=True)[0]
-    tokens = torch.tensor([task.dictionary.eos(), *map(task.dictionary.index, WORDS)])
-    after = scores[0, :, tokens[0]]
+        scores = model.eval().get_normalized_probs(model(lines), log_probs=True)[..., [eos, *words]]
+    after = scores[0, :, 0]
     # Which token, which words, and whether a line end is among them: it makes no difference.
-    torch.testing.assert_close(scores[..., tokens], after[None, :, None].expand(2, -1, len(tokens)))
-    torch.testing.assert_close(without[:, tokens], after[1:, None].expand(-1, len(tokens)))
+    torch.testing.assert_close(scores[:2], after[None, :, None].expand(2, -1, len(words) + 1))
+    torch.testing.assert_close(scores[2, :-1], after[1:, None].expand(-1, len(words) + 1))
     assert all(abs(a - b) > 0.01 for a, b in pairwise(sorted(after.tolist()))), "no two counts may look alike"
-    return after.tolist()
+    return data, path, after.tolist()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of fairseq and what it calls
 @pytest.mark.parametrize(
     ("context", "task", "batch"), [(0, TASK, "3"), (0, STOCK, "1"), (6, TASK, "1"), (6, STOCK, "3")]
 )
-def test_each_token_sees_the_words_that_its_context_says(
-    context: int, task: list[str], batch: str, data: Path, counter: Path, score_after: list[float]
-) -> None:
+def test_each_token_sees_the_words_that_its_context_says(context: int, task: list[str], batch: str, counted) -> None:
+    data, model, score_after = counted
     window = ["--tokens-per-sample", "8", "--context-window", str(context), "--batch-size", batch]
-    log = command("eval_lm", str(data), *task, *QUIET, "--path", str(counter), *window, "--output-word-probs")
+    log = command("eval_lm", str(data), *task, *QUIET, "--path", str(model), *window, "--output-word-probs")
     samples = re.findall(r"^(\d+) (\S+ \[.*)$", log, flags=re.MULTILINE)
     text = "\t".join(words for _, words in sorted(samples, key=lambda sample: int(sample[0])))
     found = re.findall(r"(\S+) \[(-[\d.]+)\]", text)
-    assert [word for word, _ in found] == [*WORDS, "</s>"]
-    scores = [float(score) for _, score in found]
+    assert [word for word, _ in found] == [*WORDS, "</s>"] and "Evaluated 23 tokens" in log
     wanted = [score_after[words] for words in SEEN[context]]
-    assert scores == pytest.approx(wanted, abs=2e-6)  # the log has six decimals
-    assert "Evaluated 23 tokens" in log
+    assert [float(score) for _, score in found] == pytest.approx(wanted, abs=2e-6)  # the log has six decimals
     [perplexity] = re.findall(r"Perplexity: ([\d.]+)", log)
     assert float(perplexity) == pytest.approx(math.exp(-sum(wanted) / len(wanted)), abs=0.006)

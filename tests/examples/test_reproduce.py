@@ -41,9 +41,6 @@ def printed(reproduce: Reproduce, *words: object, **env: str) -> list[list[str]]
     return [[Path(first).name, *others] for first, *others in commands]
 
 
-# --- the command lines
-
-
 @pytest.mark.parametrize(
     "block", (Path(__file__).parent / "commands.txt").read_text().split("\n\n"), ids=lambda block: block.split("\n")[0]
 )
@@ -130,9 +127,6 @@ def test_the_batch_is_divided_among_gpus_and_accumulated_batches(call: str, expe
     assert (asked["--distributed-world-size"], asked["--update-freq"], batch) == expected
 
 
-# --- what is shown, and what is refused
-
-
 @pytest.mark.parametrize("table", papers.TABLES)
 def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Reproduce) -> None:
     status, out, _ = reproduce("--list", table)
@@ -145,23 +139,18 @@ def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Re
 @refused("""
 --list mao -> TABLE is mao; it must be one of schlag-table1, schlag-table2,
  -> it takes TABLE ROW train|evaluate
-mao decay-32 train DATA OUT -> TABLE is mao; it must be one of schlag-table1,
 mao-table3 gpt2 train DATA OUT -> ROW is gpt2; it must be one of base, decay-32, decay-64
 schlag-table2 small-delta-network learn DATA OUT -> after ROW comes learn; it must be train or evaluate
 schlag-table2 small-delta-network train DATA -> schlag-table2 small-delta-network train takes DATA OUT [OPTION ...]
-schlag-table2 small-delta-network train DATA --cpu -> train takes DATA OUT [OPTION ...]
 mao-table1 add-baseline train DATA OUT -> mao-table1 add-baseline train takes SOURCE DATA OUT
 schlag-table2 small-delta-network train nowhere OUT -> DATA is nowhere, which holds no dict.txt; prepare.sh makes it
-schlag-table2 small-delta-network evaluate nowhere OUT -> DATA is nowhere, which holds no dict.txt
 schlag-table1 linear train nowhere OUT -> DATA is nowhere, which holds no preparation.json
-schlag-table1 linear evaluate nowhere OUT -> DATA is nowhere, which holds no preparation.json
 schlag-table2 small-delta-network evaluate DATA OUT -> OUT, which holds no checkpoint_best.pt
 schlag-table1 linear evaluate DATA OUT -> OUT, which holds no checkpoint_best.pt
 mao-table3 decay-32 evaluate DATA UNFINISHED -> UNFINISHED, which holds no checkpoint_last.pt
 CHECKPOINT=x.pt schlag-table2 small-delta-network evaluate DATA TRAINED -> TRAINED, which holds no x.pt
 CHECKPOINT=a/x.pt schlag-table2 small-delta-network evaluate DATA TRAINED -> it must be the name of a file in OUT
 MODE=folded schlag-table2 small-delta-network evaluate DATA TRAINED -> MODE is folded; it must be sliding, carried, con
-MODE=context- schlag-table2 small-delta-network evaluate DATA TRAINED -> MODE is context-; it must be
 MODE=context-512 mao-table3 decay-32 evaluate DATA TRAINED -> N a number below the length, 512
 GPUS=two schlag-table2 small-delta-network train DATA OUT -> GPUS is two; it must be a positive number
 UPDATE_FREQ=0 schlag-table2 small-delta-network train DATA OUT -> UPDATE_FREQ is 0; it must be a positive number
@@ -170,12 +159,9 @@ UPDATE_FREQ=2 schlag-table4 delta-network train DATA OUT -> with state carried o
 GPUS=5 schlag-table1 linear train DATA OUT -> GPUS is 5; it must divide 48, or UPDATE_FREQ must
 UPDATE_FREQ=5 schlag-table1 linear train DATA OUT -> must divide the batch of 172032 tokens
 PRECISION=half mao-table1 add-baseline train TRAINED DATA OUT -> it must be fp16, bf16 or fp32
-PRECISION=half choi-table2 400m-ffn-retnet train CONVERTED DATA OUT -> it must be bf16, fp16 or fp32
-mao-table1 add-baseline train nowhere DATA OUT -> SOURCE is nowhere; it must be a folder with model.pt or
 mao-table1 add-baseline train DATA DATA OUT -> it must be a folder with model.pt or checkpoint_best.pt
 mao-table1 add-baseline train UNFINISHED DATA OUT -> its training is not finished
 mao-table3 decay-32 train UNFINISHED DATA OUT -> there is no dict.txt beside
-choi-table2 400m-ffn-retnet train CONVERTED OTHER OUT -> whose dict.txt is not that of SOURCE
 choi-table2 400m-scratch-mha train CONVERTED OTHER OUT -> whose dict.txt is not that of SOURCE
 """)
 def test_wrong_use_is_refused_and_leaves_nothing_behind(
@@ -184,9 +170,6 @@ def test_wrong_use_is_refused_and_leaves_nothing_behind(
     status, out, err = reproduce(*(places.get(word, word) for word in words), **env)
     assert status == 1 and message in err and not out
     assert not places["OUT"].exists() and len(list(places["TRAINED"].iterdir())) == 3
-
-
-# --- what is run, with programs that leave what is told of them
 
 
 @pytest.fixture
@@ -238,9 +221,6 @@ def test_an_evaluation_that_fails_shows_why_and_is_not_taken_for_done(places, pr
     programs.status = 0
     status, said, _ = reproduce(*SMALL, "evaluate", places["DATA"], out, SPLITS="valid")
     assert status == 0 and f"no perplexity; delete {out / 'sliding-valid.log'} and run again" in said
-
-
-# --- the schedule of Choi's rows
 
 
 @pytest.mark.parametrize("row", ["400m-ffn-retnet", "1b-ffn-retnet"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -32,17 +31,12 @@ FILES = {
 
 @refused("""
 wikitext103/wikitext2.sh DATA -> wikitext2.sh DATA OUT [MODEL ...]
-wikitext103/wikitext2.sh nowhere OUT -> DATA is nowhere, which holds no dict.txt
 wikitext103/wikitext2.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax sum delta
-UPDATES=0 wikitext103/wikitext2.sh DATA OUT -> UPDATES is 0; it must be a positive number
-JOBS=all wikitext103/wikitext2.sh DATA OUT -> JOBS is all; it must be a positive number
-wikitext103/prepare.sh -> prepare.sh OUT [FOLDER]
+UPDATES=5 JOBS=all wikitext103/wikitext2.sh DATA OUT -> JOBS is all; it must be a positive number
 DICT=nowhere wikitext103/prepare.sh OUT TEXT -> DICT is nowhere; it must be a model's dict.txt
 wikitext103/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 finetuning/wikitext2.sh DATA OUT decay-4 -> MODEL is decay-4; it must be source or RULE-M-START, as in decay-16-conve
-finetuning/wikitext2.sh DATA OUT sum-4-scratch -> MODEL is sum-4-scratch; it must be source or
 finetuning/wikitext2.sh DATA OUT decay-0-scratch -> MODEL is decay-0-scratch; it must be source or
-JOBS=0 finetuning/wikitext2.sh DATA OUT source -> JOBS is 0; it must be a positive number
 UPDATES=15 finetuning/wikitext2.sh DATA OUT source -> UPDATES is 15; it must be a positive multiple of ten
 finetuning/wikitext2.sh DATA OUT decay-4-converted -> source is not trained yet; decay-4-converted starts from it
 finetuning/wikitext2.sh TEXT OUT -> which holds no dict.txt
@@ -55,28 +49,20 @@ xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than 
 gpt2/prepare.sh MODEL GPT2 TEXT -> is there, but is not what this script makes
 wmt14/generate.sh DATA -> generate.sh DATA OUT [OPTION ...]
 wmt14/generate.sh DATA MODEL --quiet -> OPTION is --quiet; it must not be given
-wmt14/generate.sh DATA MODEL --remove-bpe=subword_nmt -> OPTION is --remove-bpe=subword_nmt
 wmt14/generate.sh DATA MODEL --gen-subset test -> OPTION is --gen-subset; set SUBSETS
 SUBSETS=test2 wmt14/generate.sh DATA MODEL -> SUBSETS is test2; it must be valid, test or both
-wmt14/multi30k.sh DATA -> multi30k.sh DATA OUT [MODEL ...]
-wmt14/multi30k.sh nowhere OUT -> DATA is nowhere, which holds no preparation.json
 wmt14/multi30k.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax linear favor dpfp
-UPDATES=many wmt14/multi30k.sh DATA OUT -> UPDATES is many; it must be a positive number
 DEVICE=abacus wmt14/multi30k.sh DATA OUT linear -> DEVICE is abacus; it must be cpu or gpu
 wmt14/prepare.sh -> prepare.sh OUT [FOLDER]
 TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
-TGT=en wmt14/prepare.sh OUT TEXT -> source and target are both en
 SRC=../x wmt14/prepare.sh OUT TEXT -> SRC is '../x'; it must be the short name of a language
 SUBWORDS=letters wmt14/prepare.sh OUT TEXT -> SUBWORDS is letters; it must be sentencepiece or bpe
 VOCABULARY=32k wmt14/prepare.sh OUT TEXT -> VOCABULARY is '32k'; it must be a whole number of at least 1
-MAX_LENGTH=0 wmt14/prepare.sh OUT -> MAX_LENGTH is '0'; it must be a whole number of at least 1
 MAX_RATIO=nan wmt14/prepare.sh OUT TEXT -> MAX_RATIO is 'nan'; it must be a number of at least 1
 WORKERS=-1 wmt14/prepare.sh OUT TEXT -> WORKERS is '-1'; it must be a whole number of at least 1
 wmt14/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 """)
-def test_wrong_use_is_refused_and_leaves_nothing_behind(
-    env: dict[str, str], words: list[str], message: str, tmp_path: Path
-) -> None:
+def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict[str, str], words: list[str], message: str, tmp_path):
     for name in (f"{folder}/{name}" for folder, names in FILES.items() for name in names):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

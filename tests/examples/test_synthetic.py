@@ -67,9 +67,6 @@ def test_a_query_asks_for_the_value_that_was_written_last(setting: int) -> None:
     assert math.isclose(share, 1 / SIZE if setting == 1 else (1 + (2 * SIZE - 1) / SIZE) / (2 * SIZE), abs_tol=0.03)
 
 
-# --- memories, against the operations of the plugin on one-hot values
-
-
 def pairs(length: int, scale: float = 1.0) -> SimpleNamespace:
     torch.manual_seed(1)
     return SimpleNamespace(
@@ -153,9 +150,6 @@ def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
     torch.testing.assert_close(retriever(sequences, queries), expected, rtol=1e-12, atol=1e-12)
 
 
-# --- training
-
-
 @pytest.mark.parametrize(
     ("losses", "max_steps", "end"),
     [
@@ -220,9 +214,6 @@ def test_a_points_key_changes_with_all_that_its_result_depends_on(monkeypatch: p
     assert len(set(keys)) == len(keys) - 1 and keys[0] == keys[1]
 
 
-# --- results, figures, tables
-
-
 def entry(model: str = "linear", size: int = 20, loss: float | None = 0.25, setting: int = 1, **other: Any) -> dict:
     point = training.Point(setting, model, size, **other)
     end = {"best_loss": loss, "stopped": "not a number" if loss is None else "no progress"}
@@ -285,9 +276,7 @@ def test_the_time_that_is_left_is_that_of_the_same_model_where_one_is_finished()
 
 
 @pytest.mark.slow
-def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go_on_longest_counts(
-    tmp_path: Path, capsys
-) -> None:
+def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go_on_longest_counts(tmp_path, capsys):
     """A quick look with --max-steps, or the same seed on a GPU, is not to move the median."""
     lines = [entry(loss=0.1), entry(loss=0.5, max_steps=100), entry(loss=0.4, device="cuda"), entry(loss=0.2, seed=2)]
     lines += [entry("dpfp-1", 60, 0.6), entry("dpfp-1", 60, 0.3, max_steps=30_000, device="cuda")]
@@ -326,9 +315,6 @@ def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(tmp_path: Path,
     assert demo.capacity_sentence(lost) == "Above 0.001: linear (ELU + 1) makes errors from S = 20 on."
     both = [results._read(entry(f"{rule}-dpfp-1", loss=None, setting=2)) for rule in ("sum", "delta")]
     assert demo.rules_sentence(both).count("not a number") == 2
-
-
-# --- the commands
 
 
 @refused("""

@@ -89,7 +89,8 @@ def weights(steps: int, size: int) -> list[tuple[float, float]]:
     for _ in range(steps):
         training.train_step(retriever, optimizer, point)
     found = []
-    for retriever.memory in (retriever.memory, models.MODELS[1]["softmax"].build()):
+    for memory in (retriever.memory, models.MODELS[1]["softmax"].build()):
+        retriever.memory = memory
         torch.manual_seed(1)
         sequences = retrieval.draw_sequences(1, size, training.EVALUATED)
         queries, values, _ = retrieval.all_queries(sequences)

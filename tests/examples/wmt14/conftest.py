@@ -56,8 +56,6 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- programs in fairseq's place
-
 STUBS = {
     "fairseq-train": """
         touch "$save/checkpoint_last.pt" "$save/checkpoint_best.pt"

@@ -16,10 +16,7 @@ from tests.examples.wmt14.conftest import MULTI30K, PREPARE, SUMMARY, WMT14, Pro
 
 SUMMARIZE = WMT14 / "summarize.py"
 
-# fairseq and what it calls, attributed to the line that calls fairseq.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-
-# --- generate.sh and score.py
 
 
 @pytest.fixture
@@ -104,32 +101,36 @@ def test_compound_split_bleu_is_of_moses_tokens() -> None:
     assert values["compound_split_bleu"] == pytest.approx(100 * (7 / 8 * 5 / 7 * 4 / 6 * 3 / 5) ** 0.25)
 
 
-# --- multi30k.sh and summarize.py
-
-
 @pytest.mark.slow
-def test_the_models_of_the_comparison_have_one_budget(stub_data: Path, tmp_path: Path, programs: Programs) -> None:
+def test_the_models_of_the_comparison_have_one_budget(data: Path, tmp_path: Path, programs, fairseq) -> None:
     (programs.folder / "log").write_text("".join([*(f"H-{n}\t-1\t▁die\n" for n in range(6)), SUMMARY]))
     env = {"GENERATED": programs.folder / "log", "UPDATES": "70", "SUBSETS": "test"}
-    result, calls = programs.run(MULTI30K, stub_data, tmp_path / "out", "--", "--lr", "0.1", env=env)
+    result, calls = programs.run(MULTI30K, data, tmp_path / "out", "--", "--lr", "0.1", env=env)
     assert result.returncode == 0, result.stderr
     trainings = {Path(options(call)["--save-dir"]).name: options(call) for call in calls if call[0] == "fairseq-train"}
     special = {"--save-dir", "--fast-weight-attention", "--feature-map", "--favor-features", "--dpfp-nu"}
     common, *others = [{key: call[key] for key in call if key not in special} for call in trainings.values()]
     assert len(others) == 3 and all(one == common for one in others)
     assert common["--max-update"] == "70" and common["--lr"] == "0.1" and "--cpu" in common
-    assert {
-        name: {key: call[key] for key in special & set(call) - {"--save-dir"}} for name, call in trainings.items()
-    } == {
+    own = {name: {key: call[key] for key in special & set(call)} for name, call in trainings.items()}
+    assert [Path(one.pop("--save-dir")).parent for one in own.values()] == [tmp_path / "out"] * 4
+    assert own == {
         "softmax": {"--fast-weight-attention": "none"},
         "linear": {"--feature-map": "elu"},
         "favor": {"--feature-map": "favor", "--favor-features": "64"},
         "dpfp": {"--feature-map": "dpfp", "--dpfp-nu": "2"},
     }
-    assert len([call for call in calls if call[0] == "fairseq-generate"]) == 4
-    again, calls = programs.run(MULTI30K, stub_data, tmp_path / "out", "--", "--lr", "0.1", env=env)
+    generations = [call for call in calls if call[0] == "fairseq-generate"]
+    assert len(generations) == 4
+    # fairseq takes them: small, and two updates.
+    [train] = [call for call in calls if options(call).get("--save-dir") == str(tmp_path / "out" / "dpfp")]
+    settings = ["--max-tokens", "256", *TINY["wmt14"], "--max-update", "2", "--save-dir", str(tmp_path / "dpfp")]
+    assert "done training" in fairseq([*train, *settings])
+    fairseq([*generations[0], "--path", str(tmp_path / "dpfp" / "checkpoint_best.pt"), "--max-len-b", "5"])
+
+    again, calls = programs.run(MULTI30K, data, tmp_path / "out", "--", "--lr", "0.1", env=env)
     assert again.returncode == 0 and not calls and "training" not in again.stdout
-    other, calls = programs.run(MULTI30K, stub_data, tmp_path / "out", "linear", env={**env, "UPDATES": "80"})
+    other, calls = programs.run(MULTI30K, data, tmp_path / "out", "linear", env={**env, "UPDATES": "80"})
     assert other.returncode != 0 and not calls and "linear was begun with UPDATES=70 --lr 0.1, and" in other.stderr
 
 
@@ -164,9 +165,6 @@ def test_a_summary_has_the_papers_bleu_beside_ours_and_says_what_is_missing(tmp_
     assert status == 0 and "| never | missing | –" in table and "| linear | 1,234,567 | 20 | – | – | – |" in table
     messages = "never/train.log is missing", "generate-valid.json is no result of", "but was not scored on test"
     assert all(message in errors for message in messages)
-
-
-# --- with fairseq, on a few hundred pairs
 
 
 @pytest.fixture
@@ -224,12 +222,3 @@ def test_moses_tokens_and_bpe_go_from_raw_text_to_bleu(parallel: Path, train, tm
     texts = corpus.read_text(out / "generate-test.hyp")
     assert [texts[0], texts[3]] == [raw[0], raw[3]]
     assert texts[2] == raw[2].replace("日本", "<unk> <unk>")  # it has no bytes to fall back on
-
-
-@pytest.mark.slow
-def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path, run) -> None:
-    settings = ["--", "--max-tokens", "256", *TINY["wmt14"]]
-    result = run_script(MULTI30K, data, tmp_path, "dpfp", *settings, env={"UPDATES": "2", "SUBSETS": "test"})
-    assert result.returncode == 0, result.stdout + result.stderr
-    _, table, _ = run(SUMMARIZE, tmp_path)
-    assert "| dpfp | " in table and " | 2 | " in table and "tok:13a" in table and "paper" not in table
