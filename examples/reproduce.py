@@ -99,11 +99,7 @@ def _reproduce(words: list[str], only_print: bool) -> None:
 
 
 def _run(call: Call, out: Path) -> None:
-    """Runs a program as its kind wants it.
-
-    Raises:
-        RowError: if it fails.
-    """
+    """Runs a program as its kind wants it. Raises RowError if it fails."""
     terminal = sys.stdout.buffer
     if call.log is None:
         status = stream(call.words, terminal)

@@ -20,10 +20,8 @@ def cores() -> int:
 
 
 def require_packages(*names: str) -> None:
-    """Checks that packages are installed, before any work that would miss them at its end.
-
-    Raises:
-        StepError: if one is not.
+    """Checks that packages are installed, before any work that would miss them at its end. Raises StepError if one is
+    not.
     """
     for name in names:
         if find_spec(name) is None:
@@ -31,10 +29,8 @@ def require_packages(*names: str) -> None:
 
 
 def command(program: str, *parts: str | Path) -> list[str]:
-    """A command in words. Strings may hold several; paths are relative to `ROOT` if they are in it.
-
-    Raises:
-        StepError: if the program is not installed beside this Python.
+    """A command in words. Strings may hold several; paths are relative to `ROOT` if they are in it. Raises StepError if
+    the program is not installed beside this Python.
     """
     path = Path(sys.executable).parent / program
     if not path.exists():

@@ -67,8 +67,7 @@ def read_training(log: str) -> dict[str, Any]:
         "parameters", "tokens_per_second", "train_ppl" and "valid_ppl" (lists of updates and perplexities) and
         "best_valid_ppl".
 
-    Raises:
-        ValueError: if the log has none of these.
+    Raises ValueError if the log has none of these.
     """
     training = parse_training(log)
     if training.parameters is None or training.speed is None or not training.valid:

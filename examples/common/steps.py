@@ -259,10 +259,8 @@ class Runner(Screen):
         self._shown: dict[str, Step] = {}  # the first of each program
 
     def run(self, steps: Sequence[Step]) -> None:
-        """Runs all steps that are not done. Earlier ones come first where there is a choice.
-
-        Raises:
-            StepError: if one fails. The others that were running are stopped then, as they are on any exception.
+        """Runs all steps that are not done. Earlier ones come first where there is a choice. Raises StepError if one
+        fails. The others that were running are stopped then, as they are on any exception.
         """
         waiting = []
         for step in steps:
@@ -313,8 +311,7 @@ def claim(folder: Path, name: str) -> Iterator[int]:
     Yields:
         A descriptor. Others stay out as long as a process that inherited it lives, should this one be killed.
 
-    Raises:
-        StepError: if another run has it, or it holds files but no such mark.
+    Raises StepError if another run has it, or it holds files but no such mark.
     """
     mark = folder / name
     try:

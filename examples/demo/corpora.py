@@ -155,10 +155,8 @@ def english_corpus() -> Corpus:
 
 
 def corpus_in(folder: Path) -> Corpus:
-    """A user's texts, taken as they are: tokens are what stands between white space.
-
-    Raises:
-        CorpusError: if a file is missing, there twice, empty, too short or no UTF-8 text.
+    """A user's texts, taken as they are: tokens are what stands between white space. Raises CorpusError if a file is
+    missing, there twice, empty, too short or no UTF-8 text.
     """
     if not folder.is_dir():
         raise CorpusError(f"{folder} is not a folder")

@@ -103,11 +103,7 @@ class LanguageDemo(Demo):
         self.corpus = corpus
 
     def run(self) -> None:
-        """Goes from the text to the table.
-
-        Raises:
-            StepError: if a command fails.
-        """
+        """Goes from the text to the table. Raises StepError if a command fails."""
         counts = ", ".join(f"{self.corpus.tokens[split]:,} tokens of {split}" for split in SPLITS)
         self.runner.say(f"{self.corpus.origin}: {counts}, line ends included")
         self.write_text()

@@ -53,8 +53,7 @@ def split_numbers(sizes: dict[str, int], seed: int = SEED) -> dict[str, list[int
         sizes: how many numbers, for each of `SPLITS`.
         seed: of the draw.
 
-    Raises:
-        ValueError: if a size is not positive, or they are more than `MOST` together.
+    Raises ValueError if a size is not positive, or they are more than `MOST` together.
     """
     for split, size in sizes.items():
         if size < 1:
@@ -76,10 +75,8 @@ def split_numbers(sizes: dict[str, int], seed: int = SEED) -> dict[str, list[int
 
 
 def write_text(splits: dict[str, list[int]], folder: Path) -> None:
-    """Writes a file for each split and language, a number to a line.
-
-    Raises:
-        FileExistsError: if one is there already; nothing is written then.
+    """Writes a file for each split and language, a number to a line. Raises FileExistsError if one is there already;
+    nothing is written then.
     """
     paths = {(split, language): folder / f"{split}.{language}" for split in splits for language in LANGUAGES}
     for path in paths.values():

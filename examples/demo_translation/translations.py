@@ -41,11 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def order(generated: str, lines: int) -> list[str]:
-    """The translations of lines 0, 1, 2 and so on.
-
-    Raises:
-        ValueError: if there is not just one for each line.
-    """
+    """The translations of lines 0, 1, 2 and so on. Raises ValueError if there is not just one for each line."""
     found: dict[int, str] = {}
     for number, text in _BEST.findall(generated):
         if int(number) in found:

@@ -65,9 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def find_files(folder: Path, split: str) -> list[Path]:
     """The files of a split in the order of their names: those called after it, and all in a folder called after it.
-
-    Raises:
-        TextError: if there is none.
+    Raises TextError if there is none.
     """
     found = [
         path
@@ -84,10 +82,8 @@ def find_files(folder: Path, split: str) -> list[Path]:
 
 
 def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, workers: int) -> None:
-    """Writes the documents of some files as subwords, one a line, until there are `most` tokens with line ends.
-
-    Raises:
-        TextError: if there is no document, or a file cannot be read.
+    """Writes the documents of some files as subwords, one a line, until there are `most` tokens with line ends. Raises
+    TextError if there is no document, or a file cannot be read.
     """
     record = out.with_suffix(".json")
     made_from = {
@@ -117,10 +113,8 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The documents of a file; those with nothing in them are left out.
-
-    Raises:
-        TextError: naming the file, and the line if that is to blame.
+    """The documents of a file; those with nothing in them are left out. Raises TextError naming the file, and the line
+    if that is to blame.
     """
     with _open_text(path) as lines:
         for document in _in_json_lines(path, lines) if ".jsonl" in path.name else _between_separators(lines):

@@ -68,21 +68,15 @@ class Recipe(Protocol):
     """Whether a training starts from a model."""
 
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
-        """The training of a row with these options; `options` are those of the command line.
-
-        Raises:
-            RowError: if a setting in the environment cannot be.
+        """The training of a row with these options; `options` are those of the command line. Raises RowError if a
+        setting in the environment cannot be.
         """
 
     def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
         """All that scores a trained model; raises as `training` does."""
 
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
-        """Checks what is in the folders.
-
-        Raises:
-            RowError: if something is missing.
-        """
+        """Checks what is in the folders. Raises RowError if something is missing."""
 
     def finish(self, places: Places) -> None:
         """Leaves in OUT what else a model needs there when its training has ended."""
@@ -138,11 +132,7 @@ def training(places: Places, task: str, row: str, options: list[str], gpus: int,
 
 
 def positive(env: Mapping[str, str], name: str, default: int = 1) -> int:
-    """A setting in the environment.
-
-    Raises:
-        RowError: if it is none.
-    """
+    """A setting in the environment. Raises RowError if it is none."""
     text = env.get(name) or str(default)
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise RowError(f"{name} is {text}; it must be a positive number")
@@ -150,21 +140,13 @@ def positive(env: Mapping[str, str], name: str, default: int = 1) -> int:
 
 
 def require(place: str, folder: Path, name: str) -> None:
-    """Checks that a folder of data is prepared.
-
-    Raises:
-        RowError: if it is not.
-    """
+    """Checks that a folder of data is prepared. Raises RowError if it is not."""
     if not (folder / name).exists():
         raise RowError(f"{place} is {folder}, which holds no {name}; prepare.sh makes it")
 
 
 def program(name: str) -> str:
-    """Where a program is: beside this Python, or on the PATH.
-
-    Raises:
-        RowError: if it is not installed.
-    """
+    """Where a program is: beside this Python, or on the PATH. Raises RowError if it is not installed."""
     beside = Path(sys.executable).parent / name
     found = shown(beside) if beside.exists() else shutil.which(name)
     if found is None:

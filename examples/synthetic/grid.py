@@ -130,12 +130,9 @@ class Grid(Screen):
         self.keep_open = keep_open
 
     def run(self, points: Sequence[Point]) -> None:
-        """Trains the points that have no result yet, those with the least work first.
-
-        Raises:
-            StepError: if a process dies. The others are stopped then, as they are on any exception; their points will
-                begin anew.
-            ResultsError: for a file of results that cannot be used.
+        """Trains the points that have no result yet, those with the least work first. Raises StepError if a process
+        dies. The others are stopped then, as they are on any exception; their points will begin anew; ResultsError
+        for a file of results that cannot be used.
         """
         for setting in sorted({point.setting for point in points}):
             if drop_half_line(file_of(self.folder, setting)):

@@ -96,10 +96,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains the chosen points.
-
-    Raises:
-        StepError: if there is no such device, the folder cannot be used, or a process dies.
+    """Trains the chosen points. Raises StepError if there is no such device, the folder cannot be used, or a process
+    dies.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise StepError("--device is 'cuda', but torch finds no GPU here; leave it out to train on the CPU")
@@ -113,10 +111,8 @@ def train(options: argparse.Namespace) -> None:
 
 
 def draw(folder: Path, figures: Path) -> list[Path]:
-    """Draws what is finished in `folder`.
-
-    Raises:
-        StepError: if there is nothing to draw, or a file of results cannot be used.
+    """Draws what is finished in `folder`. Raises StepError if there is nothing to draw, or a file of results cannot be
+    used.
     """
     require_packages("matplotlib")
     found = {setting: read_results(file_of(folder, setting)).values() for setting in SETTINGS}

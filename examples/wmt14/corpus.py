@@ -42,11 +42,9 @@ class Corpus:
 
 
 def survey(folder: Path, source: str, target: str) -> Corpus:
-    """Finds {train,valid,test}.{source,target}[.gz] in a folder and reads all of it once.
-
-    Raises:
-        CorpusError: if a file is missing, there twice, damaged, empty or not UTF-8, or if two languages of a split have
-            different numbers of lines.
+    """Finds {train,valid,test}.{source,target}[.gz] in a folder and reads all of it once. Raises CorpusError if a file
+    is missing, there twice, damaged, empty or not UTF-8, or if two languages of a split have different numbers of
+    lines.
     """
     if not folder.is_dir():
         raise CorpusError(f"there is no folder {folder}")
@@ -85,10 +83,8 @@ def _find(folder: Path, name: str) -> Path:
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Each line of a file, plain or gzipped: its text without the line end, and its bytes.
 
-    Only a line feed ends a line: what else Unicode and Python take for an end of line occurs within sentences.
-
-    Raises:
-        CorpusError: if it cannot be read, or is not UTF-8.
+    Only a line feed ends a line: what else Unicode and Python take for an end of line occurs within sentences. Raises
+    CorpusError if it cannot be read, or is not UTF-8.
     """
     number = 0
     try:

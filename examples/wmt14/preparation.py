@@ -116,11 +116,7 @@ def _number(name: str, text: str, kind: type, least: float) -> Any:
 
 
 def is_finished(out: Path, origin: dict[str, Any]) -> bool:
-    """Whether `out` was made from just this.
-
-    Raises:
-        CorpusError: if `out` holds anything else.
-    """
+    """Whether `out` was made from just this. Raises CorpusError if `out` holds anything else."""
     record = out / RECORD
     if record.exists():
         made_from = json.loads(record.read_text(encoding="utf-8"))["made from"]

@@ -39,10 +39,8 @@ def main(arguments: list[str]) -> int:
 
 
 def make(log: Path, data: Path, subset: str, hypotheses: Path, result: Path, options: list[str]) -> None:
-    """Decodes and scores the hypotheses in a log.
-
-    Raises:
-        CorpusError: if the log lacks a sentence that was not to be skipped, or its own summary.
+    """Decodes and scores the hypotheses in a log. Raises CorpusError if the log lacks a sentence that was not to be
+    skipped, or its own summary.
     """
     origin = json.loads((data / RECORD).read_text(encoding="utf-8"))["made from"]
     kind, target = origin["subwords"], origin["target"]
@@ -75,10 +73,8 @@ def make(log: Path, data: Path, subset: str, hypotheses: Path, result: Path, opt
 
 
 def read_generation(log: Path) -> tuple[dict[int, str], dict[str, float]]:
-    """The best hypothesis by number of its sentence, in subwords; and how long they took.
-
-    Raises:
-        CorpusError: if the log ends too early.
+    """The best hypothesis by number of its sentence, in subwords; and how long they took. Raises CorpusError if the log
+    ends too early.
     """
     found: dict[int, str] = {}
     speed = None
@@ -125,11 +121,7 @@ def split_compounds(line: str) -> str:
 
 
 def report(result: Path, options: list[str]) -> None:
-    """Prints one line.
-
-    Raises:
-        CorpusError: if the result was made with other options.
-    """
+    """Prints one line. Raises CorpusError if the result was made with other options."""
     values = json.loads(result.read_text(encoding="utf-8"))
     if values["options"] != options:
         raise CorpusError(

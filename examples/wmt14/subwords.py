@@ -58,10 +58,8 @@ class SentencePieces:
 
     @staticmethod
     def learn(lines: Iterable[str], vocabulary: int) -> bytes:
-        """Learns a vocabulary of a given size from the lines of both languages.
-
-        Raises:
-            CorpusError: if it cannot have that size.
+        """Learns a vocabulary of a given size from the lines of both languages. Raises CorpusError if it cannot have
+        that size.
         """
         from sentencepiece import SentencePieceTrainer
 
@@ -110,10 +108,8 @@ class MosesBpe:
 
     @staticmethod
     def learn(lines: Iterable[str], vocabulary: int) -> bytes:
-        """Learns a given number of merges from the tokenised lines of both languages.
-
-        Raises:
-            CorpusError: if there are not as many.
+        """Learns a given number of merges from the tokenised lines of both languages. Raises CorpusError if there are
+        not as many.
         """
         from subword_nmt.learn_bpe import learn_bpe  # type: ignore[import-untyped]
 

@@ -19,10 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.summaries import Run, draw_curves
-from papers.schlag_table1 import TABLE
+from papers.schlag import TABLES
 
 SUBSETS = ("valid", "test")
-PAPER = {name: tuple(map(float, row.numbers)) for name, row in TABLE.rows.items()}
+PAPER = {name: tuple(map(float, row.numbers)) for name, row in TABLES["schlag-table1"].rows.items()}
 """Table 1: BLEU on valid and on test."""
 ORDER = ("softmax", *PAPER, "favor", "dpfp")
 """Of the table's rows, with the models of multi30k.sh among them."""

@@ -79,11 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def result_name(checkpoint: str) -> str:
-    """What the result for a checkpoint is called.
-
-    Raises:
-        LambadaError: if the checkpoint is not named as a file in OUT.
-    """
+    """What the result for a checkpoint is called. Raises LambadaError if that is not named as a file in OUT."""
     if Path(checkpoint).name != checkpoint:
         raise LambadaError(f"--checkpoint is {checkpoint}; it must be the name of a file in OUT")
     return "lambada.json" if checkpoint == BEST else f"lambada.{checkpoint.removesuffix('.pt')}.json"
@@ -98,11 +94,7 @@ def read_result(done: Path, checkpoint: Path, file: Path) -> dict[str, Any] | No
 
 
 def read_texts(file: Path) -> list[str]:
-    """The passages, each with a last word.
-
-    Raises:
-        LambadaError: naming the line that has none.
-    """
+    """The passages, each with a last word. Raises LambadaError naming the line that has none."""
     texts = []
     with file.open(encoding="utf-8", newline="\n") as file_lines:
         lines = list(file_lines)
@@ -120,11 +112,7 @@ def read_texts(file: Path) -> list[str]:
 
 
 def load(source: Path, checkpoint: Path) -> tuple[Any, Any, Any]:
-    """A model, its dictionary, and what turns text into its words.
-
-    Raises:
-        LambadaError: if one of them is not there.
-    """
+    """A model, its dictionary, and what turns text into its words. Raises LambadaError if one of them is not there."""
     for path, meaning in ((source / "dict.txt", "SOURCE must be a converted model"), (checkpoint, "OUT must have it")):
         if not path.is_file():
             raise LambadaError(f"there is no {path}; {meaning}")

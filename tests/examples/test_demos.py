@@ -1,4 +1,4 @@
-"""The demos of language models and of translation: their text, what they refuse, run and show, how `make` starts them."""
+"""The demos of language models and of translation: what they read, refuse, run and show, and how `make` starts them."""
 
 from __future__ import annotations
 
