@@ -18,12 +18,8 @@ def add_options(
 ) -> None:
     """Adds the options that all demos have.
 
-    Args:
-        out: where the results go by default.
-        updates: how long a training is by default.
-        batch: what an update takes, for people.
-        seed: what the seed is of, for people.
-        models: the names of the models.
+    `out`: where the results go by default. `updates`: how long a training is by default. `batch`: what an update takes,
+    for people. `seed`: what the seed is of, for people. `models`: the names of the models.
     """
     add_out(parser, out)
     parser.add_argument(
@@ -60,9 +56,7 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
 def run_to_the_end(work: Callable[[], None], *errors: type[Exception]) -> int:
     """Does a demo's work; returns the exit status.
 
-    Args:
-        work: all of it.
-        errors: besides StepError and OSError, those whose message is for the person at the terminal.
+    `work`: all of it. `errors`: besides StepError and OSError, those whose message is for the person at the terminal.
     """
     for ending in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(ending) is signal.SIG_DFL:

@@ -41,10 +41,8 @@ class Model:
 class Demo:
     """All that is done in one folder.
 
-    Args:
-        options: of the command line.
-        models: all that there are, by name; `options` says which are trained.
-        claimed: a descriptor that every command inherits (`steps.claim`).
+    `options`: of the command line. `models`: all that there are, by name; `options` says which are trained. `claimed`:
+    a descriptor that every command inherits (`steps.claim`).
     """
 
     def __init__(self, options: argparse.Namespace, models: Mapping[str, Model], claimed: int) -> None:
@@ -65,13 +63,9 @@ class Demo:
     def training(self, title: str, folder: Path, binarized: Step, *options: str, warmup: int, interval: int) -> Step:
         """A step of `fairseq-train`.
 
-        Args:
-            title: what is trained, for people.
-            folder: for the checkpoints.
-            binarized: the step that makes the data.
-            options: all that `TRAINING` and the schedule leave open.
-            warmup: how many of the updates the learning rate takes to its highest, at most.
-            interval: updates between validations, each of which leaves a checkpoint.
+        `title`: what is trained, for people. `folder`: for the checkpoints. `binarized`: the step that makes the data.
+        `options`: all that `TRAINING` and the schedule leave open. `warmup`: how many of the updates the learning rate
+        takes to its highest, at most. `interval`: updates between validations, each of which leaves a checkpoint.
         """
         schedule = (
             f"--max-update {self.updates} --warmup-updates {min(warmup, self.updates // 5)} "
@@ -101,10 +95,8 @@ class Demo:
     ) -> None:
         """Writes results.json, curves.png and table.md, and prints what the last one says.
 
-        Args:
-            rows: of the table, dataclasses.
-            curves, top, levels: see `plot_curves`.
-            lines: the table, and what is to be said of it.
+        `rows`: of the table, dataclasses. `curves`, `top`, `levels`: see `plot_curves`. `lines`: the table, and what is
+        to be said of it.
         """
         write_json(self.out / "results.json", {"rows": [asdict(row) for row in rows], "curves": curves})
         plot_curves(curves, top, self.out / "curves.png", **levels)

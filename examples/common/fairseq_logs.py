@@ -16,12 +16,9 @@ _JSON_LINE = re.compile(r"\| (train_inner|valid) \| (\{.*)$", re.MULTILINE)
 class Training:
     """What the log of `fairseq-train --log-format json` says.
 
-    Attributes:
-        parameters: of the model; None if the log ends before that was built.
-        train, valid: perplexity by update; one that an interrupted training did twice counts once.
-        speed: tokens per second, the median of the reports.
-        finished: whether the training came to the end.
-        damaged: lines that are cut off.
+    `parameters`: of the model; None if the log ends before that was built. `train`, `valid`: perplexity by update; one
+    that an interrupted training did twice counts once. `speed`: tokens per second, the median of the reports.
+    `finished`: whether the training came to the end. `damaged`: lines that are cut off.
     """
 
     parameters: int | None = None
@@ -63,11 +60,8 @@ def parse_training(log: str) -> Training:
 def read_training(log: str) -> dict[str, Any]:
     """What a demo keeps of a training.
 
-    Returns:
-        "parameters", "tokens_per_second", "train_ppl" and "valid_ppl" (lists of updates and perplexities) and
-        "best_valid_ppl".
-
-    Raises ValueError if the log has none of these.
+    Returns "parameters", "tokens_per_second", "train_ppl" and "valid_ppl" (lists of updates and perplexities) and
+    "best_valid_ppl". Raises ValueError if the log has none of these.
     """
     training = parse_training(log)
     if training.parameters is None or training.speed is None or not training.valid:

@@ -235,12 +235,8 @@ class Runner(Screen):
     The first command of each program is shown whole, of others what differs from it. A terminal has a line for each
     that is running, which says how far it has come.
 
-    Args:
-        cwd: where the commands run.
-        slots: how many at a time.
-        output: where all of that goes.
-        environment: variables for the commands, printed with them.
-        keep_open: file descriptors that the commands inherit.
+    `cwd`: where the commands run. `slots`: how many at a time. `output`: where all of that goes. `environment`:
+    variables for the commands, printed with them. `keep_open`: file descriptors that the commands inherit.
     """
 
     def __init__(
@@ -304,14 +300,9 @@ class Runner(Screen):
 def claim(folder: Path, name: str) -> Iterator[int]:
     """Makes `folder` and keeps other runs out of it.
 
-    Args:
-        folder: for the results.
-        name: of a file that marks the folder as made by this demo.
-
-    Yields:
-        A descriptor. Others stay out as long as a process that inherited it lives, should this one be killed.
-
-    Raises StepError if another run has it, or it holds files but no such mark.
+    `folder`: for the results. `name`: of a file that marks the folder as made by this demo. Yields a descriptor. Others
+    stay out as long as a process that inherited it lives, should this one be killed. Raises StepError if another run
+    has it, or it holds files but no such mark.
     """
     mark = folder / name
     try:

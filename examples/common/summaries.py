@@ -1,29 +1,34 @@
-"""What the programs that summarise trainings share: a training's log, read for a person who asks how far it came, and
-curves of several of them."""
+"""What the programs that summarise trainings share: their options, a training's log, read for a person who asks how far
+it came, the table and what is wrong, and curves of several trainings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from common.curves import save_figure
+from common.curves import new_figure, plain, save_figure
 from common.fairseq_logs import Training, parse_training
+
+ABSENT = "–"
 
 
 @dataclass
 class Run:
-    """What one model left behind.
-
-    Attributes:
-        name: of its folder.
-        training: what the training's log says.
-        problems: what is wrong with the files, for a person to read.
-    """
+    """What one model left behind: the `name` of its folder, what the training's log says, and `problems`, what is wrong
+    with the files, for a person to read."""
 
     name: str
     training: Training = field(default_factory=Training)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def missing(self) -> bool:
+        """Whether there is nothing of it."""
+        return self.training.parameters is None
 
     def read_training(self, log: Path) -> str:
         """Reads the log of its training, which must exist; returns its text."""
@@ -39,47 +44,84 @@ class Run:
         return text
 
 
+R = TypeVar("R", bound=Run)
+
+
+def summary_parser(description: str, folder: str, made_by: str = "") -> argparse.ArgumentParser:
+    """The options of all summaries; `folder` is what the one that is summarised is called."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("out", type=Path, metavar=folder, help=made_by or "holds one folder for each model")
+    if not made_by:
+        parser.add_argument("models", nargs="*", metavar="MODEL", help=f"names of folders in {folder} (default: all)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the curves (PNG)")
+    return parser
+
+
+def summarize(
+    options: argparse.Namespace, find: Callable[[Path], list[R]], what: str, tell: Callable[[list[R]], str]
+) -> list[R]:
+    """Prints the table that `tell` makes of the runs that `find` finds, and their problems; returns them. Ends the
+    program if there is nothing, that is, no `what`."""
+    if not options.out.is_dir():
+        fail(f"there is no folder {options.out}")
+    runs = find(options.out)
+    for problem in (problem for run in runs for problem in run.problems):
+        print(f"summarize.py: {problem}", file=sys.stderr)
+    if all(run.missing for run in runs):
+        fail(f"{options.out} holds no folder with {what}")
+    table = tell(runs)
+    print(table)
+    if options.markdown:
+        options.markdown.write_text(table + "\n", encoding="utf-8")
+    return runs
+
+
+def fail(message: str) -> None:
+    print(f"summarize.py: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown_header(cells: Sequence[str]) -> list[str]:
+    """The two lines of it: names, the first to the left, the others, of numbers, to the right."""
+    return [markdown_row(cells), markdown_row(["---", *["---:"] * (len(cells) - 1)])]
+
+
+def shown(value: float | None, form: str) -> str:
+    return ABSENT if value is None else format(value, form)
+
+
 def _style(number: int) -> dict[str, str]:
     """Of a run's curve: there are ten colours, and broken lines for more runs than that."""
     return {"color": f"C{number}", "linestyle": "-" if number < 10 else "--"}
 
 
 def draw_curves(runs: Sequence[Run], path: Path, perplexity: str) -> None:
-    """Draws perplexity over updates, training on the left and validation on the right, and saves a PNG.
-
-    Args:
-        runs: in the order of the legend.
-        path: of the file.
-        perplexity: what the axis is called.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    """Draws perplexity, which the axis calls as `perplexity` says, over updates, training on the left and validation on
+    the right, and saves a PNG."""
+    figure, axes = new_figure(1, 2, figsize=(11, 4.2))
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for axis, kind in zip(axes, ("train", "valid"), strict=True):
         for number, run in enumerate(runs):
             curve = sorted(getattr(run.training, kind).items())
             if curve:
-                updates, perplexities = zip(*curve, strict=True)
                 marker = "o" if kind == "valid" or len(curve) == 1 else None
-                style = _style(number)
-                axis.plot(updates, perplexities, **style, marker=marker, markersize=3, linewidth=1.4)
-        axis.set_yscale("log")
+                axis.plot(*zip(*curve, strict=True), **_style(number), marker=marker, markersize=3, linewidth=1.4)
+        axis.set(xlabel="updates", ylabel=f"{perplexity} (log scale)", yscale="log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
         axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(ScalarFormatter())
         axis.set_xlim(left=0)
-        axis.set_xlabel("updates")
-        axis.set_ylabel(f"{perplexity} (log scale)")
         axis.set_title("training" if kind == "train" else "validation", loc="left")
-        axis.grid(color="0.9", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        plain(axis)
     names = [
-        plt.Line2D([], [], **_style(number), linewidth=2, label=run.name)
+        Line2D([], [], **_style(number), linewidth=2, label=run.name)
         for number, run in enumerate(runs)
         if run.training.train or run.training.valid
     ]

@@ -14,8 +14,7 @@ from common.tables import format_table
 class Row:
     """A model's numbers; None where there is none.
 
-    Attributes:
-        valid, sliding, carried: perplexities.
+    `valid`, `sliding`, `carried`: perplexities.
     """
 
     title: str
@@ -29,9 +28,8 @@ class Row:
 class Unigram:
     """Predicts each token by how often it occurs in the training text, whatever comes before.
 
-    Args:
-        vocabulary: the words that models know, without fairseq's special symbols.
-        lines: the training text. Each type's count is raised by 1, so that none has probability 0.
+    `vocabulary`: the words that models know, without fairseq's special symbols. `lines`: the training text. Each type's
+    count is raised by 1, so that none has probability 0.
     """
 
     def __init__(self, vocabulary: Iterable[str], lines: Iterable[str]) -> None:

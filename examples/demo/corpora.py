@@ -40,11 +40,8 @@ def split_english(articles: dict[str, str] | None = None) -> dict[str, list[str]
     split as a whole, and each paragraph is kept once: a test text that was in the training text too would reward
     learning by heart.
 
-    Args:
-        articles: texts by name; those of `pydoc_data.topics` by default.
-
-    Returns:
-        Lines for each of `SPLITS`; tokens are separated by single spaces.
+    `articles`: texts by name; those of `pydoc_data.topics` by default. Returns lines for each of `SPLITS`; tokens are
+    separated by single spaces.
     """
     if articles is None:
         articles = topics

@@ -20,12 +20,9 @@ _COPY = re.compile(r"\.layers\.\d+\.(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
 class Row:
     """A model's numbers.
 
-    Attributes:
-        bleu, signature: sacrebleu's score of the test text, and how that was computed.
-        exact, lines: translations that are the reference letter for letter, and all of them.
-        valid: perplexity.
-        tokens_per_second: of training.
-        sentences_per_second: of generation.
+    `bleu`, `signature`: sacrebleu's score of the test text, and how that was computed. `exact`, `lines`: translations
+    that are the reference letter for letter, and all of them. `valid`: perplexity. `tokens_per_second`: of training.
+    `sentences_per_second`: of generation.
     """
 
     title: str
@@ -61,9 +58,7 @@ def format_rows(rows: Sequence[Row]) -> str:
 def format_examples(source: Sequence[str], reference: Sequence[str], outputs: dict[str, Sequence[str]]) -> str:
     """The first sentences, and another that a model gets wrong, as a Markdown list.
 
-    Args:
-        source, reference: the test text.
-        outputs: the translations, by the title of their model.
+    `source`, `reference`: the test text. `outputs`: the translations, by the title of their model.
     """
 
     def example(number: int) -> list[str]:

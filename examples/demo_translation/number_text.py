@@ -49,11 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
 def split_numbers(sizes: dict[str, int], seed: int = SEED) -> dict[str, list[int]]:
     """Draws numbers from 1 to 10^12 - 1, each at most once.
 
-    Args:
-        sizes: how many numbers, for each of `SPLITS`.
-        seed: of the draw.
-
-    Raises ValueError if a size is not positive, or they are more than `MOST` together.
+    `sizes`: how many numbers, for each of `SPLITS`. `seed`: of the draw. Raises ValueError if a size is not positive,
+    or they are more than `MOST` together.
     """
     for split, size in sizes.items():
         if size < 1:

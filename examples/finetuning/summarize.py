@@ -9,7 +9,6 @@ from the trained Transformer beside the same model from scratch.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from dataclasses import dataclass
@@ -17,29 +16,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.curves import save_figure
-from common.fairseq_logs import Training, parse_training
+from common.curves import new_figure, save_figure
+from common.fairseq_logs import parse_training
+from common.summaries import ABSENT, Run, summarize, summary_parser
 from common.tables import format_table
 
 RULES = ("decay", "gated", "delta", "add")
 STARTS = {"converted": "-", "scaled": "--", "scratch": ":"}
 """How a model can begin, and the line that shows it."""
-ABSENT = "–"
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one model left behind.
+@dataclass
+class ScoredRun(Run):
+    """What one model left behind: perplexity `before` the first update, of the validation set and of converted models,
+    and of the `test` set, once it was scored."""
 
-    Attributes:
-        training: what its log says.
-        before: perplexity of the validation set before the first update; of converted models.
-        test: perplexity of the test set, once it was scored.
-    """
-
-    training: Training
-    before: float | None
-    test: float | None
+    before: float | None = None
+    test: float | None = None
 
     @property
     def curve(self) -> dict[int, float]:
@@ -47,79 +40,64 @@ class Run:
         start = {} if self.before is None else {0: self.before}
         return start | self.training.valid
 
+    @property
+    def missing(self) -> bool:
+        return self.training.parameters is None or not self.training.valid
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Table and curves of a Transformer's conversions.")
-    parser.add_argument("out", type=Path, metavar="OUT", help="what wikitext2.sh made")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the curves (PNG)")
+    parser = summary_parser("Table and curves of a Transformer's conversions.", "OUT", "what wikitext2.sh made")
     options = parser.parse_args(arguments)
-
-    if not options.out.is_dir():
-        print(f"summarize.py: there is no folder {options.out}", file=sys.stderr)
-        return 1
-    runs, problems = read_runs(options.out)
-    for problem in problems:
-        print(f"summarize.py: {problem}", file=sys.stderr)
-    if not runs:
-        print(f"summarize.py: {options.out} holds no folder with a training", file=sys.stderr)
-        return 1
-    table = format_runs(runs)
-    print(table)
-    if options.markdown:
-        options.markdown.write_text(table + "\n", encoding="utf-8")
+    runs = summarize(options, find_runs, "a training", format_runs)
     if options.figure:
-        draw_curves(runs, options.figure)
+        draw_curves({run.name: run for run in runs if not run.missing}, options.figure)
     return 0
 
 
-def read_runs(out: Path) -> tuple[dict[str, Run], list[str]]:
-    """The models in `out` by name, in the table's order, and what is wrong with their logs."""
-    runs, problems = {}, []
-    for log in sorted(out.glob("*/train.log"), key=lambda log: _order(log.parent.name)):
-        training = parse_training(_text(log))
-        if training.parameters is None or not training.valid:
-            problems.append(f"{log}: it has no validation in it")
-            continue
-        if not training.finished:
-            problems.append(f"{log}: it is not finished")
-        before = re.search(r'"valid_ppl": "([^"]+)"', _text(log.parent / "start.log"))
-        test = re.search(r"Perplexity: ([\d.]+)", _text(log.parent / "test.log"))
-        if test is None:
-            problems.append(f"{log.parent / 'test.log'} has no perplexity in it")
-        runs[log.parent.name] = Run(training, before and float(before[1]), test and float(test[1]))
-    return runs, problems
+def find_runs(out: Path) -> list[ScoredRun]:
+    """The models in `out`, in the table's order."""
+    return [read_run(log) for log in sorted(out.glob("*/train.log"), key=lambda log: _order(log.parent.name))]
 
 
-def format_runs(runs: dict[str, Run]) -> str:
+def read_run(log: Path) -> ScoredRun:
+    run = ScoredRun(log.parent.name, parse_training(_text(log)))
+    if run.missing:
+        run.problems.append(f"{log}: it has no validation in it")
+        return run
+    if not run.training.finished:
+        run.problems.append(f"{log}: it is not finished")
+    before = re.search(r'"valid_ppl": "([^"]+)"', _text(log.parent / "start.log"))
+    test = re.search(r"Perplexity: ([\d.]+)", _text(log.parent / "test.log"))
+    if test is None:
+        run.problems.append(f"{log.parent / 'test.log'} has no perplexity in it")
+    run.before, run.test = before and float(before[1]), test and float(test[1])
+    return run
+
+
+def format_runs(found: list[ScoredRun]) -> str:
     """A row for each model; the columns are updates."""
-    updates = sorted({update for name, run in runs.items() if name != "source" for update in run.curve if update})
+    runs = [run for run in found if not run.missing]
+    updates = sorted({update for run in runs if run.name != "source" for update in run.curve if update})
     header = ["model", "start", "parameters", "before", *(f"{update:,}" for update in updates), "test"]
     rows = []
-    for name, run in runs.items():
-        model, _, start = name.rpartition("-")
-        if not model:  # the source: its last perplexity, after updates of its own
-            cells = [*[""] * (len(updates) - 1), _number(min(run.training.valid.values()))] if updates else []
-            rows.append([name, "", f"{run.training.parameters:,}", "", *cells, _number(run.test)])
-            continue
+    for run in runs:
+        model, _, start = run.name.rpartition("-")
         cells = [_number(run.curve.get(update)) for update in updates]
-        parameters = f"{run.training.parameters:,}"
-        rows.append([model.replace("-", ", m = "), start, parameters, _number(run.before), *cells, _number(run.test)])
+        if not model:  # the source: its last perplexity, after updates of its own
+            model, start = start, ""
+            cells = [*[""] * (len(updates) - 1), _number(min(run.training.valid.values()))] if updates else []
+        before = _number(run.before) if start else ""
+        rows.append(
+            [model.replace("-", ", m = "), start, f"{run.training.parameters:,}", before, *cells, _number(run.test)]
+        )
     return format_table(header, rows)
 
 
-def draw_curves(runs: dict[str, Run], path: Path) -> None:
+def draw_curves(runs: dict[str, ScoredRun], path: Path) -> None:
     """Draws perplexities of the validation set over updates, a panel for each number of features, and saves a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sizes = sorted({int(name.split("-")[1]) for name in runs if name != "source"}) or [0]
-    figure, panels = pyplot.subplots(
-        1, len(sizes), sharey=True, figsize=(4.5 * len(sizes) + 1.5, 4.5), squeeze=False, layout="constrained"
-    )
+    figure, panels = new_figure(1, len(sizes), sharey=True, figsize=(4.5 * len(sizes) + 1.5, 4.5), squeeze=False)
     for axes, size in zip(panels[0], sizes, strict=True):
         for color, rule in enumerate(RULES):
             for start, style in STARTS.items():

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.command_line import positive
 from common.processes import pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder for the encoded text")
     for split in NAMES:
         parser.add_argument(
-            f"--{split}-tokens", type=_positive, metavar="N", help="take no more documents after so many"
+            f"--{split}-tokens", type=positive, metavar="N", help="take no more documents after so many"
         )
-    parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes")
+    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes")
     options = parser.parse_args(arguments)
     try:
         files = {split: find_files(options.folder, split) for split in NAMES}  # before any work
@@ -202,12 +203,6 @@ def _encode_all(texts: Iterator[str], source: Path, workers: int) -> Iterator[st
     with pool(workers, _start_worker, source) as processes:
         while batch := list(islice(texts, _DOCUMENTS * workers)):
             yield from processes.map(_encode, batch, chunksize=8)
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,8 @@ class RowError(ValueError):
 class Places:
     """The folders of a call.
 
-    Attributes:
-        data: as the experiment's prepare.sh leaves it.
-        out: for the checkpoints and logs of this model.
-        source: what a model starts from, a folder or a checkpoint, if it starts from one.
+    `data`: as the experiment's prepare.sh leaves it. `out`: for the checkpoints and logs of this model. `source`: what
+    a model starts from, a folder or a checkpoint, if it starts from one.
     """
 
     data: Path
@@ -48,11 +46,8 @@ class Places:
 class Call:
     """A program that is to be run. People see its output, unless it scores a checkpoint.
 
-    Attributes:
-        words: its name and arguments.
-        log: what gets its output; None if it keeps logs of its own.
-        scored: the checkpoint that it scores.
-        title: what it scores, for people.
+    `words`: its name and arguments. `log`: what gets its output; None if it keeps logs of its own. `scored`: the
+    checkpoint that it scores. `title`: what it scores, for people.
     """
 
     words: list[str]
@@ -86,11 +81,9 @@ class Recipe(Protocol):
 class Row:
     """A row of a table.
 
-    Attributes:
-        model: for people, in the paper's words.
-        recipe: how it is trained and scored.
-        options: what fairseq-train is told besides; the word SOURCE stands for the checkpoint that it starts from.
-        numbers: the paper's, in the order of the table's measures.
+    `model`: for people, in the paper's words. `recipe`: how it is trained and scored. `options`: what fairseq-train is
+    told besides; the word SOURCE stands for the checkpoint that it starts from. `numbers`: the paper's, in the order of
+    the table's measures.
     """
 
     model: str
@@ -103,11 +96,8 @@ class Row:
 class Table:
     """A table of a paper.
 
-    Attributes:
-        title: paper, number and subject.
-        folder: of examples/, where the README says more.
-        measures: what the paper's numbers are.
-        rows: by their names on the command line.
+    `title`: paper, number and subject. `folder`: of examples/, where the README says more. `measures`: what the paper's
+    numbers are. `rows`: by their names on the command line.
     """
 
     title: str
@@ -119,9 +109,8 @@ class Table:
 def training(places: Places, task: str, row: str, options: list[str], gpus: int, update_freq: int) -> Call:
     """A call of fairseq-train.
 
-    Args:
-        row: options; the word SOURCE stands for the checkpoint that the model starts from.
-        options: those of the command line, which override the others.
+    `row`: options; the word SOURCE stands for the checkpoint that the model starts from. `options`: those of the
+    command line, which override the others.
     """
     words = [program("fairseq-train"), str(places.data), "--save-dir", str(places.out)]
     words += ["--user-dir", shown(PACKAGE), "--task", task]

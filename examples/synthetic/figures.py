@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.curves import save_figure
+from common.curves import new_figure, save_figure
 
 from synthetic.models import MODELS
 from synthetic.results import Result
@@ -22,17 +22,9 @@ def draw_figures(
 ) -> list[Path]:
     """Draws those figures that there are points for.
 
-    Args:
-        results: by setting. With several seeds, each is a symbol or a curve of its own.
-        folder: for the PNG files.
-        numbers: which of the paper's figures.
-
-    Returns:
-        The files.
+    `results`: by setting. With several seeds, each is a symbol or a curve of its own. `folder`: for the PNG files.
+    `numbers`: which of the paper's figures. Returns the files.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     drawn = []
     for setting, curves_at, figures in ((1, max, (2, 4)), (2, min, (5, 3))):
         # What never was a number has no place on an axis; the table says that it was none.
@@ -50,7 +42,7 @@ def draw_figures(
 
 def _draw_losses(results: Sequence[Result], number: int, setting: int, folder: Path) -> Path:
     """The lowest evaluation loss of each point, by S."""
-    figure, axes = _axes()
+    figure, axes = new_figure(figsize=(8, 5.4))
     for index, (name, model) in enumerate(MODELS[setting].items()):
         losses: dict[int, list[float]] = {}
         for result in results:
@@ -74,7 +66,7 @@ def _draw_losses(results: Sequence[Result], number: int, setting: int, folder: P
 
 def _draw_curves(results: Sequence[Result], number: int, setting: int, size: int, folder: Path) -> Path:
     """The evaluation loss by step."""
-    figure, axes = _axes()
+    figure, axes = new_figure(figsize=(8, 5.4))
     names = list(MODELS[setting])
     for result in sorted(results, key=lambda result: names.index(result.point.model)):
         curve = [(step, max(loss, SMALLEST)) for step, loss in result.curve if loss is not None]
@@ -85,12 +77,6 @@ def _draw_curves(results: Sequence[Result], number: int, setting: int, size: int
     axes.set_xlabel("steps of 32 sequences")
     axes.set_ylabel("evaluation loss")
     return _save(figure, axes, f"Setting {setting}, learning curves for S = {size}", number, folder)
-
-
-def _axes() -> tuple[Any, Any]:
-    from matplotlib import pyplot
-
-    return pyplot.subplots(figsize=(8, 5.4), layout="constrained")
 
 
 def _style(index: int) -> dict[str, Any]:

@@ -50,9 +50,7 @@ class Estimate:
     def left(self, waiting: Sequence[Point], running: Sequence[tuple[Point, float]], jobs: int) -> float | None:
         """Seconds until the last point is done; None as long as none is finished.
 
-        Args:
-            running: points with the seconds that they have taken so far.
-            jobs: how many run at a time.
+        `running`: points with the seconds that they have taken so far. `jobs`: how many run at a time.
         """
         if not self._work[""]:
             return None
@@ -116,11 +114,8 @@ class _Worker:
 class Grid(Screen):
     """Trains points and keeps their results.
 
-    Args:
-        folder: for the files of results.
-        jobs: how many points at a time.
-        output: where progress goes.
-        keep_open: file descriptors that the processes inherit.
+    `folder`: for the files of results. `jobs`: how many points at a time. `output`: where progress goes. `keep_open`:
+    file descriptors that the processes inherit.
     """
 
     def __init__(self, folder: Path, jobs: int, output: TextIO, keep_open: Sequence[int] = ()) -> None:

@@ -43,11 +43,9 @@ def file_of(folder: Path, setting: int) -> Path:
 def read_results(path: Path) -> dict[str, Result]:
     """Reads a file of results; a half line at its end, which a crash left, is left out.
 
-    Returns:
-        The results by their points' keys; none if there is no such file. Lines of a version of this program that
-        trained otherwise have other keys than any point has, and are left out.
-
-    Raises ResultsError for a line that is no result, and for a point that is there twice.
+    Returns the results by their points' keys; none if there is no such file. Lines of a version of this program that
+    trained otherwise have other keys than any point has, and are left out. Raises ResultsError for a line that is no
+    result, and for a point that is there twice.
     """
     results: dict[str, Result] = {}
     for number, line in enumerate(_whole_lines(path), 1):

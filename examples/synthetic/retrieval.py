@@ -18,9 +18,8 @@ SETTINGS = {1: "capacity: L = S, without replacement", 2: "update rules: L = 2 S
 class Sequences:
     """Pairs that are written one after the other.
 
-    Attributes:
-        keys, values: (batch, length), integers from 0 to `size` - 1.
-        size: S, how many keys, and how many values, there are.
+    `keys`, `values`: (batch, length), integers from 0 to `size` - 1. `size`: S, how many keys, and how many values,
+    there are.
     """
 
     keys: Tensor
@@ -57,8 +56,7 @@ def draw_sequences(setting: int, size: int, batch: int, device: torch.device | s
 def draw_queries(sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Chooses one of the L keys of each sequence.
 
-    Returns:
-        (batch, 1), the key; (batch, 1), the value that was written under it last.
+    Returns (batch, 1), the key; (batch, 1), the value that was written under it last.
     """
     batch, length = sequences.keys.shape
     position = torch.randint(length, (batch, 1), device=sequences.keys.device)
@@ -69,9 +67,8 @@ def draw_queries(sequences: Sequences) -> tuple[Tensor, Tensor]:
 def all_queries(sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
     """Every key there is.
 
-    Returns:
-        (batch, size), the keys; (batch, size), the value that was written last under each, any where there is none;
-        (batch, size), whether the sequence has the key, so that it can be asked for.
+    Returns (batch, size), the keys; (batch, size), the value that was written last under each, any where there is none;
+    (batch, size), whether the sequence has the key, so that it can be asked for.
     """
     latest = sequences.latest()
     queries = torch.arange(sequences.size, device=latest.device).expand_as(latest)

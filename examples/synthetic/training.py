@@ -42,13 +42,9 @@ AT_ONCE = 2**22
 class Point:
     """A model, a size, and all else that its result depends on.
 
-    Attributes:
-        setting: 1 or 2.
-        model: a name of `MODELS[setting]`.
-        size: S.
-        seed: of the initial weights and all that is drawn.
-        max_steps: where training ends if nothing else ends it.
-        device: "cpu" or "cuda", whose generators draw different numbers.
+    `setting`: 1 or 2. `model`: a name of `MODELS[setting]`. `size`: S. `seed`: of the initial weights and all that is
+    drawn. `max_steps`: where training ends if nothing else ends it. `device`: "cpu" or "cuda", whose generators draw
+    different numbers.
     """
 
     setting: int
@@ -85,8 +81,7 @@ def _features(setting: int, model: str) -> int:
 class StopRule:
     """When training ends.
 
-    Attributes:
-        best_loss, best_step: of the lowest evaluation loss so far.
+    `best_loss`, `best_step`: of the lowest evaluation loss so far.
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -114,12 +109,9 @@ class StopRule:
 def train_point(point: Point, report: Callable[[int, float], None] = lambda step, loss: None) -> dict[str, Any]:
     """Trains and evaluates until `StopRule` ends it.
 
-    Args:
-        report: is told of each evaluation: the step and the loss.
-
-    Returns:
-        What goes into the point's line: its key, the point, the lowest loss and its step, how many steps there were
-        and why they ended, the loss of each evaluation, and how long it took where.
+    `report`: is told of each evaluation: the step and the loss. Returns what goes into the point's line: its key, the
+    point, the lowest loss and its step, how many steps there were and why they ended, the loss of each evaluation, and
+    how long it took where.
     """
     started = time.monotonic()
     torch.manual_seed(point.seed)

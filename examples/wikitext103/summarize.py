@@ -10,7 +10,6 @@ wikitext2.sh would have made besides.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -19,8 +18,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.curves import save_figure
-from common.summaries import Run, draw_curves
+from common.curves import new_figure, plain, save_figure
+from common.summaries import (
+    ABSENT,
+    Run,
+    draw_curves,
+    fail,
+    markdown_header,
+    markdown_row,
+    shown,
+    summarize,
+    summary_parser,
+)
 
 WIKITEXT2 = (
     *("softmax", "sum", "delta", "delta-no-positions", "sum-carried", "delta-carried"),
@@ -49,56 +58,35 @@ MEASURED = {"state": "state", "training": "trained words/s", "generation": "gene
 """What speed.py measured: column."""
 POINTS = {"test, sliding", "test, carried over"}
 """The columns that the figure of states draws the lower one of."""
-ABSENT = "–"
 
 
 @dataclass
 class ScoredRun(Run):
     """What the logs of one model say.
 
-    Attributes:
-        scores: perplexity by column of the table.
-        measured: what speed.py wrote, by its names.
+    `scores`: perplexity by column of the table. `measured`: what speed.py wrote, by its names.
     """
 
     scores: dict[str, float] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def missing(self) -> bool:
-        return self.training.parameters is None
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Table and curves of trained language models.")
-    parser.add_argument("out", type=Path, metavar="OUT", help="holds one folder for each model")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="names of folders in OUT (default: all)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw training and validation curves (PNG)")
+    parser = summary_parser("Table and curves of trained language models.", "OUT")
     parser.add_argument("--state-figure", type=Path, metavar="FILE", help="draw perplexity over state size (PNG)")
     options = parser.parse_args(arguments)
 
-    if not options.out.is_dir():
-        print(f"summarize.py: there is no folder {options.out}", file=sys.stderr)
-        return 1
-    runs = [read_run(options.out / name) for name in options.models or find_models(options.out)]
-    for problem in (problem for run in runs for problem in run.problems):
-        print(f"summarize.py: {problem}", file=sys.stderr)
-    if all(run.missing for run in runs):
-        print(f"summarize.py: {options.out} holds no folder with the log of a training", file=sys.stderr)
-        return 1
-    table = format_table(runs)
-    print(table)
-    if options.markdown:
-        options.markdown.write_text(table + "\n", encoding="utf-8")
+    def find(out: Path) -> list[ScoredRun]:
+        return [read_run(out / name) for name in options.models or find_models(out)]
+
+    runs = summarize(options, find, "the log of a training", format_table)
     if options.figure:
         draw_curves(runs, options.figure, "perplexity")
     if options.state_figure:
         drawn = [run for run in runs if "state" in run.measured and POINTS & set(run.scores)]
         if not drawn:
-            print(f"summarize.py: {options.out} holds no model that is both scored and measured", file=sys.stderr)
-            return 1
+            fail(f"{options.out} holds no model that is both scored and measured")
         draw_states(drawn, options.state_figure)
     return 0
 
@@ -148,7 +136,7 @@ def format_table(runs: list[ScoredRun]) -> str:
     measured = any(run.measured for run in runs)
     speeds = list(MEASURED.values()) if measured else ["train words/s"]
     header = ["model", "parameters", "updates", "valid, in training", *columns, *speeds]
-    rows = [header, ["---", *["---:"] * (len(header) - 1)]]
+    rows = []
     for run in runs:
         if run.missing:
             rows.append([run.name, "missing", *[ABSENT] * (len(header) - 2)])
@@ -160,21 +148,16 @@ def format_table(runs: list[ScoredRun]) -> str:
                 run.name,
                 f"{run.training.parameters:,}",
                 f"{run.training.updates:,}" + ("" if run.training.finished else " (unfinished)"),
-                *(ABSENT if x is None else f"{x:.2f}" for x in (best, *map(run.scores.get, columns))),
-                *(ABSENT if x is None else f"{x:,.0f}" for x in numbers),
+                *(shown(x, ".2f") for x in (best, *map(run.scores.get, columns))),
+                *(shown(x, ",.0f") for x in numbers),
             ]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([*markdown_header(header), *map(markdown_row, rows)])
 
 
 def draw_states(runs: list[ScoredRun], path: Path) -> None:
     """Draws the lower perplexity of each model, in windows (dots) or carried over (triangles), over its state size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    figure, axis = new_figure(figsize=(8, 4.6))
     points: list[tuple[float, float]] = []
     for run in runs:
         column = min(POINTS & set(run.scores), key=run.scores.__getitem__)
@@ -190,9 +173,7 @@ def draw_states(runs: list[ScoredRun], path: Path) -> None:
     axis.margins(x=0.15, y=0.08)
     axis.set_xlabel("numbers of state after 256 words (log scale)")
     axis.set_ylabel("test perplexity")
-    axis.grid(color="0.9", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    plain(axis)
     save_figure(figure, path)
 
 

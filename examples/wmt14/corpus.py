@@ -24,10 +24,8 @@ class CorpusError(Exception):
 class Corpus:
     """Three splits in two languages that were checked.
 
-    Attributes:
-        files: by split and language.
-        pairs: lines by split.
-        digest: of the languages and the whole text, compressed or not.
+    `files`: by split and language. `pairs`: lines by split. `digest`: of the languages and the whole text, compressed
+    or not.
     """
 
     source: str

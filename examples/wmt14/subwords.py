@@ -16,9 +16,8 @@ from corpus import CorpusError
 class Subwords(Protocol):
     """Cuts text and puts it together.
 
-    Attributes:
-        file: the name under which the model is kept beside the data.
-        dictionary: the words of fairseq's dictionary, where the model knows them all; otherwise they are counted.
+    `file`: the name under which the model is kept beside the data. `dictionary`: the words of fairseq's dictionary,
+    where the model knows them all; otherwise they are counted.
     """
 
     file: str

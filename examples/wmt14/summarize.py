@@ -9,7 +9,6 @@ listed. Big models in folders with the name of a row of Table 1, as dpfp-256, ha
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.summaries import Run, draw_curves
+from common.summaries import ABSENT, Run, draw_curves, markdown_header, markdown_row, shown, summarize, summary_parser
 from papers.schlag import TABLES
 
 SUBSETS = ("valid", "test")
@@ -27,16 +26,13 @@ PAPER = {name: tuple(map(float, row.numbers)) for name, row in TABLES["schlag-ta
 ORDER = ("softmax", *PAPER, "favor", "dpfp")
 """Of the table's rows, with the models of multi30k.sh among them."""
 PAPERS_ARCHITECTURE = "fast_weight_transformer_wmt_en_de_big"
-ABSENT = "–"
 
 
 @dataclass
 class ScoredRun(Run):
     """What one model left behind; its speed is in target subwords per second.
 
-    Attributes:
-        results: what generate.sh wrote, by subset.
-        of_paper: whether it is the paper's architecture.
+    `results`: what generate.sh wrote, by subset. `of_paper`: whether it is the paper's architecture.
     """
 
     of_paper: bool = False
@@ -54,26 +50,12 @@ class ScoredRun(Run):
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Table and curves of trained translation models.")
-    parser.add_argument("runs", type=Path, metavar="RUNS", help="holds one folder for each model")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="names of folders in RUNS (default: all)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw training and validation curves (PNG)")
-    options = parser.parse_args(arguments)
+    options = summary_parser("Table and curves of trained translation models.", "RUNS").parse_args(arguments)
 
-    if not options.runs.is_dir():
-        print(f"summarize.py: there is no folder {options.runs}", file=sys.stderr)
-        return 1
-    runs = [read_run(options.runs / name) for name in options.models or find_models(options.runs)]
-    for problem in (problem for run in runs for problem in run.problems):
-        print(f"summarize.py: {problem}", file=sys.stderr)
-    if all(run.missing for run in runs):
-        print(f"summarize.py: {options.runs} holds no folder with a training or a result", file=sys.stderr)
-        return 1
-    table = "\n".join([*format_table(runs), "", *format_notes(runs)]).rstrip()
-    print(table)
-    if options.markdown:
-        options.markdown.write_text(table + "\n", encoding="utf-8")
+    def find(folder: Path) -> list[ScoredRun]:
+        return [read_run(folder / name) for name in options.models or find_models(folder)]
+
+    runs = summarize(options, find, "a training or a result", format_table)
     if options.figure:
         draw_curves(runs, options.figure, "perplexity of subwords")
     return 0
@@ -110,38 +92,34 @@ def read_run(folder: Path) -> ScoredRun:
     return run
 
 
-def format_table(runs: list[ScoredRun]) -> list[str]:
-    """Rows of markdown; with the paper's columns if one of the models is in its table."""
+def format_table(runs: list[ScoredRun]) -> str:
+    """A table in markdown, with the paper's columns if one of the models is in its table."""
     with_paper = any(run.papers_bleu for run in runs)
     columns = [f"{subset} BLEU{kind}" for subset in SUBSETS for kind in ([", paper"] if with_paper else []) + [""]]
     header = ["model", "parameters", "updates", *columns, "test, compound-split"]
     header += ["train subwords/s", "generate subwords/s"]
-    rows = [header, ["---", *["---:"] * (len(header) - 1)]]
+    rows = []
     for run in runs:
         if run.missing:
             rows.append([run.name, "missing", *[ABSENT] * (len(header) - 2)])
             continue
         scores = []
         for subset in SUBSETS:
-            scores += [_number(run.papers_bleu.get(subset), ".1f")] if with_paper else []
-            scores.append(_number(run.results.get(subset, {}).get("bleu"), ".2f"))
+            scores += [shown(run.papers_bleu.get(subset), ".1f")] if with_paper else []
+            scores.append(shown(run.results.get(subset, {}).get("bleu"), ".2f"))
         test = run.results.get("test", {})
         rows.append(
             [
                 run.name,
-                _number(run.training.parameters, ","),
-                _number(run.training.updates or None, ",") + ("" if run.training.finished else " (unfinished)"),
+                shown(run.training.parameters, ","),
+                shown(run.training.updates or None, ",") + ("" if run.training.finished else " (unfinished)"),
                 *scores,
-                _number(test.get("compound_split_bleu"), ".2f"),
-                _number(run.training.speed, ",.0f"),
-                _number(test.get("tokens_per_second"), ",.0f"),
+                shown(test.get("compound_split_bleu"), ".2f"),
+                shown(run.training.speed, ",.0f"),
+                shown(test.get("tokens_per_second"), ",.0f"),
             ]
         )
-    return [f"| {' | '.join(row)} |" for row in rows]
-
-
-def _number(value: float | None, form: str) -> str:
-    return ABSENT if value is None else format(value, form)
+    return "\n".join([*markdown_header(header), *map(markdown_row, rows), "", *format_notes(runs)]).rstrip()
 
 
 def format_notes(runs: list[ScoredRun]) -> list[str]:

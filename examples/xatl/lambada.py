@@ -28,6 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.command_line import positive
+
 ROOT = Path(__file__).resolve().parents[2]
 BEST = "checkpoint_best.pt"
 
@@ -52,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="has a passage a line, as JSON")
     parser.add_argument("--checkpoint", default=BEST, metavar="NAME", help="in OUT; default: %(default)s")
     parser.add_argument(
-        "--batch", type=_positive, default=16, metavar="N", help="passages at a time; default: %(default)s"
+        "--batch", type=positive, default=16, metavar="N", help="passages at a time; default: %(default)s"
     )
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     options = parser.parse_args(arguments)
@@ -172,12 +176,6 @@ def _of_words(logits: Tensor, words: Tensor) -> tuple[float, bool]:
     """(steps, vocabulary), (steps,) -> their log-probability together, and whether each is the most probable."""
     log_probabilities = logits.log_softmax(-1).gather(-1, words[:, None])
     return log_probabilities.sum().item(), bool((logits.argmax(-1) == words).all())
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
 
 
 if __name__ == "__main__":
