@@ -19,3 +19,21 @@ check_positive() {
         shift 2
     done
 }
+
+# check_new OUT: whether it is free
+check_new() {
+    [ ! -e "$1" ] || [ -z "$(ls -A "$1")" ] ||
+        die "$1 is there, but is not what this script makes; name another folder, or delete it"
+}
+
+# check_program NAME
+check_program() {
+    command -v "$1" > /dev/null || die "there is no $1; is the environment activated?"
+}
+
+# logged LOG COMMAND ...: with its output in LOG, of which the last lines are shown if it fails
+logged() {
+    local log=$1
+    shift
+    "$@" > "$log" 2>&1 || { tail -n 3 "$log" >&2; exit 1; }
+}

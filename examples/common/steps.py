@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from common.files import write_whole
 from common.interruptions import undisturbed
 
 BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
@@ -240,12 +241,7 @@ class Runner(Screen):
     """
 
     def __init__(
-        self,
-        cwd: Path,
-        slots: int,
-        output: TextIO,
-        environment: dict[str, str],
-        keep_open: Sequence[int] = (),
+        self, cwd: Path, slots: int, output: TextIO, environment: dict[str, str], keep_open: Sequence[int] = ()
     ) -> None:
         super().__init__(output)
         self.cwd = cwd
@@ -342,6 +338,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes a file whole or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(value, indent=1) + "\n")
-    new.replace(path)
+    write_whole(path, json.dumps(value, indent=1) + "\n")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from common.demo import SPLITS
-from common.steps import StepError
+from common.files import TextError, read_lines
 
 HELD_OUT = 0.1
 """The share of the English corpus that goes to valid, and to test."""
@@ -27,10 +25,6 @@ FEWEST_TOKENS = 100
 _TOKEN = re.compile(r"\w+(?:['’]\w+)*|([^\w\s])\1*")
 _RULER = re.compile(r"\W{4,}")
 _BULLET = re.compile(r"([*\-•]|\d+\.|\[\d+\])\s+")
-
-
-class CorpusError(StepError):
-    """Text that cannot be used; the message is for the person who gave it."""
 
 
 def split_english(articles: dict[str, str] | None = None) -> dict[str, list[str]]:
@@ -152,16 +146,16 @@ def english_corpus() -> Corpus:
 
 
 def corpus_in(folder: Path) -> Corpus:
-    """A user's texts, taken as they are: tokens are what stands between white space. Raises CorpusError if a file is
+    """A user's texts, taken as they are: tokens are what stands between white space. Raises TextError if a file is
     missing, there twice, empty, too short or no UTF-8 text.
     """
     if not folder.is_dir():
-        raise CorpusError(f"{folder} is not a folder")
+        raise TextError(f"{folder} is not a folder")
     files = {split: _find(folder, split) for split in SPLITS}
     corpus = _survey(str(folder), lambda split: _read(files[split]))
     for split, tokens in corpus.tokens.items():
         if tokens < FEWEST_TOKENS:
-            raise CorpusError(f"{files[split]} holds {tokens} tokens; it must hold at least {FEWEST_TOKENS}")
+            raise TextError(f"{files[split]} holds {tokens} tokens; it must hold at least {FEWEST_TOKENS}")
     return corpus
 
 
@@ -170,30 +164,21 @@ def _find(folder: Path, split: str) -> Path:
     names += [f"{name}.gz" for name in names]
     found = [folder / name for name in names if (folder / name).is_file()]
     if not found:
-        raise CorpusError(f"{folder} has no text for {split}: it must hold one of {', '.join(names)}")
+        raise TextError(f"{folder} has no text for {split}: it must hold one of {', '.join(names)}")
     if len(found) > 1:
-        raise CorpusError(f"{folder} has more than one text for {split}: {', '.join(p.name for p in found)}")
+        raise TextError(f"{folder} has more than one text for {split}: {', '.join(p.name for p in found)}")
     return found[0]
 
 
 def _read(path: Path) -> Iterator[str]:
-    """The lines of a file, with one space between tokens."""
-    number, empty = 0, True
-    try:
-        # A mark of byte order at the beginning is no part of the text.
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007
-                words = line.split()
-                empty &= not words
-                yield " ".join(words)
-    except UnicodeDecodeError:
-        raise CorpusError(f"{path} is not UTF-8 text (after line {number})") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise CorpusError(f"{path} is no whole gzip file: {error}") from None
-    except OSError as error:
-        raise CorpusError(f"{path} cannot be read: {error.strerror}") from None
+    """The lines of a file, with one space between tokens; a mark of byte order is no part of the text."""
+    empty = True
+    for line, _ in read_lines(path):
+        words = line.lstrip("\ufeff").split()
+        empty &= not words
+        yield " ".join(words)
     if empty:
-        raise CorpusError(f"{path} is empty")
+        raise TextError(f"{path} is empty")
 
 
 def _survey(origin: str, lines: Callable[[str], Iterator[str]]) -> Corpus:

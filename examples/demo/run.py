@@ -20,6 +20,7 @@ from common.command_line import add_options, run_to_the_end
 from common.commands import require_packages
 from common.demo import SPLITS, Demo, Model
 from common.fairseq_logs import find_in
+from common.files import TextError
 from common.steps import Step, claim, read_json, write_json
 
 from demo.comparison import Row, Unigram, format_rows
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         with claim(options.out, MARK) as claimed:
             LanguageDemo(options, corpus, claimed).run()
 
-    return run_to_the_end(work)
+    return run_to_the_end(work, TextError)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

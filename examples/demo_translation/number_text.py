@@ -14,6 +14,10 @@ from pathlib import Path
 
 from num2words import num2words
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.files import refuse_to_overwrite, write_whole
+
 SPLITS = ("train", "valid", "test")
 LANGUAGES = ("en", "de")
 DIGITS = 12
@@ -76,15 +80,10 @@ def write_text(splits: dict[str, list[int]], folder: Path) -> None:
     nothing is written then.
     """
     paths = {(split, language): folder / f"{split}.{language}" for split in splits for language in LANGUAGES}
-    for path in paths.values():
-        if path.exists():
-            raise FileExistsError(f"{path} is there already; name another folder, or delete it")
+    refuse_to_overwrite(*paths.values())
     folder.mkdir(parents=True, exist_ok=True)
     for (split, language), path in paths.items():
-        lines = [f"{num2words(number, lang=language)}\n" for number in splits[split]]
-        new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(lines), encoding="utf-8")
-        new.replace(path)
+        write_whole(path, "".join(f"{num2words(number, lang=language)}\n" for number in splits[split]))
 
 
 if __name__ == "__main__":

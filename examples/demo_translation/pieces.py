@@ -17,6 +17,10 @@ from pathlib import Path
 
 import sentencepiece
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.files import refuse_to_overwrite, write_whole
+
 PIECES = 200
 """By default: the words of small numbers and of tens are pieces then, but hardly any German compound is."""
 
@@ -49,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(files: Sequence[Path], model: Path, pieces: int) -> None:
     """Learns pieces, by byte pair encoding, from several texts together."""
-    _refuse_to_overwrite([model])
+    refuse_to_overwrite(model)
     lines = [line for file in files for line in _read_lines(file)]
     result = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -61,7 +65,7 @@ def train(files: Sequence[Path], model: Path, pieces: int) -> None:
         num_threads=1,
         minloglevel=2,
     )
-    _write(model, result.getvalue())
+    write_whole(model, result.getvalue())
 
 
 def encode(model: Path, files: Sequence[Path], folder: Path) -> None:
@@ -71,12 +75,12 @@ def encode(model: Path, files: Sequence[Path], folder: Path) -> None:
     names = [file.name for file in files]
     if len(set(names)) < len(names):
         raise ValueError(f"two files have the same name, of {', '.join(names)}; encode them into different folders")
-    _refuse_to_overwrite([folder / name for name in names])
+    refuse_to_overwrite(*(folder / name for name in names))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         lines = [" ".join(processor.encode(line, out_type=str)) for line in _read_lines(file)]
-        _write(folder / file.name, "".join(f"{line}\n" for line in lines).encode())
+        write_whole(folder / file.name, "".join(f"{line}\n" for line in lines))
 
 
 def _read_lines(file: Path) -> list[str]:
@@ -84,19 +88,6 @@ def _read_lines(file: Path) -> list[str]:
         return file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-
-
-def _refuse_to_overwrite(files: Sequence[Path]) -> None:
-    for file in files:
-        if file.exists():
-            raise FileExistsError(f"{file} is there already; name another, or delete it")
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_bytes(data)
-    new.replace(path)
 
 
 if __name__ == "__main__":

@@ -73,12 +73,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "German words, scores and compares them. The same call again goes on where one was interrupted."
     )
     add_options(
-        parser,
-        out=FOLDER / "out",
-        updates=1500,
-        batch=f"at most {BATCH} tokens",
-        seed="training",
-        models=MODELS,
+        parser, out=FOLDER / "out", updates=1500, batch=f"at most {BATCH} tokens", seed="training", models=MODELS
     )
     return parser.parse_args(arguments)
 
@@ -187,13 +182,7 @@ class TranslationDemo(Demo):
         return Step(title, folder, words, read_nothing, after=after or [], depends_on=uses)
 
     def row(
-        self,
-        name: str,
-        trained: Step,
-        generated: Step,
-        scored: Step,
-        reference: list[str],
-        output: list[str],
+        self, name: str, trained: Step, generated: Step, scored: Step, reference: list[str], output: list[str]
     ) -> Row:
         learned, bleu = trained.finished_result(), scored.finished_result()
         return Row(

@@ -13,6 +13,10 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.files import refuse_to_overwrite, write_whole
+
 _BEST = re.compile(r"^D-(\d+)\t\S+\t(.*)$", re.MULTILINE)
 
 
@@ -24,16 +28,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     options = parser.parse_args(arguments)
     try:
-        if options.out.exists():
-            raise FileExistsError(f"{options.out} is there already; name another, or delete it")
+        refuse_to_overwrite(options.out)
         lines = len(read_lines(options.source))
         try:
             translations = order(options.generated.read_text(encoding="utf-8"), lines)
         except ValueError as error:
             raise ValueError(f"{options.generated} does not fit {options.source}: {error}") from None
-        new = options.out.with_name(f"{options.out.name}.new")
-        new.write_text("".join(f"{line}\n" for line in translations), encoding="utf-8")
-        new.replace(options.out)
+        write_whole(options.out, "".join(f"{line}\n" for line in translations))
     except (ValueError, OSError) as error:
         print(f"translations.py: {error}", file=sys.stderr)
         return 1

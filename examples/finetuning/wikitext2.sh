@@ -75,7 +75,7 @@ mkdir -p "$dir"
 train() { # train LOG FLAG...: one training, or the start of one
     local log=$1
     shift
-    fairseq-train "$data" --user-dir fairseq_fastweights --task fast_weight_language_modeling --cpu --num-workers 0 \
+    logged "$log" fairseq-train "$data" --user-dir fairseq_fastweights --task fast_weight_language_modeling --cpu --num-workers 0 \
         --save-dir "$dir" "${flags[@]}" \
         --arch fast_weight_lm_baevski_wiki103 --decoder-layers 4 --decoder-attention-heads 4 \
         --decoder-embed-dim 128 --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512 \
@@ -83,8 +83,7 @@ train() { # train LOG FLAG...: one training, or the start of one
         --adaptive-input-factor 2 --adaptive-softmax-factor 2 --dropout 0.1 \
         --criterion adaptive_loss --ddp-backend legacy_ddp \
         --tokens-per-sample 256 --batch-size 4 --batch-size-valid 16 \
-        --optimizer adam --clip-norm 0.25 --seed 1 --log-format json "$@" > "$log" 2>&1 \
-        || { tail -n 3 "$log" >&2; exit 1; }
+        --optimizer adam --clip-norm 0.25 --seed 1 --log-format json "$@"
 }
 if [ ! -e "$dir/start.log" ] && [ "${start:-scratch}" != scratch ]; then
     # Before any training: an update that changes nothing, and the validation after it.
@@ -105,10 +104,9 @@ if [ ! -e "$dir/trained" ]; then
 fi
 if [ ! -e "$dir/test.log" ]; then
     echo "$model: the test set"
-    fairseq-eval-lm "$data" --user-dir fairseq_fastweights --task fast_weight_language_modeling --cpu --num-workers 0 \
-        --path "$dir/checkpoint_best.pt" --gen-subset test --tokens-per-sample 256 --context-window 128 \
-        --max-tokens 8192 --no-progress-bar > "$dir/test.unfinished" 2>&1 \
-        || { tail -n 3 "$dir/test.unfinished" >&2; exit 1; }
+    logged "$dir/test.unfinished" fairseq-eval-lm "$data" --user-dir fairseq_fastweights \
+        --task fast_weight_language_modeling --cpu --num-workers 0 --path "$dir/checkpoint_best.pt" --gen-subset test \
+        --tokens-per-sample 256 --context-window 128 --max-tokens 8192 --no-progress-bar
     mv "$dir/test.unfinished" "$dir/test.log"
 fi
 echo "$model: done"

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import positive
+from common.files import TextError
 from common.processes import pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +36,6 @@ NAMES = {"train": ("train",), "valid": ("valid", "val")}
 TOKENIZER = ("encoder.json", "vocab.bpe", "byte_level.json")
 _DOCUMENTS = 64
 """For each process at a time."""
-
-
-class TextError(ValueError):
-    """What is wrong with the text; the message is for the person at the terminal."""
 
 
 def main(arguments: list[str] | None = None) -> int:

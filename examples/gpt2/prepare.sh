@@ -29,15 +29,13 @@ if [ -e "$out/dict.txt" ]; then
     echo "$out is finished"
     exit 0
 fi
-if [ -e "$out" ] && [ -n "$(ls -A "$out")" ]; then
-    die "$out is there, but is not what this script makes; name another folder, or delete it"
-fi
+check_new "$out"
 for name in dict.txt encoder.json vocab.bpe byte_level.json; do
     [ -e "$source/$name" ] || die "SOURCE is $source, which holds no $name; from-huggingface makes it"
 done
 [ -d "$folder" ] || die "there is no folder $folder"
 workers=${WORKERS:-$(nproc)}
-command -v fairseq-preprocess > /dev/null || die "there is no fairseq-preprocess; is the environment activated?"
+check_program fairseq-preprocess
 
 work=$out.unfinished
 mkdir -p "$work"

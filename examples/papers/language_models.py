@@ -140,16 +140,10 @@ _WIKITEXT103 = f"{_ADAPTIVE} --clip-norm 0.25 --lr 0.00025 --lr-scheduler cosine
 
 # Schlag et al. 2021, Sec. 6.3 and App. F.
 SMALL = LanguageModel(
-    f"--arch fast_weight_lm_wiki103_small {_WIKITEXT103} --max-update 500000",
-    batch=96,
-    length=256,
-    modes=("sliding",),
+    f"--arch fast_weight_lm_wiki103_small {_WIKITEXT103} --max-update 500000", batch=96, length=256, modes=("sliding",)
 )
 MEDIUM = LanguageModel(
-    f"--arch fast_weight_lm_wiki103_medium {_WIKITEXT103} --max-update 400000",
-    batch=56,
-    length=384,
-    modes=("sliding",),
+    f"--arch fast_weight_lm_wiki103_medium {_WIKITEXT103} --max-update 400000", batch=56, length=384, modes=("sliding",)
 )
 # State that is carried over is validated as it is evaluated: as one stream.
 MEDIUM_CARRIED = LanguageModel(

@@ -36,11 +36,7 @@ class Model:
         if self.memory == "softmax":
             return SoftmaxMemory(key_dim)
         feature_map = build_feature_map(
-            self.feature_map,
-            num_heads=1,
-            head_dim=key_dim,
-            dpfp_nu=self.dpfp_nu,
-            favor_features=self.favor_features,
+            self.feature_map, num_heads=1, head_dim=key_dim, dpfp_nu=self.dpfp_nu, favor_features=self.favor_features
         )
         if self.memory == "capped":
             return CappedMemory(feature_map, layer_norm=self.layer_norm)

@@ -30,10 +30,8 @@ if [ -e "$out/dict.txt" ]; then
     echo "$out is finished"
     exit 0
 fi
-if [ -e "$out" ] && [ -n "$(ls -A "$out")" ]; then
-    die "$out is there, but is not what this script makes; name another folder, or delete it"
-fi
-command -v fairseq-preprocess > /dev/null || die "there is no fairseq-preprocess; is the environment activated?"
+check_new "$out"
+check_program fairseq-preprocess
 
 work=$out.unfinished
 archive=$work/wikitext-103-v1.zip

@@ -24,6 +24,10 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.files import write_whole
+
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, LENGTH = 4, 256
 
@@ -114,9 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
             tensors = [x for buffer in state.values() for x in buffer.values() if x is not None]
             fastest[folder]["state"] = sum(x.numel() for x in tensors if x.is_floating_point())
     for folder, found in fastest.items():
-        new = folder / "speed.json.new"
-        new.write_text(json.dumps(found) + "\n", encoding="utf-8")
-        new.replace(folder / "speed.json")
+        write_whole(folder / "speed.json", json.dumps(found) + "\n")
         print(f"{folder.name}: " + ", ".join(f"{name} {number:,.0f}" for name, number in found.items()))
     return 0
 

@@ -57,7 +57,7 @@ if [ ! -e "$dir/trained" ]; then
     # A training that was cut off begins anew: without the optimizer's state fairseq would count updates from 0 again.
     rm -f "$dir"/checkpoint*.pt
     echo "$model: training, log in $dir/train.log"
-    fairseq-train "$data" "${common[@]}" --save-dir "$dir" "${flags[@]}" \
+    logged "$dir/train.log" fairseq-train "$data" "${common[@]}" --save-dir "$dir" "${flags[@]}" \
         --arch fast_weight_lm_wiki103_small --decoder-layers 4 --decoder-ffn-embed-dim 512 \
         --adaptive-input-cutoff 2000,10000 --adaptive-softmax-cutoff 2000,10000 \
         --criterion adaptive_loss --ddp-backend legacy_ddp \
@@ -66,8 +66,7 @@ if [ ! -e "$dir/trained" ]; then
         --max-update "$updates" --seed 1 \
         --no-epoch-checkpoints --no-save-optimizer-state \
         --validate-interval-updates 1000 --save-interval-updates 1000 --keep-interval-updates 1 \
-        --log-format json --log-interval 50 > "$dir/train.log" 2>&1 \
-        || { tail -n 3 "$dir/train.log" >&2; exit 1; }
+        --log-format json --log-interval 50
     touch "$dir/trained"
 fi
 
@@ -76,8 +75,8 @@ score() { # score NAME FLAG...: one evaluation of the test set, kept once it is 
     shift
     [ -e "$dir/$name.log" ] && [ ! "$dir/checkpoint_best.pt" -nt "$dir/$name.log" ] && return
     echo "$model: $name"
-    fairseq-eval-lm "$data" "${common[@]}" --path "$dir/checkpoint_best.pt" --gen-subset test --no-progress-bar "$@" \
-        > "$dir/$name.unfinished" 2>&1 || { tail -n 3 "$dir/$name.unfinished" >&2; exit 1; }
+    logged "$dir/$name.unfinished" fairseq-eval-lm "$data" "${common[@]}" --path "$dir/checkpoint_best.pt" \
+        --gen-subset test --no-progress-bar "$@"
     mv "$dir/$name.unfinished" "$dir/$name.log"
 }
 # A window of the training length, 64 new tokens each: a quarter of the work of 16, and the same for every model.

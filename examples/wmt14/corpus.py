@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from common.files import TextError, read_lines
 
 SPLITS = ("train", "valid", "test")
 
 # Control characters, and marks of byte order.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
-
-
-class CorpusError(Exception):
-    """Text or settings that cannot be used; the message is for the person who gave them."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +36,14 @@ class Corpus:
 
 
 def survey(folder: Path, source: str, target: str) -> Corpus:
-    """Finds {train,valid,test}.{source,target}[.gz] in a folder and reads all of it once. Raises CorpusError if a file
+    """Finds {train,valid,test}.{source,target}[.gz] in a folder and reads all of it once. Raises TextError if a file
     is missing, there twice, damaged, empty or not UTF-8, or if two languages of a split have different numbers of
     lines.
     """
     if not folder.is_dir():
-        raise CorpusError(f"there is no folder {folder}")
+        raise TextError(f"there is no folder {folder}")
     if source == target:
-        raise CorpusError(f"source and target are both {source}; they must be two languages")
+        raise TextError(f"source and target are both {source}; they must be two languages")
     files = {(split, lang): _find(folder, f"{split}.{lang}") for split in SPLITS for lang in (source, target)}
     digest = hashlib.sha256(f"{source} {target}".encode())
     counts = {}
@@ -58,11 +54,11 @@ def survey(folder: Path, source: str, target: str) -> Corpus:
             counts[split, language] += 1
             digest.update(raw)
         if not counts[split, language]:
-            raise CorpusError(f"{path} is empty")
+            raise TextError(f"{path} is empty")
     for split in SPLITS:
         ours, theirs = counts[split, source], counts[split, target]
         if ours != theirs:
-            raise CorpusError(
+            raise TextError(
                 f"{files[split, source]} has {ours} lines and {files[split, target]} has {theirs}; line by line, one "
                 "must be the translation of the other"
             )
@@ -72,33 +68,10 @@ def survey(folder: Path, source: str, target: str) -> Corpus:
 def _find(folder: Path, name: str) -> Path:
     found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not found:
-        raise CorpusError(f"{folder} holds neither {name} nor {name}.gz")
+        raise TextError(f"{folder} holds neither {name} nor {name}.gz")
     if len(found) > 1:
-        raise CorpusError(f"{folder} holds both {name} and {name}.gz; one of them must go")
+        raise TextError(f"{folder} holds both {name} and {name}.gz; one of them must go")
     return found[0]
-
-
-def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each line of a file, plain or gzipped: its text without the line end, and its bytes.
-
-    Only a line feed ends a line: what else Unicode and Python take for an end of line occurs within sentences. Raises
-    CorpusError if it cannot be read, or is not UTF-8.
-    """
-    number = 0
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for raw in file:
-                number += 1
-                yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r"), raw
-    except UnicodeDecodeError as error:
-        wrong = error.object[error.start]
-        raise CorpusError(
-            f"{path}, line {number}: not UTF-8, byte {error.start + 1} of the line is 0x{wrong:02x}"
-        ) from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise CorpusError(f"{path} is no whole gzip file: {error}") from None
-    except OSError as error:
-        raise CorpusError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def read_text(path: Path) -> list[str]:

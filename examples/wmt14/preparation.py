@@ -25,8 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.files import TextError, read_lines
 from common.processes import pool
-from corpus import SPLITS, Corpus, CorpusError, clean, read_lines, survey, write_text
+from corpus import SPLITS, Corpus, clean, survey, write_text
 from subwords import KINDS, Subwords, learn_subwords, load_subwords, model_file, prepare_lines
 
 VERSION = 1
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             return TO_DO
         corpus = corpus or survey(options.folder, settings.source, settings.target)
         prepare(options.out, corpus, digest, settings, workers)
-    except CorpusError as error:
+    except TextError as error:
         print(f"prepare.sh: {error}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -90,10 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _settings(options: argparse.Namespace) -> Settings:
     if options.subwords not in KINDS:
-        raise CorpusError(f"SUBWORDS is {options.subwords}; it must be {' or '.join(KINDS)}")
+        raise TextError(f"SUBWORDS is {options.subwords}; it must be {' or '.join(KINDS)}")
     for name, language in (("SRC", options.source), ("TGT", options.target)):
         if not (language.isascii() and language.isalnum()):
-            raise CorpusError(f"{name} is {language!r}; it must be the short name of a language, as en or de")
+            raise TextError(f"{name} is {language!r}; it must be the short name of a language, as en or de")
     return Settings(
         options.source,
         options.target,
@@ -112,11 +113,11 @@ def _number(name: str, text: str, kind: type, least: float) -> Any:
     except ValueError:
         pass
     whole = "whole number" if kind is int else "number"
-    raise CorpusError(f"{name} is {text!r}; it must be a {whole} of at least {least}")
+    raise TextError(f"{name} is {text!r}; it must be a {whole} of at least {least}")
 
 
 def is_finished(out: Path, origin: dict[str, Any]) -> bool:
-    """Whether `out` was made from just this. Raises CorpusError if `out` holds anything else."""
+    """Whether `out` was made from just this. Raises TextError if `out` holds anything else."""
     record = out / RECORD
     if record.exists():
         made_from = json.loads(record.read_text(encoding="utf-8"))["made from"]
@@ -127,9 +128,9 @@ def is_finished(out: Path, origin: dict[str, Any]) -> bool:
             "other text" if name == "text" else f"{name} {made_from.get(name)}, not {origin[name]}"
             for name in different
         ]
-        raise CorpusError(f"{out} was made with {', '.join(told)}; name another folder, or delete it")
+        raise TextError(f"{out} was made with {', '.join(told)}; name another folder, or delete it")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CorpusError(f"{out} is there, but is not what this script makes; name another folder, or delete it")
+        raise TextError(f"{out} is there, but is not what this script makes; name another folder, or delete it")
     return False
 
 
@@ -245,7 +246,7 @@ def _encode(text: Path, subwords: Subwords, settings: Settings, workers: int, fo
                     if split == "train":
                         words.update(chain(*pair))
     if not counts["train"]["kept"]:
-        raise CorpusError(f"no pair of the training text is left: {_tell(counts, settings)}")
+        raise TextError(f"no pair of the training text is left: {_tell(counts, settings)}")
     if subwords.dictionary is not None:
         _write_dictionary(folder / "dict.txt", subwords.dictionary, words)
     (folder / "pairs.json").write_text(json.dumps(counts), encoding="utf-8")
@@ -290,7 +291,7 @@ def _binarise(
         command += ["--srcdict", str(encoded / "dict.txt")]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
-        raise CorpusError("fairseq-preprocess failed: " + "\n".join(result.stdout.splitlines()[-5:]))
+        raise TextError("fairseq-preprocess failed: " + "\n".join(result.stdout.splitlines()[-5:]))
     (folder / "preprocess.log").unlink(missing_ok=True)  # of times and places only
     shutil.copy(model / model_file(settings.subwords), folder)
     (folder / "raw").mkdir()

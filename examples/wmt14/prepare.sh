@@ -29,7 +29,7 @@ here=$(dirname "$0")
 [ $# -ge 1 ] && [ $# -le 2 ] || usage
 out=${1%/} folder=${2:-}
 source=${SRC:-en} target=${TGT:-de}
-command -v fairseq-preprocess > /dev/null || die "there is no fairseq-preprocess; is the environment activated?"
+check_program fairseq-preprocess
 settings=(--source "$source" --target "$target" --subwords "${SUBWORDS:-sentencepiece}"
     --vocabulary "${VOCABULARY:-32000}" --max-length "${MAX_LENGTH:-250}" --max-ratio "${MAX_RATIO:-1.5}"
     --workers "${WORKERS:-$(nproc)}")

@@ -8,14 +8,16 @@ score.py report RESULT [OPTION ...]                              tells a RESULT 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from corpus import CorpusError, read_text
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.files import TextError, write_whole
+from corpus import read_text
 from preparation import RECORD
 from subwords import load_subwords, model_file
 
@@ -32,14 +34,14 @@ def main(arguments: list[str]) -> int:
         else:
             result, *options = rest
         report(Path(result), options)
-    except CorpusError as error:
+    except TextError as error:
         print(f"generate.sh: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def make(log: Path, data: Path, subset: str, hypotheses: Path, result: Path, options: list[str]) -> None:
-    """Decodes and scores the hypotheses in a log. Raises CorpusError if the log lacks a sentence that was not to be
+    """Decodes and scores the hypotheses in a log. Raises TextError if the log lacks a sentence that was not to be
     skipped, or its own summary.
     """
     origin = json.loads((data / RECORD).read_text(encoding="utf-8"))["made from"]
@@ -48,7 +50,7 @@ def make(log: Path, data: Path, subset: str, hypotheses: Path, result: Path, opt
     found, speed = read_generation(log)
     missing = [number for number in range(len(references)) if number not in found]
     if missing and _SKIP not in options:
-        raise CorpusError(
+        raise TextError(
             f"{log} lacks {len(missing)} of {len(references)} sentences, the first in line {missing[0] + 1}"
         )
     subwords = load_subwords(kind, (data / model_file(kind)).read_bytes(), target)
@@ -63,17 +65,12 @@ def make(log: Path, data: Path, subset: str, hypotheses: Path, result: Path, opt
         "options": options,
         "data": origin,
     }
-    for path, text in (
-        (hypotheses, "".join(f"{line}\n" for line in texts)),
-        (result, json.dumps(values, indent=2) + "\n"),
-    ):
-        part = path.with_name(f"{path.name}.unfinished")
-        part.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(part, path)
+    write_whole(hypotheses, "".join(f"{line}\n" for line in texts))
+    write_whole(result, json.dumps(values, indent=2) + "\n")
 
 
 def read_generation(log: Path) -> tuple[dict[int, str], dict[str, float]]:
-    """The best hypothesis by number of its sentence, in subwords; and how long they took. Raises CorpusError if the log
+    """The best hypothesis by number of its sentence, in subwords; and how long they took. Raises TextError if the log
     ends too early.
     """
     found: dict[int, str] = {}
@@ -90,7 +87,7 @@ def read_generation(log: Path) -> tuple[dict[int, str], dict[str, float]]:
                 "tokens_per_second": float(per_second[1] if per_second else 0),
             }
     if speed is None:
-        raise CorpusError(f"{log} ends before fairseq-generate was done")
+        raise TextError(f"{log} ends before fairseq-generate was done")
     return found, speed
 
 
@@ -121,10 +118,10 @@ def split_compounds(line: str) -> str:
 
 
 def report(result: Path, options: list[str]) -> None:
-    """Prints one line. Raises CorpusError if the result was made with other options."""
+    """Prints one line. Raises TextError if the result was made with other options."""
     values = json.loads(result.read_text(encoding="utf-8"))
     if values["options"] != options:
-        raise CorpusError(
+        raise TextError(
             f"{result} was made with the options {' '.join(values['options'])}, and these are {' '.join(options)}; "
             "delete it to generate again"
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext, redirect_stderr
 from typing import Protocol
 
-from corpus import CorpusError
+from common.files import TextError
 
 
 class Subwords(Protocol):
@@ -57,7 +57,7 @@ class SentencePieces:
 
     @staticmethod
     def learn(lines: Iterable[str], vocabulary: int) -> bytes:
-        """Learns a vocabulary of a given size from the lines of both languages. Raises CorpusError if it cannot have
+        """Learns a vocabulary of a given size from the lines of both languages. Raises TextError if it cannot have
         that size.
         """
         from sentencepiece import SentencePieceTrainer
@@ -76,12 +76,12 @@ class SentencePieces:
             )
         except RuntimeError as error:
             if found := re.search(r"set it to a value <= (\d+)", str(error)):
-                raise CorpusError(f"VOCABULARY is {vocabulary}; this text gives at most {found[1]} subwords") from None
+                raise TextError(f"VOCABULARY is {vocabulary}; this text gives at most {found[1]} subwords") from None
             if found := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
-                raise CorpusError(
+                raise TextError(
                     f"VOCABULARY is {vocabulary}; it must be at least {found[1]}, for the text's characters and bytes"
                 ) from None
-            raise CorpusError(f"sentencepiece cannot learn from this text: {error}") from None
+            raise TextError(f"sentencepiece cannot learn from this text: {error}") from None
         return model.getvalue()
 
 
@@ -107,7 +107,7 @@ class MosesBpe:
 
     @staticmethod
     def learn(lines: Iterable[str], vocabulary: int) -> bytes:
-        """Learns a given number of merges from the tokenised lines of both languages. Raises CorpusError if there are
+        """Learns a given number of merges from the tokenised lines of both languages. Raises TextError if there are
         not as many.
         """
         from subword_nmt.learn_bpe import learn_bpe  # type: ignore[import-untyped]
@@ -121,7 +121,7 @@ class MosesBpe:
             learn_bpe(counts, codes, vocabulary, is_dict=True)
         merges = codes.getvalue().count("\n") - 1
         if merges < vocabulary:
-            raise CorpusError(f"VOCABULARY is {vocabulary}; this text gives at most {merges} merges")
+            raise TextError(f"VOCABULARY is {vocabulary}; this text gives at most {merges} merges")
         return codes.getvalue().encode()
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import positive
+from common.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 BEST = "checkpoint_best.pt"
@@ -69,9 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
             model, dictionary, encode = load(options.source, options.out / options.checkpoint)
             passages = [encode_passage(text, encode, dictionary) for text in texts]
             result = score(model.to(device), passages, dictionary.pad(), options.batch)
-            part = done.with_suffix(".unfinished")
-            part.write_text(json.dumps({"file": str(options.file), "checkpoint": options.checkpoint, **result}) + "\n")
-            part.replace(done)
+            made_from = {"file": str(options.file), "checkpoint": options.checkpoint}
+            write_whole(done, json.dumps({**made_from, **result}) + "\n")
     except (LambadaError, OSError) as error:
         print(f"lambada.py: {error}", file=sys.stderr)
         return 1

@@ -30,29 +30,27 @@ sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "wmt14", "xatl")]
 reproduce_command = import_module("reproduce")
 
 Result = subprocess.CompletedProcess[str]
-Commands = Callable[..., list[list[str]]]
 Reproduce = Callable[..., tuple[int, str, str]]
-Run = Callable[..., tuple[object, str, str]]
 
 TINY = {
     "wikitext103": """--decoder-layers 1 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
         --decoder-ffn-embed-dim 8 --decoder-attention-heads 2 --adaptive-input-cutoff 50,100
-        --adaptive-softmax-cutoff 50,100""".split(),
+        --adaptive-softmax-cutoff 50,100""",
     "gpt2": """--decoder-layers 2 --decoder-embed-dim 64 --decoder-attention-heads 2 --decoder-ffn-embed-dim 256
-        --max-target-positions 24""".split(),
+        --max-target-positions 24""",
     # Heads of 8, of which 2 dimensions are turned; retention has 4 or 8 heads.
     "xatl": """--decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 28 --decoder-attention-heads 2
-        --rotary-dim 2 --max-target-positions 24""".split(),
+        --rotary-dim 2 --max-target-positions 24""",
     "wmt14": """--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32
         --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2
-        --decoder-attention-heads 2""".split(),
+        --decoder-attention-heads 2""",
 }
 """Small models by the folder of a table: at a call's end these options override what the call sets."""
 
 
 def tiny(table: str, row: str) -> list[str]:
     """The options that make a row's model small."""
-    flags = list(TINY[reproduce_command.TABLES[table].folder])
+    flags = TINY[reproduce_command.TABLES[table].folder].split()
     if "hybrid" in row:  # of two layers, the second has softmax
         flags += ["--softmax-attention-layers", "2"]
     if table == "mao-table3" and row != "base":  # a head of this size has keys of 16
@@ -128,11 +126,11 @@ class Programs:
 
 
 @pytest.fixture
-def commands(tmp_path: Path) -> Commands:
+def commands(tmp_path: Path) -> Callable[..., list[list[str]]]:
     """Runs a script to the end with nothing in the place of fairseq, and returns its calls."""
     programs = Programs(tmp_path / "programs", {"fairseq-train": "", "fairseq-eval-lm": ""})
 
-    def collect(script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> list[list[str]]:
+    def collect(script: Path, *arguments: object, env: Mapping[str, object]) -> list[list[str]]:
         result, calls = programs.run(script, *arguments, env=env)
         assert result.returncode == 0, result.stderr
         return calls
@@ -141,7 +139,7 @@ def commands(tmp_path: Path) -> Commands:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(monkeypatch, capsys) -> Callable[..., tuple[object, str, str]]:
     """Runs a program; returns its status and what it wrote to stdout and stderr."""
 
     def call(script: Path, *arguments: object) -> tuple[object, str, str]:
@@ -219,19 +217,18 @@ def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint of the published one's format, its dictionary in another order than a freshly made one."""
     from fairseq import options as fairseq_options
     from fairseq import tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf as configure
 
     from tests.conversion.transfers import save_as_in_2019
 
     folder = tmp_path_factory.mktemp("published")
     words = (data / "dict.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "dict.txt").write_text("".join(reversed(words)), encoding="utf-8")
-    flags = ["--arch", "transformer_lm_baevski_wiki103", *TINY["wikitext103"], "--tokens-per-sample", "16"]
+    flags = ["--arch", "transformer_lm_baevski_wiki103", *TINY["wikitext103"].split(), "--tokens-per-sample", "16"]
     parser = fairseq_options.get_training_parser("language_modeling")
     args = fairseq_options.parse_args_and_arch(parser, [str(folder), *flags])
     torch.manual_seed(1)
-    model = tasks.setup_task(args).build_model(convert_namespace_to_omegaconf(args).model)
-    return save_as_in_2019(model, folder)
+    return save_as_in_2019(tasks.setup_task(args).build_model(configure(args).model), folder)
 
 
 @pytest.fixture(scope="session")

@@ -124,7 +124,15 @@ def test_the_models_of_the_comparison_have_one_budget(data: Path, tmp_path: Path
     assert len(generations) == 4
     # fairseq takes them: small, and two updates.
     [train] = [call for call in calls if options(call).get("--save-dir") == str(tmp_path / "out" / "dpfp")]
-    settings = ["--max-tokens", "256", *TINY["wmt14"], "--max-update", "2", "--save-dir", str(tmp_path / "dpfp")]
+    settings = [
+        "--max-tokens",
+        "256",
+        *TINY["wmt14"].split(),
+        "--max-update",
+        "2",
+        "--save-dir",
+        str(tmp_path / "dpfp"),
+    ]
     assert "done training" in fairseq([*train, *settings])
     fairseq([*generations[0], "--path", str(tmp_path / "dpfp" / "checkpoint_best.pt"), "--max-len-b", "5"])
 

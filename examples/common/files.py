@@ -1,0 +1,47 @@
+"""Files that are whole or not there, and text that may be packed."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class TextError(ValueError):
+    """Text that cannot be used; the message is for the person who gave it."""
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, text in UTF-8, whole or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(content.encode() if isinstance(content, str) else content)
+    new.replace(path)
+
+
+def refuse_to_overwrite(*files: Path) -> None:
+    for file in files:
+        if file.exists():
+            raise FileExistsError(f"{file} is there already; name another, or delete it")
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Each line of a file, plain or gzipped: its text without the line end, and its bytes.
+
+    Only a line feed ends a line: what else Unicode and Python take for an end of line occurs within sentences. Raises
+    TextError if the file cannot be read, or is not UTF-8.
+    """
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for raw in file:
+                number += 1
+                yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r"), raw
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        told = f"{path}, line {number}: not UTF-8, byte {error.start + 1} of the line is 0x{wrong:02x}"
+        raise TextError(told) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TextError(f"{path} is no whole gzip file: {error}") from None
+    except OSError as error:
+        raise TextError(f"{path} cannot be read: {error.strerror}") from None
