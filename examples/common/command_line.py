@@ -22,23 +22,12 @@ def add_options(
     for people. `seed`: what the seed is of, for people. `models`: the names of the models.
     """
     add_out(parser, out)
-    parser.add_argument(
-        "--updates",
-        type=positive,
-        default=updates,
-        metavar="N",
-        help=f"how long each training is, in batches of {batch} (default: {updates})",
-    )
+    help = f"how long each training is, in batches of {batch} (default: {updates})"
+    parser.add_argument("--updates", type=positive, default=updates, metavar="N", help=help)
     parser.add_argument("--seed", type=positive, default=1, metavar="N", help=f"of {seed} (default: 1)")
     names = list(models)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=names,
-        default=names,
-        metavar="NAME",
-        help=f"which models, of {', '.join(names)} (default: all)",
-    )
+    help = f"which models, of {', '.join(names)} (default: all)"
+    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME", help=help)
 
 
 def add_out(parser: argparse.ArgumentParser, out: Path) -> None:

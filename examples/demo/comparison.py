@@ -54,18 +54,11 @@ class Unigram:
 
 def format_rows(rows: Sequence[Row]) -> str:
     """The comparison as a table that is also Markdown."""
-    header = ["model", "parameters", "valid", "test, sliding window", "test, carried over", "tokens/s"]
+    cells = []
+    for row in rows:
+        carried = "-" if row.carried is None else f"{row.carried:.2f}"
+        speed = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+        cells.append([row.title, f"{row.parameters:,}", f"{row.valid:.2f}", f"{row.sliding:.2f}", carried, speed])
     return format_table(
-        header,
-        [
-            [
-                row.title,
-                f"{row.parameters:,}",
-                f"{row.valid:.2f}",
-                f"{row.sliding:.2f}",
-                "-" if row.carried is None else f"{row.carried:.2f}",
-                "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-            ]
-            for row in rows
-        ],
+        ["model", "parameters", "valid", "test, sliding window", "test, carried over", "tokens/s"], cells
     )

@@ -81,14 +81,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "one of these with .gz, and so on; words are what stands between white space "
         "(default: English that Python itself carries)",
     )
-    add_options(
-        parser,
-        out=Path(__file__).resolve().parent / "out",
-        updates=300,
-        batch=f"{BATCH * SEGMENT} tokens",
-        seed="training and sampling",
-        models=MODELS,
-    )
+    out, batch = Path(__file__).resolve().parent / "out", f"{BATCH * SEGMENT} tokens"
+    add_options(parser, out=out, updates=300, batch=batch, seed="training and sampling", models=MODELS)
     return parser.parse_args(arguments)
 
 
@@ -172,19 +166,11 @@ class LanguageDemo(Demo):
     def sample(self, name: str, prompt: str, trained: Step) -> Step:
         file = self.out / "prompt.txt"
         file.write_text(f"{prompt}\n", encoding="utf-8")
-        return self.using(
-            "fairseq-interactive",
-            f"sampling from the {self.label(name, False)}",
-            self.out / name / "sample",
-            trained,
-            TASK,
-            f"--sampling --sampling-topk {min(MOST_LIKELY, count_entries(self.out / 'bin' / 'dict.txt'))}",
-            SAMPLING,
-            f"--seed {self.seed} --input",
-            file,
-            read_result=read_continuations,
-            depends_on=prompt,
-        )
+        drawn = f"--sampling --sampling-topk {min(MOST_LIKELY, count_entries(self.out / 'bin' / 'dict.txt'))}"
+        options = [TASK, drawn, SAMPLING, f"--seed {self.seed} --input", file]
+        title, folder = f"sampling from the {self.label(name, False)}", self.out / name / "sample"
+        others = {"read_result": read_continuations, "depends_on": prompt}
+        return self.using("fairseq-interactive", title, folder, trained, *options, **others)
 
     def unigram_row(self, vocabulary: list[str]) -> Row:
         unigram = Unigram(vocabulary, self.corpus.lines("train"))
@@ -194,14 +180,10 @@ class LanguageDemo(Demo):
     def row(self, name: str, trained: Steps, scored: Steps) -> Row:
         training = trained[name, False].finished_result()
         carried = scored.get((name, True))
-        return Row(
-            self.models[name].title,
-            training["parameters"],
-            training["best_valid_ppl"],
-            scored[name, False].finished_result()["ppl"],
-            None if carried is None else carried.finished_result()["ppl"],
-            training["tokens_per_second"],
-        )
+        sliding = scored[name, False].finished_result()["ppl"]
+        going_on = None if carried is None else carried.finished_result()["ppl"]
+        title, valid = self.models[name].title, training["best_valid_ppl"]
+        return Row(title, training["parameters"], valid, sliding, going_on, training["tokens_per_second"])
 
     def describe(self, rows: list[Row], prompt: str, writer: str, texts: list[str]) -> list[str]:
         """The table, and what is to be said of it."""

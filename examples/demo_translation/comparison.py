@@ -39,20 +39,11 @@ class Row:
 def format_rows(rows: Sequence[Row]) -> str:
     """The comparison as a table that is also Markdown."""
     header = ["model", "parameters", "BLEU", "exact matches", "training tokens/s", "generated sentences/s"]
-    return format_table(
-        header,
-        [
-            [
-                row.title,
-                f"{row.parameters:,}",
-                f"{row.bleu:.2f}",
-                f"{row.exact:,} of {row.lines:,}",
-                f"{row.tokens_per_second:,.0f}",
-                f"{row.sentences_per_second:,.0f}",
-            ]
-            for row in rows
-        ],
-    )
+    cells = []
+    for row in rows:
+        found = [f"{row.parameters:,}", f"{row.bleu:.2f}", f"{row.exact:,} of {row.lines:,}"]
+        cells.append([row.title, *found, f"{row.tokens_per_second:,.0f}", f"{row.sentences_per_second:,.0f}"])
+    return format_table(header, cells)
 
 
 def format_examples(source: Sequence[str], reference: Sequence[str], outputs: dict[str, Sequence[str]]) -> str:

@@ -33,13 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Numbers in English and German words, as parallel text.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the text goes")
     for split in SPLITS:
-        parser.add_argument(
-            f"--{split}",
-            type=int,
-            default=SIZES[split],
-            metavar="N",
-            help=f"numbers in {split} (default: {SIZES[split]:,})",
-        )
+        help = f"numbers in {split} (default: {SIZES[split]:,})"
+        parser.add_argument(f"--{split}", type=int, default=SIZES[split], metavar="N", help=help)
     options = parser.parse_args(arguments)
     try:
         splits = split_numbers({split: getattr(options, split) for split in SPLITS})

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Trains a small Linear Transformer and a Transformer to translate numbers from English words to "
         "German words, scores and compares them. The same call again goes on where one was interrupted."
     )
-    add_options(
-        parser, out=FOLDER / "out", updates=1500, batch=f"at most {BATCH} tokens", seed="training", models=MODELS
-    )
+    batch = f"at most {BATCH} tokens"
+    add_options(parser, out=FOLDER / "out", updates=1500, batch=batch, seed="training", models=MODELS)
     return parser.parse_args(arguments)
 
 
@@ -97,8 +97,7 @@ class TranslationDemo(Demo):
         source, reference = (read_lines(text_of(text, "test", language)) for language in (SOURCE, TARGET))
         outputs = {name: read_lines(text_of(step, "test", TARGET)) for name, step in ordered.items()}
         rows = [
-            self.row(name, trained[name], generated[name], scored[name], reference, outputs[name])
-            for name in self.models
+            self.row(name, trained[name], generated[name], scored[name], reference, outputs[name]) for name in outputs
         ]
         curves = {self.models[name].title: step.finished_result() for name, step in trained.items()}
         examples = format_examples(source, reference, {self.models[name].title: o for name, o in outputs.items()})
@@ -113,18 +112,17 @@ class TranslationDemo(Demo):
     def learn_pieces(self, text: Step) -> Step:
         folder = self.out / "pieces"
         files = [text_of(text, "train", language) for language in (SOURCE, TARGET)]
-        arguments = ["train", folder / "joint.model", *files]
+        words = ["train", folder / "joint.model", *files]
         return self.script(
-            "learning pieces of words", folder, "pieces.py", *arguments, package="sentencepiece", after=[text]
+            "learning pieces of words", folder, "pieces.py", *words, package="sentencepiece", after=[text]
         )
 
     def encode(self, text: Step, learned: Step) -> Step:
         folder = self.out / "encoded"
         files = [text_of(text, split, language) for split in SPLITS for language in (SOURCE, TARGET)]
-        arguments = ["encode", learned.folder / "joint.model", folder, *files]
-        return self.script(
-            "cutting words into pieces", folder, "pieces.py", *arguments, package="sentencepiece", after=[learned]
-        )
+        words = ["encode", learned.folder / "joint.model", folder, *files]
+        title = "cutting words into pieces"
+        return self.script(title, folder, "pieces.py", *words, package="sentencepiece", after=[learned])
 
     def binarize(self, encoded: Step) -> Step:
         texts = {split: encoded.folder / split for split in SPLITS}
@@ -136,19 +134,14 @@ class TranslationDemo(Demo):
         return self.training(model.title, folder, binarized, *options, warmup=100, interval=-(-self.updates // 10))
 
     def generate(self, name: str, trained: Step) -> Step:
-        folder = self.out / name / "generated"
-        return self.using(
-            "fairseq-generate",
-            f"translating with the {self.models[name].title}",
-            folder,
-            trained,
-            TASK,
-            GENERATION,
-            "--results-path",
-            folder,
-            # It goes to the log or to the results, by what fairseq has imported before.
-            read_result=lambda log: read_speed(log + generated_in(folder).read_text(encoding="utf-8")),
-        )
+        folder, title = self.out / name / "generated", f"translating with the {self.models[name].title}"
+
+        def read(log: str) -> dict[str, Any]:
+            # The speed goes to the log or to the results, by what fairseq has imported before.
+            return read_speed(log + generated_in(folder).read_text(encoding="utf-8"))
+
+        options = [TASK, GENERATION, "--results-path", folder]
+        return self.using("fairseq-generate", title, folder, trained, *options, read_result=read)
 
     def order(self, name: str, text: Step, generated: Step) -> Step:
         folder = self.out / name / "translations"
@@ -158,28 +151,19 @@ class TranslationDemo(Demo):
 
     def score(self, name: str, text: Step, ordered: Step) -> Step:
         files: list[str | Path] = [text_of(text, "test", TARGET), "--input", text_of(ordered, "test", TARGET)]
-        return Step(
+        title, words = (
             f"scoring the {self.models[name].title}",
-            self.out / name / "bleu",
             command("sacrebleu", *files, "--metrics bleu --width 2"),
-            read_bleu,
-            after=[text, ordered],
         )
+        return Step(title, self.out / name / "bleu", words, read_bleu, after=[text, ordered])
 
     def script(
-        self,
-        title: str,
-        folder: Path,
-        name: str,
-        *arguments: str | Path,
-        package: str | None = None,
-        after: list[Step] | None = None,
+        self, title: str, folder: Path, name: str, *words: str | Path, package: str = "", after: Sequence[Step] = ()
     ) -> Step:
         """A step of one of the scripts beside this one, which depends on what that says and on a package's version."""
         path = FOLDER / name
         uses = hashlib.sha256(path.read_bytes()).hexdigest() + (version(package) if package else "")
-        words = command("python", path, *arguments)
-        return Step(title, folder, words, read_nothing, after=after or [], depends_on=uses)
+        return Step(title, folder, command("python", path, *words), read_nothing, after=after, depends_on=uses)
 
     def row(
         self, name: str, trained: Step, generated: Step, scored: Step, reference: list[str], output: list[str]

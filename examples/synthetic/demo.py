@@ -63,21 +63,15 @@ def work(out: Path, jobs: int) -> None:
 
 def report(results: Mapping[int, Sequence[Result]]) -> str:
     """A table of the lowest losses for each setting, with a sentence of what it says."""
-    return "\n".join(
-        [
-            "Setting 1, capacity: lowest evaluation loss, by the number S of pairs to remember",
-            "",
-            loss_table(results[1]),
-            "",
-            "A loss of 0.5 is that of retrieving nothing. " + capacity_sentence(results[1]),
-            "",
-            "Setting 2, update rules: 40 pairs of 20 keys, so that most keys get new values on the way",
-            "",
-            loss_table(results[2]),
-            "",
-            rules_sentence(results[2]),
-        ]
-    )
+    parts = [
+        "Setting 1, capacity: lowest evaluation loss, by the number S of pairs to remember",
+        loss_table(results[1]),
+        "A loss of 0.5 is that of retrieving nothing. " + capacity_sentence(results[1]),
+        "Setting 2, update rules: 40 pairs of 20 keys, so that most keys get new values on the way",
+        loss_table(results[2]),
+        rules_sentence(results[2]),
+    ]
+    return "\n\n".join(parts)
 
 
 def capacity_sentence(results: Sequence[Result]) -> str:

@@ -109,13 +109,6 @@ def _read(value: dict[str, Any]) -> Result:
     if point.model not in MODELS[point.setting]:
         raise ValueError(point.model)
     curve = [(int(step), None if loss is None else float(loss)) for step, loss in value["curve"]]
-    best = value["best_loss"]
-    return Result(
-        point,
-        None if best is None else float(best),
-        int(value["best_step"]),
-        int(value["steps"]),
-        str(value["stopped"]),
-        curve,
-        float(value["seconds"]),
-    )
+    best = None if value["best_loss"] is None else float(value["best_loss"])
+    steps = int(value["best_step"]), int(value["steps"])
+    return Result(point, best, *steps, str(value["stopped"]), curve, float(value["seconds"]))

@@ -52,33 +52,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog="; ".join(f"models of setting {setting}: {models}" for setting, models in names.items()),
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--setting",
-        type=int,
-        choices=SETTINGS,
-        help="which to train: " + "; ".join(f"{number}, {text}" for number, text in SETTINGS.items()),
-    )
+    help = "which to train: " + "; ".join(f"{number}, {text}" for number, text in SETTINGS.items())
+    what.add_argument("--setting", type=int, choices=SETTINGS, help=help)
     what.add_argument("--draw", action="store_true", help="train nothing; tables and figures of what is finished")
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=_size,
-        metavar="S",
-        help="numbers of keys (default: 20 to 600 by 20 in setting 1, 20 to 200 by 20 in setting 2)",
-    )
+    help = "numbers of keys (default: 20 to 600 by 20 in setting 1, 20 to 200 by 20 in setting 2)"
+    parser.add_argument("--sizes", nargs="+", type=_size, metavar="S", help=help)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="which models (default: all of the setting)")
     add_out(parser, Path(__file__).resolve().parent / "out")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="where --draw puts figures (default: --out)")
     add_jobs(parser)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     parser.add_argument("--seed", type=positive, default=1, metavar="N", help="of all that is drawn (default: 1)")
-    parser.add_argument(
-        "--max-steps",
-        type=positive,
-        default=MAX_STEPS,
-        metavar="N",
-        help=f"where a training ends if nothing else ends it (default: {MAX_STEPS})",
-    )
+    help = f"where a training ends if nothing else ends it (default: {MAX_STEPS})"
+    parser.add_argument("--max-steps", type=positive, default=MAX_STEPS, metavar="N", help=help)
     options = parser.parse_args(arguments)
     if options.draw and (options.sizes or options.models):
         parser.error("--sizes and --models are for training; --draw draws all that is finished")

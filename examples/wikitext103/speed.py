@@ -57,13 +57,8 @@ class Measured:
         net_input = {"src_tokens": self.words, "src_lengths": torch.full((ROWS,), LENGTH)}
         if self.carries:
             net_input["continues"] = self.continues
-        sample = {
-            "id": torch.arange(ROWS),
-            "net_input": net_input,
-            "target": self.targets,
-            "ntokens": ROWS * LENGTH,
-            "nsentences": ROWS,
-        }
+        sample = {"id": torch.arange(ROWS), "net_input": net_input, "target": self.targets}
+        sample |= {"ntokens": ROWS * LENGTH, "nsentences": ROWS}
         begin = time.perf_counter()
         self.criterion(self.model, sample)[0].backward()
         seconds = time.perf_counter() - begin

@@ -18,18 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import summaries
 from common.curves import new_figure, plain, save_figure
-from common.summaries import (
-    ABSENT,
-    Run,
-    draw_curves,
-    fail,
-    markdown_header,
-    markdown_row,
-    shown,
-    summarize,
-    summary_parser,
-)
 
 WIKITEXT2 = (
     *("softmax", "sum", "delta", "delta-no-positions", "sum-carried", "delta-carried"),
@@ -61,7 +51,7 @@ POINTS = {"test, sliding", "test, carried over"}
 
 
 @dataclass
-class ScoredRun(Run):
+class ScoredRun(summaries.Run):
     """What the logs of one model say.
 
     `scores`: perplexity by column of the table. `measured`: what speed.py wrote, by its names.
@@ -73,20 +63,20 @@ class ScoredRun(Run):
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = summary_parser("Table and curves of trained language models.", "OUT")
+    parser = summaries.summary_parser("Table and curves of trained language models.", "OUT")
     parser.add_argument("--state-figure", type=Path, metavar="FILE", help="draw perplexity over state size (PNG)")
     options = parser.parse_args(arguments)
 
     def find(out: Path) -> list[ScoredRun]:
         return [read_run(out / name) for name in options.models or find_models(out)]
 
-    runs = summarize(options, find, "the log of a training", format_table)
+    runs = summaries.summarize(options, find, "the log of a training", format_table)
     if options.figure:
-        draw_curves(runs, options.figure, "perplexity")
+        summaries.draw_curves(runs, options.figure, "perplexity")
     if options.state_figure:
         drawn = [run for run in runs if "state" in run.measured and POINTS & set(run.scores)]
         if not drawn:
-            fail(f"{options.out} holds no model that is both scored and measured")
+            summaries.fail(f"{options.out} holds no model that is both scored and measured")
         draw_states(drawn, options.state_figure)
     return 0
 
@@ -139,7 +129,7 @@ def format_table(runs: list[ScoredRun]) -> str:
     rows = []
     for run in runs:
         if run.missing:
-            rows.append([run.name, "missing", *[ABSENT] * (len(header) - 2)])
+            rows.append([run.name, "missing", *[summaries.ABSENT] * (len(header) - 2)])
             continue
         best = min(run.training.valid.values(), default=None)
         numbers = [run.measured.get(name) for name in MEASURED] if measured else [run.training.speed]
@@ -148,11 +138,11 @@ def format_table(runs: list[ScoredRun]) -> str:
                 run.name,
                 f"{run.training.parameters:,}",
                 f"{run.training.updates:,}" + ("" if run.training.finished else " (unfinished)"),
-                *(shown(x, ".2f") for x in (best, *map(run.scores.get, columns))),
-                *(shown(x, ",.0f") for x in numbers),
+                *(summaries.shown(x, ".2f") for x in (best, *map(run.scores.get, columns))),
+                *(summaries.shown(x, ",.0f") for x in numbers),
             ]
         )
-    return "\n".join([*markdown_header(header), *map(markdown_row, rows)])
+    return "\n".join([*summaries.markdown_header(header), *map(summaries.markdown_row, rows)])
 
 
 def draw_states(runs: list[ScoredRun], path: Path) -> None:

@@ -95,14 +95,9 @@ def _settings(options: argparse.Namespace) -> Settings:
     for name, language in (("SRC", options.source), ("TGT", options.target)):
         if not (language.isascii() and language.isalnum()):
             raise TextError(f"{name} is {language!r}; it must be the short name of a language, as en or de")
-    return Settings(
-        options.source,
-        options.target,
-        options.subwords,
-        _number("VOCABULARY", options.vocabulary, int, 1),
-        _number("MAX_LENGTH", options.max_length, int, 1),
-        _number("MAX_RATIO", options.max_ratio, float, 1),
-    )
+    sizes = (("VOCABULARY", options.vocabulary, int), ("MAX_LENGTH", options.max_length, int))
+    numbers = [_number(*size, 1) for size in (*sizes, ("MAX_RATIO", options.max_ratio, float))]
+    return Settings(options.source, options.target, options.subwords, *numbers)
 
 
 def _number(name: str, text: str, kind: type, least: float) -> Any:
@@ -124,10 +119,7 @@ def is_finished(out: Path, origin: dict[str, Any]) -> bool:
         different = [name for name in origin if made_from.get(name) != origin[name]]
         if not different:
             return True
-        told = [
-            "other text" if name == "text" else f"{name} {made_from.get(name)}, not {origin[name]}"
-            for name in different
-        ]
+        told = ["other text" if x == "text" else f"{x} {made_from.get(x)}, not {origin[x]}" for x in different]
         raise TextError(f"{out} was made with {', '.join(told)}; name another folder, or delete it")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TextError(f"{out} is there, but is not what this script makes; name another folder, or delete it")
@@ -139,34 +131,19 @@ def prepare(out: Path, corpus: Corpus, digest: str, settings: Settings, workers:
     stages = Stages(out.with_name(f"{out.name}.unfinished"))
     kind, languages = settings.subwords, (settings.source, settings.target)
 
-    text = stages.run(
-        "text",
-        [digest, languages, kind],
-        f"cleaning {sum(corpus.pairs.values()):,} pairs",
-        partial(_clean, corpus, kind, workers),
-    )
-    model = stages.run(
-        "subwords",
-        [text.name, settings.vocabulary],
-        f"learning {kind}, {settings.vocabulary:,} subwords",
-        partial(_learn, text, settings),
-    )
+    title, clean = f"cleaning {sum(corpus.pairs.values()):,} pairs", partial(_clean, corpus, kind, workers)
+    text = stages.run("text", [digest, languages, kind], title, clean)
+    title, learn = f"learning {kind}, {settings.vocabulary:,} subwords", partial(_learn, text, settings)
+    model = stages.run("subwords", [text.name, settings.vocabulary], title, learn)
     subwords = load_subwords(kind, (model / model_file(kind)).read_bytes(), settings.target)
-    encoded = stages.run(
-        "encoded",
-        [model.name, settings.max_length, settings.max_ratio],
-        "cutting into subwords",
-        partial(_encode, text, subwords, settings, workers),
-    )
-    made_from = {"text": digest, **asdict(settings)}
+    encode = partial(_encode, text, subwords, settings, workers)
+    inputs = [model.name, settings.max_length, settings.max_ratio]
+    encoded = stages.run("encoded", inputs, "cutting into subwords", encode)
     counts = json.loads((encoded / "pairs.json").read_text(encoding="utf-8"))
     print(_tell(counts, settings), flush=True)
-    finished = stages.run(
-        "finished",
-        [encoded.name],
-        "binarising",
-        partial(_binarise, text, model, encoded, settings, workers, {"made from": made_from, "pairs": counts}),
-    )
+    record = {"made from": {"text": digest, **asdict(settings)}, "pairs": counts}
+    binarise = partial(_binarise, text, model, encoded, settings, workers, record)
+    finished = stages.run("finished", [encoded.name], "binarising", binarise)
     if out.exists():
         out.rmdir()
     finished.rename(out)

@@ -56,15 +56,8 @@ def make(log: Path, data: Path, subset: str, hypotheses: Path, result: Path, opt
     subwords = load_subwords(kind, (data / model_file(kind)).read_bytes(), target)
     texts = [subwords.decode(found.get(number, "")) for number in range(len(references))]
     scores = score(texts, references, target)
-    values = {
-        "subset": subset,
-        **scores,
-        "sentences": len(references),
-        "skipped": len(missing),
-        **speed,
-        "options": options,
-        "data": origin,
-    }
+    values = {"subset": subset, **scores, "sentences": len(references), "skipped": len(missing), **speed}
+    values |= {"options": options, "data": origin}
     write_whole(hypotheses, "".join(f"{line}\n" for line in texts))
     write_whole(result, json.dumps(values, indent=2) + "\n")
 
@@ -81,11 +74,8 @@ def read_generation(log: Path) -> tuple[dict[int, str], dict[str, float]]:
         elif match := re.search(r"\| Translated [\d,]+ sentences \(([\d,]+) tokens\) in ([\d.]+)s", line):
             tokens, seconds = int(match[1].replace(",", "")), float(match[2])
             per_second = re.search(r"([\d.]+) tokens/s\)", line)
-            speed = {
-                "tokens": tokens,
-                "seconds": seconds,
-                "tokens_per_second": float(per_second[1] if per_second else 0),
-            }
+            rate = float(per_second[1] if per_second else 0)
+            speed = {"tokens": tokens, "seconds": seconds, "tokens_per_second": rate}
     if speed is None:
         raise TextError(f"{log} ends before fairseq-generate was done")
     return found, speed

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.summaries import ABSENT, Run, draw_curves, markdown_header, markdown_row, shown, summarize, summary_parser
+from common import summaries
 from papers.schlag import TABLES
 
 SUBSETS = ("valid", "test")
@@ -29,7 +29,7 @@ PAPERS_ARCHITECTURE = "fast_weight_transformer_wmt_en_de_big"
 
 
 @dataclass
-class ScoredRun(Run):
+class ScoredRun(summaries.Run):
     """What one model left behind; its speed is in target subwords per second.
 
     `results`: what generate.sh wrote, by subset. `of_paper`: whether it is the paper's architecture.
@@ -50,14 +50,14 @@ class ScoredRun(Run):
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    options = summary_parser("Table and curves of trained translation models.", "RUNS").parse_args(arguments)
+    options = summaries.summary_parser("Table and curves of trained translation models.", "RUNS").parse_args(arguments)
 
     def find(folder: Path) -> list[ScoredRun]:
         return [read_run(folder / name) for name in options.models or find_models(folder)]
 
-    runs = summarize(options, find, "a training or a result", format_table)
+    runs = summaries.summarize(options, find, "a training or a result", format_table)
     if options.figure:
-        draw_curves(runs, options.figure, "perplexity of subwords")
+        summaries.draw_curves(runs, options.figure, "perplexity of subwords")
     return 0
 
 
@@ -101,25 +101,27 @@ def format_table(runs: list[ScoredRun]) -> str:
     rows = []
     for run in runs:
         if run.missing:
-            rows.append([run.name, "missing", *[ABSENT] * (len(header) - 2)])
+            rows.append([run.name, "missing", *[summaries.ABSENT] * (len(header) - 2)])
             continue
         scores = []
         for subset in SUBSETS:
-            scores += [shown(run.papers_bleu.get(subset), ".1f")] if with_paper else []
-            scores.append(shown(run.results.get(subset, {}).get("bleu"), ".2f"))
+            scores += [summaries.shown(run.papers_bleu.get(subset), ".1f")] if with_paper else []
+            scores.append(summaries.shown(run.results.get(subset, {}).get("bleu"), ".2f"))
         test = run.results.get("test", {})
         rows.append(
             [
                 run.name,
-                shown(run.training.parameters, ","),
-                shown(run.training.updates or None, ",") + ("" if run.training.finished else " (unfinished)"),
+                summaries.shown(run.training.parameters, ","),
+                summaries.shown(run.training.updates or None, ",") + ("" if run.training.finished else " (unfinished)"),
                 *scores,
-                shown(test.get("compound_split_bleu"), ".2f"),
-                shown(run.training.speed, ",.0f"),
-                shown(test.get("tokens_per_second"), ",.0f"),
+                summaries.shown(test.get("compound_split_bleu"), ".2f"),
+                summaries.shown(run.training.speed, ",.0f"),
+                summaries.shown(test.get("tokens_per_second"), ",.0f"),
             ]
         )
-    return "\n".join([*markdown_header(header), *map(markdown_row, rows), "", *format_notes(runs)]).rstrip()
+    return "\n".join(
+        [*summaries.markdown_header(header), *map(summaries.markdown_row, rows), "", *format_notes(runs)]
+    ).rstrip()
 
 
 def format_notes(runs: list[ScoredRun]) -> list[str]:

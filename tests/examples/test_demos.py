@@ -27,7 +27,6 @@ scores, number_text, pieces, translation, translations = (
 )
 grid, synthetic = map(import_module, ("synthetic.run", "synthetic.demo"))
 
-TEXT = "a text of more words than there must be , again and again\n" * 20
 
 BOTH = pytest.mark.parametrize("demo", [run, translation])
 
@@ -50,7 +49,7 @@ def test_options_that_make_no_sense_and_a_missing_package_are_named_before_any_w
 @pytest.mark.parametrize("demo", [run, translation, grid, synthetic])
 def test_a_folder_with_other_files_is_left_alone(demo: Any, tmp_path: Path, capsys) -> None:
     (tmp_path / "made-by-another-demo").write_text("years of work")
-    assert demo.main([*(["--setting", "1"] if demo is grid else []), "--out", str(tmp_path)]) == 1
+    assert demo.main([*["--setting", "1"] * (demo is grid), "--out", str(tmp_path)]) == 1
     assert "holds other files" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["years of work"]
 
@@ -115,52 +114,34 @@ def test_wrapped_lines_are_put_together_and_words_and_marks_are_tokens() -> None
     ]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Train, valid and test text."""
-    (tmp_path / "texts").mkdir()
-    for split in corpora.SPLITS:
-        (tmp_path / "texts" / f"{split}.txt").write_text(TEXT)
-    return tmp_path / "texts"
-
-
-@pytest.mark.parametrize("name", ["train", "train.txt", "wiki.train.tokens.gz"])
-def test_texts_are_found_by_their_usual_names_and_written_as_read(folder: Path, tmp_path: Path, name: str) -> None:
-    (folder / "train.txt").unlink()
+def test_texts_are_found_by_their_usual_names_and_what_cannot_be_used_is_named(tmp_path: Path, capsys) -> None:
+    (folder := tmp_path / "texts").mkdir()
     text = b"\xef\xbb\xbf" + " two  <unk>\tgröße ’\r\n\n".encode() * 50
-    (folder / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    for name, content in (("train", text), ("valid.txt", text), ("wiki.test.tokens.gz", gzip.compress(text))):
+        (folder / name).write_bytes(content)
     corpus = corpora.corpus_in(folder)
     assert corpus.tokens["train"] == 50 * (4 + 1 + 1)
     corpus.write(tmp_path)
-    assert (tmp_path / "train.txt").read_bytes() == "two <unk> größe ’\n\n".encode() * 50
-    assert (tmp_path / "test.txt").read_text() == TEXT
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
+    for split in corpora.SPLITS:
+        assert (tmp_path / f"{split}.txt").read_bytes() == "two <unk> größe ’\n\n".encode() * 50
+    (folder / "valid.txt").unlink()
+    for files, message in (
         ({}, "has no text for valid: it must hold one of valid, valid.txt, wiki.valid.tokens, "),
-        ({"valid": TEXT.encode(), "valid.txt": TEXT.encode()}, "more than one text for valid: valid, valid.txt"),
+        ({"valid": text, "valid.txt": text}, "more than one text for valid: valid, valid.txt"),
         ({"valid.txt": b"\n \n"}, "valid.txt is empty"),
         ({"valid.txt": b"one two\n"}, "valid.txt holds 3 tokens; it must hold at least 100"),
-        (
-            {"valid.txt": TEXT.encode() + "größer\n".encode("latin-1")},
-            "valid.txt, line 21: not UTF-8, byte 3 of",
-        ),
-        ({"valid.gz": gzip.compress(TEXT.encode())[:-10]}, "valid.gz is no whole gzip file: "),
-        ({"valid.gz": TEXT.encode()}, "valid.gz is no whole gzip file: "),
-    ],
-)
-def test_texts_that_cannot_be_used_are_named_and_nothing_is_written(
-    folder: Path, tmp_path: Path, files: dict[str, bytes], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "valid.txt").unlink()
-    for name, text in files.items():
-        (folder / name).write_bytes(text)
-    assert run.main(["--data", str(folder), "--out", str(tmp_path / "out")]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+        ({"valid.txt": text + "größer\n".encode("latin-1")}, "valid.txt, line 101: not UTF-8, byte 3 of the line"),
+        ({"valid.gz": gzip.compress(text)[:-10]}, "valid.gz is no whole gzip file: "),
+        ({"valid.gz": text}, "valid.gz is no whole gzip file: "),
+    ):
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        assert run.main(["--data", str(folder), "--out", str(tmp_path / "out")]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and message in error and error.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+        for name in files:
+            (folder / name).unlink()
 
 
 def test_a_row_of_a_table_has_its_numbers_in_their_columns() -> None:
@@ -304,20 +285,17 @@ def test_what_the_scripts_cannot_use_is_named_and_nothing_is_written(
     assert left == files
 
 
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
+def test_a_wrong_translation_is_shown_if_there_is_one() -> None:
+    source, reference = [f"s{i}" for i in range(8)], [f"r{i}" for i in range(8)]
+    for wrong, expected in (
         ({}, ["- s2 - reference: r2 - A: r2 - B: r2", "", "No translation is wrong."]),
         ({"B": [2]}, ["- s2 - reference: r2 - A: r2 - B, wrong: ?"]),
         ({"A": [4], "B": [3]}, ["", "One that the A gets wrong:", "", "- s4 - reference: r4 - A, wrong: ? - B: r4"]),
-    ],
-)
-def test_a_wrong_translation_is_shown_if_there_is_one(wrong: dict[str, list[int]], expected: list[str]) -> None:
-    source, reference = [f"s{i}" for i in range(8)], [f"r{i}" for i in range(8)]
-    outputs = {title: ["?" if i in wrong.get(title, []) else f"r{i}" for i in range(8)] for title in "AB"}
-    lines = scores.format_examples(source, reference, outputs).replace("\n  -", " -").splitlines()
-    assert lines[:3] == ["The first of the test text:", "", "- s0 - reference: r0 - A: r0 - B: r0"]
-    assert lines[-len(expected) :] == expected
+    ):
+        outputs = {title: ["?" if i in wrong.get(title, []) else f"r{i}" for i in range(8)] for title in "AB"}
+        lines = scores.format_examples(source, reference, outputs).replace("\n  -", " -").splitlines()
+        assert lines[:3] == ["The first of the test text:", "", "- s0 - reference: r0 - A: r0 - B: r0"]
+        assert lines[-len(expected) :] == expected
 
 
 @pytest.mark.slow

@@ -157,9 +157,8 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_plain_and_gzipped_files_are_taken_and_a_second_run_does_nothing(small: Path, tmp_path: Path, quick) -> None:
-    train = small / "wiki.train.tokens"
-    (small / "wiki.train.tokens.gz").write_bytes(gzip.compress(train.read_bytes()))
-    train.unlink()
+    (small / "wiki.train.tokens.gz").write_bytes(gzip.compress((small / "wiki.train.tokens").read_bytes()))
+    (small / "wiki.train.tokens").unlink()
     out = tmp_path / "deep" / "out"
     assert "7 3 3 tokens" in run_script(PREPARE, out, small, env=quick).stdout
     shutil.rmtree(small)
@@ -185,28 +184,27 @@ def test_prepare_numbers_the_words_as_a_dictionary_that_is_given(published: Path
     assert other.returncode == 1 and "its words are not those of DICT" in other.stderr
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: None, "have 7 3 3 tokens with line ends, which is neither WikiText-103"),
-        (lambda folder: (folder / "wiki.valid.tokens").unlink(), "holds neither wiki.valid.tokens nor"),
-        (lambda folder: (folder / "wiki.test.tokens").write_text(""), "wiki.test.tokens is empty"),
-        (lambda folder: (folder / "wiki.test.tokens").write_bytes(b"\x1f\x8b\xff\n"), "is not text in UTF-8"),
-        (shutil.rmtree, "there is no folder"),
-    ],
-    ids=["counts", "missing", "empty", "binary", "no folder"],
-)
-def test_a_corpus_that_is_not_right_is_refused(damage, message: str, small: Path, tmp_path: Path, quick) -> None:
-    damage(small)
-    result = run_script(PREPARE, tmp_path / "out", small, env={**quick, "SKIP_COUNTS": "0"})
-    assert result.returncode == 1 and message in result.stderr
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.unfinished").exists()
-
-
-@pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
-def test_an_interrupted_run_leaves_nothing_that_looks_finished(signal, small: Path, tmp_path: Path, quick) -> None:
-    out = tmp_path / "out"
-    result = run_script(PREPARE, out, small, env={**quick, "INTERRUPT": signal})
-    assert result.returncode != 0 and not out.exists()
-    assert run_script(PREPARE, out, small, env=quick).returncode == 0
-    assert (out / "dict.txt").exists() and not (tmp_path / "out.unfinished").exists()
+def test_a_corpus_that_is_not_right_is_refused_and_an_interrupted_run_leaves_nothing_that_looks_finished(
+    small: Path, tmp_path: Path, quick: dict[str, str]
+) -> None:
+    out, unfinished = tmp_path / "out", tmp_path / "out.unfinished"
+    for signal in ("INT", "TERM", "KILL"):
+        result = run_script(PREPARE, out, small, env={**quick, "INTERRUPT": signal})
+        assert result.returncode != 0 and not out.exists()
+        assert run_script(PREPARE, out, small, env=quick).returncode == 0
+        assert (out / "dict.txt").exists() and not unfinished.exists()
+        shutil.rmtree(out)
+    for name, content, message in (
+        ("wiki.test.tokens", b" a b \n", "have 7 3 3 tokens with line ends, which is neither WikiText-103"),
+        ("wiki.test.tokens", b"", "wiki.test.tokens is empty"),
+        ("wiki.test.tokens", b"\x1f\x8b\xff\n", "is not text in UTF-8"),
+        ("wiki.valid.tokens", None, "holds neither wiki.valid.tokens nor"),
+        ("", None, "there is no folder"),
+    ):
+        if content is not None:
+            (small / name).write_bytes(content)
+        else:
+            shutil.rmtree(small) if not name else (small / name).unlink()
+        result = run_script(PREPARE, out, small, env={**quick, "SKIP_COUNTS": "0"})
+        assert result.returncode == 1 and message in result.stderr
+        assert not out.exists() and not unfinished.exists()

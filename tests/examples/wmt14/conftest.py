@@ -16,14 +16,9 @@ WMT14 = EXAMPLES / "wmt14"
 PREPARE, GENERATE, MULTI30K = WMT14 / "prepare.sh", WMT14 / "generate.sh", WMT14 / "multi30k.sh"
 corpus, score, subwords = map(import_module, ("corpus", "score", "subwords"))
 
-LEXICON = [
-    pair.split("=")
-    for pair in """the=die|well-known=wohl-bekannte|café=Kaffeehaus|state-of-the-art=hoch-moderne|costs=kostet|€=€
-        |12.50=12,50|naïve=naive|“ideas”=„Ideen“|and=und|green=grüne|dogs=Hunde|don't=nicht|sleep=schlafen
-        |& more=& mehr|(often)=(oft)|furiously=wütend|Straße=Straße|–=–|a/b=a/b""".replace("\n        |", "|").split(
-        "|"
-    )
-]
+LEXICON = """the=die well-known=wohl-bekannte café=Kaffeehaus state-of-the-art=hoch-moderne costs=kostet 12.50=12,50
+    €=€ naïve=naive “ideas”=„Ideen“ and=und green=grüne dogs=Hunde don't=nicht sleep=schlafen (often)=(oft) &=&
+    furiously=wütend Straße=Straße –=– a/b=a/b""".split()
 TEST = [
     ("the green dogs sleep.", "die grüne Hunde schlafen."),
     ("", "nichts"),
@@ -38,7 +33,8 @@ def draw_pairs(count: int, seed: int) -> list[tuple[str, str]]:
     pairs = []
     for _ in range(count):
         words, end = draw.choices(LEXICON, k=draw.randint(2, 8)), draw.choice(".!?")
-        pairs.append((" ".join(w[0] for w in words) + end, " ".join(w[1] for w in words) + end))
+        ours, theirs = zip(*(word.split("=") for word in words), strict=True)
+        pairs.append((" ".join(ours) + end, " ".join(theirs) + end))
     return pairs
 
 
@@ -57,15 +53,11 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 STUBS = {
-    "fairseq-train": """
-        touch "$save/checkpoint_last.pt" "$save/checkpoint_best.pt"
-        echo "training fails"; exit "${TRAIN_FAILS:-0}"
-    """,
-    "fairseq-generate": 'cat "${GENERATED:-/dev/null}"; exit "${GENERATE_FAILS:-0}"',
+    "fairseq-train": 'touch "$save"/checkpoint_{last,best}.pt; echo "training fails"; exit "${TRAIN_FAILS:-0}"',
+    "fairseq-generate": 'cat "${GENERATED:-/dev/null}"',
     # What it is given is what it leaves.
     "fairseq-preprocess": """
-        mkdir -p "$dest"
-        for split in train valid test; do cp "$encoded/$split".?? "$dest"; done
+        mkdir -p "$dest" && cp "$encoded"/{train,valid,test}.?? "$dest"
         [ -z "${INTERRUPT:-}" ] || { kill -"$INTERRUPT" $PPID; sleep 0.5; exit 1; }
     """,
     "sacrebleu": 'cat "$SETS/$2.$6" 2> /dev/null || { echo "no such set"; exit 1; }',
@@ -73,13 +65,13 @@ STUBS = {
     "sha256sum": 'sum=$(/usr/bin/sha256sum | cut -d " " -f 1); grep "^$sum" "$SUMS" | cut -d " " -f 2 || echo "$sum"',
 }
 OPTIONS = """
-arguments=("$@")
-for i in "${!arguments[@]}"; do
-    case ${arguments[i]} in
-        --save-dir) save=${arguments[i + 1]} ;;
-        --destdir) dest=${arguments[i + 1]} ;;
-        --trainpref) encoded=$(dirname "${arguments[i + 1]}") ;;
+for word; do
+    case ${before:-} in
+        --save-dir) save=$word ;;
+        --destdir) dest=$word ;;
+        --trainpref) encoded=$(dirname "$word") ;;
     esac
+    before=$word
 done
 """
 

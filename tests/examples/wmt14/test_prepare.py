@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import options
+from tests.examples.conftest import options, refused
 from tests.examples.wmt14.conftest import PREPARE, Programs, contents, corpus, subwords, write_pairs
 
 
@@ -78,16 +78,13 @@ def test_what_was_cut_into_subwords_is_put_together_again(parallel: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"VOCABULARY": 100_000}, r"VOCABULARY is 100000; this text gives at most \d+ subwords"),
-        ({"VOCABULARY": 40}, r"VOCABULARY is 40; it must be at least \d+, for the text's characters and bytes"),
-        ({"VOCABULARY": 100_000, "SUBWORDS": "bpe"}, r"VOCABULARY is 100000; this text gives at most \d+ merges"),
-    ],
-)
+@refused(r"""
+VOCABULARY=100000 -> VOCABULARY is 100000; this text gives at most \d+ subwords
+VOCABULARY=40 -> VOCABULARY is 40; it must be at least \d+, for the text's characters and bytes
+VOCABULARY=100000 SUBWORDS=bpe -> VOCABULARY is 100000; this text gives at most \d+ merges
+""")
 def test_a_vocabulary_that_the_text_cannot_give_is_refused_and_the_possible_one_works(
-    env: dict[str, object], message: str, parallel: Path, tmp_path: Path, programs: Programs
+    env: dict[str, str], words: list[str], message: str, parallel: Path, tmp_path: Path, programs: Programs
 ) -> None:
     result = programs.prepare(tmp_path / "out", parallel, **env)
     assert result.returncode == 1 and re.search(message, result.stderr), result.stderr

@@ -140,6 +140,9 @@ def test_the_models_of_the_comparison_have_one_budget(data: Path, tmp_path: Path
     assert again.returncode == 0 and not calls and "training" not in again.stdout
     other, calls = programs.run(MULTI30K, data, tmp_path / "out", "linear", env={**env, "UPDATES": "80"})
     assert other.returncode != 0 and not calls and "linear was begun with UPDATES=70 --lr 0.1, and" in other.stderr
+    failed, _ = programs.run(MULTI30K, data, tmp_path / "failed", "linear", env={**env, "TRAIN_FAILS": "1"})
+    assert failed.returncode != 0 and "training fails" in failed.stderr
+    assert not (tmp_path / "failed" / "linear" / "trained").exists()
 
 
 def test_a_summary_has_the_papers_bleu_beside_ours_and_says_what_is_missing(tmp_path: Path, run) -> None:
