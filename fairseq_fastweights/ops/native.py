@@ -211,6 +211,10 @@ class Kernel:
     ) -> tuple[Any, ...]:
         """What the operators take for the rule, up to the initial state."""
         given = self.arguments(*gates)
+        if given.log_key_decay is not None and given.log_key_decay.dim() == 3:
+            # One for each head beside decays of values: there the operators take one for each key.
+            each = given.log_key_decay[..., None].expand(*v.shape[:3], k.shape[3])
+            given = given._replace(log_key_decay=each)
         if not given.corrects and given.beta is not None:
             k = (ungrouped(k, v) * given.beta[..., None]).to(k.dtype)
             given = given._replace(beta=None)
