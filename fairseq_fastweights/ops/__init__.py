@@ -246,8 +246,9 @@ def chosen_backend(
 ) -> str:
     """What "auto" takes for tensors on `device`, of `dtype`, with `time` steps.
 
-    That depends on `rule`, a key of `OPERATIONS`, and on `key_dim` only for keys of the delta rule that are larger
-    than a GPU's kernels take.
+    That depends on `rule`, a key of `OPERATIONS`, and on `key_dim` only for a rule that corrects and keys that are
+    larger than a GPU's kernels take. It is told of no gates and `starts`: where no kernel takes those that a call has
+    (`erase` with `log_value_decay`, say), "auto" takes what it takes without kernels.
 
     Raises:
         ValueError: for a rule that is none of these.

@@ -1,7 +1,7 @@
 """Argument checks that every operation makes before it does any work.
 
 Checks of shapes, types and devices are always made: they read no data. Checks of *values* (finite numbers, log gates
-at most 0, write strengths in [0, 1]) would make a GPU wait for the CPU, so they are made only where `check_values`
+at most 0, write strengths in their range) would make a GPU wait for the CPU, so they are made only where `check_values`
 asks for them.
 """
 
@@ -32,7 +32,8 @@ class check_values:
     They are off unless the environment variable ``FASTWEIGHTS_CHECK_VALUES`` is set to something other than 0 when
     the package is imported. While they are on, each operation raises a `ValueError` for inputs that are not finite,
     log gates and log decays above 0, and write strengths outside [0, 1] (where a gate or an erase key may come with
-    them, [0, 2]); on a GPU each call then waits for the device.
+    them, [0, 2]), and of `selective_scan` for a delta below 0 and an A above 0; on a GPU each call then waits for the
+    device.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -114,7 +115,7 @@ def check_inputs(
             f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; the heads of v, {heads}, must be those of k, "
             f"{key_heads}, or a multiple"
         )
-    dtype, device = v.dtype, v.device
+    dtype = v.dtype
     for name, tensor, dim in (("q", q, key_dim), ("k", k, key_dim), ("v", v, value_dim)):
         if tensor.dtype != dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of v, {dtype}")
@@ -138,22 +139,15 @@ def check_inputs(
             raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {dtype}{other}")
         others[gate.name] = tensor
     if initial_state is not None:
-        check_tensor("initial_state", initial_state)
         wanted = (batch, heads, key_dim, value_dim)
-        check_shape("initial_state", initial_state, wanted, "(batch, heads, key_dim, value_dim)")
-        if initial_state.dtype != state_dtype(dtype):
-            raise ValueError(
-                f"initial_state has dtype {initial_state.dtype}; it must be {state_dtype(dtype)} for inputs of {dtype}"
-            )
+        check_state(initial_state, wanted, "(batch, heads, key_dim, value_dim)", dtype)
         others["initial_state"] = initial_state
     if starts is not None:
         if not isinstance(starts, Tensor) or starts.dtype != torch.bool:
             kind = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
             raise ValueError(f"starts is of {kind}; it must be a tensor of torch.bool")
         check_shape("starts", starts, (batch, time), "(batch, time)")
-    for name, tensor in (others if starts is None else others | {"starts": starts}).items():
-        if tensor.device != device:
-            raise ValueError(f"{name} is on device {tensor.device}; it must be on that of v, {device}")
+    check_devices(others if starts is None else others | {"starts": starts}, "v", v)
     if _values_checked:
         _check_values({**others, "v": v}, gates)
 
@@ -195,6 +189,24 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str)
     """`meaning` says where that shape comes from."""
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}, {meaning}")
+
+
+def check_state(state: object, shape: tuple[int, ...], meaning: str, dtype: torch.dtype) -> None:
+    """An initial state for inputs of `dtype`."""
+    checked = check_tensor("initial_state", state)
+    check_shape("initial_state", checked, shape, meaning)
+    if checked.dtype != state_dtype(dtype):
+        raise ValueError(
+            f"initial_state has dtype {checked.dtype}; it must be {state_dtype(dtype)} for inputs of {dtype}"
+        )
+
+
+def check_devices(tensors: dict[str, Tensor], of: str, like: Tensor) -> None:
+    """`of` is the name of `like`, on whose device all are to be."""
+    device = like.device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} is on device {tensor.device}; it must be on that of {of}, {device}")
 
 
 def values_are_checked() -> bool:

@@ -2,8 +2,8 @@
 
 The columns of a state, one for each value, have nothing to do with one another in any rule. Its rows, one for each key,
 have nothing to do with one another in the diagonal rules (sum, gated, decay), where y_t = S_t q_t adds up what they
-give. The delta rule's do: v_t - S_{t-1} k_t, which it writes, is a sum over all of them. So it is divided by values
-alone, and larger keys are refused.
+give. Those of rules that correct do: v_t - S_{t-1} k_t, which the delta rule writes, is a sum over all of them. So
+these are divided by values alone, and larger keys are refused.
 
 Parts are views: the kernels read inputs, and change the state of a step, where they lie; the parts of a state before a
 sequence they copy. In 16 bits there is more rounding: `out` of each part of the keys comes in the dtype of `v`, and so

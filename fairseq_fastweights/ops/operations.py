@@ -86,7 +86,9 @@ class Operation:
             native.refuse_tangents(initial_state, *inputs)
         state = check_in_place(initial_state, *inputs) if in_place else None
         if v.shape[1] == 0:
-            return _nothing(k, v, initial_state, inputs) if state is None else (torch.zeros_like(v), state)
+            if state is not None:
+                return torch.zeros_like(v), state
+            return no_steps(v, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]), initial_state, inputs)
         if state is None:
             return plain(*inputs, initial_state=initial_state, **options)
         if kernel is not None and v.shape[1] == 1 and native.can_change(state):
@@ -172,16 +174,17 @@ def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunk
     return backend
 
 
-def _nothing(
-    k: Tensor, v: Tensor, initial_state: Tensor | None, inputs: tuple[Tensor | None, ...]
+def no_steps(
+    v: Tensor, sizes: tuple[int, ...], initial_state: Tensor | None, inputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor]:
-    """The result of no steps at all. Its empty output has a gradient, of zeros, for all that an output depends on."""
+    """The result of none, for outputs like `v` and states of `sizes`.
+
+    The empty output has a gradient, of zeros, for all that an output depends on.
+    """
     # Sums of no rows: nothing is read, nor is anything added to the nothing that there is.
     depends = sum(x[:0].sum() for x in (initial_state, *inputs) if x is not None)
-    if initial_state is None:
-        sizes = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
-        initial_state = torch.zeros(sizes, dtype=state_dtype(v.dtype), device=v.device)
-    return torch.zeros_like(v) + depends, initial_state.clone()
+    state = v.new_zeros(sizes, dtype=state_dtype(v.dtype)) if initial_state is None else initial_state.clone()
+    return torch.zeros_like(v) + depends, state
 
 
 def _row(name: str, *gates: GateInput, keys_apart: bool = True) -> Operation:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fairseq_fastweights.ops import checks, chunkwise, native
 from fairseq_fastweights.ops.checks import state_dtype
-from fairseq_fastweights.ops.operations import choose_backend
+from fairseq_fastweights.ops.operations import choose_backend, no_steps
 
 
 def selective_scan(
@@ -66,7 +66,11 @@ def selective_scan(
         native.refuse_tangents(initial_state, *inputs)
     state = checks.check_in_place(initial_state, *inputs) if in_place else None
     if u.shape[1] == 0:
-        return _nothing(inputs, initial_state) if state is None else (torch.zeros_like(u), state)
+        return (
+            no_steps(u, (u.shape[0], *A.shape), initial_state, inputs)
+            if state is None
+            else (torch.zeros_like(u), state)
+        )
     if state is not None and backend == "native" and u.shape[1] == 1 and native.can_change(state):
         return native.selective_scan_step_(*inputs, state=state), state
     out, final_state = run(*inputs, initial_state=initial_state)
@@ -86,7 +90,7 @@ def reference(
     """One step at a time: the definition. Its gradients are those that autograd finds through the loop."""
     dtype = state_dtype(u.dtype)
     A = A.to(dtype)
-    state = _start(u, A) if initial_state is None else initial_state
+    state = u.new_zeros(u.shape[0], *A.shape, dtype=dtype) if initial_state is None else initial_state
     outputs = []
     for u_t, delta_t, B_t, C_t in zip(*(x.to(dtype).unbind(1) for x in (u, delta, B, C)), strict=True):
         decay = (delta_t[..., None] * A).exp()
@@ -94,19 +98,6 @@ def reference(
         outputs.append((state * C_t[:, None, :]).sum(-1))
     out = torch.stack(outputs, 1)
     return (out if D is None else out + D.to(dtype) * u.to(dtype)).to(u.dtype), state
-
-
-def _start(u: Tensor, A: Tensor) -> Tensor:
-    return u.new_zeros(u.shape[0], *A.shape, dtype=state_dtype(u.dtype))
-
-
-def _nothing(inputs: tuple[Tensor | None, ...], initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result of no steps at all. Its empty output has a gradient, of zeros, for all that an output depends on."""
-    u, _, A, *_ = inputs
-    assert u is not None and A is not None
-    # Sums of no rows: nothing is read, nor is anything added to the nothing that there is.
-    depends = sum(x[:0].sum() for x in (initial_state, *inputs) if x is not None)
-    return torch.zeros_like(u) + depends, _start(u, A) if initial_state is None else initial_state.clone()
 
 
 def _why_not_native(u: Tensor) -> str | None:
@@ -146,16 +137,9 @@ def _check(
         if tensor.dtype not in (u.dtype, torch.float32):
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of u, {u.dtype}, or torch.float32")
     if initial_state is not None:
-        given["initial_state"] = checks.check_tensor("initial_state", initial_state)
-        checks.check_shape("initial_state", initial_state, (batch, channels, state), "(batch, channels, state)")
-        if initial_state.dtype != state_dtype(u.dtype):
-            raise ValueError(
-                f"initial_state has dtype {initial_state.dtype}; it must be {state_dtype(u.dtype)} for inputs of "
-                f"{u.dtype}"
-            )
-    for name, tensor in given.items():
-        if tensor.device != u.device:
-            raise ValueError(f"{name} is on device {tensor.device}; it must be on that of u, {u.device}")
+        checks.check_state(initial_state, (batch, channels, state), "(batch, channels, state)", u.dtype)
+        given["initial_state"] = initial_state
+    checks.check_devices(given, "u", u)
     if checks.values_are_checked():
         checks.check_finite(given)
         if delta.numel() and (least := float(delta.detach().amin())) < 0:

@@ -3,7 +3,7 @@
 A sequence is cut into chunks. Within a chunk all steps are computed at once by matrix products; from chunk to chunk
 only the state is handed on. Between forward and backward pass nothing is kept but the inputs and the state at each
 chunk's start; the states within a chunk are never formed, in either direction, but for those of the selective scan,
-which are as many numbers as a chunk's steps have.
+which are as many numbers as a chunk's steps have, and of an erase key beside decays of values, which go step by step.
 """
 
 from __future__ import annotations
@@ -62,25 +62,6 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """h_t = exp(delta_t A) * h_{t-1} + (delta_t * u_t) B_t^T, of which a chunk's states are formed together."""
     return ScanFunction.apply(u, delta, A, B, C, D, initial_state)
-
-
-def _correct(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    erase: Tensor | None,
-    beta: Tensor | None,
-    log_key_decay: Tensor | None,
-    initial_state: Tensor | None,
-    starts: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if log_key_decay is not None and log_key_decay.dim() == 3:
-        log_key_decay = log_key_decay[..., None]
-    if starts is not None:
-        log_key_decay = decay_at_starts(starts, log_key_decay, v)
-    q, k = ungrouped(q, v), ungrouped(k, v)
-    erase = None if erase is None else ungrouped(erase, v)
-    return DeltaFunction.apply(q, k, v, erase, beta, log_key_decay, initial_state)
 
 
 def _step_by_step(

@@ -22,12 +22,7 @@ from torch.autograd.function import once_differentiable
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.chunkwise.decays import exclusive_reverse, inclusive, scores, times
-from fairseq_fastweights.ops.chunkwise.layout import (
-    chunk_length,
-    first_state,
-    from_chunks,
-    to_chunks,
-)
+from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, to_chunks
 
 
 class DeltaFunction(torch.autograd.Function):

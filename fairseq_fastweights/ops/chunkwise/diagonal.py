@@ -37,12 +37,7 @@ from fairseq_fastweights.ops.chunkwise.decays import (
     suffix_sums,
     times,
 )
-from fairseq_fastweights.ops.chunkwise.layout import (
-    chunk_length,
-    first_state,
-    from_chunks,
-    to_chunks,
-)
+from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, to_chunks
 
 
 class DiagonalFunction(torch.autograd.Function):
@@ -95,31 +90,17 @@ class DiagonalFunction(torch.autograd.Function):
             if fc is None and zc is None:
                 scores = (qc @ kc.transpose(-1, -2)).tril_()
                 d_scores = (dyc @ vc.transpose(-1, -2)).tril_()
-                dq, dk, dv = (
-                    d_scores @ kc,
-                    d_scores.transpose(-1, -2) @ qc,
-                    scores.transpose(-1, -2) @ dyc,
-                )
+                dq, dk = d_scores @ kc, d_scores.transpose(-1, -2) @ qc
+                dv = scores.transpose(-1, -2) @ dyc
             else:
                 own = (dyc * vc).sum(-1, keepdim=True)
                 dq, dk, dv = own * kc, own * qc, (qc * kc).sum(-1, keepdim=True) * dyc
                 for half in halves(qc.shape[-2]):
                     _add_block_gradients(half, (qc, kc, vc, fc, zc, dyc), (dq, dk, dv, df, dz))
             d_states = _add_state_gradients(states, d_final, (qc, kc, vc, fc, zc, dyc), (dq, dk, dv, df, dz))
-        gradients: list[Tensor | None] = []
-        for gradient, source in (
-            (dq, q),
-            (dk, k),
-            (dv, v),
-            (df, log_key_decay),
-            (dz, log_value_decay),
-        ):
-            if gradient is None or not ctx.needs_input_grad[len(gradients)]:
-                gradients.append(None)
-            else:
-                gradients.append(from_chunks(gradient, time, source.dtype))
-        gradients.append(d_states if ctx.needs_input_grad[5] else None)
-        return tuple(gradients)
+        found = zip((dq, dk, dv, df, dz), ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        gradients = [from_chunks(x, time, of.dtype) if x is not None and wanted else None for x, of, wanted in found]
+        return *gradients, d_states if ctx.needs_input_grad[5] else None
 
 
 def _chunks(
@@ -140,8 +121,8 @@ def _states(k: Tensor, v: Tensor, f: Tensor | None, z: Tensor | None, first: Ten
     return torch.stack(states, dim=2)
 
 
-def _through_chunk(state: Tensor, f: Tensor | None, z: Tensor | None, n: int) -> Tensor:
-    """What the decays of chunk n leave of a state, or of a gradient on its way back."""
+def _through_chunk(state: Tensor, f: Tensor | None, z: Tensor | None, n: int | slice = slice(None)) -> Tensor:
+    """What the decays of chunk n leave of a state, or of a gradient on its way back; or of all chunks, each of its."""
     if f is not None:
         state = state * f[:, :, n].sum(-2).exp()[..., :, None]
     if z is not None:
@@ -161,11 +142,7 @@ def _add_block_gradients(half: int, inputs: tuple[Tensor | None, ...], gradients
     q2, k1, v1, dy2 = times(q2, p_f), times(k1, r_f), times(v1, r_z), times(dy2, p_z)
     scores = q2 @ k1.transpose(-1, -2)
     d_scores = dy2 @ v1.transpose(-1, -2)
-    dq2, dk1, dv1 = (
-        d_scores @ k1,
-        d_scores.transpose(-1, -2) @ q2,
-        scores.transpose(-1, -2) @ dy2,
-    )
+    dq2, dk1, dv1 = d_scores @ k1, d_scores.transpose(-1, -2) @ q2, scores.transpose(-1, -2) @ dy2
     split(dq, half)[1].add_(times(dq2, p_f))
     split(dk, half)[0].add_(times(dk1, r_f))
     split(dv, half)[0].add_(times(dv1, r_z))
@@ -190,12 +167,7 @@ def _add_state_gradients(
     dq, dk, dv, df, dz = gradients
     assert q is not None and k is not None and v is not None and dy is not None
     assert dq is not None and dk is not None and dv is not None
-    in_f, in_z, out_f, out_z = (
-        inclusive(f),
-        inclusive(z),
-        exclusive_reverse(f),
-        exclusive_reverse(z),
-    )
+    in_f, in_z, out_f, out_z = inclusive(f), inclusive(z), exclusive_reverse(f), exclusive_reverse(z)
     q, k, v, dy = times(q, in_f), times(k, out_f), times(v, out_z), times(dy, in_z)
     read = q.transpose(-1, -2) @ dy
     d_state = d_final.to(q.dtype)
@@ -210,11 +182,7 @@ def _add_state_gradients(
     dk += times(dk1, out_f)
     dv += times(dv1, out_z)
     if df is not None or dz is not None:
-        passing = starts * d_end
-        if f is not None:
-            passing = passing * f.sum(-2).exp()[..., :, None]
-        if z is not None:
-            passing = passing * z.sum(-2).exp()[..., None, :]
+        passing = _through_chunk(starts * d_end, f, z)
     if df is not None:
         df += suffix_sums(_fold(dq2 * q, df)) + exclusive_prefix_sums(_fold(dk1 * k, df))
         df += _fold(passing.sum(-1)[..., None, :], df)

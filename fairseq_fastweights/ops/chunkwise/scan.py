@@ -24,8 +24,7 @@ from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.chunkwise.layout import chunk_length
 
-# Steps whose states are formed together. A GPU takes more of them at once; on a CPU they should stay in its cache.
-LONGEST_CHUNK = 64
+# Steps whose states are formed together: on a CPU they should stay in its cache.
 LONGEST_CHUNK_ON_CPU = 16
 
 
@@ -99,8 +98,9 @@ def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     The last is filled up with zeros: a step of no size leaves the state as it is.
     """
     first = tensors[0]
-    longest = LONGEST_CHUNK_ON_CPU if first.device.type == "cpu" else LONGEST_CHUNK
-    length = min(longest, chunk_length(first.shape[1]))
+    length = chunk_length(first.shape[1])
+    if first.device.type == "cpu":
+        length = min(length, LONGEST_CHUNK_ON_CPU)
     dtype = state_dtype(first.dtype)
     filled = (F.pad(x.to(dtype), (0, 0, 0, -first.shape[1] % length)) for x in tensors)
     return list(zip(*(x.split(length, 1) for x in filled), strict=True))
