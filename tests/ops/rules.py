@@ -61,7 +61,7 @@ class Draw:
         """Logs of gates, all at most 0. Float64; rounded later to what the test asks for."""
         tiny = math.log(1e-6)
         match self.regime:
-            case "ordinary" | "zero or one" | "repeated keys, one":
+            case "ordinary" | "zero, one or two" | "repeated keys, one":
                 return torch.nn.functional.logsigmoid(self.normal(*shape) + 1)
             case "near one":
                 # From 1 - 1e-3 to 1 - 1e-8: 1 - exp(log g) has no digits left in float32 at the
@@ -86,15 +86,6 @@ class Draw:
 
     def write_strength(self, *shape: int) -> Tensor:
         match self.regime:
-            case (
-                "ordinary"
-                | "repeated keys"
-                | "positive keys"
-                | "one or tiny"
-                | "ordinary or tiny"
-                | "ordinary or erased"
-            ):
-                return torch.sigmoid(self.normal(*shape))
             case "near one":
                 return 1 - 10 ** -(3 + 5 * self.uniform(*shape))
             case "one" | "repeated keys, one":
@@ -105,7 +96,9 @@ class Draw:
                 return torch.zeros(*shape, dtype=torch.float64)
             case "zero or one":
                 return (self.uniform(*shape) < 0.5).double()
-        raise ValueError(f"no such regime of write strengths: {self.regime!r}")
+            case "zero, one or two":
+                return (3 * self.uniform(*shape)).floor()
+        return torch.sigmoid(self.normal(*shape))
 
     def free_keys(self) -> Tensor:
         return self.normal(self.B, self.T, self.H, self.K)
@@ -196,30 +189,11 @@ class Rule:
         return getattr(ops.reference, self.operation)(**inputs)
 
 
-GATES = (
-    "ordinary",
-    "near one",
-    "one",
-    "tiny",
-    "one or tiny",
-    "ordinary or tiny",
-    "ordinary or erased",
-)
-STRENGTHS = (
-    "ordinary",
-    "near one",
-    "one",
-    "tiny",
-    "zero",
-    "zero or one",
-    "repeated keys",
-    "repeated keys, one",
-    "positive keys",
-)
-
-
-# Of what both decays and corrects: all gates, and what corrections are tested with but for keys of other signs.
-BOTH = (*GATES, "zero or one", "repeated keys, one")
+GATES = ("ordinary", "near one", "one", "tiny", "one or tiny", "ordinary or tiny", "ordinary or erased")
+REPEATED = ("repeated keys", "repeated keys, one")
+STRENGTHS = ("ordinary", "near one", "one", "tiny", "zero", "zero or one", *REPEATED, "positive keys")
+# Of what both decays and corrects, whose write strengths may go up to 2.
+BOTH = (*GATES, "zero, one or two", "repeated keys, one")
 
 
 def decays(*, key: bool, value: bool) -> Callable[[Draw], Inputs]:
@@ -253,12 +227,7 @@ def two_gates(draw: Draw) -> Inputs:
 
 RULES = (
     Rule("sum", "sum_rule", lambda draw: {}, ("ordinary",)),
-    Rule(
-        "gated",
-        "gated_rule",
-        lambda draw: {"log_gate": draw.log_decay(draw.B, draw.T, draw.H)},
-        GATES,
-    ),
+    Rule("gated", "gated_rule", lambda draw: {"log_gate": draw.log_decay(draw.B, draw.T, draw.H)}, GATES),
     Rule("decay", "decay_rule", decays(key=True, value=True), GATES),
     Rule("decay of keys", "decay_rule", decays(key=True, value=False), GATES),
     Rule("decay of values", "decay_rule", decays(key=False, value=True), GATES),
@@ -278,6 +247,32 @@ RULE = {rule.name: rule for rule in RULES}
 WITH_CUDA_KERNELS = [rule for rule in RULES if ops.OPERATIONS[rule.operation_name].kernel.cuda]
 PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes]
+
+
+def windows(x: Tensor, dim: int = 0) -> Tensor:
+    """Along `dim` each row is the one before, moved on by one number: two dimensions have a stride of 1."""
+    rows = x.movedim(dim, 0)
+    signal = torch.cat([rows[0], rows[1:, ..., -1].movedim(0, -1)], -1)
+    return signal.unfold(-1, x.shape[-1], 1).movedim(-2, dim)
+
+
+LAYOUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "as fairseq": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),  # (time, batch, channel)
+    # As q is of a joint projection for q, k and v.
+    "a slice": lambda x: torch.cat([x * torch.nan, x, x * torch.nan], -1)[..., x.shape[-1] : -x.shape[-1]],
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    # Only for what may have any strides: the last dimension is not contiguous.
+    "turned": lambda x: x.transpose(2, -1).contiguous().transpose(2, -1),
+    "same for all rows": lambda x: x[:1].expand(x.shape),
+    "same for all heads": lambda x: x[:, :, :1].expand(x.shape),  # of a state, for all keys
+    # `.sum().backward()` sends such a gradient, with a last stride of 0 too.
+    "constant": lambda x: x[(0,) * (x.dim() - 1)].expand(x.shape),
+    "one number": lambda x: x[(0,) * x.dim()].expand(x.shape),
+    "windows": windows,
+    "windows of time": lambda x: windows(x, 1),
+    "windows of heads": lambda x: windows(x, 2) if x.dim() > 3 else x,
+}
+"""The same numbers (or some of them again and again) another way in memory."""
 
 
 def label(value: object) -> str | None:
@@ -375,6 +370,11 @@ def named(outputs: tuple[Tensor, Tensor], grads: dict[str, Tensor | None] | None
     return {"out": outputs[0], "final_state": outputs[1]} | gradients
 
 
+def detached(inputs: Inputs, *, but: str = "") -> Inputs:
+    """The same numbers, none of which needs a gradient but the one that is named."""
+    return {name: None if x is None else x.detach().requires_grad_(name == but) for name, x in inputs.items()}
+
+
 def outcome(rule: Rule, backend: str, inputs: Inputs) -> Inputs:
     """Outputs and gradients by name, for the cotangents that `assert_agrees` draws too."""
     outputs = rule.run(inputs, backend)
@@ -435,7 +435,7 @@ def assert_agrees(
     """
     before = {name: None if x is None else x.detach().clone() for name, x in inputs.items()}
     outputs = rule.run(inputs, backend)
-    dtype = inputs["v"].dtype
+    dtype = next(iter(inputs.values())).dtype
     assert [x.dtype for x in outputs] == [dtype, state_dtype(dtype)], "dtypes of the outputs"
     drawn = [lay(x) for x in cotangents(outputs)]
     weights = (drawn[0] if "out" in use else None, drawn[1] if "state" in use else None)

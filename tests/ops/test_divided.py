@@ -24,8 +24,10 @@ from tests.ops.rules import (
     assert_close,
     assert_same,
     deal,
+    detached,
     in_float64,
     label,
+    named,
     outcome,
     relative_error,
 )
@@ -51,13 +53,9 @@ def small_largest_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, LARGEST)
 
 
-def sizes_of(rule: Rule, K: int, V: int) -> dict[str, int]:
-    """Rules that correct are not divided over keys: they get fewer."""
-    return {"K": min(K, 13) if rule.corrects else K, "V": V}
-
-
 def inputs_of(rule: Rule, K: int, V: int, **kwargs) -> Inputs:
-    return rule.inputs(**sizes_of(rule, K, V), **kwargs)
+    """Rules that correct are not divided over keys: they get fewer."""
+    return rule.inputs(K=min(K, 13) if rule.corrects else K, V=V, **kwargs)
 
 
 class Calls(TorchDispatchMode):
@@ -93,16 +91,12 @@ def test_values_and_gradients(rule, size, call):
 
 @pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
 def test_more_than_a_gpus_kernels_take(rule, monkeypatch):
-    """FAVOR+'s default for heads of 64 has 532 features."""
-    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, native.LARGEST_DIM["cuda"])
+    """FAVOR+'s default for heads of 64 has 532 features. And with decays that hardly decay and that erase."""
+    regimes = [x for x in ("near one", "ordinary or erased") if x in rule.regimes] or ["ordinary"]
+    assert_agrees(rule, "native", rule.in_regimes(regimes, T=70, K=13 if rule.corrects else 33, V=20), rows=regimes)
+    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, MOST_ON_A_GPU)
     K, V = (5, 532) if rule.corrects else (532, 5)
     assert_agrees(rule, "native", rule.inputs(B=1, T=19, H=1, K=K, V=V))
-
-
-@pytest.mark.parametrize("name", ["gated", "decay", "decay of keys", "decay of values"])
-def test_decays_that_hardly_decay_and_that_erase(name):
-    regimes = ["near one", "ordinary or erased"]
-    assert_agrees(RULE[name], "native", RULE[name].in_regimes(regimes, T=70, K=33, V=20), rows=regimes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
@@ -119,10 +113,13 @@ def test_many_parts_of_keys_are_rounded_once_each_and_once_together(dtype):
 
 @pytest.mark.parametrize("rule", RULES, ids=label)
 def test_as_any_call_of_the_kernels(rule):
-    """Without autograd; under autocast; without data; where only one input needs a gradient."""
+    """Without autograd; under autocast; without data; where only one input needs a gradient; out lies as v does."""
     for T in (1, 31):
         inputs = inputs_of(rule, 37, 20, T=T)
+        # Divided over keys too, fairseq's (time, batch, channel) needs no copy afterwards.
+        inputs["v"] = inputs["v"].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
         expected = rule.run(inputs, "native")
+        assert expected[0].stride() == inputs["v"].stride() and expected[0].transpose(0, 1).is_contiguous()
         with torch.inference_mode():
             outputs = rule.run(inputs, "native")
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -130,25 +127,11 @@ def test_as_any_call_of_the_kernels(rule):
         for x, y, fake in zip(outputs, expected, fakes, strict=True):
             assert not x.requires_grad and y.requires_grad and relative_error(x, y) <= 1e-6
             assert (x.shape, y.stride(), x.dtype, x.device) == (fake.shape, fake.stride(), fake.dtype, fake.device)
-    everything = outcome(rule, "native", inputs)
-    only_v = {name: None if x is None else x.detach().requires_grad_(name == "v") for name, x in inputs.items()}
+    everything, only_v = outcome(rule, "native", inputs), outcome(rule, "native", detached(inputs, but="v"))
     names = ["out", "final_state", "gradient of v"]
-    assert_same(outcome(rule, "native", only_v), {name: everything[name] for name in names}, "where v alone needs one")
+    assert_same(only_v, {name: everything[name] for name in names}, "where v alone needs one")
     for dtype in (torch.float32, torch.bfloat16):
-        assert_autocast_does_not_reach_inside(rule, "native", dtype, **sizes_of(rule, 37, 20), T=31)
-
-
-def test_one_decay_for_all_keys_stays_one_in_every_part():
-    """Retention: a decay per head, expanded, which each part runs as the gate that it is."""
-    inputs = RULE["decay of keys"].inputs(T=31, K=37, requires_grad=False)
-    one = inputs["log_key_decay"][..., :1]
-    with Calls() as mode:
-        outputs = ops.decay_rule(**inputs | {"log_key_decay": one.expand_as(inputs["k"])}, backend="native")
-    made = [native.Arguments(*arguments[3:10]) for _, arguments in mode.made]
-    assert all(given.log_gate is not None and given.log_key_decay is None for given in made)
-    expected = ops.decay_rule(**inputs | {"log_key_decay": one.repeat(1, 1, 1, 37)}, backend="native")
-    for actual, wanted in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
+        assert_autocast_does_not_reach_inside(rule, "native", dtype, K=13 if rule.corrects else 37, V=20, T=31)
 
 
 # The calls that are made
@@ -178,48 +161,23 @@ def test_parts_are_few_even_and_aligned(dim, largest, parts, monkeypatch):
         assert {x.shape[-1] for x in (v if along == "K" else k)} == {2}
 
 
-@pytest.mark.parametrize("T", [1, 31])
 @pytest.mark.parametrize("rule", RULES, ids=label)
-def test_no_input_is_copied_and_no_gradient_padded(rule, T):
-    inputs = inputs_of(rule, 37, 20, T=T)
-    given = {x.untyped_storage().data_ptr() for x in inputs.values() if x is not None}
-    with Calls() as mode:
-        outcome(rule, "native", inputs)
-    forward = [arguments for name, arguments in mode.made if name.endswith("forward")]
-    tensors = [x for arguments in forward for x in arguments if isinstance(x, Tensor)]
-    assert len(forward) == (2 if rule.corrects else 6)
-    assert all(x.untyped_storage().data_ptr() in given for x in tensors)
-    assert all(max(k.shape[-1], v.shape[-1]) <= LARGEST for _, k, v, *_ in forward)
-    assert "cat" in mode.others and not mode.others & {"slice_backward", "select_backward", "constant_pad_nd"}
-
-
-@pytest.mark.parametrize("T", [1, 31])
-def test_the_delta_rules_keys_are_never_divided(T):
-    """What a step writes depends on all of them. On a GPU the kernels refuse what is left too large."""
-    *values, start = RULE["delta"].inputs(T=T, K=37, V=20).values()
-    divided = ops.OPERATIONS["delta"].divided
-    with Calls() as mode:
-        _, final_state = divided.sequence(*values, initial_state=start)
-        if T == 1:
-            with torch.no_grad():
-                divided.step_(*values, state=final_state)
-    assert {arguments[1].shape[-1] for _, arguments in mode.made} == {37}
-
-
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_dimensions_within_the_limit_are_not_looked_at_again(rule, monkeypatch):
+def test_no_input_is_copied_and_no_gradient_padded(rule, monkeypatch):
+    for T in (1, 31):
+        inputs = inputs_of(rule, 37, 20, T=T)
+        given = {x.untyped_storage().data_ptr() for x in inputs.values() if x is not None}
+        with Calls() as mode:
+            outcome(rule, "native", inputs)
+        forward = [arguments for name, arguments in mode.made if name.endswith("forward")]
+        tensors = [x for arguments in forward for x in arguments if isinstance(x, Tensor)]
+        assert len(forward) == (2 if rule.corrects else 6)
+        assert all(x.untyped_storage().data_ptr() in given for x in tensors)
+        assert all(max(k.shape[-1], v.shape[-1]) <= LARGEST for _, k, v, *_ in forward)
+        assert "cat" in mode.others and not mode.others & {"slice_backward", "select_backward", "constant_pad_nd"}
+    # Dimensions within the limit are not looked at again.
     monkeypatch.setattr(Divided, "_parts", None)
     for T in (1, 31):
         outcome(rule, "native", rule.inputs(T=T, K=LARGEST, V=LARGEST))
-
-
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_out_lies_as_v_does(rule):
-    """Divided over keys: fairseq's (time, batch, channel) needs no copy afterwards."""
-    inputs = inputs_of(rule, 37, 5, T=9)
-    inputs["v"] = inputs["v"].detach().transpose(0, 1).contiguous().transpose(0, 1)
-    out, _ = rule.run(inputs, "native")
-    assert out.stride() == inputs["v"].stride() and out.transpose(0, 1).is_contiguous()
 
 
 # Steps in place
@@ -233,7 +191,7 @@ def test_out_lies_as_v_does(rule):
 def test_steps_in_place(rule, size, dtype):
     """On a state that is a slice of a wider one, which is left alone beside it, and not copied."""
     inputs = inputs_of(rule, *size, T=5, dtype=dtype, requires_grad=False)
-    expected = rule.reference(in_float64(inputs))
+    expected = named(rule.reference(in_float64(inputs)))
     start = inputs.pop("initial_state")
     wide = start.new_full((*start.shape[:2], start.shape[2] + 1, size[1] + 1), 5.0)
     state = wide[:, :, 1:, : size[1]]
@@ -245,31 +203,22 @@ def test_steps_in_place(rule, size, dtype):
             out, final_state = rule.run(step | {"initial_state": state}, "native", in_place=True)
         assert final_state is state and mode.made and all(name.endswith("step_") for name, _ in mode.made)
         outs.append(out)
-    actual = {"out": torch.cat(outs, 1), "state": state}
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-12}.get(dtype, HALF)
-    assert_close(actual, dict(zip(actual, expected, strict=True)), tolerance)
+    assert_close(named((torch.cat(outs, 1), state)), expected, tolerance)
     assert all((beside == 5).all() for beside in (wide[:, :, 0], wide[..., size[1]]))
 
 
-@pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("rule", RULES, ids=label)
-def test_in_place_in_every_mode(rule, T):
-    """Also of a state that is turned in memory: keys contiguous and not values, which no step takes where it lies.
-
-    A graph that saved the state does not use what it became.
-    """
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        inputs = inputs_of(rule, 37, 20, T=T, requires_grad=mode is torch.no_grad)
-        expected = rule.reference(in_float64(inputs))
-        saves = inputs["initial_state"].detach().clone()
-        loss = (saves * torch.ones_like(saves).requires_grad_()).sum()
-        with mode():
-            start = inputs["initial_state"]
-            turned = start.transpose(2, 3).contiguous().transpose(2, 3)
-            for state in (start.clone(), turned, saves):
-                out, final_state = rule.run(inputs | {"initial_state": state}, "native", in_place=True)
-                assert final_state is state
-                actual = {"out": out, "state": state}
-                assert_close(actual, dict(zip(actual, expected, strict=True)), 1e-5)
+def test_in_place_of_a_state_that_is_turned_in_memory(rule):
+    """Keys contiguous and not values, which no step takes where it lies. No graph uses what a saved state became."""
+    for T in (1, 5):
+        inputs = inputs_of(rule, 37, 20, T=T, requires_grad=False)
+        expected = named(rule.reference(in_float64(inputs)))
+        saved = inputs["initial_state"].clone()
+        loss = (saved * torch.ones_like(saved).requires_grad_()).sum()
+        for state in (inputs["initial_state"].transpose(2, 3).contiguous().transpose(2, 3), saved):
+            out, final_state = rule.run(inputs | {"initial_state": state}, "native", in_place=True)
+            assert final_state is state
+            assert_close(named((out, state)), expected, 1e-5)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from fairseq_fastweights.ops import native
 from tests.ops.rules import (
     CPU_KERNELS,
     DEVICE,
+    LAYOUT,
     RULES,
     TOLERANCE,
     Inputs,
@@ -27,6 +29,7 @@ from tests.ops.rules import (
     cotangents,
     deal,
     definition,
+    detached,
     differentiate,
     label,
     named,
@@ -48,36 +51,28 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@on_cpu
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_threads_change_no_bit(rule):
-    inputs = rule.inputs(B=3, T=80, H=5, K=33, V=20)
-    with threads(1):
-        alone = outcome(rule, "native", inputs)
-    for count in (2, 3):
-        with threads(count):
-            assert_same(outcome(rule, "native", inputs), alone, f"with {count} threads")
-
-
 # The inputs that all value columns share: the blocks' gradients are added up.
 SHARED = ("q", "k", "erase", "log_gate", "log_key_decay", "beta")
 
 
 @on_cpu
-@pytest.mark.parametrize("count", [3, 7])
 @pytest.mark.parametrize("rule", RULES, ids=label)
-def test_heads_fewer_than_threads_are_divided_by_value_columns(rule, count):
-    """Into blocks of 32 and 8, and of 16, 16 and 8 columns, which 2 heads of 3 or 7 threads have."""
-    inputs = rule.inputs(B=1, T=104, H=2, K=64, V=40)
+def test_threads_change_no_bit_but_where_they_share_heads(rule):
+    """3 or 7 threads divide 2 heads by value columns, into blocks of 32 and 8, and of 16, 16 and 8."""
+    inputs, few = rule.inputs(B=3, T=80, H=5, K=33, V=20), rule.inputs(B=1, T=104, H=2, K=64, V=40)
     with threads(1):
-        whole = outcome(rule, "native", inputs)
-    with threads(count):
-        assert_agrees(rule, "native", inputs)
-        divided = outcome(rule, "native", inputs)
-        assert_same(outcome(rule, "native", inputs), divided, "the second time")
-    for name, x in divided.items():
-        # Sums over columns are rounded in another order; so they show that there were blocks.
-        assert torch.equal(x, whole[name]) != (name.removeprefix("gradient of ") in SHARED), name
+        alone, whole = (outcome(rule, "native", x) for x in (inputs, few))
+    for count in (2, 3):
+        with threads(count):
+            assert_same(outcome(rule, "native", inputs), alone, f"with {count} threads")
+    for count in (3, 7):
+        with threads(count):
+            assert_agrees(rule, "native", few)
+            divided = outcome(rule, "native", few)
+            assert_same(outcome(rule, "native", few), divided, "the second time")
+        for name, x in divided.items():
+            # Sums over columns are rounded in another order; so they show that there were blocks.
+            assert torch.equal(x, whole[name]) != (name.removeprefix("gradient of ") in SHARED), name
 
 
 @on_cpu
@@ -86,10 +81,9 @@ def test_heads_fewer_than_threads_are_divided_by_value_columns(rule, count):
 def test_divided_heads_in_every_dtype(rule, dtype):
     """Parts are added up in the dtype of the state and rounded once; two rows, in time-first memory or not."""
     inputs = rule.inputs(B=2, T=66, H=1, K=65, V=64, dtype=dtype)
-    time_first = {name: inputs[name].detach().transpose(0, 1).contiguous().transpose(0, 1) for name in ("q", "v")}
+    laid = inputs | {n: LAYOUT["as fairseq"](inputs[n].detach()).requires_grad_() for n in ("q", "v")}
     with threads(4):
         assert_agrees(rule, "native", inputs)
-        laid = inputs | {name: x.requires_grad_() for name, x in time_first.items()}
         assert_same(outcome(rule, "native", laid), outcome(rule, "native", inputs), "in time-first memory")
 
 
@@ -112,11 +106,10 @@ def test_what_is_not_finite_stays_in_its_row(rule, K, V):
 
     with threads(1):  # on a CPU all rows then take the same scratch memory
         expected = other_rows({})
-        for name, x in given.items():
-            for value in (torch.inf, torch.nan):
-                changed = x.detach().clone()
-                changed[0].view(-1)[changed[0].numel() // 2] = value
-                assert_same(other_rows({name: changed}), expected, f"where {name} has {value}")
+        for (name, x), value in itertools.product(given.items(), (torch.inf, torch.nan)):
+            changed = x.clone()
+            changed[0].view(-1)[changed[0].numel() // 2] = value
+            assert_same(other_rows({name: changed}), expected, f"where {name} has {value}")
 
 
 # Instruction sets: each in a process of its own, as a process has one. They divide states by other sizes.
@@ -133,8 +126,8 @@ def inputs_of(rule: Rule, size: tuple[int, int], dtype: torch.dtype, regimes: tu
 
 
 def step_of(rule: Rule, inputs: Inputs) -> Inputs:
-    first = {name: None if x is None else x.detach()[:, :1] for name, x in inputs.items() if name != "initial_state"}
-    return first | {"initial_state": inputs["initial_state"].detach()}
+    plain = detached(inputs)
+    return {n: x if x is None or n == "initial_state" else x[:, :1] for n, x in plain.items()}
 
 
 @on_cpu

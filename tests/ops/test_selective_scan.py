@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,18 +20,24 @@ from tests.ops.rules import (
     DEVICE,
     TOLERANCE,
     Inputs,
+    Rule,
+    assert_agrees,
     assert_close,
     assert_same,
     cotangents,
+    definition,
     differentiate,
     in_float64,
     label,
     named,
+    outcome,
     state_dtype,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("chunkwise", "native") if DEVICE.type == "cpu" else ("chunkwise",)
+EVERY = ("auto", "reference", *BACKENDS)
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 # Sizes of steps, from 1e-9, which neither writes nor forgets much, to 1e5, which forgets all; and 0.
 REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
@@ -57,19 +62,19 @@ def inputs_of(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    delta = torch.nn.functional.softplus(draw(batch, time, channels) - 2)
-    extremes = 10 ** (-torch.rand(delta.shape, generator=generator, dtype=torch.float64) * 6 - 3), delta * 1e4
-    rare = torch.rand(delta.shape, generator=generator) < 0.1
+    ordinary = torch.nn.functional.softplus(draw(batch, time, channels) - 2)
+    tiny = 10 ** (-torch.rand(ordinary.shape, generator=generator, dtype=torch.float64) * 6 - 3)
+    rare = torch.rand(ordinary.shape, generator=generator) < 0.1
     delta = {
-        "ordinary": delta,
-        "tiny": extremes[0],
-        "huge": extremes[1],
-        "tiny or huge": torch.where(rare, extremes[1], extremes[0]),
-        "none": torch.where(rare, delta, 0.0),
-    }[regime]
+        "ordinary": ordinary,
+        "tiny": tiny,
+        "huge": ordinary * 1e4,
+        "tiny or huge": torch.where(rare, ordinary * 1e4, tiny),
+        "none": torch.where(rare, ordinary, 0.0),
+    }
     drawn: Inputs = {
         "u": draw(batch, time, channels),
-        "delta": delta,
+        "delta": delta[regime],
         "A": -(torch.arange(state, dtype=torch.float64) + 0.5).repeat(channels, 1) * draw(channels, 1).exp(),
         "B": draw(batch, time, state),
         "C": draw(batch, time, state),
@@ -83,43 +88,28 @@ def inputs_of(
     }
 
 
-def outcome(inputs: Inputs, backend: str, use: str = "out, final_state") -> Inputs:
-    outputs = ops.selective_scan(**inputs, backend=backend)
-    weights = cotangents(outputs)
-    used = (weights[0] if "out" in use else None, weights[1] if "state" in use else None)
-    return named(outputs, differentiate(outputs, inputs, used))
+class Scan(Rule):
+    """What the update rules' helpers need of it."""
+
+    corrects = False
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return scan.reference(**inputs)
 
 
-def definition(inputs: Inputs, outputs: Inputs, use: str = "out, final_state") -> Inputs:
-    """What the definition makes of the same numbers in float64, with the cotangents that `outcome` draws."""
-    exact = in_float64(inputs)
-    weights = [x.cpu().double() for x in cotangents((outputs["out"], outputs["final_state"]))]
-    found = scan.reference(**exact)
-    used = (weights[0] if "out" in use else None, weights[1] if "state" in use else None)
-    return named(found, differentiate(found, exact, used))
+SCAN = Scan("selective scan", "selective_scan", lambda draw: {}, REGIMES)
 
 
-def assert_agrees(inputs: Inputs, backend: str, use: str = "out, final_state") -> None:
-    before = {name: None if x is None else x.detach().clone() for name, x in inputs.items()}
-    found = outcome(inputs, backend, use)
-    dtype = inputs["u"].dtype
-    assert (found["out"].dtype, found["final_state"].dtype) == (dtype, state_dtype(dtype))
-    for name, x in inputs.items():
-        gradient = found.get(f"gradient of {name}")
-        assert gradient is None or (gradient.dtype, gradient.shape) == (x.dtype, x.shape), name
-        assert x is None or torch.equal(x, before[name]), f"{name} was changed"
+def assert_scan_agrees(backend: str, inputs: Inputs, use: str = "out, final_state") -> None:
     # Gradients of float32 inputs are rounded to it, whatever the dtype of `u`.
     coarse = max(TOLERANCE[x.dtype] for x in inputs.values() if x is not None)
-    assert_close(found, definition(inputs, found, use), coarse)
+    assert_agrees(SCAN, backend, inputs, coarse, use=use)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """`torch.empty` gives NaN, so that whoever reads what was never written is found out."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=DEVICE.type != "cpu")
-    yield
-    torch.use_deterministic_algorithms(before)
+def laid(inputs: Inputs, dim: int, names: tuple[str, ...] = ("u", "delta", "B", "C")) -> Inputs:
+    """The same, of `names` the dimension `dim` first in memory."""
+    turned = {n: inputs[n].detach().transpose(0, dim).contiguous().transpose(0, dim).requires_grad_() for n in names}
+    return inputs | turned
 
 
 # Values
@@ -135,21 +125,15 @@ HOW = [
     {"dtype": torch.float16, "others": torch.float32, "initial_state": False},
     {"dtype": torch.float64, "others": torch.float32},
 ]
-CASES = [(size, how) for i, size in enumerate(SIZES) for how in (HOW[i % 2], HOW[2 + i % 3])]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("size", "how"), CASES, ids=label)
-def test_sizes_and_dtypes(backend, size, how):
-    time, channels, state = size
-    assert_agrees(inputs_of(2, time, channels, state, **how), backend)
-
-
-@pytest.mark.parametrize("use", ["out", "final_state"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loss_of_either_output(backend, use):
-    """Of a final state alone, C and D have gradients of zeros."""
-    assert_agrees(inputs_of(time=40), backend, use)
+@pytest.mark.parametrize(("i", "size"), enumerate(SIZES), ids=label)
+def test_sizes_and_dtypes(backend, i, size):
+    """In either precision, in one of the mixtures, and of a loss of either output: C and D may have no part in it."""
+    for how in (HOW[i % 2], HOW[2 + i % 3]):
+        assert_scan_agrees(backend, inputs_of(2, *size, **how))
+    assert_scan_agrees(backend, inputs_of(2, *size), ("out", "final_state")[i % 2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=label)
@@ -157,10 +141,10 @@ def test_a_loss_of_either_output(backend, use):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sizes_of_steps(backend, regime, dtype):
     for initial_state in (True, False):
-        assert_agrees(inputs_of(2, 75, 9, 6, dtype=dtype, regime=regime, initial_state=initial_state), backend)
+        assert_scan_agrees(backend, inputs_of(2, 75, 9, 6, dtype=dtype, regime=regime, initial_state=initial_state))
 
 
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("backend", EVERY[1:])
 def test_gradients_are_those_of_finite_differences(backend):
     inputs = inputs_of(1, 5, 2, 3, dtype=torch.float64)
     torch.autograd.gradcheck(
@@ -176,12 +160,11 @@ def test_the_definition_is_the_papers_equation():
         for c in range(2):
             for n in range(3):
                 h[0, c, n] = torch.exp(delta[0, t, c] * A[c, n]) * h[0, c, n] + delta[0, t, c] * u[0, t, c] * B[0, t, n]
-            wanted = h[0, c] @ C[0, t] + D[c] * u[0, t, c]
-            torch.testing.assert_close(out[0, t, c].cpu(), wanted)
+            torch.testing.assert_close(out[0, t, c].cpu(), h[0, c] @ C[0, t] + D[c] * u[0, t, c])
     torch.testing.assert_close(final.cpu(), h)
 
 
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("backend", EVERY[1:])
 def test_a_sequence_in_parts_is_the_sequence(backend):
     """Gradients flow from part to part through the state."""
     inputs = inputs_of(time=70, dtype=torch.float64)
@@ -191,11 +174,12 @@ def test_a_sequence_in_parts_is_the_sequence(backend):
         out, state = ops.selective_scan(**part | {"initial_state": state}, backend=backend)
         outs.append(out)
     outputs = torch.cat(outs, 1), state
-    found = named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
-    assert_close(found, definition(inputs, found), TOLERANCE[torch.float64])
+    weights = cotangents(outputs)
+    found = named(outputs, differentiate(outputs, inputs, weights))
+    assert_close(found, definition(SCAN, inputs, weights), TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", *BACKENDS])
+@pytest.mark.parametrize("backend", EVERY)
 def test_no_steps(backend):
     inputs = inputs_of(time=0)
     outputs = ops.selective_scan(**inputs, backend=backend)
@@ -206,69 +190,43 @@ def test_no_steps(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_any_strides(backend):
+def test_any_strides_and_under_autocast(backend):
     inputs = inputs_of(3, 40, 17, 5)
-    expected = outcome(inputs, backend)
-    time_first = {
-        name: x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-        for name, x in inputs.items()
-        if x.dim() == 3
-    }
-    last_first = {
-        name: x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for name, x in inputs.items()
-    }
-    for laid in (time_first, last_first):
-        assert_close(outcome(inputs | laid, backend), expected, TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_does_not_reach_inside(backend):
+    expected = outcome(SCAN, backend, inputs)
+    for other in (laid(inputs, 1), laid(inputs, -1, tuple(inputs))):
+        assert_close(outcome(SCAN, backend, other), expected, TOLERANCE[torch.float32])
     inputs = inputs_of(dtype=torch.bfloat16, others=torch.float32)
-    expected = outcome(inputs, backend)
+    expected = outcome(SCAN, backend, inputs)
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        assert_same(outcome(inputs, backend), expected, "inside autocast")
-
-
-# In generation
+        assert_same(outcome(SCAN, backend, inputs), expected, "inside autocast")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=label)
-@pytest.mark.parametrize("backend", ["auto", "reference", *BACKENDS])
-def test_steps_in_place(backend, dtype):
+@pytest.mark.parametrize("backend", EVERY)
+def test_steps_in_place_or_not(backend, dtype):
     """Of a step and of more; of a state that lies among others, which stay as they are."""
     for time, channels, state, apart in ((1, 5, 3, False), (1, 70, 16, True), (1, 3, 20, True), (6, 5, 3, True)):
         inputs = inputs_of(2, time, channels, state, dtype=dtype, requires_grad=False)
-        wanted, final = scan.reference(**in_float64(inputs))
+        wanted = named(SCAN.reference(in_float64(inputs)))
         whole = torch.full((2, channels, 2 * state), 7.0, dtype=state_dtype(dtype), device=DEVICE)
         place = whole[..., :state] if apart else whole.view(2, channels, 2, state)[:, :, 0].contiguous()
         place.copy_(inputs["initial_state"])
+        outputs = ops.selective_scan(**inputs | {"initial_state": place}, backend=backend)
+        assert_close(named(outputs), wanted, TOLERANCE[dtype])
+        assert torch.equal(place, inputs["initial_state"])
         out, given = ops.selective_scan(**inputs | {"initial_state": place}, in_place=True, backend=backend)
         assert given is place and out.dtype == dtype
-        assert_close(named((out, given)), named((wanted, final)), TOLERANCE[dtype])
+        assert_close(named((out, given)), wanted, TOLERANCE[dtype])
         assert (whole[..., state:] == 7).all()
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference", *BACKENDS])
-def test_a_state_that_is_not_to_change_does_not(backend):
-    inputs = inputs_of(time=1, requires_grad=False)
-    before = inputs["initial_state"].clone()
-    _, final_state = ops.selective_scan(**inputs, backend=backend)
-    assert torch.equal(inputs["initial_state"], before) and not torch.equal(final_state, before)
 
 
 # The compiled kernels
 
 OPERATORS = torch.ops.fairseq_fastweights
-on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
-
-
-@pytest.fixture
-def loaded() -> None:
-    """Operators that are called by their names do not load the kernels themselves."""
-    assert libraries.load("cpu") is None
 
 
 def check_operators(inputs: Inputs, utils: list[str]) -> None:
+    assert libraries.load("cpu") is None  # operators that are called by their names do not load the kernels themselves
     arguments = tuple(inputs.values())
     plain = [None if x is None else x.detach() for x in arguments]
     forward = OPERATORS.selective_scan_forward.default
@@ -287,27 +245,18 @@ def check_operators(inputs: Inputs, utils: list[str]) -> None:
 @on_cpu
 @pytest.mark.parametrize("absent", [{}, {"initial_state": False, "skip": False}], ids=["all", "least"])
 @pytest.mark.parametrize("time", [1, 70])
-def test_operators_pass_torchs_own_checks(loaded, time, absent):
+def test_operators_pass_torchs_own_checks(time, absent):
     """Schemas, registration with autograd, and shapes, strides and dtypes without data; in time-first memory too."""
     inputs = inputs_of(time=time, dtype=torch.bfloat16, others=torch.float32, **absent)
-    laid = {
-        name: inputs[name].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-        for name in ("u", "delta", "B", "C")
-    }
-    for given in (inputs, inputs | laid):
+    for given in (inputs, laid(inputs, 1)):
         check_operators(given, ["test_schema", "test_autograd_registration", "test_faketensor"])
-
-
-@on_cpu
-@pytest.mark.slow
-def test_operators_compile_with_dynamic_shapes(loaded):
-    check_operators(inputs_of(time=40), ["test_aot_dispatch_dynamic"])
 
 
 @on_cpu
 @pytest.mark.slow
 def test_torch_compile():
     """One graph, forward and backward, which stays right when shapes change; and one of steps in place."""
+    check_operators(inputs_of(time=40), ["test_aot_dispatch_dynamic"])
     torch.compiler.reset()
     names = list(inputs_of(time=2))
     run = torch.compile(
@@ -317,7 +266,7 @@ def test_torch_compile():
         inputs = inputs_of(batch, time)
         outputs = run(*inputs.values())
         found = named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
-        assert_close(found, outcome(inputs, "native"), 1e-6)
+        assert_close(found, outcome(SCAN, "native", inputs), 1e-6)
 
     def step(inputs: Inputs) -> Tensor:
         return ops.selective_scan(**inputs, in_place=True)[0]
@@ -331,28 +280,21 @@ def test_torch_compile():
 
 
 @on_cpu
-def test_threads_change_no_bit():
-    inputs = inputs_of(3, 80, 150, 7)
-    before, outcomes = torch.get_num_threads(), []
-    for count in (1, 2, 3, 2):
+def test_threads_and_kept_states_change_no_bit(monkeypatch):
+    inputs = inputs_of(3, 150, 150, 7)
+    expected, before = outcome(SCAN, "native", inputs), torch.get_num_threads()
+    for count in (2, 3):
         torch.set_num_threads(count)
-        outcomes.append(outcome(inputs, "native"))
+        assert_same(outcome(SCAN, "native", inputs), expected, f"with {count} threads")
     torch.set_num_threads(before)
-    for found in outcomes[1:]:
-        assert_same(found, outcomes[0], "with other threads")
+    for interval in (16, 48, 64, 512):
+        monkeypatch.setattr(native, "SCAN_INTERVAL", interval)
+        assert_same(outcome(SCAN, "native", inputs), expected, f"with a state every {interval} steps")
 
 
 @on_cpu
-@pytest.mark.parametrize("interval", [16, 48, 64, 512])
-def test_how_many_states_are_kept_changes_no_bit(interval, monkeypatch):
-    inputs = inputs_of(2, 150, 70, 3)
-    expected = outcome(inputs, "native")
-    monkeypatch.setattr(native, "SCAN_INTERVAL", interval)
-    assert_same(outcome(inputs, "native"), expected, f"with a state every {interval} steps")
-
-
-@on_cpu
-def test_states_are_kept_for_a_backward_pass_only(loaded):
+def test_states_are_kept_for_a_backward_pass_only():
+    assert libraries.load("cpu") is None
     arguments = tuple(inputs_of(time=100).values())
     out, _, states = OPERATORS.selective_scan_forward(*arguments, 0)
     assert states.shape[1] == 0 and OPERATORS.selective_scan_forward(*arguments, 32)[2].shape == (2, 3, 5, 3)
@@ -365,10 +307,10 @@ def test_states_are_kept_for_a_backward_pass_only(loaded):
 def test_what_is_not_finite_stays_in_its_row(time):
     """A number of a row of the batch that is infinite or NaN changes no bit of the others' results."""
     given = inputs_of(3, time, 70, 5)
-    shared = ("gradient of A", "gradient of D")
 
     def others(inputs: Inputs) -> Inputs:
-        return {name: x[1:] for name, x in outcome(inputs, "native").items() if name not in shared}
+        shared = ("gradient of A", "gradient of D")
+        return {name: x[1:] for name, x in outcome(SCAN, "native", inputs).items() if name not in shared}
 
     expected = others(given)
     for name in ("u", "delta", "B", "C", "initial_state"):
@@ -386,36 +328,31 @@ def test_every_instruction_set_agrees():
     for name in known[: known.index(native.cpu_instruction_set())]:
         chosen = "native and (sizes or steps) or finite_differences"
         command = [sys.executable, "-m", "pytest", __file__, "-k", chosen, "-q", "-p", "no:cacheprovider"]
-        run = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"FASTWEIGHTS_CPU_ISA": name}, capture_output=True, text=True
-        )
+        environment = os.environ | {"FASTWEIGHTS_CPU_ISA": name}
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert run.returncode == 0, run.stdout
 
 
-@on_cpu
-@pytest.mark.parametrize("time", [1, 5])
-def test_forward_mode_is_of_the_reference_alone(time):
-    inputs = inputs_of(time=time, requires_grad=False)
+def test_other_derivatives_are_of_the_reference_alone():
+    """Forward mode, of a step too, and second derivatives."""
+    for time in (1, 5):
+        inputs = inputs_of(time=time)
+        for backend, tangent, twice in (
+            ("native", r"carries a tangent.*use backend='reference'", "cannot be differentiated twice"),
+            ("chunkwise", "autograd.Function", "once_differentiable"),
+        )[DEVICE.type != "cpu" :]:
 
-    def run(u: Tensor, backend: str) -> Tensor:
-        return ops.selective_scan(**inputs | {"u": u}, backend=backend)[0]
+            def run(u: Tensor, backend: str = backend, inputs: Inputs = inputs) -> Tensor:
+                return ops.selective_scan(**inputs | {"u": u}, backend=backend)[0]
 
-    with pytest.raises(NotImplementedError, match=r"carries a tangent.*use backend='reference'"):
-        torch.func.jvp(lambda u: run(u, "native"), (inputs["u"],), (inputs["u"],))
-    out, tangent = torch.func.jvp(lambda u: run(u, "reference"), (inputs["u"],), (inputs["u"],))
-    start = ops.selective_scan(**inputs | {"u": torch.zeros_like(inputs["u"])})[0]
-    torch.testing.assert_close(tangent, out - start)  # it is linear in u
-
-
-@on_cpu
-def test_second_derivatives_are_of_the_reference_alone():
-    inputs = inputs_of(time=5)
-    u = inputs["u"]
-    for backend, error in (("native", "cannot be differentiated twice"), ("chunkwise", "once_differentiable")):
-        loss = ops.selective_scan(**inputs, backend=backend)[0].square().sum()
-        (grad,) = torch.autograd.grad(loss, u, create_graph=True)
-        with pytest.raises(RuntimeError, match=error):
-            grad.sum().backward()
+            with torch.no_grad(), pytest.raises(RuntimeError, match=tangent):
+                torch.func.jvp(run, (inputs["u"],), (inputs["u"],))
+            (grad,) = torch.autograd.grad(run(inputs["u"]).square().sum(), inputs["u"], create_graph=True)
+            with pytest.raises(RuntimeError, match=twice):
+                grad.sum().backward()
+    with torch.no_grad():
+        out, tangent = torch.func.jvp(lambda u: run(u, "reference"), (inputs["u"],), (inputs["u"],))
+        torch.testing.assert_close(tangent, out - run(torch.zeros_like(inputs["u"])))  # it is linear in u
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunkwise", "auto"])
@@ -433,49 +370,44 @@ def test_shapes_on_meta(backend, time):
 # What is refused
 
 WRONG = [
-    ({"u": lambda x: x[0]}, r"u has shape \(7, 3\); it must be \(batch, time, channels\)"),
-    ({"u": lambda x: x.long()}, "u has dtype torch.int64; it must be one of float16, bfloat16, float32, float64"),
-    ({"delta": lambda x: x[:, :1]}, r"delta has shape \(2, 1, 3\); it must be \(2, 7, 3\), that of u"),
-    ({"A": lambda x: x[:, 0]}, r"A has shape \(3,\); it must be \(channels, state\)"),
-    ({"A": lambda x: x[:2]}, r"A has shape \(2, 5\); it must be \(3, 5\), \(channels, state\), with the channels of u"),
-    ({"A": lambda x: x[:, :0]}, r"A has shape \(3, 0\); channels and state must be at least 1"),
-    ({"B": lambda x: x[..., :4]}, r"B has shape \(2, 7, 4\); it must be \(2, 7, 5\), \(batch, time, state\) as u and"),
-    ({"C": lambda x: x[:1]}, r"C has shape \(1, 7, 5\); it must be \(2, 7, 5\)"),
-    ({"D": lambda x: x[:1]}, r"D has shape \(1,\); it must be \(3,\), \(channels,\) as u has them"),
-    ({"delta": lambda x: x.double()}, "delta has dtype torch.float64; it must be that of u, torch.float32, or torch.f"),
-    ({"A": lambda x: None}, "A is of type NoneType; it must be a torch.Tensor"),
-    ({"initial_state": lambda x: x.half()}, "initial_state has dtype torch.float16; it must be torch.float32 for inp"),
-    ({"initial_state": lambda x: x[:, :1]}, r"initial_state has shape \(2, 1, 5\); it must be \(2, 3, 5\)"),
-    ({"C": lambda x: x.to("meta")}, "C is on device meta; it must be on that of u, "),
+    ("u", lambda x: x[0], r"u has shape \(7, 3\); it must be \(batch, time, channels\)"),
+    ("u", lambda x: x.long(), "u has dtype torch.int64; it must be one of float16, bfloat16, float32, float64"),
+    ("delta", lambda x: x[:, :1], r"delta has shape \(2, 1, 3\); it must be \(2, 7, 3\), that of u"),
+    ("A", lambda x: x[:, 0], r"A has shape \(3,\); it must be \(channels, state\)"),
+    ("A", lambda x: x[:2], r"A has shape \(2, 5\); it must be \(3, 5\), \(channels, state\), with the channels of u"),
+    ("A", lambda x: x[:, :0], r"A has shape \(3, 0\); channels and state must be at least 1"),
+    ("B", lambda x: x[..., :4], r"B has shape \(2, 7, 4\); it must be \(2, 7, 5\), \(batch, time, state\) as u and"),
+    ("C", lambda x: x[:1], r"C has shape \(1, 7, 5\); it must be \(2, 7, 5\)"),
+    ("D", lambda x: x[:1], r"D has shape \(1,\); it must be \(3,\), \(channels,\) as u has them"),
+    ("delta", lambda x: x.double(), "delta has dtype torch.float64; it must be that of u, torch.float32, or torch.f"),
+    ("A", lambda x: None, "A is of type NoneType; it must be a torch.Tensor"),
+    ("initial_state", lambda x: x.half(), "initial_state has dtype torch.float16; it must be torch.float32 for inp"),
+    ("initial_state", lambda x: x[:, :1], r"initial_state has shape \(2, 1, 5\); it must be \(2, 3, 5\)"),
+    ("C", lambda x: x.to("meta"), "C is on device meta; it must be on that of u, "),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_what_is_wrong_is_named(changes, message):
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
+def test_what_is_wrong_is_named(name, change, message):
     inputs = inputs_of(time=7, requires_grad=False)
-    inputs |= {name: change(inputs[name]) for name, change in changes.items()}
     for backend in ("auto", "reference"):
         with pytest.raises(ValueError, match=message):
-            ops.selective_scan(**inputs, backend=backend)
+            ops.selective_scan(**inputs | {name: change(inputs[name])}, backend=backend)
 
 
 def test_what_cannot_be_done_is_said():
     inputs = inputs_of(time=7)
-    with pytest.raises(
-        ValueError, match=re.escape("backend is 'triton'; it must be one of auto, reference, chunkwise")
+    for given, message in (
+        ({"backend": "triton"}, "backend is 'triton'; it must be one of auto, reference, chunkwise"),
+        ({"in_place": True, "initial_state": None}, "initial_state is None and in_place is True"),
+        ({"in_place": True}, r"requires a gradient.*torch.no_grad\(\)"),
     ):
-        ops.selective_scan(**inputs, backend="triton")
-    for device, reason in (
-        ("meta", "devices of type meta"),
-        ("cuda", "the selective scan has compiled kernels for CPUs"),
-    ):
+        with pytest.raises(ValueError, match=message):
+            ops.selective_scan(**inputs | given)
+    for device, reason in (("meta", "devices of type meta"), ("cuda", "the selective scan has compiled kernels for C")):
         u = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
         with pytest.raises(ops.BackendUnavailable, match=f"'native' was asked for: .*{reason}.*backend='chunkwise'"):
             choose_backend("native", 7, scan._why_not_native(u), in_chunks=True)
-    with pytest.raises(ValueError, match="initial_state is None and in_place is True"):
-        ops.selective_scan(**inputs | {"initial_state": None}, in_place=True)
-    with pytest.raises(ValueError, match=r"requires a gradient.*torch.no_grad\(\)"):
-        ops.selective_scan(**inputs, in_place=True)
 
 
 @pytest.mark.parametrize(
@@ -488,6 +420,8 @@ def test_what_cannot_be_done_is_said():
 )
 def test_values_are_checked_where_that_is_asked_for(name, value, message):
     inputs = inputs_of(time=7, requires_grad=False)
+    with ops.check_values(True):
+        ops.selective_scan(**inputs)
     inputs[name].view(-1)[3] = value
     with ops.check_values(False):
         ops.selective_scan(**inputs)

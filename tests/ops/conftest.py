@@ -1,0 +1,21 @@
+"""What all tests of the operations run under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.ops.rules import DEVICE
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN, so that whoever reads what was never written is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    # On a GPU torch's cumulative sums, which chunkwise takes, have no other algorithm.
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE.type != "cpu")
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
