@@ -98,7 +98,8 @@ class DiagonalFunction(torch.autograd.Function):
                 for half in halves(qc.shape[-2]):
                     _add_block_gradients(half, (qc, kc, vc, fc, zc, dyc), (dq, dk, dv, df, dz))
             d_states = _add_state_gradients(states, d_final, (qc, kc, vc, fc, zc, dyc), (dq, dk, dv, df, dz))
-        found = zip((dq, dk, dv, df, dz), ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        inputs = (q, k, v, log_key_decay, log_value_decay)
+        found = zip((dq, dk, dv, df, dz), inputs, ctx.needs_input_grad, strict=False)
         gradients = [from_chunks(x, time, of.dtype) if x is not None and wanted else None for x, of, wanted in found]
         return *gradients, d_states if ctx.needs_input_grad[5] else None
 
