@@ -15,6 +15,7 @@ import torch
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
+from tests.ops import test_selective_scan
 from tests.ops.rules import (
     CPU_KERNELS,
     DEVICE,
@@ -120,14 +121,17 @@ CASES = [(*case, case[0].regimes) for case in deal(RULES, SIZES, [torch.float32,
 CASES += [(rule, (20, 33), dtype, ("ordinary",)) for rule in RULES for dtype in (torch.bfloat16, torch.float16)]
 
 
-def inputs_of(rule: Rule, size: tuple[int, int], dtype: torch.dtype, regimes: tuple[str, ...]) -> Inputs:
-    K, V = size
-    return rule.in_regimes(regimes, B=1, T=33, K=K, V=V, dtype=dtype)
-
-
-def step_of(rule: Rule, inputs: Inputs) -> Inputs:
-    plain = detached(inputs)
-    return {n: x if x is None or n == "initial_state" else x[:, :1] for n, x in plain.items()}
+def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
+    """Of each case its inputs, those of a step, the names of its rows, and a tolerance."""
+    for rule, (K, V), dtype, regimes in CASES:
+        inputs = rule.in_regimes(regimes, B=1, T=33, K=K, V=V, dtype=dtype)
+        step = {n: x if x is None or n == "initial_state" else x[:, :1] for n, x in detached(inputs).items()}
+        yield rule, inputs, step, [f"{rule.name}, {K} x {V}, {dtype}, {x}" for x in regimes], TOLERANCE[dtype]
+    for i, (time, *sizes) in enumerate(test_selective_scan.SIZES):
+        for how in (*test_selective_scan.HOW[i % 2 :: 2], {"regime": test_selective_scan.REGIMES[i % 5]}):
+            inputs = test_selective_scan.inputs_of(2, min(time, 75), *sizes, **how)
+            step = test_selective_scan.step_of(inputs)
+            yield test_selective_scan.SCAN, inputs, step, [], test_selective_scan.tolerance_of(inputs)
 
 
 @on_cpu
@@ -144,13 +148,11 @@ def test_every_instruction_set_agrees(tmp_path):
         )
         assert result.returncode == 0, result.stderr
         assert result.stdout.strip() == name
-        for (rule, size, dtype, regimes), (whole, step) in zip(CASES, torch.load(tmp_path / name), strict=True):
-            inputs = inputs_of(rule, size, dtype, regimes)
+        found = torch.load(tmp_path / name)
+        for (rule, inputs, of_step, rows, tolerance), (whole, step) in zip(drawn(), found, strict=True):
             expected = definition(rule, inputs, cotangents((whole["out"], whole["final_state"])))
-            expected_step = definition(rule, step_of(rule, inputs), None)
-            rows = [f"{name}, {rule.name}, {size}, {dtype}, {regime}" for regime in regimes]
-            assert_close(parts(whole, rows), parts(expected, rows), TOLERANCE[dtype])
-            assert_close(parts(step, rows), parts(expected_step, rows), TOLERANCE[dtype])
+            assert_close(parts(whole, rows), parts(expected, rows), tolerance)
+            assert_close(parts(step, rows), parts(definition(rule, of_step, None), rows), tolerance)
 
 
 @on_cpu
@@ -171,10 +173,9 @@ def main() -> None:
     """What the processes of `test_every_instruction_set_agrees` run."""
     test_sixteen_bits_are_rounded_to_the_nearest()
     results = []
-    for rule, *how in CASES:
-        inputs = inputs_of(rule, *how)
-        step = named(rule.run(step_of(rule, inputs), "native"))
-        results.append(({name: x.detach() for name, x in outcome(rule, "native", inputs).items()}, step))
+    for rule, inputs, step, *_ in drawn():
+        whole = {name: x.detach() for name, x in outcome(rule, "native", inputs).items()}
+        results.append((whole, named(rule.run(step, "native"))))
     torch.save(results, sys.argv[1])
     print(native.cpu_instruction_set())
 
