@@ -32,6 +32,7 @@ from tests.ops.rules import (
     outcome,
     state_dtype,
 )
+from tests.ops.test_selective_scan import SCANNED
 
 # (T, K, V): one step, shorter than any chunk, primes, multiples of the usual chunks and one more and one less than
 # those; K and V odd, even, 1, equal and not.
@@ -183,7 +184,7 @@ def test_empty_batches_and_sequences(backend, rule):
 # Autograd and its company
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
 def test_only_what_needs_a_gradient_gets_one(backend, rule):
     """And it is the same gradient as when everything needs one."""
     everything = rule.inputs(T=70, dtype=torch.float64)
@@ -196,7 +197,7 @@ def test_only_what_needs_a_gradient_gets_one(backend, rule):
         assert_close(actual, {n: expected[n] for n in names}, TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
 def test_the_same_bits_however_it_is_called(backend, rule):
     """Twice, with activation checkpointing, without autograd; and outputs may be overwritten, as generation does."""
     inputs = rule.inputs(T=130, K=33, V=17)
@@ -229,7 +230,7 @@ def test_the_same_bits_however_it_is_called(backend, rule):
     assert not any(x.requires_grad for x in rule.run(detached(inputs), backend))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
 def test_the_two_states_are_no_one_memory(backend, rule):
     for T in (0, 1, 70):
         inputs = rule.inputs(T=T)
@@ -238,18 +239,18 @@ def test_the_two_states_are_no_one_memory(backend, rule):
         assert torch.equal(inputs["initial_state"], before)
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", [*PRINCIPAL, *SCANNED], ids=label)
 def test_second_derivatives_are_refused(backend, rule):
     """Not silently wrong: the backward pass is not made of operations that autograd has seen."""
     inputs = rule.inputs(T=5)
     out, _ = rule.run(inputs, backend)
-    for name in ("q", "k", "v"):
+    for name in list(inputs)[:3]:
         (grad,) = torch.autograd.grad(out.square().sum(), inputs[name], create_graph=True)
         with pytest.raises(RuntimeError, match="twice"):
             grad.sum().backward()
 
 
-@pytest.mark.parametrize(("rule", "dtype"), IN_EITHER_PRECISION, ids=label)
+@pytest.mark.parametrize(("rule", "dtype"), [*IN_EITHER_PRECISION, *((x, torch.bfloat16) for x in SCANNED)], ids=label)
 def test_autocast_does_not_reach_inside(backend, rule, dtype):
     assert_autocast_does_not_reach_inside(rule, backend, dtype)
 

@@ -38,6 +38,7 @@ from tests.ops.rules import (
     named,
     outcome,
 )
+from tests.ops.test_selective_scan import SCAN, SCANNED, laid
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = torch.ops.fairseq_fastweights
@@ -167,15 +168,17 @@ def test_a_step(rule):
 
 def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
     """What a rule hands to its operators, but for the interval."""
+    if rule is SCAN:
+        return tuple(inputs.values())
     given = dict(inputs)
     q, k, v, state = (given.pop(name) for name in ("q", "k", "v", "initial_state"))
     arguments = ops.OPERATIONS[rule.operation_name].kernel.arguments(*given.values())
     return q, k, v, *arguments, None, state
 
 
-def check_operators(rule: Rule, T: int, initial_state: bool, utils: list[str]) -> None:
-    arguments = arguments_of(rule, rule.inputs(B=2, T=T, H=2, K=5, V=3, initial_state=initial_state))
-    forward, backward, step = (getattr(OPERATORS, f"rule_{x}").default for x in ("forward", "backward", "step_"))
+def check_operators(rule: Rule, inputs: Inputs, utils: list[str]) -> None:
+    arguments, name = arguments_of(rule, inputs), "selective_scan" if rule is SCAN else "rule"
+    forward, backward, step = (getattr(OPERATORS, f"{name}_{x}").default for x in ("forward", "backward", "step_"))
     torch.library.opcheck(forward, (*arguments, 64), test_utils=utils)
     with torch.no_grad():
         torch.library.opcheck(forward, (*arguments, 0), test_utils=utils)
@@ -183,21 +186,27 @@ def check_operators(rule: Rule, T: int, initial_state: bool, utils: list[str]) -
         plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
         for d_final_state in (final_state, None):
             torch.library.opcheck(backward, (out, d_final_state, *plain, states, 64), test_utils=utils)
-        if T == 1 and initial_state:
+        if out.shape[1] == 1 and plain[-1] is not None:
             torch.library.opcheck(step, (*plain[:-1], plain[-1].clone()), test_utils=utils)
 
 
 @pytest.mark.parametrize(("T", "initial_state"), [(1, True), (70, False)])
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
 def test_operators_pass_torchs_own_checks(rule, T, initial_state):
-    """Schemas, registration with autograd, and shapes without data."""
-    check_operators(rule, T, initial_state, ["test_schema", "test_autograd_registration", "test_faketensor"])
+    """Schemas, registration with autograd, and shapes without data; of the scan in time-first memory too."""
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    check_operators(rule, rule.inputs(T=T, initial_state=initial_state), utils)
+    if rule is SCAN:
+        half = rule.inputs(T=T, initial_state=initial_state, dtype=torch.bfloat16, extras_dtype=torch.float32)
+        check_operators(rule, laid(half, 1), utils)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "T"), [("gated", 70), ("delta", 1)])
-def test_operators_compile_with_dynamic_shapes(name, T):
-    check_operators(RULE[name], T, True, ["test_aot_dispatch_dynamic"])
+@pytest.mark.parametrize(
+    ("rule", "T"), [(RULE["gated"], 70), (RULE["delta"], 1), *((x, 40) for x in SCANNED)], ids=label
+)
+def test_operators_compile_with_dynamic_shapes(rule, T):
+    check_operators(rule, rule.inputs(T=T), ["test_aot_dispatch_dynamic"])
 
 
 def test_the_cuda_kernels_tell_how_they_divide_the_work() -> None:
@@ -270,17 +279,17 @@ def test_views_of_fairseqs_tensors_are_not_copied():
 
 
 # Dimensions that are divided (test_divided), where `largest` says so, are compiled likewise.
-COMPILED = [("decay", True, 512, 6, 5), ("gated", False, 16, 20, 5), ("delta", True, 16, 13, 20)]
+COMPILED = [(RULE["decay"], True, 512, 6, 5), (RULE["gated"], False, 16, 20, 5), (RULE["delta"], True, 16, 13, 20)]
+COMPILED += [(rule, False, 512, 6, 5) for rule in SCANNED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "autocast", "largest", "K", "V"), COMPILED)
-def test_torch_compile(name, autocast, largest, K, V, monkeypatch):
+@pytest.mark.parametrize(("rule", "autocast", "largest", "K", "V"), COMPILED, ids=label)
+def test_torch_compile(rule, autocast, largest, K, V, monkeypatch):
     """One graph, forward and backward, which stays right when shapes change; "aot_eager" needs no compiler."""
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
     torch.compiler.reset()
-    rule, sizes = RULE[name], {"K": K, "V": V}
-    names = list(rule.inputs())
+    sizes, names = {"K": K, "V": V}, list(rule.inputs())
     compiled = torch.compile(
         lambda *x: rule.run(dict(zip(names, x, strict=True)), "native"), backend="aot_eager", fullgraph=True
     )
@@ -310,7 +319,7 @@ def test_torch_compile(name, autocast, largest, K, V, monkeypatch):
                 torch.testing.assert_close(state, expected_state)
 
 
-@pytest.mark.parametrize(("rule", "T", "largest"), deal(RULES, [1, 5], [512, 16]), ids=label)
+@pytest.mark.parametrize(("rule", "T", "largest"), deal([*RULES, *SCANNED], [1, 5], [512, 16]), ids=label)
 def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
     """Tangents are not dropped in silence, of whichever input; in generation, and of divided dimensions, neither."""
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
