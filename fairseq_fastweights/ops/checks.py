@@ -164,8 +164,7 @@ def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tens
     strides = initial_state.stride()
     if 0 in strides and any(n > 1 and s == 0 for n, s in zip(initial_state.shape, strides, strict=True)):
         raise ValueError(
-            f"initial_state has strides {strides} and in_place is True; its elements must not share "
-            "memory"
+            f"initial_state has strides {strides} and in_place is True; its elements must not share memory"
         )
     return initial_state
 
