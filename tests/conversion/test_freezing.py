@@ -14,7 +14,7 @@ import fairseq_fastweights.models.fast_weight_lm
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 from fairseq_fastweights.conversion.freezing import Freezing, LossImprovement
 from tests.conftest import train
-from tests.tasks.two_processes import train_in_two
+from tests.tasks.conftest import train_in_two
 
 MODEL = ["--decoder-normalize-before", "--update-rule", "decay", "--feature-dim", "4"]
 HARD = ["--weight-decay", "0.1", "--clip-norm", "0.05"]

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import random
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from filelock import FileLock
 
-from tests.conftest import QUIET, TASK, command, import_plugin, train
+from tests.conftest import QUIET, SMALL_MODEL, TASK, command, import_plugin, train
 
-TRANSLATION = [*TASK[:2], "--task", "translation", "--source-lang", "en", "--target-lang", "de"]
+TRANSLATION = [*TASK[:2], *"--task translation --source-lang en --target-lang de".split()]
 SMALL = "--arch fast_weight_transformer_tiny --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 --dropout 0".split()
+SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
+"""As `translator` is."""
 
 
-Model = Callable[..., Path]
+def slow(*values: Any) -> Any:
+    """A case that `make test-fast` leaves out: others of the same test run there."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def losses(log: str, name: str = "loss") -> list[float]:
+    """Those that were logged under this name, all of them finite."""
+    found = [float(x) for x in re.findall(rf'"{name}": "([^"]+)"', log)]
+    assert found and all(map(math.isfinite, found))
+    return found
+
+
+def train_in_two(data: Path, folder: Path, *flags: str) -> str:
+    """fairseq-train in two processes: what the first logs; checkpoints go to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    common = [*TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam", "--save-dir", str(folder), *flags]
+    common += "--tokens-per-sample 16 --batch-size 4 --ddp-backend legacy_ddp --distributed-backend gloo".split()
+    common += ["--distributed-world-size", "2", "--distributed-no-spawn"]
+    common += ["--distributed-init-method", f"file://{folder}/meeting", "--distributed-rank"]
+
+    def run(rank: int) -> None:
+        (folder / f"{rank}.log").write_text(command("train", str(data), *common, str(rank)))
+
+    # Forked: to import fairseq anew would take longer than the training.
+    both = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=300)
+        process.kill()
+    assert [process.exitcode for process in both] == [0, 0]
+    return (folder / "0.log").read_text()
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +77,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
 
 
 @pytest.fixture(scope="session")
-def model(corpus: Path, once) -> Model:
+def model(corpus: Path, once) -> Callable[..., Path]:
     """`model(*flags)`: a checkpoint of a language model that has learned enough for contexts to matter."""
 
     def trained(*flags: str) -> Path:
@@ -52,84 +87,59 @@ def model(corpus: Path, once) -> Model:
     return trained
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Binarised, and as text."""
-
-    data: Path
-    text: dict[str, list[str]]
-
-    def lines(self, split: str, language: str) -> list[str]:
-        return self.text[f"{split}.{language}"]
-
-
-def translated(line: str) -> str:
-    """Word by word, in reverse; of nothing there is one word, as fairseq takes no empty prefixes."""
-    return " ".join(word.replace("e", "d") for word in reversed(line.split())) or "d0"
-
-
-def binarise_pairs(folder: Path, text: dict[str, list[str]], *flags: str) -> Path:
-    """Runs fairseq-preprocess on pairs of files and returns where its output is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in text.items():
-        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    prefixes = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", str(folder / split))]
-    languages = ["--source-lang", "en", "--target-lang", "de"]
-    command("preprocess", *languages, "--destdir", str(folder / "bin"), *prefixes, *flags)
-    return folder / "bin"
-
-
-@pytest.fixture(scope="session")
-def plugin() -> None:
-    """The plugin as --user-dir brings it."""
-    import_plugin()
-
-
 @pytest.fixture(scope="session")
 def pair_text() -> dict[str, list[str]]:
-    """Sentences of 20 words; the 3rd of each split and some others are empty in the source."""
+    """Sentences of 20 words and the same in reverse; the 3rd of each split and some others are empty in the source."""
     draw, text = random.Random(0), {}
     for split, size in (("train", 80), ("valid", 12), ("test", 12)):
         source = [" ".join(draw.choices([f"e{i}" for i in range(20)], k=draw.randint(1, 9))) for _ in range(size)]
         source[2::20] = [""] * len(source[2::20])
-        text[f"{split}.en"], text[f"{split}.de"] = source, [translated(line) for line in source]
+        reverse = [" ".join(reversed(line.replace("e", "d").split())) for line in source]
+        # fairseq takes no empty prefixes.
+        text[f"{split}.en"], text[f"{split}.de"] = source, [line or "d0" for line in reverse]
     return text
 
 
 @pytest.fixture(scope="session")
-def pairs(plugin, pair_text, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return Corpus(binarise_pairs(tmp_path_factory.mktemp("pairs"), pair_text), pair_text)
+def pairs(pair_text, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pairs, binarised."""
+    import_plugin()
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, lines in pair_text.items():
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return binarise_pairs(folder, "bin")
 
 
 @pytest.fixture(scope="session")
-def joined_pairs(plugin, pair_text, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def joined_pairs(pairs: Path) -> Path:
     """The same with one dictionary for both languages."""
-    folder = tmp_path_factory.mktemp("joined")
-    return Corpus(binarise_pairs(folder, pair_text, "--joined-dictionary"), pair_text)
+    return binarise_pairs(pairs.parent, "joined", "--joined-dictionary")
+
+
+def binarise_pairs(folder: Path, out: str, *flags: str) -> Path:
+    prefixes = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", str(folder / split))]
+    command("preprocess", *TRANSLATION[-4:], "--destdir", str(folder / out), *prefixes, *flags)
+    return folder / out
 
 
 def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = False) -> str:
     """Four updates of a small model, unless the flags say otherwise."""
     defaults = "--optimizer adam --lr 0.003 --max-tokens 160 --max-update 4 --seed 1".split()
     defaults += [] if validate else ["--disable-validation"]
-    criterion = "--criterion label_smoothed_cross_entropy --label-smoothing 0.1".split()
-    arguments = [*TRANSLATION, *SMALL, *QUIET, *defaults, *criterion, "--save-dir", str(save_dir), *flags]
+    if "--criterion" not in flags:
+        defaults += "--criterion label_smoothed_cross_entropy --label-smoothing 0.1".split()
+    arguments = [*TRANSLATION, *SMALL, *QUIET, *defaults, "--save-dir", str(save_dir), *flags]
     return command("train", str(data), *arguments)
-
-
-SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
-"""As `translator` is."""
 
 
 @pytest.fixture(scope="session")
 def translator(pairs, once) -> Path:
-    """A folder with the checkpoints of epochs 3, 6 and 9, of 4 updates each."""
-    flags = [*SAME_MODEL, "--max-update", "36", "--save-interval", "3"]
-    return once("translator", lambda folder: train_translation(pairs.data, folder, *flags))
+    """A checkpoint after 36 updates."""
+    flags = [*SAME_MODEL, "--max-update", "36", "--no-epoch-checkpoints"]
+    return once("translator", lambda folder: train_translation(pairs, folder, *flags)) / "checkpoint_last.pt"
 
 
-@dataclass(frozen=True)
-class Hypothesis:
+class Hypothesis(NamedTuple):
     score: float
     words: list[str]
     token_scores: list[float]  # base 2, rounded to 4 digits
@@ -138,20 +148,14 @@ class Hypothesis:
 def hypotheses_in(output: str) -> dict[int, list[Hypothesis]]:
     """By the sentence's number, best first."""
     found: dict[int, list[Hypothesis]] = {}
-    lines = iter(output.splitlines())
-    for line in lines:
-        match = re.fullmatch(r"H-(\d+)\t(\S+)\t(.*)", line)
-        if match:
-            next(lines)  # D-
-            scores = next(lines).split("\t")[1].split()
-            hypothesis = Hypothesis(float(match[2]), match[3].split(), [float(x) for x in scores])
-            found.setdefault(int(match[1]), []).append(hypothesis)
+    for number, score, text, scores in re.findall(r"^H-(\d+)\t(\S+)\t(.*)\nD-.*\nP-\d+\t(.*)$", output, re.MULTILINE):
+        hypothesis = Hypothesis(float(score), text.split(), [float(x) for x in scores.split()])
+        found.setdefault(int(number), []).append(hypothesis)
     return found
 
 
-def generate(data: Path, path: str | Path, results: Path, *flags: str) -> dict[int, list[Hypothesis]]:
+def generate(data: Path, path: Path, results: Path, *flags: str) -> dict[int, list[Hypothesis]]:
     """Runs fairseq-generate on the test split, with a beam of 4 unless the flags say otherwise."""
-    shutil.rmtree(results, ignore_errors=True)
     defaults = ["--path", str(path), "--beam", "4", "--max-len-b", "12", "--results-path", str(results)]
     command("generate", str(data), *TRANSLATION, *QUIET, "--batch-size", "5", *defaults, *flags)
     (output,) = results.iterdir()
