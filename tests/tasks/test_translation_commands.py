@@ -101,7 +101,7 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path)
     common = """--update-rule delta --feature-map favor --attention-dropout 0.1 --dropout 0.2 --lr 0.01
         --lr-scheduler inverse_sqrt --warmup-updates 4""".split()
     learned = losses(train_translation(pairs, tmp_path / "whole", *common, "--max-update", "12"))
-    assert sum(learned[-4:]) < sum(learned[:4]) - 2
+    assert sum(learned[-4:]) < sum(learned[:4]) - 1
     for updates in ("5", "12"):  # the first in the middle of an epoch
         log = train_translation(pairs, tmp_path / "cut", *common, "--max-update", updates)
     assert "Loaded checkpoint" in log and losses(log) == learned[5:]
