@@ -7,6 +7,7 @@ import random
 import sys
 import unicodedata
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +46,17 @@ ALL = [*TEXTS, *random_texts()]
 @pytest.fixture(scope="module", params=["gpt2", "gpt2 in two files", "neox"])
 def both(request, tmp_path_factory) -> tuple[Any, Path, bool]:
     """The real tokenizer, the folder that was written, and whether it is one such as Pythia's."""
-    neox = request.param == "neox"
-    real = sources.tokenizer(neox)
-    theirs, ours = tmp_path_factory.mktemp("theirs"), tmp_path_factory.mktemp("ours")
-    if request.param == "gpt2 in two files":
-        real.model.save(str(theirs))
-        vocabulary = json.loads((theirs / "vocab.json").read_text())
-        (theirs / "vocab.json").write_text(json.dumps(vocabulary | {"<|endoftext|>": sources.TYPES - 1}))
-    else:
-        real.save(str(theirs / "tokenizer.json"))
-    read = read_tokenizer(theirs)
+    neox, folder = request.param == "neox", tmp_path_factory.mktemp("tokenizer")
+    real = sources.save_tokenizer(folder, neox, two_files="two" in request.param)
+    read = read_tokenizer(folder)
     end = 0 if neox else sources.TYPES - 1
     assert read.end_of_text == end and read.size == sources.TYPES and read.is_plain(end) is not neox
     read.check(288, end)
-    read.write(ours, 288, end)
-    return real, ours, neox
+    read.write(folder, 288, end)
+    return real, folder, neox
 
 
-def byte_level(folder: Path) -> Any:
+def byte_level(folder: Path | str) -> Any:
     return encoders.build_bpe(Namespace(bpe="byte_level", byte_level_folder=str(folder)))
 
 
@@ -79,6 +73,7 @@ def test_byte_level_gives_the_real_numbers_and_the_text_back(both):
         assert [int(n) for n in numbers.split()] == real.encode(text).ids, repr(text)
         assert bpe.decode(numbers) == (unicodedata.normalize("NFC", text) if neox else text), repr(text)
         assert bpe.decode(numbers) == real.decode([int(n) for n in numbers.split()]), repr(text)
+    assert [bpe.is_beginning_of_word(bpe.encode(start).split()[0]) for start in (" the", "the")] == [True, False]
 
 
 def test_fairseqs_gpt2_does_where_the_tokenizer_is_plain(both):
@@ -86,8 +81,7 @@ def test_fairseqs_gpt2_does_where_the_tokenizer_is_plain(both):
     bpe = fairseqs(folder)
     same = [bpe.encode(text).split() == [str(n) for n in real.encode(text).ids] for text in ALL]
     assert all(same) is not neox  # Pythia's joins spaces, and has NFC
-    for text in ALL:
-        assert bpe.decode(bpe.encode(text)) == text
+    assert all(bpe.decode(bpe.encode(text)) == text for text in ALL)
     # No number that a model can draw makes decoding fail.
     for bpe in (fairseqs(folder), byte_level(folder)):
         assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
@@ -95,94 +89,64 @@ def test_fairseqs_gpt2_does_where_the_tokenizer_is_plain(both):
 
 def test_the_end_of_text_is_fairseqs(both):
     real, folder, _ = both
-    bpe = byte_level(folder)
-    words = bpe.encode("the cat<|endoftext|> the mat").split()
+    bpe, text = byte_level(folder), "the cat<|endoftext|> the mat"
+    words = bpe.encode(text).split()
     assert words.count("</s>") == 1 and "<unk>" not in words
     end = str(real.token_to_id("<|endoftext|>"))
-    assert [end if word == "</s>" else word for word in words] == [
-        str(n) for n in real.encode("the cat<|endoftext|> the mat").ids
-    ]
-    assert bpe.decode(" ".join(words)) == "the cat<|endoftext|> the mat"
-    assert bpe.decode("<unk>") == "<unk>"
+    assert [end if word == "</s>" else word for word in words] == [str(n) for n in real.encode(text).ids]
+    assert bpe.decode(" ".join(words)) == text and bpe.decode("<unk>") == "<unk>"
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere"])
 def test_a_folder_without_the_files_is_refused(folder):
     with pytest.raises(ValueError, match=f"byte_level_folder is '{folder}'; it must be a folder with encoder.json"):
-        byte_level(Path(folder)) if folder else encoders.build_bpe(Namespace(bpe="byte_level", byte_level_folder=""))
+        byte_level(folder)
 
 
-@pytest.mark.parametrize(("start", "expected"), [(" the", True), ("the", False)])
-def test_beginnings_of_words(both, start, expected):
-    bpe = byte_level(both[1])
-    assert bpe.is_beginning_of_word(bpe.encode(start).split()[0]) is expected
-
-
-# ------------------------------------------------------------------------------------ what is refused
-
-
-def change(part: str, value: Any):
+def put(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def apply(content: dict[str, Any]) -> None:
-        *path, last = part.split("/")
+        *path, last = place.split("/")
         for name in path:
-            content = content[name]
+            content = content[int(name) if name.isdigit() else name]
         content[last] = value
 
     return apply
 
 
-def add(**flags: Any):
-    def apply(content: dict[str, Any]) -> None:
-        content["added_tokens"][0] |= flags
-
-    return apply
-
-
-def repeat(content: dict[str, Any]) -> None:
-    content["model"]["vocab"]["!"] = content["model"]["vocab"]["#"]
-
-
-def drop(content: dict[str, Any]) -> None:
-    del content["model"]["vocab"]["!"]
-
-
 SPLIT = {"type": "Sequence", "pretokenizers": [{"type": "Split"}, {"type": "ByteLevel"}]}
+LOWER = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+TEMPLATE = {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}
 
 
 @pytest.mark.parametrize(
     ("alter", "message"),
     [
-        (change("normalizer", {"type": "NFKC"}), "normalizer is NFKC; only NFC, or none"),
-        (
-            change("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}),
-            r"normalizer is Sequence \(NFC, Lowercase\)",
-        ),
-        (change("pre_tokenizer", {"type": "Whitespace"}), "pre_tokenizer is Whitespace; only ByteLevel"),
-        (change("pre_tokenizer", SPLIT), r"pre_tokenizer is Sequence \(Split, ByteLevel\)"),
-        (change("pre_tokenizer", None), "pre_tokenizer is missing"),
-        (change("pre_tokenizer/add_prefix_space", True), "ByteLevel add_prefix_space true"),
-        (change("pre_tokenizer/use_regex", False), "use_regex false"),
-        (
-            change("post_processor", {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}),
-            "post_processor is TemplateProcessing",
-        ),
-        (change("model/type", "Unigram"), "model is 'Unigram'; only 'BPE'"),
-        (change("model", None), "model is missing"),
-        (change("model/dropout", 0.1), "dropout of the model is 0.1"),
-        (change("model/byte_fallback", True), "byte_fallback of the model is True"),
-        (change("model/ignore_merges", True), "ignore_merges of the model is True"),
-        (change("model/end_of_word_suffix", "</w>"), "end_of_word_suffix of the model is '</w>'"),
-        (change("model/merges", None), "merges of the model are missing"),
-        (change("model/merges", ["a b c"]), "merges hold .*'c'.*; each must be two pieces"),
-        (change("model/merges", [["x", "y"]]), "merges join 'x' and 'y', which the vocabulary lacks"),
-        (change("model/vocab", []), "the vocabulary must give each piece its number"),
-        (change("model/vocab/!", "1"), "the vocabulary must give each piece its number"),
-        (repeat, "several pieces with the same number"),
-        (drop, "1 of the 256 bytes have no piece, '!'"),
-        (add(lstrip=True), r"lstrip of the added token '<\|endoftext\|>' is set"),
-        (add(single_word=True), "single_word of the added token"),
-        (add(id=3), r"3 is .* in the vocabulary and '<\|endoftext\|>' in added_tokens"),
-        (add(id=None), "added_tokens holds .*; it must have a content and an id"),
+        (put("normalizer", {"type": "NFKC"}), "normalizer is NFKC; only NFC, or none"),
+        (put("normalizer", LOWER), r"normalizer is Sequence \(NFC, Lowercase\)"),
+        (put("pre_tokenizer", {"type": "Whitespace"}), "pre_tokenizer is Whitespace; only ByteLevel"),
+        (put("pre_tokenizer", SPLIT), r"pre_tokenizer is Sequence \(Split, ByteLevel\)"),
+        (put("pre_tokenizer", "none"), "pre_tokenizer is 'none'"),
+        (put("pre_tokenizer", None), "pre_tokenizer is missing"),
+        (put("pre_tokenizer/add_prefix_space", True), "ByteLevel add_prefix_space true"),
+        (put("pre_tokenizer/use_regex", False), "use_regex false"),
+        (put("post_processor", TEMPLATE), "post_processor is TemplateProcessing"),
+        (put("model/type", "Unigram"), "model is 'Unigram'; only 'BPE'"),
+        (put("model", None), "model is missing"),
+        (put("model/dropout", 0.1), "dropout of the model is 0.1"),
+        (put("model/byte_fallback", True), "byte_fallback of the model is True"),
+        (put("model/ignore_merges", True), "ignore_merges of the model is True"),
+        (put("model/end_of_word_suffix", "</w>"), "end_of_word_suffix of the model is '</w>'"),
+        (put("model/merges", None), "merges of the model are missing"),
+        (put("model/merges", ["a b c"]), "merges hold .*'c'.*; each must be two pieces"),
+        (put("model/merges", [["x", "y"]]), "merges join 'x' and 'y', which the vocabulary lacks"),
+        (put("model/vocab", []), "the vocabulary must give each piece its number"),
+        (put("model/vocab/!", "1"), "the vocabulary must give each piece its number"),
+        (put("model/vocab/!", 2), "several pieces with the same number"),
+        (lambda content: content["model"]["vocab"].pop("!"), "1 of the 256 bytes have no piece, '!'"),
+        (put("added_tokens/0/lstrip", True), r"lstrip of the added token '<\|endoftext\|>' is set"),
+        (put("added_tokens/0/single_word", True), "single_word of the added token"),
+        (put("added_tokens/0/id", 3), r"3 is .* in the vocabulary and '<\|endoftext\|>' in added_tokens"),
+        (put("added_tokens/0/id", None), "added_tokens holds .*; it must have a content and an id"),
     ],
 )
 def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, alter, message):
@@ -194,12 +158,23 @@ def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, alter, message):
     assert "tokenizer.json" in str(error.value)
 
 
-def test_runs_of_spaces_that_only_a_vocabulary_lists_are_refused(tmp_path):
-    """As GPT-NeoX's vocab.json does: without tokenizer.json no one knows when they are cut out of a text."""
-    sources.tokenizer(False).model.save(str(tmp_path))
-    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary | {"   ": len(vocabulary)}))
-    with pytest.raises(ValueError, match=r"vocab.json: 1 pieces, '   ' for one, are not written in characters for byt"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        # As GPT-NeoX's does: without tokenizer.json no one knows when they are cut out of a text.
+        ("vocab.json", {"   ": 300}, r"vocab.json: 1 pieces, '   ' for one, are not written in characters for byt"),
+        ("tokenizer_config.json", {"add_bos_token": True}, "tokenizer_config.json: add_bos_token is set"),
+        ("added_tokens.json", {"<pad>": "0"}, "added_tokens.json: the vocabulary must give each piece its number"),
+        ("merges.txt", b"\xff", "merges.txt: this is not UTF-8"),
+    ],
+)
+def test_two_files_that_say_too_little_or_more_are_refused(tmp_path, name, content, message):
+    sources.save_tokenizer(tmp_path, neox=False, two_files=True)
+    if isinstance(content, dict):
+        before = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {}
+        content = json.dumps(before | content).encode()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         read_tokenizer(tmp_path)
 
 
@@ -209,5 +184,4 @@ def test_added_words_may_be_in_the_vocabulary_as_they_are(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     read_tokenizer(tmp_path).write(tmp_path, 288, 0)
     for bpe in (fairseqs(tmp_path), byte_level(tmp_path)):
-        for word in content["added_tokens"]:
-            assert bpe.decode(str(word["id"])) == word["content"]
+        assert all(bpe.decode(str(word["id"])) == word["content"] for word in content["added_tokens"])
