@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,21 +22,25 @@ import torch
 from fairseq_fastweights.conversion.__main__ import main
 from tests.conversion import sources
 
-SAFETENSORS = "model.safetensors"
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
+    """Sources of from-huggingface, and "converted", one of to-huggingface."""
     folder = tmp_path_factory.mktemp("sources")
-    return {
+    made = {
         "gpt2": sources.save(folder / "gpt2", sources.model(False)),
         "neox": sources.save(folder / "neox", sources.model(True)),
         "shards": sources.save(folder / "shards", sources.model(False), shards=3),
-        "bin": sources.save(folder / "bin", sources.model(False), form="bin"),
+        "bin": sources.save(folder / "bin", sources.model(False), in_bin=True),
     }
+    assert main(["from-huggingface", str(made["neox"]), str(folder / "converted")]) == 0
+    return made | {"converted": folder / "converted"}
 
 
-def setting(**changes: object) -> Callable[[Path], None]:
+Spoil = Callable[[Path], object]
+
+
+def setting(**changes: object) -> Spoil:
     def apply(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps({n: v for n, v in config.items() if v != "gone"}))
@@ -43,11 +48,11 @@ def setting(**changes: object) -> Callable[[Path], None]:
     return apply
 
 
-def remove(*names: str) -> Callable[[Path], None]:
-    return lambda folder: [(folder / name).unlink() for name in names] and None
+def remove(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
 
 
-def cut(name: str, share: float) -> Callable[[Path], None]:
+def cut(name: str, share: float) -> Spoil:
     def apply(folder: Path) -> None:
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[: int(len(content) * share)])
@@ -55,17 +60,28 @@ def cut(name: str, share: float) -> Callable[[Path], None]:
     return apply
 
 
-def write(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(content) and None
+def write(name: str, content: bytes) -> Spoil:
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-def weights(change: Callable[[dict], object]) -> Callable[[Path], None]:
+def weights(change: Callable[[dict[str, Any]], object], name: str = "pytorch_model.bin") -> Spoil:
+    """With what `change` makes of a file that torch.save wrote."""
+    return lambda folder: torch.save(change(torch.load(folder / name, weights_only=True)), folder / name)
+
+
+def shard(place: str) -> Spoil:
     def apply(folder: Path) -> None:
-        state = torch.load(folder / "pytorch_model.bin", weights_only=True)
-        state = change(state) or state
-        torch.save(state, folder / "pytorch_model.bin")
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        path.write_text(json.dumps({"weight_map": index["weight_map"] | {"transformer.wte.weight": place}}))
 
     return apply
+
+
+def another_shard(folder: Path) -> None:
+    """What is in one of them is in this one too."""
+    shutil.copy(max(folder.glob("model-*")), folder / "x.safetensors")
+    shard("x.safetensors")(folder)
 
 
 class Harmful:
@@ -75,154 +91,107 @@ class Harmful:
         return open, ("harmed", "w")
 
 
-def names_place(place: str) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        path = folder / "model.safetensors.index.json"
-        index = json.loads(path.read_text())
-        index["weight_map"]["transformer.wte.weight"] = place
-        path.write_text(json.dumps(index))
-
-    return apply
-
-
-NAME = "transformer.h.0.mlp.c_fc.weight"
-BAD = {
+SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
+LAYER = "transformer.h.0.mlp.c_fc.weight"
+LFS = b"version https://git-lfs"
+ROPE = "rope_parameters"
+BAD: list[tuple[str, Spoil, str]] = [
     # The folder.
-    "no config": ("gpt2", remove("config.json"), "config.json: there is no such file"),
-    "config cut": ("gpt2", cut("config.json", 0.5), "config.json: this is not JSON"),
-    "config a list": ("gpt2", write("config.json", b"[]"), "config.json: this must hold a JSON object, not list"),
-    "no weights": ("gpt2", remove(SAFETENSORS), "there are no weights; it must hold one of model.safetensors, "),
-    "no tokenizer": ("gpt2", remove("tokenizer.json"), "there is no tokenizer; it must hold tokenizer.json, or"),
+    ("gpt2", shutil.rmtree, "source: SOURCE must be a folder"),
+    ("gpt2", remove("config.json"), "config.json: there is no such file"),
+    ("gpt2", cut("config.json", 0.5), "config.json: this is not JSON"),
+    ("gpt2", write("config.json", b"[]"), "config.json: this must hold a JSON object, not list"),
+    ("gpt2", remove(SAFETENSORS), "there are no weights; it must hold one of model.safetensors, "),
+    ("gpt2", remove("tokenizer.json"), "there is no tokenizer; it must hold tokenizer.json, or"),
     # Its configuration.
-    "another family": ("gpt2", setting(model_type="llama"), "model_type is 'llama'; it must be one of gpt2, gpt_neox"),
-    "no family": ("gpt2", setting(model_type="gone"), "model_type is None"),
-    "no size": ("gpt2", setting(n_layer="gone"), "n_layer is None; it must be a positive whole number"),
-    "size 0": ("neox", setting(hidden_size=0), "hidden_size is 0; it must be a positive whole number"),
-    "heads": ("gpt2", setting(n_head=5), "n_head is 5; it must be a divisor of n_embd, 12"),
-    "layer scale": (
-        "gpt2",
-        setting(scale_attn_by_inverse_layer_idx=True),
-        "scale_attn_by_inverse_layer_idx is True; only False is supported",
-    ),
-    "no scale": ("gpt2", setting(scale_attn_weights=False), "scale_attn_weights is False; only True is supported"),
-    "cross": ("gpt2", setting(add_cross_attention=True), "add_cross_attention is True; only False"),
-    "epsilon": ("gpt2", setting(layer_norm_epsilon=1e-6), "layer_norm_epsilon is 1e-06; only 1e-05 is supported"),
-    "activation": (
-        "gpt2",
-        setting(activation_function="silu"),
-        "activation_function is 'silu'; it must be one of gelu",
-    ),
-    "activation of neox": ("neox", setting(hidden_act="quick_gelu"), "hidden_act is 'quick_gelu'; it must be one of"),
-    "dropout": ("gpt2", setting(resid_pdrop=1.5), "resid_pdrop is 1.5; it must be at least 0 and less than 1"),
-    "no biases": ("neox", setting(attention_bias=False), "attention_bias is False; only True is supported"),
-    "rope type": (
-        "neox",
-        setting(rope_parameters={"rope_type": "linear", "factor": 2.0}),
-        "rope_type is 'linear' and rope_scaling is None; only 'default' and null",
-    ),
-    "rope scaling": ("neox", setting(rope_scaling={"type": "dynamic"}), "rope_scaling is {'type': 'dynamic'}"),
-    "rotary share": (
-        "neox",
-        setting(rope_parameters={"partial_rotary_factor": 1.5}),
-        "rotary_pct is 1.5; it must be more than 0 and at most 1",
-    ),
-    "odd rotary": (
-        "neox",
-        setting(rope_parameters={"partial_rotary_factor": 0.375}),
-        "rotary_pct is 0.375; of 8 dimensions a head it must take an even number",
-    ),
-    "end of text": ("gpt2", setting(eos_token_id=272), "eos_token_id is 272; it must be one number, from 0 to .* 271"),
-    "two ends": ("gpt2", setting(eos_token_id=[1, 2]), r"eos_token_id is \[1, 2\]; it must be one number"),
-    "end in text": (
-        "gpt2",
-        setting(eos_token_id=5),
-        "eos_token_id is 5, which in tokenizer.json is .* a piece of text",
-    ),
+    ("gpt2", setting(model_type="llama"), "model_type is 'llama'; it must be one of gpt2, gpt_neox"),
+    ("gpt2", setting(model_type="gone"), "model_type is None"),
+    ("gpt2", setting(n_layer="gone"), "n_layer is None; it must be a positive whole number"),
+    ("neox", setting(hidden_size=0), "hidden_size is 0; it must be a positive whole number"),
+    ("gpt2", setting(n_head=5), "n_head is 5; it must be a divisor of n_embd, 12"),
+    ("gpt2", setting(scale_attn_by_inverse_layer_idx=True), "_layer_idx is True; only False is supported"),
+    ("gpt2", setting(scale_attn_weights=False), "scale_attn_weights is False; only True is supported"),
+    ("gpt2", setting(add_cross_attention=True), "add_cross_attention is True; only False"),
+    ("gpt2", setting(layer_norm_epsilon=1e-6), "layer_norm_epsilon is 1e-06; only 1e-05 is supported"),
+    ("gpt2", setting(activation_function="silu"), "activation_function is 'silu'; it must be one of gelu"),
+    ("neox", setting(hidden_act="quick_gelu"), "hidden_act is 'quick_gelu'; it must be one of"),
+    ("gpt2", setting(resid_pdrop=1.5), "resid_pdrop is 1.5; it must be at least 0 and less than 1"),
+    ("gpt2", setting(tie_word_embeddings=1), "tie_word_embeddings is 1; it must be true or false"),
+    ("neox", setting(attention_bias=False), "attention_bias is False; only True is supported"),
+    ("neox", setting(layer_norm_eps=1e-6), "layer_norm_eps is 1e-06; only 1e-05 is supported"),
+    ("neox", setting(num_attention_heads=3), "num_attention_heads is 3; it must be a divisor of hidden_size, 16"),
+    ("neox", setting(**{ROPE: {"rope_type": "linear"}}), "is 'linear' and rope_scaling is None; only 'default' and"),
+    ("neox", setting(rope_scaling={"type": "dynamic"}), "rope_scaling is {'type': 'dynamic'}"),
+    ("neox", setting(**{ROPE: {"partial_rotary_factor": 1.5}}), "rotary_pct is 1.5; it must be more than 0 and at mo"),
+    ("neox", setting(**{ROPE: {"partial_rotary_factor": 0.375}}), "is 0.375; of 8 dimensions a head it must take an"),
+    ("neox", setting(**{ROPE: {"rope_theta": 0}}), "rotary_emb_base is 0; it must be more than 0"),
+    ("gpt2", setting(eos_token_id=272), "eos_token_id is 272; it must be one number, from 0 to .* 271"),
+    ("gpt2", setting(eos_token_id=[1, 2]), r"eos_token_id is \[1, 2\]; it must be one number"),
+    ("gpt2", setting(eos_token_id=5), "eos_token_id is 5, which in tokenizer.json is .* a piece of text"),
     # Its tokenizer.
-    "tokenizer's size": (
-        "gpt2",
-        setting(vocab_size=280),
-        "tokenizer.json: the tokenizer has 272 word types, but the model, in config.json's vocab_size, 280",
-    ),
-    "larger tokenizer": ("neox", setting(vocab_size=271), "tokenizer has 272 word types, but the model, .* 271"),
+    ("gpt2", setting(vocab_size=280), "json: the tokenizer has 272 word types, but the model, in .*vocab_size, 280"),
+    ("neox", setting(vocab_size=271), "tokenizer has 272 word types, but the model, .* 271"),
     # Its weights.
-    "safetensors cut": ("gpt2", cut(SAFETENSORS, 0.7), "model.safetensors: the file is broken or cut short"),
-    "safetensors cut to a few bytes": (
-        "gpt2",
-        cut(SAFETENSORS, 0.0001),
-        "model.safetensors: the file is broken or cut",
-    ),
-    "safetensors of text": (
-        "gpt2",
-        write(SAFETENSORS, b"version https://git-lfs"),
-        "model.safetensors: the file is br",
-    ),
-    "a shard": (
-        "shards",
-        lambda f: min(f.glob("model-*.safetensors")).unlink(),
-        r"of \d shards 1 missing: model-00001-of-0000\d.safetensors",
-    ),
-    "a shard elsewhere": (
-        "shards",
-        names_place("../x.safetensors"),
-        "names '../x.safetensors'; it must be a .safetenso",
-    ),
-    "a shard of a kind": ("shards", names_place("x.bin"), "names 'x.bin'; it must be a .safetensors file in the same"),
-    "no places": ("shards", write("model.safetensors.index.json", b"{}"), "weight_map is missing"),
-    "bin cut": ("bin", cut("pytorch_model.bin", 0.7), "pytorch_model.bin: .*broken"),
-    "bin empty": ("bin", write("pytorch_model.bin", b"\0"), "pytorch_model.bin: .*broken"),
-    "code": ("bin", weights(lambda s: s | {"x": Harmful()}), "pytorch_model.bin: refused: it holds something else"),
-    "an object": (
-        "bin",
-        weights(lambda s: s | {"x": argparse.Namespace()}),
-        "pytorch_model.bin: refused: it holds Namespace under 'x', not weights",
-    ),
-    "a list": ("bin", weights(lambda s: list(s.values())), "pytorch_model.bin: refused: it holds list, not weights"),
-    "whole numbers": (
-        "bin",
-        weights(lambda s: s | {NAME: s[NAME].to(torch.int8)}),
-        f"weight '{NAME}' is int8; it must be float16",
-    ),
-    "not tied": (
+    ("gpt2", cut(SAFETENSORS, 0.7), "model.safetensors: the file is broken or cut short"),
+    ("gpt2", cut(SAFETENSORS, 0.0001), "model.safetensors: the file is broken or cut"),
+    ("gpt2", write(SAFETENSORS, LFS), "model.safetensors: the file is br"),
+    ("shards", lambda f: min(f.glob("model-*")).unlink(), r"of \d shards 1 missing: model-00001-of-0000\d.safetensors"),
+    ("shards", shard("../x.safetensors"), "names '../x.safetensors'; it must be a .safetenso"),
+    ("shards", shard("x.bin"), "names 'x.bin'; it must be a .safetensors file in the same"),
+    ("shards", write("model.safetensors.index.json", b"{}"), "weight_map is missing"),
+    ("shards", another_shard, "x.safetensors: weight '.*' is in another file too"),
+    ("bin", cut(BIN, 0.7), "pytorch_model.bin: .*broken"),
+    ("bin", write(BIN, b"\0"), "pytorch_model.bin: .*broken"),
+    ("bin", weights(lambda s: s | {"x": Harmful()}), "pytorch_model.bin: refused: it holds something else"),
+    ("bin", weights(lambda s: s | {"x": argparse.Namespace()}), "bin: refused: it holds Namespace under 'x', not weig"),
+    ("bin", weights(lambda s: list(s.values())), "pytorch_model.bin: refused: it holds list, not weights"),
+    ("bin", weights(lambda s: s | {LAYER: s[LAYER].to(torch.int8)}), f"weight '{LAYER}' is int8; it must be float16"),
+    (
         "bin",
         weights(lambda s: s | {"lm_head.weight": s["lm_head.weight"] + 1}),
         "tie_word_embeddings is true in config.json, but lm_head.weight is not transformer.wte.weight",
     ),
-    "a vocabulary of another size": (
-        "bin",
-        setting(vocab_size=288),
-        r"transformer.wte.weight +\(272, 12\) +\(288, 12\)",
+    ("bin", setting(vocab_size=288), r"transformer.wte.weight +\(272, 12\) +\(288, 12\)"),
+    # On the way back.
+    ("converted", remove("conversion.json"), "SOURCE must be a folder that from-huggingface wrote"),
+    ("converted", write("conversion.json", b"{}"), "conversion.json: weights must be a list of names"),
+    ("converted", remove("model.pt"), "model.pt: there is no such checkpoint"),
+    ("converted", cut("model.pt", 0.5), "model.pt: .*broken"),
+    ("converted", lambda f: torch.save([1], f / "model.pt"), "model.pt: this is not a checkpoint of fairseq's"),
+    (
+        "converted",
+        weights(lambda s: s["model"].pop("decoder.layers.1.fc1.bias") is None or s, "model.pt"),
+        r"decoder.layers.1.fc1.bias +missing +\(28,\)",
     ),
-}
+    ("converted", lambda f: torch.save({"model": Harmful()}, f / "model.pt"), "model.pt: refused: it holds something"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys, case):
-    base, spoil, message = BAD[case]
+@pytest.mark.parametrize(("base", "spoil", "message"), BAD)
+def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys, base, spoil, message):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(folders[base], tmp_path / "source")
-    spoil(tmp_path / "source")
-    assert main(["from-huggingface", "source", "target"]) == 2
+    shutil.copytree(folders[base], "source")
+    spoil(Path("source"))
+    before = sorted(tmp_path.iterdir())
+    command = "to-huggingface" if base == "converted" else "from-huggingface"
+    assert main([command, "source", "target"]) == 2
     error = capsys.readouterr().err
-    assert "from-huggingface: error: " in error and "Traceback" not in error
+    assert f"{command}: error: " in error and "Traceback" not in error
     assert re.search(message, error), error
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_all_weights_that_do_not_fit_are_in_one_table(folders, tmp_path, capsys):
-    shutil.copytree(folders["bin"], tmp_path / "source")
-
-    def spoil(state: dict) -> None:
+    def spoil(state: dict[str, Any]) -> dict[str, Any]:
         del state["transformer.ln_f.bias"]
-        state["transformer.h.1.ln_1.weight"] = torch.ones(5)
-        state["transformer.h.2.ln_1.weight"] = torch.ones(12)
+        return state | {f"transformer.h.{i}.ln_1.weight": torch.ones(size) for i, size in ((1, 5), (2, 12))}
 
+    shutil.copytree(folders["bin"], tmp_path / "source")
     weights(spoil)(tmp_path / "source")
     assert main(["from-huggingface", str(tmp_path / "source"), str(tmp_path / "target")]) == 2
-    lines = [line.split("  ") for line in capsys.readouterr().err.splitlines()]
-    rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
-    assert "the weights do not fit config.json (3 of 30):" in rows[0][0]
-    assert rows[1:] == [
+    first, *rows = capsys.readouterr().err.splitlines()
+    assert "the weights do not fit config.json (3 of 30):" in first
+    assert [re.split(r" {2,}", row.strip()) for row in rows] == [
         ["weight", "found", "expected"],
         ["transformer.h.1.ln_1.weight", "(5,)", "(12,)"],
         ["transformer.h.2.ln_1.weight", "(12,)", "nothing of this name"],
@@ -230,41 +199,32 @@ def test_all_weights_that_do_not_fit_are_in_one_table(folders, tmp_path, capsys)
     ]
 
 
-@pytest.fixture(scope="module")
-def converted(folders, tmp_path_factory) -> Path:
-    target = tmp_path_factory.mktemp("converted") / "neox"
-    assert main(["from-huggingface", str(folders["neox"]), str(target)]) == 0
-    return target
+WAYS = pytest.mark.parametrize(("command", "base"), [("from-huggingface", "neox"), ("to-huggingface", "converted")])
 
 
-@pytest.mark.parametrize("command", ["from-huggingface", "to-huggingface"])
-def test_nothing_is_overwritten(folders, converted, tmp_path, capsys, command):
-    source = folders["neox"] if command == "from-huggingface" else converted
+@WAYS
+def test_nothing_is_overwritten(folders, tmp_path, capsys, command, base):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("file", "folder", "link"):
-        assert main([command, str(source), str(tmp_path / name)]) == 2
+        assert main([command, str(folders[base]), str(tmp_path / name)]) == 2
         assert f"{name}: TARGET exists; nothing is overwritten" in capsys.readouterr().err
-    assert main([command, str(source), str(tmp_path / "no" / "where")]) == 2
+    assert main([command, str(folders[base]), str(tmp_path / "no" / "where")]) == 2
     assert "TARGET's parent folder must exist" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder", "link"]
     assert (tmp_path / "file").read_text() == "mine" and not list((tmp_path / "folder").iterdir())
 
 
-@pytest.mark.parametrize("failing", ["torch.save", "safetensors.torch.save_file"])
-def test_a_failure_in_the_middle_leaves_nothing(folders, converted, tmp_path, monkeypatch, failing):
+@WAYS
+def test_a_failure_in_the_middle_leaves_nothing(folders, tmp_path, monkeypatch, command, base):
     def fail(content, file, **_):
         Path(file if isinstance(file, Path) else file.name).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(failing, fail)
-    back = failing != "torch.save"
+    monkeypatch.setattr("torch.save" if base == "neox" else "safetensors.torch.save_file", fail)
     with pytest.raises(KeyboardInterrupt):
-        if back:
-            main(["to-huggingface", str(converted), str(tmp_path / "target")])
-        else:
-            main(["from-huggingface", str(folders["neox"]), str(tmp_path / "target")])
+        main([command, str(folders[base]), str(tmp_path / "target")])
     assert not list(tmp_path.iterdir())
 
 
@@ -276,12 +236,12 @@ def run_limited(size: int, *arguments: str) -> tuple[int, str]:
         return main(list(arguments)), said.getvalue()
 
 
-@pytest.mark.parametrize("command", ["from-huggingface", "to-huggingface"])
+@WAYS
 @pytest.mark.parametrize("size", [100, 16_000])  # where the file begins, and amid the weights
-def test_a_file_that_cannot_be_written_is_one_line(folders, converted, tmp_path, command, size):
-    source, target = folders["neox"] if command == "from-huggingface" else converted, tmp_path / "target"
+def test_a_file_that_cannot_be_written_is_one_line(folders, tmp_path, command, base, size):
+    target = tmp_path / "target"
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:  # the limit is for good
-        code, said = process.submit(run_limited, size, command, str(source), str(target)).result()
+        code, said = process.submit(run_limited, size, command, str(folders[base]), str(target)).result()
     assert code == 2 and "Traceback" not in said
     last = said.splitlines()[-1]
     assert f"{command}: error: {target}: TARGET cannot be written: model." in last and "File too large" in last
@@ -297,38 +257,3 @@ def test_any_file_that_cannot_be_written_is_named_with_the_target(folders, tmp_p
     error = capsys.readouterr().err
     assert f"error: {tmp_path / 'target'}: TARGET cannot be written: [Errno {errno.ENOSPC}] No space left" in error
     assert not list(tmp_path.iterdir())
-
-
-def checkpoint(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        state = torch.load(folder / "model.pt", weights_only=True)
-        change(state["model"])
-        torch.save(state, folder / "model.pt")
-
-    return apply
-
-
-BACK = {
-    "no record": (remove("conversion.json"), "SOURCE must be a folder that from-huggingface wrote"),
-    "record": (write("conversion.json", b"{}"), "conversion.json: weights must be a list of names"),
-    "no checkpoint": (remove("model.pt"), "model.pt: there is no such checkpoint"),
-    "cut": (cut("model.pt", 0.5), "model.pt: .*broken"),
-    "no model": (lambda f: torch.save([1], f / "model.pt"), "model.pt: this is not a checkpoint of fairseq's"),
-    "weights": (
-        checkpoint(lambda m: m.pop("decoder.layers.1.fc1.bias")),
-        r"decoder.layers.1.fc1.bias +missing +\(28,\)",
-    ),
-    "code": (lambda f: torch.save({"model": Harmful()}, f / "model.pt"), "model.pt: refused: it holds something else"),
-}
-
-
-@pytest.mark.parametrize("case", BACK)
-def test_on_the_way_back_too(converted, tmp_path, monkeypatch, capsys, case):
-    spoil, message = BACK[case]
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(converted, tmp_path / "source")
-    spoil(tmp_path / "source")
-    assert main(["to-huggingface", "source", "target"]) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error), error
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
