@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -10,20 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import fairseq_fastweights.models.fast_weight_lm
-import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 from fairseq_fastweights.conversion.freezing import Freezing, LossImprovement
 from tests.conftest import train
 from tests.tasks.conftest import train_in_two
 
-MODEL = ["--decoder-normalize-before", "--update-rule", "decay", "--feature-dim", "4"]
-HARD = ["--weight-decay", "0.1", "--clip-norm", "0.05"]
+HARD = "--decoder-normalize-before --update-rule decay --feature-dim 4 --weight-decay 0.1 --clip-norm 0.05".split()
 
 
-def run(improvement: LossImprovement, losses: list[float], weight: float = 1.0) -> int | None:
+def run(improvement: LossImprovement, losses: list[float]) -> int | None:
     """The update, from 1, with which improvement was over."""
     for update, loss in enumerate(losses, start=1):
-        improvement.add(loss * weight, weight)
+        improvement.add(loss, 1)
         if improvement.over:
             return update
     return None
@@ -48,14 +46,22 @@ def run(improvement: LossImprovement, losses: list[float], weight: float = 1.0) 
         (0.01, 3, 1, [10, 10, 10, 5, 5, 5, 5], 7),
         # Worse is not better, and no number is not either.
         (0.01, 1, 1, [10, 12], 2),
-        (0.01, 1, 1, [10, float("nan")], 2),
+        (0.01, 1, 1, [10, math.nan], 2),
         (0.01, 1, 1, [0, 0], 2),
         # Exactly as much as asked for is enough.
         (0.5, 1, 1, [8, 4, 2, 1], None),
     ],
 )
 def test_improvement_is_over_when_it_has_been_small_for_long_enough(threshold, patience, interval, losses, over_at):
-    assert run(LossImprovement(threshold, patience, interval), losses) == over_at
+    improvement = LossImprovement(threshold, patience, interval)
+    assert run(improvement, losses) == over_at
+    run(improvement, [5] * interval + [1] * interval)
+    assert improvement.over or over_at is None  # for good
+    # A state goes on where another was left.
+    first, second = (LossImprovement(threshold, patience, interval) for _ in range(2))
+    run(first, losses[:-1])
+    second.state = dict(first.state)
+    assert run(second, losses[-1:]) == (over_at and 1)
 
 
 def test_losses_are_weighted_by_what_they_are_of():
@@ -65,46 +71,29 @@ def test_losses_are_weighted_by_what_they_are_of():
     assert improvement.state["average"] == pytest.approx(33 / 12)
 
 
-def test_improvement_that_is_over_stays_so():
-    improvement = LossImprovement(0.01, 1, 1)
-    assert run(improvement, [10, 10]) == 2
-    run(improvement, [5, 1])
-    assert improvement.over
-
-
-def test_a_state_goes_on_where_another_was_left():
-    whole, first, second = (LossImprovement(0.01, 2, 3) for _ in range(3))
-    losses = [9, 8, 7, 6, 6, 6, 6, 6, 6.1, 6, 6, 6]
-    run(first, losses[:7])
-    second.state = dict(first.state)
-    assert run(second, losses[7:]) == run(whole, losses) - 7
-    assert second.state == whole.state
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_a_frozen_parameter_does_not_move_and_then_trains_as_if_it_had_just_come(kind, decay):
     frozen, free = (torch.nn.Parameter(torch.tensor([2.0])) for _ in range(2))
     torch_optimizer = kind([free, frozen], lr=0.1, weight_decay=decay)
-    optimizer = SimpleNamespace(optimizer=torch_optimizer)
-    improvement = LossImprovement(0.01, 1, 2)
-    freezing = Freezing([frozen], improvement)
-    for _ in range(4):
-        freezing.attach(optimizer)
+    optimizer, freezing = SimpleNamespace(optimizer=torch_optimizer), Freezing([frozen], LossImprovement(0.01, 1, 2))
+
+    def step() -> None:
         torch_optimizer.zero_grad()
         (frozen * free).sum().backward()
         freezing.drop_gradients(optimizer)
         torch_optimizer.step()
+
+    for _ in range(4):
+        freezing.attach(optimizer)
+        step()
         freezing.observe([{"loss": 3.0, "sample_size": 2}, {"loss": 3.0, "sample_size": 2}])
     assert frozen.item() == 2.0 and free.item() != 2.0 and not freezing.frozen
     value = torch.nn.Parameter(frozen.detach().clone())
     alone = kind([value], lr=0.1, weight_decay=decay)
     (value * free.item()).sum().backward()
-    torch_optimizer.zero_grad()
-    (frozen * free).sum().backward()
-    freezing.drop_gradients(optimizer)
-    for each in (alone, torch_optimizer):
-        each.step()
+    alone.step()
+    step()
     assert frozen.item() == value.item() != 2.0
 
 
@@ -125,123 +114,67 @@ def test_the_state_lies_in_the_optimizer_and_comes_back_with_it(tmp_path):
     assert not loaded.frozen
 
 
-@pytest.fixture(scope="module")
-def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a Transformer that was trained a little."""
-    folder = tmp_path_factory.mktemp("source")
-    flags = ["--arch", "transformer_lm", "--decoder-normalize-before", "--max-update", "20"]
-    train(corpus, folder, *flags)
-    shutil.move(folder / "checkpoint_last.pt", folder / "model.pt")
-    shutil.copy(corpus / "dict.txt", folder)
-    return folder
-
-
 def weights(file: Path) -> dict[str, torch.Tensor]:
     """What a checkpoint's model consists of; the buffers that fairseq never fills hold anything."""
     state = torch.load(file, weights_only=True)["model"]
     return {name: x for name, x in state.items() if not name.endswith("_float_tensor")}
 
 
-def lit(source: Path, groups: str, threshold: str = "0.9", interval: str = "3") -> list[str]:
-    """The flags of a run that unfreezes its weights after two intervals, by default: no loss falls by nine tenths."""
-    flags = (
-        f"--transfer-from {source} --freeze {groups} --unfreeze-threshold {threshold} --unfreeze-interval {interval}"
-    )
-    return [*MODEL, *flags.split()]
+def assert_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], parts: str, moved: bool) -> None:
+    for part in parts.split():
+        assert {not torch.equal(x, after[name]) for name, x in before.items() if part in name} == {moved}, part
 
 
-def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], part: str) -> set[bool]:
-    return {not torch.equal(x, after[name]) for name, x in before.items() if part in name}
-
-
-def test_what_is_frozen_for_good_stays_equal_to_the_bit(corpus, source, tmp_path):
-    flags = [*MODEL, *HARD, "--transfer-from", str(source), "--freeze", "embeddings,feed-forward"]
-    train(corpus, tmp_path, *flags)
-    before, after = weights(source / "model.pt"), weights(tmp_path / "checkpoint_last.pt")
-    for part in ("embed_tokens", ".fc1.", ".fc2.", "final_layer_norm"):
-        assert moved(before, after, part) == {False}
-    for part in ("out_proj", "self_attn_layer_norm"):
-        assert moved(before, after, part) == {True}
-
-
-def assert_held_and_let_go(source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Of a run that saved each of its seven updates: with the sixth the loss has stopped to improve."""
-    # What the source holds is rounded to half precision.
-    start = weights(source / "model.pt")
-    before = {name: x.to(dtype) if x.is_floating_point() else x for name, x in start.items()}
-    files = {int(file.stem.rsplit("_", 1)[1]): file for file in folder.glob("checkpoint_*_*.pt")}
-    frozen, trained = weights(files[6]), weights(files[7])
-    for part in ("embed_tokens", ".fc1.weight", ".fc2.", "final_layer_norm"):
-        assert moved(before, frozen, part) == {False}, part
-    assert moved(before, frozen, "out_proj.weight") == {True}
-    for part in ("embed_tokens", ".fc1.weight"):
-        assert moved(frozen, trained, part) == {True}, part
-
-
-SEVEN = ["--max-update", "7", "--save-interval-updates", "1"]
+FREEZE = ["--freeze", "embeddings,feed-forward"]
+# No loss falls by nine tenths: improvement is over after two intervals.
+UNFREEZE = [*FREEZE, *"--unfreeze-threshold 0.9 --unfreeze-interval 3".split()]
 WAYS = {
-    "bfloat16": (["--bf16"], torch.bfloat16),
-    "float16": (["--fp16", "--fp16-no-flatten-grads"], torch.float16),
-    "memory-efficient float16": (["--memory-efficient-fp16"], torch.float16),
-    "gradient descent": (["--optimizer", "sgd", "--momentum", "0.9", "--checkpoint-activations"], torch.float32),
-    "automatic mixed precision": (["--amp"], torch.float32),
+    "for good": ("", torch.float32),
+    "bfloat16": ("--bf16", torch.bfloat16),
+    "float16": ("--fp16 --fp16-no-flatten-grads", torch.float16),
+    "memory-efficient float16": ("--memory-efficient-fp16", torch.float16),
+    "gradient descent": ("--optimizer sgd --momentum 0.9 --checkpoint-activations", torch.float32),
+    "automatic mixed precision": ("--amp", torch.float32),
+    "two processes": ("--lr 0.01 --update-freq 2 --disable-validation", torch.float32),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "dtype"), WAYS.values(), ids=WAYS)
-def test_what_is_frozen_for_a_time_stays_equal_to_the_bit(corpus, source, tmp_path, way, dtype):
-    log = train(corpus, tmp_path, *lit(source, "embeddings,feed-forward"), *HARD, *way, *SEVEN)
-    assert "are trained from here on: after 6 updates" in log
-    assert_held_and_let_go(source, tmp_path, dtype)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "for good")) for way in WAYS])
+def test_what_is_frozen_stays_equal_to_the_bit(corpus, trained, tmp_path, way):
+    flags, dtype = WAYS[way]
+    flags = [*HARD, "--transfer-from", str(trained), *(FREEZE if way == "for good" else UNFREEZE), *flags.split()]
+    # fairseq stops where the norms of the gradients of two processes differ.
+    in_turn = train_in_two if way == "two processes" else train
+    log = in_turn(corpus, tmp_path, *flags, "--max-update", "7", "--save-interval-updates", "1")
+    # What the source holds is rounded to half precision.
+    start = {name: x.to(dtype) if x.is_floating_point() else x for name, x in weights(trained / "model.pt").items()}
+    files = {int(file.stem.rsplit("_", 1)[1]): file for file in tmp_path.glob("checkpoint_*_*.pt")}
+    frozen, last = weights(files[6]), weights(files[7])
+    assert_moved(start, frozen, "embed_tokens .fc1.weight .fc2. final_layer_norm", False)
+    assert_moved(start, frozen, "out_proj.weight", True)
+    # With the sixth update the loss has stopped to improve.
+    assert_moved(frozen, last, "embed_tokens .fc1.weight", way != "for good")
+    assert ("are trained from here on: after 6 updates the loss has stopped" in log) == (way != "for good")
 
 
 @pytest.mark.slow
-def test_two_processes_unfreeze_together(corpus, source, tmp_path):
-    flags = [*lit(source, "embeddings,feed-forward"), *HARD, *SEVEN, "--lr", "0.01", "--update-freq", "2"]
-    # fairseq stops where the norms of the processes' gradients differ.
-    log = train_in_two(corpus, tmp_path, *flags, "--disable-validation")
-    assert "after 6 updates the loss has stopped" in log
-    assert_held_and_let_go(source, tmp_path)
-
-
-@pytest.mark.slow
-def test_frozen_weights_do_not_count_in_the_gradients_norm(corpus, source, tmp_path):
-    flags = [*MODEL, "--transfer-from", str(source), "--freeze", "all", "--max-update", "3", "--no-save"]
-    good = train(corpus, tmp_path, *flags)
-    lit_flags = ["--unfreeze-threshold", "0.01", "--unfreeze-interval", "50"]
-    held = train(corpus, tmp_path, *flags, *lit_flags)
-    norms = [re.findall(r'"gnorm": "([^"]+)"', log) for log in (good, held)]
+def test_frozen_weights_do_not_count_in_the_gradients_norm(corpus, trained, tmp_path):
+    flags = [*HARD[:5], "--transfer-from", str(trained), "--freeze", "all", "--max-update", "3", "--no-save"]
+    held = ["--unfreeze-threshold", "0.01", "--unfreeze-interval", "50"]
+    norms = [re.findall(r'"gnorm": "([^"]+)"', train(corpus, tmp_path, *flags, *more)) for more in ([], held)]
     assert norms[0] == norms[1] and len(norms[0]) >= 3
 
 
 @pytest.mark.slow
-def test_a_run_that_is_taken_up_goes_on_as_if_it_had_not_stopped(corpus, source, tmp_path):
-    flags = [*lit(source, "embeddings,feed-forward"), *HARD, "--max-update", "9"]
-    whole = train(corpus, tmp_path, *flags, "--save-interval-updates", "1")
-    assert "after 6 updates the loss has stopped" in whole
-    for stopped_after, said in ((4, "still frozen after 4"), (6, "unfrozen after 6")):
+def test_a_run_that_is_taken_up_goes_on_as_if_it_had_not_stopped(corpus, trained, tmp_path):
+    flags = [*HARD, "--transfer-from", str(trained), *UNFREEZE, "--max-update", "9"]
+    assert "after 6 updates the loss has stopped" in train(corpus, tmp_path, *flags, "--save-interval-updates", "1")
+    for stopped_after, said in ((4, "are still frozen after 4"), (6, "were unfrozen after 6")):
         folder = tmp_path / f"{stopped_after}"
         folder.mkdir()
         shutil.copy(tmp_path / f"checkpoint_1_{stopped_after}.pt", folder / "checkpoint_last.pt")
-        second = train(corpus, folder, *flags)
-        assert ("after 6 updates the loss has stopped" in second) == (stopped_after < 6)
-        assert re.search(rf"taken up again: weights (are|were) {said} updates", second)
+        log = train(corpus, folder, *flags)
+        assert ("after 6 updates the loss has stopped" in log) == (stopped_after < 6)
+        assert f"taken up again: weights {said} updates" in log
         a, b = (weights(path / "checkpoint_last.pt") for path in (tmp_path, folder))
         assert all(torch.equal(x, b[name]) for name, x in a.items())
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--fp16", "fp16 is True; with unfreeze_threshold it must be with fp16_no_flatten_grads"),
-        ("--use-bmuf", "use_bmuf is True"),
-        ("--zero-sharding os", "zero_sharding is os"),
-        ("--ddp-backend slowmo", "ddp_backend is slowmo"),
-        ("--tpu", "tpu is True"),
-    ],
-)
-def test_where_weights_cannot_be_held_they_are_not_said_to_be_frozen(corpus, source, tmp_path, flags, message):
-    with pytest.raises(ValueError, match=message):
-        train(corpus, tmp_path, *lit(source, "all"), *flags.split())
-    assert not list(tmp_path.rglob("*.pt"))

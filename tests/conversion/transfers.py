@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
+
+from tests.models.conftest import WORDS, Fairseq
+
+PRE_NORM = "--decoder-normalize-before --share-decoder-input-output-embed"
 
 # What the options of a language model were called in 2019; later ones are not among them.
 _OPTIONS_2019 = """adaptive_input adaptive_input_cutoff adaptive_input_factor adaptive_softmax_cutoff
@@ -19,69 +26,77 @@ _OPTIONS_2019 = """adaptive_input adaptive_input_cutoff adaptive_input_factor ad
     max_target_positions sample_break_mode""".split()
 
 
+def _save(folder: Path, model: dict[str, Tensor], **others: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    history = {"criterion_name": "AdaptiveLoss", "optimizer_name": "FairseqNAG", "lr_scheduler_state": {}}
+    extra = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}}
+    state = {"model": model, "optimizer_history": [{**history, "num_updates": 9}], "extra_state": extra, **others}
+    torch.save(state, folder / "model.pt")
+    return folder
+
+
 def save_as_in_2019(model: Any, folder: Path, arch: str = "transformer_lm_wiki103") -> Path:
     """Writes model.pt as fairseq 0.6 did: a Namespace, q, k and v in one matrix, numbered norms, no versions but the
     adaptive softmax's."""
-    folder.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Tensor] = {}
     state = dict(model.state_dict())
-    while state:
-        name, tensor = next(iter(state.items()))
-        if ".self_attn.q_proj." in name or ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
-            start, kind = name.split("self_attn.")[0], name.rsplit(".", 1)[1]
-            parts = [state.pop(f"{start}self_attn.{part}_proj.{kind}") for part in "qkv"]
-            weights[f"{start}self_attn.in_proj_{kind}"] = torch.cat(parts)
-            continue
-        state.pop(name)
-        if name == "decoder.version" or name.endswith("_float_tensor"):
-            continue
-        name = name.replace("self_attn_layer_norm", "layer_norms.0").replace("final_layer_norm", "layer_norms.2")
-        weights["decoder.embed_out" if name == "decoder.output_projection.weight" else name] = tensor
+    for name, tensor in list(state.items()):
+        start, _, kind = name.rpartition(".q_proj.")
+        if start:
+            weights[f"{start}.in_proj_{kind}"] = torch.cat([state[f"{start}.{part}_proj.{kind}"] for part in "qkv"])
+        elif not (
+            name == "decoder.version" or name.endswith("_float_tensor") or ".k_proj." in name or ".v_proj." in name
+        ):
+            name = name.replace("self_attn_layer_norm", "layer_norms.0").replace("final_layer_norm", "layer_norms.2")
+            weights["decoder.embed_out" if name == "decoder.output_projection.weight" else name] = tensor
     options = model.decoder.args
-    args = Namespace(
-        **{name: getattr(options, name) for name in _OPTIONS_2019 if hasattr(options, name)},
-        arch=arch,
-        task="language_modeling",
-        criterion="adaptive_loss",
-        optimizer="nag",
-        lr_scheduler="cosine",
-        lr=[1.0],
-        min_lr=1e-9,
-        decoder_final_norm=not options.no_decoder_final_norm,
-    )
-    last = {
-        "criterion_name": "AdaptiveLoss",
-        "optimizer_name": "FairseqNAG",
-        "lr_scheduler_state": {},
-        "num_updates": 9,
-    }
-    saved = {
-        "args": args,
-        "model": weights,
-        "optimizer_history": [last],
-        "extra_state": {"epoch": 1, "batch_offset": 0, "val_loss": 4.0},
-        "last_optimizer_state": {},
-    }
-    torch.save(saved, folder / "model.pt")
-    return folder
+    known = {name: getattr(options, name) for name in _OPTIONS_2019 if hasattr(options, name)}
+    known |= {"arch": arch, "task": "language_modeling", "criterion": "adaptive_loss", "optimizer": "nag"}
+    known |= {"lr_scheduler": "cosine", "lr": [1.0], "min_lr": 1e-9}
+    args = Namespace(**known, decoder_final_norm=not options.no_decoder_final_norm)
+    extra = {"epoch": 1, "batch_offset": 0, "val_loss": 4.0}
+    return _save(folder, weights, args=args, extra_state=extra, last_optimizer_state={})
 
 
 def save_as_today(model: Any, folder: Path) -> Path:
     """Writes model.pt as the fairseq of today does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("criterion_name", "CrossEntropyCriterion"), ("optimizer_name", "FairseqAdam")
     args = model.decoder.args
     every = OmegaConf.to_container(args) if OmegaConf.is_config(args) else vars(args)
     plain = {name: value for name, value in every.items() if isinstance(value, (bool, int, float, str))}
     options = {name: value for name, value in plain.items() if "${" not in str(value)}
-    saved = {
-        "args": None,
-        "cfg": {"model": options, "task": {"_name": "language_modeling"}},
-        "model": model.state_dict(),
-        "optimizer_history": [{**dict(names), "lr_scheduler_state": {}, "num_updates": 9}],
-        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
-        "last_optimizer_state": None,
-        "task_state": {},
-    }
-    torch.save(saved, folder / "model.pt")
+    cfg = {"model": options, "task": {"_name": "language_modeling"}}
+    return _save(folder, model.state_dict(), args=None, cfg=cfg, last_optimizer_state=None, task_state={})
+
+
+def make_source(
+    fairseq: Fairseq,
+    folder: Path,
+    flags: str = PRE_NORM,
+    arch: str = "transformer_lm",
+    save: Callable[[Any, Path], Path] = save_as_today,
+) -> Any:
+    """A Transformer, saved in `folder` beside its dictionary. Norms and biases are not all ones and zeros."""
+    model = fairseq.build(flags, arch=arch, seed=7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    save(model, folder)
+    shutil.copy(fairseq.data() / "dict.txt", folder)
+    return model
+
+
+def changed(source: Path, folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """Writes a source with other weights to `folder`."""
+    state = torch.load(source / "model.pt", weights_only=True)
+    folder.mkdir(exist_ok=True)
+    torch.save({**state, "model": change(state["model"])}, folder / "model.pt")
+    shutil.copy(source / "dict.txt", folder)
     return folder
+
+
+def take(fairseq: Fairseq, source: Path, flags: str, arch: str = "fast_weight_lm", words: Iterable[str] = WORDS) -> Any:
+    """The model that training starts with."""
+    args = fairseq.tiny(arch, f"{flags} --transfer-from {source}", words)
+    torch.manual_seed(3)
+    return tasks.setup_task(args).build_model(args).eval()
