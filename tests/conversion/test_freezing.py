@@ -97,23 +97,6 @@ def test_a_frozen_parameter_does_not_move_and_then_trains_as_if_it_had_just_come
     assert frozen.item() == value.item() != 2.0
 
 
-def test_the_state_lies_in_the_optimizer_and_comes_back_with_it(tmp_path):
-    def make() -> tuple[Freezing, SimpleNamespace]:
-        weight = torch.nn.Parameter(torch.ones(1))
-        return Freezing([weight], LossImprovement(0.01, 1, 2)), SimpleNamespace(optimizer=torch.optim.Adam([weight]))
-
-    (saved, optimizer), (loaded, other) = make(), make()
-    saved.attach(optimizer)
-    for _ in range(3):
-        saved.observe([{"loss": 3.0, "sample_size": 2}])
-    torch.save(optimizer.optimizer.state_dict(), tmp_path / "optimizer.pt")
-    other.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    loaded.attach(other)
-    assert loaded.frozen
-    loaded.observe([{"loss": 3.0, "sample_size": 2}])
-    assert not loaded.frozen
-
-
 def weights(file: Path) -> dict[str, torch.Tensor]:
     """What a checkpoint's model consists of; the buffers that fairseq never fills hold anything."""
     state = torch.load(file, weights_only=True)["model"]

@@ -95,11 +95,8 @@ def test_the_folded_map_keeps_as_much_of_queries_and_keys_as_any(source, m):
         rows = slice(head * DIM, (head + 1) * DIM)
         both = torch.cat([q[rows], k[rows]], dim=1).double()
         kept = (fold[head] @ both).norm() ** 2
-        # Of all maps with m orthonormal rows: by the theorem of Eckart and Young, and by trying.
+        # Of all maps with m orthonormal rows, by the theorem of Eckart and Young.
         assert torch.allclose(kept, torch.linalg.svdvals(both)[:m].square().sum(), rtol=1e-10)
-        for _ in range(50):
-            other = torch.linalg.qr(torch.randn(DIM, m, dtype=torch.float64))[0].T
-            assert (other @ both).norm() ** 2 < kept
     # A singular vector's sign is open; maps that are not linear would notice.
     assert (fold.gather(-1, fold.abs().argmax(-1, keepdim=True)) > 0).all()
 
@@ -114,17 +111,6 @@ def test_queries_and_keys_go_through_one_map_with_their_biases(source, feature_m
         assert how[f"{name}.weight"] == how[f"{name}.bias"] == "folded"
         expected = torch.einsum("hmd,tbhd->tbhm", fold, heads(source.get_submodule(name), x))
         assert torch.allclose(heads(new.get_submodule(name), x), expected, atol=1e-5)
-
-
-def test_a_map_of_what_lies_in_m_dimensions_loses_nothing(source):
-    with torch.no_grad():
-        basis = torch.randn(HEADS, DIM, 3)
-        for projection in (source.q_proj, source.k_proj):
-            projection.weight.copy_((basis @ torch.randn(HEADS, 3, WIDTH)).reshape(WIDTH, WIDTH))
-            projection.bias.zero_()
-    (small, _), (whole, _) = swapped(source, feature_dim=3, **PLAIN), swapped(source, **PLAIN)
-    x = torch.randn(6, 2, WIDTH)
-    assert torch.allclose(small(x)[0], whole(x)[0], rtol=1e-4, atol=1e-4)  # products of about 100
 
 
 def test_values_of_the_decay_rule_are_multiplied_by_what_their_gates_let_in(source):

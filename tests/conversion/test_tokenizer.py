@@ -73,6 +73,12 @@ def test_byte_level_gives_the_real_numbers_and_the_text_back(both):
         assert [int(n) for n in numbers.split()] == real.encode(text).ids, repr(text)
         assert bpe.decode(numbers) == (unicodedata.normalize("NFC", text) if neox else text), repr(text)
         assert bpe.decode(numbers) == real.decode([int(n) for n in numbers.split()]), repr(text)
+    # The end of text is fairseq's.
+    text, end = "the cat<|endoftext|> the mat", str(real.token_to_id("<|endoftext|>"))
+    words = bpe.encode(text).split()
+    assert words.count("</s>") == 1 and "<unk>" not in words
+    assert [end if word == "</s>" else word for word in words] == [str(n) for n in real.encode(text).ids]
+    assert bpe.decode(" ".join(words)) == text and bpe.decode("<unk>") == "<unk>"
     assert [bpe.is_beginning_of_word(bpe.encode(start).split()[0]) for start in (" the", "the")] == [True, False]
 
 
@@ -85,16 +91,6 @@ def test_fairseqs_gpt2_does_where_the_tokenizer_is_plain(both):
     # No number that a model can draw makes decoding fail.
     for bpe in (fairseqs(folder), byte_level(folder)):
         assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
-
-
-def test_the_end_of_text_is_fairseqs(both):
-    real, folder, _ = both
-    bpe, text = byte_level(folder), "the cat<|endoftext|> the mat"
-    words = bpe.encode(text).split()
-    assert words.count("</s>") == 1 and "<unk>" not in words
-    end = str(real.token_to_id("<|endoftext|>"))
-    assert [end if word == "</s>" else word for word in words] == [str(n) for n in real.encode(text).ids]
-    assert bpe.decode(" ".join(words)) == text and bpe.decode("<unk>") == "<unk>"
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere"])

@@ -9,7 +9,7 @@ import torch
 
 from fairseq_fastweights.conversion.groups import GROUPS, attention_of, group_of, parse_groups
 from fairseq_fastweights.conversion.source import read_source
-from tests.conversion.transfers import PRE_NORM, changed, make_source, save_as_in_2019, save_as_today, take
+from tests.conversion.transfers import PRE_NORM, make_source, save_as_in_2019, save_as_today, take
 from tests.models.conftest import WORDS
 
 ADAPTIVE = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --decoder-layers 2"
@@ -62,14 +62,6 @@ def test_without_swapping_the_model_is_the_source(fairseq, tmp_path, arch, flags
     # The tolerance that is asked for; on one machine they are equal to the bit.
     assert torch.allclose(log_probs(take(fairseq, tmp_path, flags, arch), tokens), expected, rtol=0, atol=1e-5)
     assert not torch.allclose(log_probs(fairseq.build(flags, arch=arch), tokens), expected, rtol=0, atol=1e-2)
-
-
-def test_half_precision_is_taken_for_what_it_is(fairseq, source, tmp_path):
-    model, folder = source
-    half = changed(folder, tmp_path, lambda s: {n: x.half() if x.is_floating_point() else x for n, x in s.items()})
-    taken = take(fairseq, half, f"{PRE_NORM} --softmax-attention-layers all")
-    for name, parameter in taken.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name).half().float())
 
 
 def test_a_group_is_taken_and_nothing_else(fairseq, tmp_path):

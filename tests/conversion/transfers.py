@@ -68,13 +68,7 @@ def save_as_today(model: Any, folder: Path) -> Path:
     return _save(folder, model.state_dict(), args=None, cfg=cfg, last_optimizer_state=None, task_state={})
 
 
-def make_source(
-    fairseq: Fairseq,
-    folder: Path,
-    flags: str = PRE_NORM,
-    arch: str = "transformer_lm",
-    save: Callable[[Any, Path], Path] = save_as_today,
-) -> Any:
+def make_source(fairseq: Fairseq, folder: Path, flags=PRE_NORM, arch="transformer_lm", save=save_as_today) -> Any:
     """A Transformer, saved in `folder` beside its dictionary. Norms and biases are not all ones and zeros."""
     model = fairseq.build(flags, arch=arch, seed=7)
     with torch.no_grad():
