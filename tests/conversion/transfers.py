@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from tests.models.conftest import WORDS, Fairseq
+from tests.models.conftest import Fairseq
 
 PRE_NORM = "--decoder-normalize-before --share-decoder-input-output-embed"
 
@@ -89,8 +89,8 @@ def changed(source: Path, folder: Path, change: Callable[[dict[str, Any]], dict[
     return folder
 
 
-def take(fairseq: Fairseq, source: Path, flags: str, arch: str = "fast_weight_lm", words: Iterable[str] = WORDS) -> Any:
+def take(fairseq: Fairseq, source: Path, flags: str, arch: str = "fast_weight_lm") -> Any:
     """The model that training starts with."""
-    args = fairseq.tiny(arch, f"{flags} --transfer-from {source}", words)
+    args = fairseq.tiny(arch, f"{flags} --transfer-from {source}")
     torch.manual_seed(3)
     return tasks.setup_task(args).build_model(args).eval()
