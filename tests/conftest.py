@@ -123,12 +123,6 @@ def spawn(name: str, *arguments: str, env: dict[str, str] | None = None) -> subp
     )
 
 
-def repeated(words: list[str], size: int, start: int = 0) -> list[tuple[str, ...]]:
-    """Sequences of `size` words that were there before, of those that end at the word `start` (from 0) or later."""
-    ngrams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
-    return [ngram for i, ngram in enumerate(ngrams) if i + size > start and ngram in ngrams[:i]]
-
-
 def train(data: Path, save_dir: Path, *flags: str) -> str:
     """Ten updates of a small model, unless the flags say otherwise."""
     defaults = "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --max-update 10 --disable-validation"

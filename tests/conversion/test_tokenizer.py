@@ -8,6 +8,7 @@ import sys
 import unicodedata
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def both(request, tmp_path_factory) -> tuple[Any, Path, bool]:
     read = read_tokenizer(folder)
     end = 0 if neox else sources.TYPES - 1
     assert read.end_of_text == end and read.size == sources.TYPES and read.is_plain(end) is not neox
+    assert not replace(read, normalizer="NFC", added={}).is_plain(end)
     read.check(288, end)
     read.write(folder, 288, end)
     return real, folder, neox
