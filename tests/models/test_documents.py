@@ -103,6 +103,10 @@ def test_layers_that_cannot_keep_documents_apart_are_named(fairseq: Fairseq, tex
     with pytest.raises(ValueError, match=wanted) as raised:
         model(text(1, 40), starts=STARTS)
     assert "linformer" not in str(raised.value)
+    for mixer in model.decoder.mixers:
+        mixer.takes_starts = False  # as with a rule of one's own
+    with pytest.raises(ValueError, match=r"layers 1 \(delta\); layers 2 \(abc\); .* of sum, gated, decay, retention, "):
+        model.decoder.check_takes_starts()
 
 
 @pytest.mark.parametrize(
