@@ -39,7 +39,7 @@ def test_a_text_without_empty_lines_is_refused_by_name():
 
 
 def blocks_of(sizes: tuple[int, ...], length: int, mode: str, rows: int) -> MonolingualDataset:
-    lines, words = Lines(list(sizes)), Dictionary()
+    lines, words = Lines(*sizes), Dictionary()
     blocks = TokenBlockDataset(lines, lines.sizes, length, PAD, EOS, break_mode=mode, include_targets=True)
     return MonolingualDataset(blocks, blocks.sizes, words, targets=["future"], shuffle=True, pad_to_bsz=rows)
 

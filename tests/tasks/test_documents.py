@@ -15,8 +15,8 @@ from fairseq_fastweights.tasks.fast_weight_language_modeling import (
     FastWeightLanguageModelingTask,
 )
 from tests.conftest import QUIET, TASK, binarise, command, count_tokens, evaluate, train
-from tests.tasks.test_contexts import epoch_losses, weights
-from tests.tasks.two_processes import train_in_two
+from tests.tasks.conftest import losses, train_in_two
+from tests.tasks.test_contexts import weights
 
 APART = "--separate-documents"
 NO_POSITIONS = "--no-token-positional-embeddings"
@@ -104,7 +104,7 @@ def test_training_reads_what_evaluation_does(corpus, model, tmp_path, contexts, 
     wanted, _ = evaluate(corpus, checkpoint, APART, *reading)
     log = train(corpus, tmp_path, *frozen(checkpoint), *contexts, *flags)
     # The log has three decimals; what would be lost if documents were not told apart is more.
-    assert epoch_losses(log, "train_loss") == pytest.approx([wanted], abs=6e-4)
+    assert losses(log, "train_loss") == pytest.approx([wanted], abs=6e-4)
     assert abs(evaluate(corpus, checkpoint, *reading)[0] - wanted) > 2e-3
 
 
@@ -113,7 +113,7 @@ def test_two_processes_read_it_too(corpus, model, tmp_path):
     reading = [APART, CARRY, "--tokens-per-sample", "16", "--batch-size", "8", "--gen-subset", "train"]
     wanted, _ = evaluate(corpus, model(NO_POSITIONS), *reading)
     log = train_in_two(corpus, tmp_path, *frozen(model(NO_POSITIONS)), CARRY)
-    assert epoch_losses(log, "train_loss") == pytest.approx([wanted], abs=6e-4)
+    assert losses(log, "train_loss") == pytest.approx([wanted], abs=6e-4)
 
 
 @pytest.mark.slow
