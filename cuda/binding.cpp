@@ -101,12 +101,14 @@ struct Rule {
     const OptionalTensor &log_key_decay, &log_value_decay, &starts;
 
     void check() const {
-        TORCH_CHECK(!given(erase) && !given(starts), "the CUDA kernels take neither erase nor starts");
-        TORCH_CHECK(given(beta) == corrects, "beta comes with rules that correct, and with no others");
-        TORCH_CHECK(!corrects || !(given(log_gate) || separate_decays()), "no CUDA kernel corrects and decays");
-        TORCH_CHECK(!given(log_gate) || !separate_decays(), "log_gate comes without log_key_decay and log_value_decay");
+        TORCH_CHECK(!given(starts), "the CUDA kernels take no starts, but decays that empty the state");
+        TORCH_CHECK(corrects || !(given(erase) || given(beta)), "erase and beta come with rules that correct alone");
+        TORCH_CHECK(!corrects || !given(log_value_decay), "no kernel corrects and decays values");
+        TORCH_CHECK(!given(log_gate) || !(by_dimension() || complement && corrects),
+                    "log_gate comes without erase, log_key_decay and log_value_decay, and without complement to rules "
+                    "that correct");
     }
-    bool separate_decays() const { return given(log_key_decay) || given(log_value_decay); }
+    bool by_dimension() const { return given(erase) || given(log_key_decay) || given(log_value_decay); }
 };
 
 // A state as the kernels read it, contiguous; undefined where there is none.
@@ -165,13 +167,13 @@ struct Algorithms {
 // Chooses, allocates the workspace and launches.
 template <typename Params>
 void run(Operation operation, const char* name, const Algorithms<Params>& algorithms, Params& params, const Tensor& v,
-         bool separate_decays = false) {
+         bool by_dimension) {
     int major = 0, minor = 0;
     const int device = v.get_device();
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     const int32_t chosen =
-        fastweights_choose(operation, &params.sizes, params.v.dtype, separate_decays, 10 * major + minor);
+        fastweights_choose(operation, &params.sizes, params.v.dtype, by_dimension, 10 * major + minor);
     const auto bytes = static_cast<int64_t>(algorithms.workspace[chosen](&params));
     Tensor workspace;
     if (bytes) {
@@ -182,18 +184,7 @@ void run(Operation operation, const char* name, const Algorithms<Params>& algori
     TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::", name, ": ", cudaGetErrorString(error));
 }
 
-// What all calls have in common, and the gates of those that correct and of those that do not.
-template <typename Params>
-auto fill_gates(Params& params, const Rule& rule) -> decltype(void(params.beta)) {
-    params.beta = gate(rule.beta, rule.v, 0, "beta");
-}
-template <typename Params>
-auto fill_gates(Params& params, const Rule& rule) -> decltype(void(params.log_gate)) {
-    params.complement = rule.complement;
-    params.log_gate = gate(rule.log_gate, rule.v, 0, "log_gate");
-    params.log_key_decay = gate(rule.log_key_decay, rule.v, params.sizes.key_dim, "log_key_decay");
-    params.log_value_decay = gate(rule.log_value_decay, rule.v, params.sizes.value_dim, "log_value_decay");
-}
+// What all calls have in common.
 template <typename Params>
 Params params_of(const Rule& rule, int64_t interval) {
     Params params{};
@@ -202,16 +193,20 @@ Params params_of(const Rule& rule, int64_t interval) {
     params.q = sequence_like(rule.q, rule.k, rule.v, "q");
     params.k = sequence_like(rule.k, rule.k, rule.v, "k");
     params.v = sequence_like(rule.v, rule.v, rule.v, "v");
-    fill_gates(params, rule);
+    if (given(rule.erase)) params.erase = sequence_like(*rule.erase, rule.k, rule.v, "erase");
+    params.beta = gate(rule.beta, rule.v, 0, "beta");
+    params.complement = rule.complement;
+    params.log_gate = gate(rule.log_gate, rule.v, 0, "log_gate");
+    params.log_key_decay = gate(rule.log_key_decay, rule.v, params.sizes.key_dim, "log_key_decay");
+    params.log_value_decay = gate(rule.log_value_decay, rule.v, params.sizes.value_dim, "log_value_decay");
     return params;
 }
 
-template <typename Params>
-std::tuple<Tensor, Tensor, Tensor> forward(Operation operation, const Algorithms<Params>& algorithms, const Rule& rule,
-                                           const OptionalTensor& initial_state, int64_t interval) {
+std::tuple<Tensor, Tensor, Tensor> forward(Operation operation, const Algorithms<RuleForward>& algorithms,
+                                           const Rule& rule, const OptionalTensor& initial_state, int64_t interval) {
     const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
-    Params params = params_of<Params>(rule, interval);
+    auto params = params_of<RuleForward>(rule, interval);
     const Sizes sizes = params.sizes;
     const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
     Tensor out = output_like(v), states = kept_states(sizes, v);
@@ -222,33 +217,18 @@ std::tuple<Tensor, Tensor, Tensor> forward(Operation operation, const Algorithms
     params.out = sequence(out, "out");
     params.final_state = mutable_pointer(final_state);
     params.states = mutable_pointer(states);
-    run(operation, "rule_forward", algorithms, params, v, rule.separate_decays());
+    run(operation, "rule_forward", algorithms, params, v, rule.by_dimension());
     return {out, final_state, states};
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Of the gates, as they are in `Gradients`: beta, log_gate, log_key_decay, log_value_decay.
-template <typename Params>
-auto fill_gradients(Params& params, const Rule& rule, const std::array<Tensor, 4>& made)
-    -> decltype(void(params.d_beta)) {
-    params.d_beta = gradient(rule.beta, made[0], "d_beta");
-}
-template <typename Params>
-auto fill_gradients(Params& params, const Rule& rule, const std::array<Tensor, 4>& made)
-    -> decltype(void(params.d_log_gate)) {
-    params.d_log_gate = gradient(rule.log_gate, made[1], "d_log_gate");
-    params.d_log_key_decay = gradient(rule.log_key_decay, made[2], "d_log_key_decay");
-    params.d_log_value_decay = gradient(rule.log_value_decay, made[3], "d_log_value_decay");
-}
-
-template <typename Params>
-Gradients backward(Operation operation, const Algorithms<Params>& algorithms, const Tensor& d_out,
+Gradients backward(Operation operation, const Algorithms<RuleBackward>& algorithms, const Tensor& d_out,
                    const OptionalTensor& d_final_state, const Rule& rule, const OptionalTensor& initial_state,
                    const Tensor& states, int64_t interval) {
     const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
-    Params params = params_of<Params>(rule, interval);
+    auto params = params_of<RuleBackward>(rule, interval);
     const Sizes sizes = params.sizes;
     // Autograd hands on what it has: an expanded scalar, a transposed view.
     const Tensor dy = d_out.size(-1) == 1 || d_out.stride(-1) == 1 ? d_out : d_out.contiguous();
@@ -256,12 +236,12 @@ Gradients backward(Operation operation, const Algorithms<Params>& algorithms, co
     const Tensor initial = state_input(initial_state, sizes, v, "initial_state");
     const Tensor d_final = state_input(d_final_state, sizes, v, "d_final_state");
     Tensor dq = output_like(rule.q), dk = output_like(rule.k), dv = output_like(v);
-    const std::array<Tensor, 4> gates{gradient_like(rule.beta, v), gradient_like(rule.log_gate, v),
-                                      gradient_like(rule.log_key_decay, v), gradient_like(rule.log_value_decay, v)};
+    Tensor d_erase = gradient_like(rule.erase, v), d_beta = gradient_like(rule.beta, v),
+           d_log_gate = gradient_like(rule.log_gate, v), d_log_key_decay = gradient_like(rule.log_key_decay, v),
+           d_log_value_decay = gradient_like(rule.log_value_decay, v);
     Tensor d_initial = initial.defined() ? at::empty(initial.sizes(), initial.options())
                                          : at::empty({0}, v.options().dtype(state_type(v)));
-    const Gradients gradients{dq,       dk,       dv,       at::empty({0}, v.options()), gates[0], gates[1],
-                              gates[2], gates[3], d_initial};
+    const Gradients gradients{dq, dk, dv, d_erase, d_beta, d_log_gate, d_log_key_decay, d_log_value_decay, d_initial};
     TORCH_CHECK(interval > 0, "the forward pass kept no states (interval 0)");
     params.states = kept_states_input(states, sizes, v);
     if (sizes.batch == 0) return gradients;
@@ -270,22 +250,26 @@ Gradients backward(Operation operation, const Algorithms<Params>& algorithms, co
     params.dq = sequence(dq, "dq");
     params.dk = sequence(dk, "dk");
     params.dv = sequence(dv, "dv");
-    fill_gradients(params, rule, gates);
+    params.d_erase = gradient(rule.erase, d_erase, "d_erase");
+    params.d_beta = gradient(rule.beta, d_beta, "d_beta");
+    params.d_log_gate = gradient(rule.log_gate, d_log_gate, "d_log_gate");
+    params.d_log_key_decay = gradient(rule.log_key_decay, d_log_key_decay, "d_log_key_decay");
+    params.d_log_value_decay = gradient(rule.log_value_decay, d_log_value_decay, "d_log_value_decay");
     params.d_initial_state = mutable_pointer(d_initial);
-    run(operation, "rule_backward", algorithms, params, v, rule.separate_decays());
+    run(operation, "rule_backward", algorithms, params, v, rule.by_dimension());
     return gradients;
 }
 
-const Algorithms<DiagonalForward> kDiagonalForwards{
+const Algorithms<RuleForward> kDiagonalForwards{
     {fastweights_diagonal_forward_recurrent, fastweights_diagonal_forward_chunked},
     {fastweights_diagonal_forward_recurrent_workspace, fastweights_diagonal_forward_chunked_workspace}};
-const Algorithms<DiagonalBackward> kDiagonalBackwards{
+const Algorithms<RuleBackward> kDiagonalBackwards{
     {fastweights_diagonal_backward_recurrent, fastweights_diagonal_backward_chunked},
     {fastweights_diagonal_backward_recurrent_workspace, fastweights_diagonal_backward_chunked_workspace}};
-const Algorithms<DeltaForward> kDeltaForwards{
+const Algorithms<RuleForward> kDeltaForwards{
     {fastweights_delta_forward_recurrent, fastweights_delta_forward_chunked},
     {fastweights_delta_forward_recurrent_workspace, fastweights_delta_forward_chunked_workspace}};
-const Algorithms<DeltaBackward> kDeltaBackwards{
+const Algorithms<RuleBackward> kDeltaBackwards{
     {fastweights_delta_backward_recurrent, fastweights_delta_backward_chunked},
     {fastweights_delta_backward_recurrent_workspace, fastweights_delta_backward_chunked_workspace}};
 
@@ -310,11 +294,10 @@ void mark_changed(const Tensor& state) {
     if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
 }
 
-template <typename Params>
-Tensor step(cudaError_t (*launch)(const Params*, cudaStream_t), const Rule& rule, const Tensor& state) {
+Tensor step(cudaError_t (*launch)(const RuleStep*, cudaStream_t), const Rule& rule, const Tensor& state) {
     const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
-    Params params = params_of<Params>(rule, 0);
+    auto params = params_of<RuleStep>(rule, 0);
     params.state = step_state(state, params.sizes, v);
     Tensor out = output_like(v);
     params.out = sequence(out, "out");

@@ -71,8 +71,10 @@ extern "C" ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* 
         case kDiagonalBackward:
             return separate_decays ? chunked_plan_decays_backward(*sizes, dtype, limit)
                                    : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
-        case kDeltaForward: return chunked_plan_delta_forward(*sizes, dtype, limit);
-        case kDeltaBackward: return chunked_plan_delta_backward(*sizes, dtype, limit);
+        case kDeltaForward:
+            return separate_decays ? ChunkedPlan{} : chunked_plan_delta_forward(*sizes, dtype, gated != 0, limit);
+        case kDeltaBackward:
+            return separate_decays ? ChunkedPlan{} : chunked_plan_delta_backward(*sizes, dtype, gated != 0, limit);
         default: return {};
     }
 }

@@ -10,7 +10,7 @@ ChunkedPlan chunked_plan_diagonal_forward(const Sizes& sizes, int32_t dtype, boo
 ChunkedPlan chunked_plan_diagonal_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
 ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit);
 ChunkedPlan chunked_plan_decays_backward(const Sizes& sizes, int32_t dtype, int limit);
-ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, int limit);
-ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, int limit);
+ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
+ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
 
 }  // namespace fairseq_fastweights

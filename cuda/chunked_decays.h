@@ -9,9 +9,9 @@ inline bool has_decays(const Sequence& log_key_decay, const Sequence& log_value_
     return log_key_decay.data != nullptr || log_value_decay.data != nullptr;
 }
 
-cudaError_t chunked_decays_forward(const DiagonalForward& p, cudaStream_t stream);
-cudaError_t chunked_decays_backward(const DiagonalBackward& p, cudaStream_t stream);
-size_t chunked_decays_forward_workspace(const DiagonalForward& p);
-size_t chunked_decays_backward_workspace(const DiagonalBackward& p);
+cudaError_t chunked_decays_forward(const RuleForward& p, cudaStream_t stream);
+cudaError_t chunked_decays_backward(const RuleBackward& p, cudaStream_t stream);
+size_t chunked_decays_forward_workspace(const RuleForward& p);
+size_t chunked_decays_backward_workspace(const RuleBackward& p);
 
 }  // namespace fairseq_fastweights

@@ -17,9 +17,9 @@
 //   d late_t = F_tm * (sum over s of w_ts x_s),   d early_s = F_ms * (sum over t of w_ts x_t)
 // and d log f_u has the sum over t >= u of x_t * (that sum) if u is in the second half, and over s < u if in the first.
 #include "choice.h"
-#include "chunked_checkpoints.cuh"
 #include "chunked_decays.cuh"
 #include "chunked_decays.h"
+#include "chunked_launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -238,7 +238,7 @@ __device__ __forceinline__ void differentiate_column(const Side<T>& side, const 
 // gradient of zeros.
 template <typename T, bool Outputs, int Places>
 __global__ void __launch_bounds__(kDecayThreads, kResident)
-    decays_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
+    decays_backward(const RuleBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
                     const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -436,67 +436,40 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
     }
 }
 
-template <typename T>
-Plan plan_of(const Sizes& sizes, int limit) {
-    return find_decay_plan(
-        sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
-        [](const Plan& plan) { return has_registers(plan) ? kResident : 0; });
-}
-
-Segments segments_of(const Plan& plan, const Sizes& sizes) {
-    return find_segments(plan, sizes, 1, sizes.key_dim + sizes.value_dim);
-}
-
-template <typename T>
-cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
-    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
-    if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = segments_of(plan, p.sizes);
-    Checkpoints checkpoints = find_checkpoints(plan, p.sizes, segments);
-    checkpoints.place(p.workspace, segments);
-    const dim3 block(plan.threads);
-    return with_places(plan, [&](auto places) {
-        constexpr int kPlaces = decltype(places)::value;
-        cudaError_t error = cudaSuccess;
-        if (segments.count > 1) {
-            segments.place(p.workspace);
-            const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
-            error = launch(decays_backward<T, false, kPlaces>, grid, block, plan.shared, stream, p, plan, segments,
-                           checkpoints, 0);
-            if (error == cudaSuccess)
-                error = launch_carry_decayed<float>(segments.count, segments.states, segments.passed, p.sizes,
-                                                    p.d_final_state, true, stream);
-        }
-        const dim3 grid(segments.heads, segments.count);
-        for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-            error = launch(decays_backward<T, true, kPlaces>, grid, block, plan.shared, stream, p, plan, segments,
-                           checkpoints, i);
-        return error;
-    });
-}
-
-template <typename T>
-size_t workspace(const DiagonalBackward& p) {
-    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
-    const Segments segments = segments_of(plan, p.sizes);
-    return segments.bytes() + find_checkpoints(plan, p.sizes, segments).bytes;
-}
+struct DecaysBackwardPass {
+    template <typename T, bool Outputs, int Places>
+    static auto kernel() {
+        return decays_backward<T, Outputs, Places>;
+    }
+    template <typename T>
+    static Plan plan(const Sizes& sizes, int limit) {
+        return find_decay_plan(
+            sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
+            [](const Plan& plan) { return has_registers(plan) ? kResident : 0; });
+    }
+    static Segments segments(const Plan& plan, const Sizes& sizes) {
+        return find_segments(plan, sizes, 1, sizes.key_dim + sizes.value_dim);
+    }
+    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes&) {
+        return static_cast<unsigned>(segments.heads) * plan.blocks;
+    }
+    static cudaError_t carry(const Segments& segments, const Sizes& sizes, const void* first, bool reverse,
+                             cudaStream_t stream) {
+        return launch_carry_decayed<float>(segments.count, segments.states, segments.passed, sizes, first, reverse,
+                                           stream);
+    }
+};
 
 }  // namespace
 
 ChunkedPlan chunked_plan_decays_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const Plan plan = plan_of<decltype(zero)>(sizes, limit);
-        return describe(plan, segments_of(plan, sizes));
-    });
+    return describe<DecaysBackwardPass>(sizes, dtype, limit);
 }
 
-cudaError_t chunked_decays_backward(const DiagonalBackward& p, cudaStream_t stream) {
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) { return run<decltype(zero)>(p, stream); });
+cudaError_t chunked_decays_backward(const RuleBackward& p, cudaStream_t stream) {
+    return run<DecaysBackwardPass>(p, stream);
 }
 
-size_t chunked_decays_backward_workspace(const DiagonalBackward& p) {
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) { return workspace<decltype(zero)>(p); });
-}
+size_t chunked_decays_backward_workspace(const RuleBackward& p) { return workspace<DecaysBackwardPass>(p); }
 
 }  // namespace fairseq_fastweights

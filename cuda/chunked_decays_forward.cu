@@ -2,6 +2,7 @@
 #include "choice.h"
 #include "chunked_decays.cuh"
 #include "chunked_decays.h"
+#include "chunked_launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -37,7 +38,7 @@ struct Layout {
 // `Outputs` false: only what a segment makes of a state of zeros.
 template <typename T, bool Outputs, int Places>
 __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
-    decays_forward(const DiagonalForward p, const Plan plan, const Segments segments) {
+    decays_forward(const RuleForward p, const Plan plan, const Segments segments) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T> shared(Carver(memory), plan);
@@ -168,61 +169,40 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
     }
 }
 
-template <typename T>
-Plan plan_of(const Sizes& sizes, int limit) {
-    return find_decay_plan(
-        sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
-        [](const Plan& plan) { return plan.places() <= kMostPlaces ? forward_blocks(plan.places()) : 0; });
-}
-
-Segments segments_of(const Plan& plan, const Sizes& sizes) {
-    return find_segments(plan, sizes, plan.blocks, sizes.key_dim + sizes.value_dim);
-}
-
-template <typename T>
-cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
-    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
-    if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = segments_of(plan, p.sizes);
-    const unsigned blocks = static_cast<unsigned>(segments.heads) * plan.blocks;
-    const dim3 block(plan.threads);
-    return with_places(plan, [&](auto places) {
-        constexpr int kPlaces = decltype(places)::value;
-        cudaError_t error = cudaSuccess;
-        if (segments.count > 1) {
-            segments.place(p.workspace);
-            error = launch(decays_forward<T, false, kPlaces>, dim3(blocks, segments.count - 1), block, plan.shared,
-                           stream, p, plan, segments);
-            if (error == cudaSuccess)
-                error = launch_carry_decayed<float>(segments.count, segments.states, segments.passed, p.sizes,
-                                                    p.initial_state, false, stream);
-        }
-        if (error != cudaSuccess) return error;
-        return launch(decays_forward<T, true, kPlaces>, dim3(blocks, segments.count), block, plan.shared, stream, p,
-                      plan, segments);
-    });
-}
-
-template <typename T>
-size_t workspace(const DiagonalForward& p) {
-    return segments_of(plan_of<T>(p.sizes, shared_memory_limit()), p.sizes).bytes();
-}
+struct DecaysForwardPass {
+    template <typename T, bool Outputs, int Places>
+    static auto kernel() {
+        return decays_forward<T, Outputs, Places>;
+    }
+    template <typename T>
+    static Plan plan(const Sizes& sizes, int limit) {
+        return find_decay_plan(
+            sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
+            [](const Plan& plan) { return plan.places() <= kMostPlaces ? forward_blocks(plan.places()) : 0; });
+    }
+    static Segments segments(const Plan& plan, const Sizes& sizes) {
+        return find_segments(plan, sizes, plan.blocks, sizes.key_dim + sizes.value_dim);
+    }
+    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes&) {
+        return static_cast<unsigned>(segments.heads) * plan.blocks;
+    }
+    static cudaError_t carry(const Segments& segments, const Sizes& sizes, const void* first, bool reverse,
+                             cudaStream_t stream) {
+        return launch_carry_decayed<float>(segments.count, segments.states, segments.passed, sizes, first, reverse,
+                                           stream);
+    }
+};
 
 }  // namespace
 
 ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const Plan plan = plan_of<decltype(zero)>(sizes, limit);
-        return describe(plan, segments_of(plan, sizes));
-    });
+    return describe<DecaysForwardPass>(sizes, dtype, limit);
 }
 
-cudaError_t chunked_decays_forward(const DiagonalForward& p, cudaStream_t stream) {
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) { return run<decltype(zero)>(p, stream); });
+cudaError_t chunked_decays_forward(const RuleForward& p, cudaStream_t stream) {
+    return run<DecaysForwardPass>(p, stream);
 }
 
-size_t chunked_decays_forward_workspace(const DiagonalForward& p) {
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) { return workspace<decltype(zero)>(p); });
-}
+size_t chunked_decays_forward_workspace(const RuleForward& p) { return workspace<DecaysForwardPass>(p); }
 
 }  // namespace fairseq_fastweights

@@ -1,32 +1,64 @@
-// The delta rule within a chunk. With B = diag(beta), G the products <k_t, k_s> for s < t, E = V - K S_0:
+// The delta rule within a chunk, with a log gate for each step or without. With B = diag(beta), D_ts the product of the
+// gates of (s, t], D_t0 of those from the chunk's start to and with t, D_es of those from after s to its end, D of all, G the
+// products D_ts <k_t, k_s> for s < t, E = V - diag(D_t0) K S_0:
 //
-//   (I + B G) U = B E        Y = Q S_0 + tril(Q K^T) U        S_end = S_0 + K^T U
+//   (I + B G) U = B E        Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        S_end = D S_0 + K^T diag(D_es) U
 //
-// (the WY form; Bischof & Van Loan 1987). (I + B G)^-1 is formed once for all value columns. It is found by forward
+// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). (I + B G)^-1 is formed once for all value columns. It is found by forward
 // substitution in its 16 x 16 diagonal blocks and then from halves, [T1 0; -T2 A T1 T2]: with repeated keys and write
 // strengths of 1 the inverse's entries stay of order 1 while the powers in a series for it grow to 1e18. It is computed
 // to float32's digits whatever the inputs are, because its errors reach all later steps.
 #pragma once
 
-#include "chunked_block.cuh"
+#include "chunked_gates.cuh"
 
 namespace fairseq_fastweights {
 
-template <typename T>
+template <typename T, bool Gated>
 struct DeltaChunk {
     Matrix<Factor<T>> state;
     Matrix<float> products, inverse, error;
     Matrix<Factor<T>> update;
-    float* beta;
+    ChunkGates gates;
+    float *beta, *read_beta;  // beta_t, and D_t0 beta_t
 
     __host__ __device__ DeltaChunk(Carver& carver, const Plan& plan)
         : state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)),
           products(carver.matrix<float>(plan.chunk, plan.chunk)), inverse(carver.matrix<float>(plan.chunk, plan.chunk)),
           error(carver.matrix<float>(plan.chunk, plan.columns, 8)),
-          update(carver.matrix<Factor<T>>(plan.chunk, plan.columns, 8)), beta(carver.take<float>(plan.chunk)) {}
+          update(carver.matrix<Factor<T>>(plan.chunk, plan.columns, 8)), gates(carver, Gated ? plan.chunk : 0),
+          beta(carver.take<float>(plan.chunk)), read_beta(Gated ? carver.take<float>(plan.chunk) : beta) {}
 
-    // `products` = G, its upper triangle and diagonal 0, and `inverse`, from `beta` and the chunk's keys. A barrier
-    // before; none after.
+    // After `beta`, the gates' logs and a barrier; ends with another where there are gates.
+    __device__ __forceinline__ void find_gates() const {
+        if constexpr (!Gated) return;
+        gates.find_blocks(false);
+        __syncthreads();
+        gates.find_chunk();
+        if (static_cast<int>(threadIdx.x) < gates.chunk)
+            read_beta[threadIdx.x] = beta[threadIdx.x] * gates.from_chunk()[threadIdx.x];
+        __syncthreads();
+    }
+
+    // Of the tile's pairs (t, s) those with s < t, or with s <= t, times the gates between the two.
+    __device__ __forceinline__ void keep_pairs(Tile& tile, bool diagonal) const {
+        if constexpr (Gated) {
+            Tile between(tile.row, tile.column, tile.column + 8 * tile.parts);
+            gates.find_between(between);
+            tile.each_with(between,
+                           [](int t, int s, float& value, float& gate) { value = s <= t ? value * gate : 0.0f; });
+        }
+        const int least = diagonal ? 0 : 1;
+        tile.each([&](int t, int s, float& value) { value = s + least <= t ? value : 0.0f; });
+    }
+
+    // Rows of a tile times what the gates leave of the state from the chunk's start to the row's step.
+    __device__ __forceinline__ void keep_read(Tile& tile) const {
+        if constexpr (Gated) tile.each([&](int t, int, float& value) { value *= gates.from_chunk()[t]; });
+    }
+
+    // `products` = G, its upper triangle and diagonal 0, and `inverse`, from `beta` and the chunk's keys. `find_gates` or a
+    // barrier before; none after.
     template <int Passes>
     __device__ __forceinline__ void find_inverse(const Matrix<T>& k, const Plan& plan) const {
         find_products<Passes>(k, plan);
@@ -41,6 +73,7 @@ struct DeltaChunk {
         find_products<Passes>(k, plan);
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
             multiply_stored<Passes, false, false>(tile, 0, key_rows, k, state);
+            keep_read(tile);
             tile.each([&](int t, int j, float& value) { error(t, j) = v.get(t, j) - value; });
         });
         __syncthreads();
@@ -54,11 +87,15 @@ struct DeltaChunk {
         });
     }
 
-    // exact += K^T U, and `state` is a copy of that. A barrier before and after.
+    // exact = D exact + K^T diag(D_es) U, and `state` is a copy of that. A barrier before and after.
     template <int Passes, int Places>
     __device__ __forceinline__ void advance(StateTiles<Places>& exact, const Matrix<T>& k, const Plan& plan) const {
+        if constexpr (Gated) exact.scale(gates.whole());
         exact.each(plan.key_rows, plan.columns, [&](Tile& tile) {
-            multiply_stored<Passes, true, false>(tile, 0, plan.chunk, k, update);
+            if constexpr (Gated)
+                multiply_stored<Passes, true, false>(tile, 0, plan.chunk, k, update, gates.to_chunk());
+            else
+                multiply_stored<Passes, true, false>(tile, 0, plan.chunk, k, update);
             write_tile(tile, state);
         });
     }
@@ -69,7 +106,7 @@ private:
         for_each_tile(plan.chunk, plan.chunk, [&](Tile& tile) {
             if (tile.column >= tile.row + kTileRows) return;
             multiply_stored<Passes, false, true>(tile, 0, plan.key_rows, k, k);
-            tile.each([&](int t, int s, float& value) { value = s < t ? value : 0.0f; });
+            keep_pairs(tile, false);
             write_tile(tile, products);
         });
     }

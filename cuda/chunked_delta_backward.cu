@@ -1,31 +1,34 @@
-// The backward pass of the delta rule, chunk-parallel on tensor cores, in the notation of chunked_delta.cuh.
+// The backward pass of the delta rule, gated or not, chunk-parallel on tensor cores, in the notation of chunked_delta.cuh.
 //
 // Chunks are taken from the last to the first. The state at a chunk's start is computed again from the last one that
-// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With T = (I + B G)^-1, P = tril(Q K^T)
+// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With T = (I + B G)^-1, P = tril(D_ts Q K^T)
 // and dS the gradient of the state at the chunk's end:
-//   dU = P^T dY + K dS         dR = T^T dU           (R = B E, the right side of the system)
-//   dP = tril(dY U^T)          dA = -dR U^T below the diagonal           (A = B G)
-//   dQ = dY S_0^T + dP K       dV = B dR             d beta_t = <dR_t, E_t> + <dA_t, G_t>
-//   dK = dP^T Q + U dS^T + (B dA + (B dA)^T) K - dV S_0^T
-//   dS_0 = dS + Q^T dY - K^T dV
+//   dU = P^T dY + diag(D_es) K dS         dR = T^T dU           (R = B E, the right side of the system)
+//   dP = tril(dY U^T)                     dA = -dR U^T below the diagonal           (A = B G)
+//   dV = B dR                             d beta_t = <dR_t, E_t> + <dA_t, G_t>
+//   dQ = diag(D_t0) dY S_0^T + (D_ts dP) K
+//   dK = (D_ts dP)^T Q + diag(D_es) U dS^T + (D_ts B dA + (D_ts B dA)^T) K - diag(D_t0) dV S_0^T
+//   dS_0 = D dS + Q^T diag(D_t0) dY - K^T diag(D_t0) dV
+// The gradient of log g_u collects whatever passes through step u, as in chunked_diagonal_backward.cu: P_ts dP_ts and
+// G_ts (B dA)_ts for s < u <= t, what is read of S_0 at or after u, what is written before it, and D <S_0, dS>.
 //
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in
 // two for products, not rounded.
 #include "choice.h"
-#include "chunked_checkpoints.cuh"
 #include "chunked_delta.cuh"
-#include "chunked_segments.cuh"
+#include "chunked_launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T>
+template <typename T, bool Gated>
 struct Layout {
     Matrix<T> q, k, v, d_out;
-    DeltaChunk<T> delta;
+    DeltaChunk<T, Gated> delta;
     SplitMatrix<T> d_state;
     Matrix<Factor<T>> scores;
     Matrix<float> d_update;
+    GateGradient gradient;
     float *d_beta_right, *d_beta_system;  // by step, for each tile across
     size_t bytes;
 
@@ -34,7 +37,7 @@ struct Layout {
           v(carver.matrix<T>(plan.chunk, plan.columns)), d_out(carver.matrix<T>(plan.chunk, plan.columns)),
           delta(carver, plan), d_state(carver, plan.key_rows, plan.columns),
           scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
-          d_update(carver.matrix<float>(plan.chunk, plan.columns, 8)) {
+          d_update(carver.matrix<float>(plan.chunk, plan.columns, 8)), gradient(carver, plan, Gated) {
         d_beta_right = carver.take<float>(plan.chunk * round_up(plan.columns, kTileColumns) / kTileColumns);
         d_beta_system = carver.take<float>(plan.chunk * round_up(plan.chunk, kTileColumns) / kTileColumns);
         bytes = carver.used;
@@ -44,14 +47,15 @@ struct Layout {
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
 // gradient of zeros, in the first `plan.blocks` blocks of a head, and what it makes of the identity when all of dY is
 // 0, in the others.
-template <typename T, bool Outputs, int Places>
+template <typename T, bool Gated, bool Outputs, int Places>
 __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
-    delta_backward(const DeltaBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
+    delta_backward(const RuleBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
                    const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const Layout<T> shared(Carver(memory), plan);
-    const DeltaChunk<T>& delta = shared.delta;
+    const Layout<T, Gated> shared(Carver(memory), plan);
+    const DeltaChunk<T, Gated>& delta = shared.delta;
+    const GateGradient& gradient = shared.gradient;
     const Matrix<T>&q = shared.q, &k = shared.k, &v = shared.v, &d_out = shared.d_out;
     const Matrix<float>& d_update = shared.d_update;
     const Matrix<Factor<T>>&update = delta.update, &scores = shared.scores;
@@ -122,9 +126,12 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
             copies_commit();
             if (Outputs && !marched) checkpoints.put_down(state, part, march(), base, now);
             if (thread < chunk) delta.beta[thread] = load_step(p.beta, batch, head, now, chunk, time);
+            if (Gated && thread < chunk)
+                delta.gates.log_gate()[thread] = load_step(p.log_gate, batch, head, now, chunk, time);
             copies_wait<0>();
             __syncthreads();
             if (now != start) fetch(now + chunk, place ^ 1);
+            delta.find_gates();
             if constexpr (Outputs)
                 delta.template solve<kPasses>(keys_of(place), values_of(place), plan);
             else
@@ -137,12 +144,15 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
         for_each_tile(chunk, chunk, [&](Tile& tile) {
             if (tile.column >= tile.row + kTileRows) return;
             multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
-            tile.each([&](int t, int s, float& value) { value = s <= t ? value : 0.0f; });
+            delta.keep_pairs(tile, true);
+            if constexpr (Gated && Outputs)
+                tile.each([&](int t, int s, float& value) { gradient.inside(t, s) = value; });
             write_tile(tile, scores);
         });
         __syncthreads();
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
             multiply_split<kPasses, false>(tile, 0, plan.key_rows, k, shared.d_state);
+            if constexpr (Gated) tile.each([&](int t, int, float& value) { value *= delta.gates.to_chunk()[t]; });
             multiply_stored<kPasses, true, false>(tile, tile.row, chunk, scores, d_out);
             write_tile(tile, d_update);
         });
@@ -166,9 +176,13 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, update);
-                tile.each([&](int t, int s, float& value) { value = s <= t ? value : 0.0f; });
+                // A tile is the same lanes' each time: what these left in `inside` needs no barrier.
+                if constexpr (Gated)
+                    tile.each([&](int t, int s, float& value) { gradient.inside(t, s) *= s <= t ? value : 0.0f; });
+                delta.keep_pairs(tile, true);
                 write_tile(tile, d_scores);
             });
+            if constexpr (Gated) gradient.put_passing(state.dot(d_state));
             __syncthreads();
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
@@ -178,10 +192,16 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
                     [&](int t, int s, float value) { return value * delta.products(t, s); },
                     [&](int t, float sum) { shared.d_beta_system[tile.column / kTileColumns * chunk + t] = sum; });
                 tile.each([&](int t, int, float& value) { value *= delta.beta[t]; });
+                if constexpr (Gated) {
+                    tile.each(
+                        [&](int t, int s, float& value) { gradient.inside(t, s) += value * delta.products(t, s); });
+                    delta.keep_pairs(tile, false);
+                }
                 write_tile(tile, d_system);
             });
             __syncthreads();
-            if (thread < chunk && start + thread < time) {
+            if constexpr (Gated) gradient.sum_rows(chunk);
+            if (p.d_beta.data != nullptr && thread < chunk && start + thread < time) {
                 float sum = 0.0f;
                 for (int i = 0; i < plan.columns; i += kTileColumns)
                     sum += shared.d_beta_right[i / kTileColumns * chunk + thread];
@@ -191,13 +211,30 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
             }
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
                 multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, delta.state);
+                if constexpr (Gated) {
+                    delta.keep_read(tile);
+                    tile.sum_rows(
+                        [&](int t, int i, float value) { return value * q.get(t, i); },
+                        [&](int t, float sum) { gradient.read()[tile.column / kTileColumns * chunk + t] = sum; });
+                }
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_scores, k);
                 store_tile(tile, key_head(p.dq), start, time, block > 0);
             });
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
                 multiply_stored<kPasses, false, true>(tile, 0, plan.columns, minus_d_right, delta.state);
-                tile.each([&](int t, int, float& value) { value *= delta.beta[t]; });
-                multiply_split<kPasses, true>(tile, 0, plan.columns, update, shared.d_state);
+                tile.each([&](int t, int, float& value) { value *= delta.read_beta[t]; });
+                if constexpr (Gated) {
+                    const int offset = tile.column / kTileColumns * chunk;
+                    const auto term = [&](int t, int i, float value) { return value * k.get(t, i); };
+                    tile.sum_rows(term, [&](int t, float sum) { gradient.read()[offset + t] += sum; });
+                    Tile written(tile.row, tile.column, plan.key_rows);
+                    multiply_split<kPasses, true>(written, 0, plan.columns, update, shared.d_state);
+                    written.each([&](int t, int, float& value) { value *= delta.gates.to_chunk()[t]; });
+                    written.sum_rows(term, [&](int t, float sum) { gradient.written()[offset + t] = sum; });
+                    tile.each_with(written, [](int, int, float& value, float& more) { value += more; });
+                } else {
+                    multiply_split<kPasses, true>(tile, 0, plan.columns, update, shared.d_state);
+                }
                 multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_scores, q);
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, d_system, k);
                 multiply_stored<kPasses, true, false>(tile, tile.row, chunk, d_system, k);
@@ -205,9 +242,15 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
             });
         }
         __syncthreads();
+        if constexpr (Gated && Outputs)
+            gradient.store(p.d_log_gate, batch, head, start, chunk, time, delta.gates, false, block > 0);
+        if constexpr (Gated) d_state.scale(delta.gates.whole());
         d_state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
-            multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
-            multiply_stored<kPasses, true, false>(tile, 0, chunk, k, minus_d_right, delta.beta);
+            if constexpr (Gated)
+                multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out, delta.gates.from_chunk());
+            else
+                multiply_stored<kPasses, true, false>(tile, 0, chunk, q, d_out);
+            multiply_stored<kPasses, true, false>(tile, 0, chunk, k, minus_d_right, delta.read_beta);
             shared.d_state.write(tile);
         });
         __syncthreads();
@@ -218,69 +261,46 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
         part.store(d_state, static_cast<float*>(p.d_initial_state), head_index);
 }
 
-template <typename T>
-Plan plan_of(const Sizes& sizes, int limit) {
-    return find_plan(sizes, Stored<T>::kDType, 32, limit, true,
-                     [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
-}
-
-Segments segments_of(const Plan& plan, const Sizes& sizes) {
-    return find_segments(plan, sizes, 1, sizes.key_dim * sizes.key_dim);
-}
-
-template <typename T>
-cudaError_t run(const DeltaBackward& p, cudaStream_t stream) {
-    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
-    if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = segments_of(plan, p.sizes);
-    Checkpoints checkpoints = find_checkpoints(plan, p.sizes, segments);
-    checkpoints.place(p.workspace, segments);
-    const dim3 block(plan.threads);
-    return with_places(plan, [&](auto places) {
-        constexpr int kPlaces = decltype(places)::value;
-        cudaError_t error = cudaSuccess;
-        if (segments.count > 1) {
-            segments.place(p.workspace);
-            const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
-            error = launch(delta_backward<T, false, kPlaces>, grid, block, plan.shared, stream, p, plan, segments,
-                           checkpoints, 0);
-            if (error == cudaSuccess)
-                error = launch_carry_transformed(segments, p.sizes, p.d_final_state, true, stream);
-        }
-        const dim3 grid(segments.heads, segments.count);
-        for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-            error = launch(delta_backward<T, true, kPlaces>, grid, block, plan.shared, stream, p, plan, segments,
-                           checkpoints, i);
-        return error;
-    });
-}
-
-template <typename T>
-size_t workspace(const DeltaBackward& p) {
-    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
-    const Segments segments = segments_of(plan, p.sizes);
-    return segments.bytes() + find_checkpoints(plan, p.sizes, segments).bytes;
-}
+template <bool Gated>
+struct DeltaBackwardPass {
+    template <typename T, bool Outputs, int Places>
+    static auto kernel() {
+        return delta_backward<T, Gated, Outputs, Places>;
+    }
+    template <typename T>
+    static Plan plan(const Sizes& sizes, int limit) {
+        return find_plan(sizes, Stored<T>::kDType, 32, limit, true,
+                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+    }
+    static Segments segments(const Plan& plan, const Sizes& sizes) {
+        return find_segments(plan, sizes, 1, sizes.key_dim * sizes.key_dim);
+    }
+    // A head's value columns, and the columns of the identity.
+    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes& sizes) {
+        return static_cast<unsigned>(segments.heads) *
+               (plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns);
+    }
+    static constexpr auto carry = launch_carry_transformed;
+};
 
 }  // namespace
 
-ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const Plan plan = plan_of<decltype(zero)>(sizes, limit);
-        return describe(plan, segments_of(plan, sizes));
-    });
+ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
+    return gated ? describe<DeltaBackwardPass<true>>(sizes, dtype, limit)
+                 : describe<DeltaBackwardPass<false>>(sizes, dtype, limit);
 }
 
-extern "C" cudaError_t fastweights_delta_backward_chunked(const DeltaBackward* params, cudaStream_t stream) {
-    const DeltaBackward& p = *params;
-    if (p.sizes.batch == 0) return cudaSuccess;
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) { return run<decltype(zero)>(p, stream); });
+extern "C" cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
+    if (params->sizes.batch == 0) return cudaSuccess;
+    if (params->erase.data || params->log_key_decay.data || params->log_value_decay.data) return cudaErrorInvalidValue;
+    return params->log_gate.data ? run<DeltaBackwardPass<true>>(*params, stream)
+                                 : run<DeltaBackwardPass<false>>(*params, stream);
 }
 
-extern "C" size_t fastweights_delta_backward_chunked_workspace(const DeltaBackward* params) {
-    const DeltaBackward& p = *params;
-    if (p.sizes.batch == 0) return 0;
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) { return workspace<decltype(zero)>(p); });
+extern "C" size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params) {
+    if (params->sizes.batch == 0) return 0;
+    return params->log_gate.data ? workspace<DeltaBackwardPass<true>>(*params)
+                                 : workspace<DeltaBackwardPass<false>>(*params);
 }
 
 }  // namespace fairseq_fastweights

@@ -1,15 +1,15 @@
-// The forward pass of the delta rule, chunk-parallel on tensor cores; see chunked_delta.cuh for the algorithm.
+// The forward pass of the delta rule, gated or not, chunk-parallel on tensor cores; see chunked_delta.cuh for the algorithm.
 #include "choice.h"
 #include "chunked_delta.cuh"
-#include "chunked_segments.cuh"
+#include "chunked_launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T>
+template <typename T, bool Gated>
 struct Layout {
     Stages<T> q, k, v;
-    DeltaChunk<T> delta;
+    DeltaChunk<T, Gated> delta;
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
@@ -21,13 +21,13 @@ struct Layout {
 
 // `Outputs` false: only what a segment makes of a state of zeros, in the first `plan.blocks` blocks of a head, and what
 // it makes of the identity when all values are 0, in the others.
-template <typename T, bool Outputs, int Places>
+template <typename T, bool Gated, bool Outputs, int Places>
 __global__ void __launch_bounds__(256, forward_blocks(Places))
-    delta_forward(const DeltaForward p, const Plan plan, const Segments segments) {
+    delta_forward(const RuleForward p, const Plan plan, const Segments segments) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const Layout<T> shared(Carver(memory), plan);
-    const DeltaChunk<T>& delta = shared.delta;
+    const Layout<T, Gated> shared(Carver(memory), plan);
+    const DeltaChunk<T, Gated>& delta = shared.delta;
     const auto scores = delta.products.template as<Factor<T>>();  // done with once their system is inverted
 
     const int thread = threadIdx.x;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
     };
     const StatePart part{p.sizes.key_dim, columns, first, plan.columns, plan.key_rows};
 
-    float beta = 0.0f;  // of this thread's step in the chunk to come
+    float beta = 0.0f, log_gate = 0.0f;  // of this thread's step in the chunk to come
     const auto fetch = [&](int n) {
         const int stage = n % plan.stages, start = n * chunk;
         if constexpr (Outputs) copy_rows(shared.q[stage], key_head(p.q), chunk, plan.key_rows, start, time);
@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
         copy_rows(shared.v[stage], value_head(p.v), chunk, plan.columns, start, time);
         copies_commit();
         beta = load_step(p.beta, batch, head, start, chunk, time);
+        if constexpr (Gated) log_gate = load_step(p.log_gate, batch, head, start, chunk, time);
     };
 
     const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
@@ -75,6 +76,7 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
             fetch(n);
         }
         if (thread < chunk) delta.beta[thread] = beta;
+        if (Gated && thread < chunk) delta.gates.log_gate()[thread] = log_gate;
         copies_wait<0>();
         __syncthreads();
         const Matrix<T> q = shared.q[n % plan.stages], k = shared.k[n % plan.stages], v = shared.v[n % plan.stages];
@@ -83,17 +85,19 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
             part.store(state, static_cast<float*>(p.states),
                        static_cast<int64_t>(head_index) * kept + start / p.sizes.interval - 1);
 
+        delta.find_gates();
         delta.template solve<kPasses>(k, v, plan);
         if constexpr (Outputs) {
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
-                tile.each([&](int t, int s, float& value) { value = s <= t ? value : 0.0f; });
+                delta.keep_pairs(tile, true);
                 write_tile(tile, scores);
             });
             __syncthreads();
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
                 multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, q, delta.state);
+                delta.keep_read(tile);
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, scores, delta.update);
                 store_tile(tile, value_head(p.out), start, time);
             });
@@ -107,63 +111,47 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
         part.store(state, static_cast<float*>(p.final_state), head_index);
 }
 
-template <typename T>
-Plan plan_of(const Sizes& sizes, int limit) {
-    // The inverse costs the cube of a chunk's length and barriers for each halving: 32 steps, not 64.
-    return find_plan(sizes, Stored<T>::kDType, 32, limit, false,
-                     [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; });
-}
-
-Segments segments_of(const Plan& plan, const Sizes& sizes) {
-    return find_segments(plan, sizes, plan.blocks, sizes.key_dim * sizes.key_dim);
-}
-
-template <typename T>
-cudaError_t run(const DeltaForward& p, cudaStream_t stream) {
-    const Plan plan = plan_of<T>(p.sizes, shared_memory_limit());
-    if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = segments_of(plan, p.sizes);
-    const dim3 block(plan.threads);
-    return with_places(plan, [&](auto places) {
-        constexpr int kPlaces = decltype(places)::value;
-        cudaError_t error = cudaSuccess;
-        if (segments.count > 1) {
-            segments.place(p.workspace);
-            const dim3 grid(blocks_of_transformations(segments, plan, p.sizes), segments.count - 1);
-            error = launch(delta_forward<T, false, kPlaces>, grid, block, plan.shared, stream, p, plan, segments);
-            if (error == cudaSuccess)
-                error = launch_carry_transformed(segments, p.sizes, p.initial_state, false, stream);
-        }
-        if (error != cudaSuccess) return error;
-        const dim3 grid(static_cast<unsigned>(segments.heads) * plan.blocks, segments.count);
-        return launch(delta_forward<T, true, kPlaces>, grid, block, plan.shared, stream, p, plan, segments);
-    });
-}
-
-template <typename T>
-size_t workspace(const DeltaForward& p) {
-    return segments_of(plan_of<T>(p.sizes, shared_memory_limit()), p.sizes).bytes();
-}
+template <bool Gated>
+struct DeltaForwardPass {
+    template <typename T, bool Outputs, int Places>
+    static auto kernel() {
+        return delta_forward<T, Gated, Outputs, Places>;
+    }
+    template <typename T>
+    static Plan plan(const Sizes& sizes, int limit) {
+        // The inverse costs the cube of a chunk's length and barriers for each halving: 32 steps, not 64.
+        return find_plan(sizes, Stored<T>::kDType, 32, limit, false,
+                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+    }
+    static Segments segments(const Plan& plan, const Sizes& sizes) {
+        return find_segments(plan, sizes, plan.blocks, sizes.key_dim * sizes.key_dim);
+    }
+    // A head's value columns, and the columns of the identity.
+    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes& sizes) {
+        return static_cast<unsigned>(segments.heads) *
+               (plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns);
+    }
+    static constexpr auto carry = launch_carry_transformed;
+};
 
 }  // namespace
 
-ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const Plan plan = plan_of<decltype(zero)>(sizes, limit);
-        return describe(plan, segments_of(plan, sizes));
-    });
+ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
+    return gated ? describe<DeltaForwardPass<true>>(sizes, dtype, limit)
+                 : describe<DeltaForwardPass<false>>(sizes, dtype, limit);
 }
 
-extern "C" cudaError_t fastweights_delta_forward_chunked(const DeltaForward* params, cudaStream_t stream) {
-    const DeltaForward& p = *params;
-    if (p.sizes.batch == 0) return cudaSuccess;
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) { return run<decltype(zero)>(p, stream); });
+extern "C" cudaError_t fastweights_delta_forward_chunked(const RuleForward* params, cudaStream_t stream) {
+    if (params->sizes.batch == 0) return cudaSuccess;
+    if (params->erase.data || params->log_key_decay.data || params->log_value_decay.data) return cudaErrorInvalidValue;
+    return params->log_gate.data ? run<DeltaForwardPass<true>>(*params, stream)
+                                 : run<DeltaForwardPass<false>>(*params, stream);
 }
 
-extern "C" size_t fastweights_delta_forward_chunked_workspace(const DeltaForward* params) {
-    const DeltaForward& p = *params;
-    if (p.sizes.batch == 0) return 0;
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) { return workspace<decltype(zero)>(p); });
+extern "C" size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params) {
+    if (params->sizes.batch == 0) return 0;
+    return params->log_gate.data ? workspace<DeltaForwardPass<true>>(*params)
+                                 : workspace<DeltaForwardPass<false>>(*params);
 }
 
 }  // namespace fairseq_fastweights

@@ -12,84 +12,12 @@
 // sums of products over a range, without a subtraction, which keeps it exact where gates are so strong that it almost
 // vanishes. Where the write is w = 1 - g, it loses g <k_u, (dK / w)_u>.
 #include "choice.h"
-#include "chunked_checkpoints.cuh"
 #include "chunked_decays.h"
 #include "chunked_gates.cuh"
-#include "chunked_segments.cuh"
+#include "chunked_launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
-
-// Sums by step of what the gates let through.
-struct GateGradient {
-    Matrix<float> inside;  // (t, u): first P_ts <dy_t, v_s> at u = s, then its sums over s < u
-    float* steps;
-    int length;  // of an array by tile across and step
-
-    __host__ __device__ GateGradient(Carver& carver, const Plan& plan, bool gated)
-        : inside{carver.take<float>(gated ? plan.chunk * (plan.chunk + 1) : 0), plan.chunk + 1},
-          length(plan.chunk * round_up(plan.key_rows, kTileColumns) / kTileColumns) {
-        steps = carver.take<float>(gated ? 3 * length + plan.threads / kWarp : 0);
-    }
-
-    __device__ __forceinline__ float* read() const { return steps; }
-    __device__ __forceinline__ float* written() const { return steps + length; }
-    __device__ __forceinline__ float* write_strength() const { return steps + 2 * length; }
-    __device__ __forceinline__ float* passing() const { return steps + 3 * length; }  // by warp: <S_0, dS>
-
-    // Threads that share a step: a power of two, neighbours in a warp, and all steps together the whole block.
-    __device__ __forceinline__ static int lanes(int chunk) { return blockDim.x / chunk; }
-
-    // After `inside` and a barrier: its sums. A barrier must follow.
-    __device__ __forceinline__ void sum_rows(int chunk) const {
-        const int count = lanes(chunk), lane = threadIdx.x % count, t = threadIdx.x / count;
-        const int length = chunk / count, first = lane * length;  // of this lane's part of the row
-        // Some at a time: all at once would be up to 32 registers.
-        constexpr int kGroup = 8;
-        const auto term = [&](int i) { return i < length && first + i < t ? inside(t, first + i) : 0.0f; };
-        float sum = 0.0f;
-#pragma unroll 1
-        for (int group = 0; group < length; group += kGroup)
-#pragma unroll
-            for (int i = group; i < group + kGroup; ++i) sum += term(i);
-        float before = sum;  // with the lanes before this one, and then without this one
-        for (int distance = 1; distance < count; distance *= 2) {
-            const float other = __shfl_up_sync(kAllLanes, before, distance);
-            if (lane >= distance) before += other;
-        }
-        before = __shfl_up_sync(kAllLanes, before, 1);
-        if (lane == 0) before = 0.0f;
-#pragma unroll 1
-        for (int group = 0; group < length; group += kGroup) {
-            float terms[kGroup];
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i) terms[i] = term(group + i);
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                if (group + i < length) inside(t, first + group + i) = before;
-                before += terms[i];
-            }
-        }
-    }
-
-    // After all sums and a barrier: the gradient of the log gate of step `u`, this thread's: the same for all that share
-    // it. `gate` is that gate where writes lose by it, else 0.
-    __device__ __forceinline__ float of(int u, int chunk, float whole, float gate) const {
-        const int count = lanes(chunk), lane = threadIdx.x % count;
-        float passed = 0.0f, sum = 0.0f, strength = 0.0f;
-        for (int warp = lane; warp < static_cast<int>(blockDim.x) / kWarp; warp += count) passed += passing()[warp];
-        for (int step = lane; step < chunk; step += count) {
-            if (step >= u) sum += inside(step, u);
-            const float* const part = step >= u ? read() : written();
-            for (int i = step; i < length; i += chunk) sum += part[i];
-        }
-        if (gate != 0.0f)
-            for (int i = u + lane * chunk; i < length; i += count * chunk) strength += write_strength()[i];
-        sum += passed * whole - strength * gate;
-        for (int distance = count / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-        return sum;
-    }
-};
 
 template <typename T, bool Gated>
 struct Layout {
@@ -115,7 +43,7 @@ struct Layout {
 // gradient of zeros.
 template <typename T, bool Gated, bool Outputs, int Places>
 __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
-    diagonal_backward(const DiagonalBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
+    diagonal_backward(const RuleBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
                       const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -218,12 +146,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
                 });
                 write_tile(tile, scores);
             });
-            if constexpr (Gated) {
-                float sum = state.dot(d_state);
-                for (int distance = kWarp / 2; distance > 0; distance /= 2)
-                    sum += __shfl_xor_sync(kAllLanes, sum, distance);
-                if (warp_lane() == 0) gradient.passing()[thread / kWarp] = sum;
-            }
+            if constexpr (Gated) gradient.put_passing(state.dot(d_state));
             __syncthreads();
             if constexpr (Gated) gradient.sum_rows(chunk);
             for_each_tile(chunk, plan.key_rows, [&](Tile& tile) {
@@ -263,13 +186,8 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
                 store_tile(tile, value_head(p.dv), start, time);
             });
             __syncthreads();
-            if constexpr (Gated) {
-                const int step = thread / gradient.lanes(chunk);
-                const float sum =
-                    gradient.of(step, chunk, gates.whole(), p.complement != 0 ? expf(gates.log_gate()[step]) : 0.0f);
-                if (thread % gradient.lanes(chunk) == 0 && start + step < time)
-                    store_step(p.d_log_gate, batch, head, start + step, sum, block > 0);
-            }
+            if constexpr (Gated)
+                gradient.store(p.d_log_gate, batch, head, start, chunk, time, gates, p.complement != 0, block > 0);
         } else {
             if constexpr (Gated) __syncthreads();
             if constexpr (Gated) passed_log += gates.whole_log();
@@ -292,78 +210,45 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     }
 }
 
-template <typename T, bool Gated>
-Plan plan_of(const Sizes& sizes, int limit) {
-    return find_plan(sizes, Stored<T>::kDType, 64, limit, true,
-                     [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
-}
-
 template <bool Gated>
-Segments segments_of(const Plan& plan, const Sizes& sizes) {
-    return find_segments(plan, sizes, 1, Gated ? 1 : 0);
-}
-
-template <typename T, bool Gated>
-cudaError_t run(const DiagonalBackward& p, cudaStream_t stream) {
-    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
-    if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = segments_of<Gated>(plan, p.sizes);
-    Checkpoints checkpoints = find_checkpoints(plan, p.sizes, segments);
-    checkpoints.place(p.workspace, segments);
-    const dim3 block(plan.threads);
-    return with_places(plan, [&](auto places) {
-        constexpr int kPlaces = decltype(places)::value;
-        cudaError_t error = cudaSuccess;
-        if (segments.count > 1) {
-            segments.place(p.workspace);
-            const dim3 grid(segments.heads * plan.blocks, segments.count - 1);
-            error = launch(diagonal_backward<T, Gated, false, kPlaces>, grid, block, plan.shared, stream, p, plan,
-                           segments, checkpoints, 0);
-            if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.d_final_state, true, stream);
-        }
-        const dim3 grid(segments.heads, segments.count);
-        for (int i = 0; i < plan.blocks && error == cudaSuccess; ++i)
-            error = launch(diagonal_backward<T, Gated, true, kPlaces>, grid, block, plan.shared, stream, p, plan,
-                           segments, checkpoints, i);
-        return error;
-    });
-}
-
-template <typename T, bool Gated>
-size_t workspace(const DiagonalBackward& p) {
-    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
-    const Segments segments = segments_of<Gated>(plan, p.sizes);
-    return segments.bytes() + find_checkpoints(plan, p.sizes, segments).bytes;
-}
+struct DiagonalBackwardPass {
+    template <typename T, bool Outputs, int Places>
+    static auto kernel() {
+        return diagonal_backward<T, Gated, Outputs, Places>;
+    }
+    template <typename T>
+    static Plan plan(const Sizes& sizes, int limit) {
+        return find_plan(sizes, Stored<T>::kDType, 64, limit, true,
+                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+    }
+    static Segments segments(const Plan& plan, const Sizes& sizes) {
+        return find_segments(plan, sizes, 1, Gated ? 1 : 0);
+    }
+    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes&) {
+        return static_cast<unsigned>(segments.heads) * plan.blocks;
+    }
+    static constexpr auto carry = launch_carry_scaled;
+};
 
 }  // namespace
 
 ChunkedPlan chunked_plan_diagonal_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        using T = decltype(zero);
-        const Plan plan = gated ? plan_of<T, true>(sizes, limit) : plan_of<T, false>(sizes, limit);
-        return describe(plan, gated ? segments_of<true>(plan, sizes) : segments_of<false>(plan, sizes));
-    });
+    return gated ? describe<DiagonalBackwardPass<true>>(sizes, dtype, limit)
+                 : describe<DiagonalBackwardPass<false>>(sizes, dtype, limit);
 }
 
-extern "C" cudaError_t fastweights_diagonal_backward_chunked(const DiagonalBackward* params, cudaStream_t stream) {
-    const DiagonalBackward& p = *params;
-    if (p.sizes.batch == 0) return cudaSuccess;
-    if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_backward(p, stream);
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
-        using T = decltype(zero);
-        return p.log_gate.data != nullptr ? run<T, true>(p, stream) : run<T, false>(p, stream);
-    });
+extern "C" cudaError_t fastweights_diagonal_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
+    if (params->sizes.batch == 0) return cudaSuccess;
+    if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_backward(*params, stream);
+    return params->log_gate.data ? run<DiagonalBackwardPass<true>>(*params, stream)
+                                 : run<DiagonalBackwardPass<false>>(*params, stream);
 }
 
-extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const DiagonalBackward* params) {
-    const DiagonalBackward& p = *params;
-    if (p.sizes.batch == 0) return 0;
-    if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_backward_workspace(p);
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        using T = decltype(zero);
-        return p.log_gate.data != nullptr ? workspace<T, true>(p) : workspace<T, false>(p);
-    });
+extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const RuleBackward* params) {
+    if (params->sizes.batch == 0) return 0;
+    if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_backward_workspace(*params);
+    return params->log_gate.data ? workspace<DiagonalBackwardPass<true>>(*params)
+                                 : workspace<DiagonalBackwardPass<false>>(*params);
 }
 
 }  // namespace fairseq_fastweights

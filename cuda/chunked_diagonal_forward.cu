@@ -7,7 +7,7 @@
 #include "choice.h"
 #include "chunked_decays.h"
 #include "chunked_gates.cuh"
-#include "chunked_segments.cuh"
+#include "chunked_launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -31,7 +31,7 @@ struct Layout {
 // `Outputs` false: only what a segment makes of a state of zeros.
 template <typename T, bool Gated, bool Outputs, int Places>
 __global__ void __launch_bounds__(256, forward_blocks(Places))
-    diagonal_forward(const DiagonalForward p, const Plan plan, const Segments segments) {
+    diagonal_forward(const RuleForward p, const Plan plan, const Segments segments) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T, Gated> shared(Carver(memory), plan);
@@ -132,72 +132,45 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
     }
 }
 
-template <typename T, bool Gated>
-Plan plan_of(const Sizes& sizes, int limit) {
-    return find_plan(sizes, Stored<T>::kDType, 64, limit, false,
-                     [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
-}
-
 template <bool Gated>
-Segments segments_of(const Plan& plan, const Sizes& sizes) {
-    return find_segments(plan, sizes, plan.blocks, Gated ? 1 : 0);
-}
-
-template <typename T, bool Gated>
-cudaError_t run(const DiagonalForward& p, cudaStream_t stream) {
-    const Plan plan = plan_of<T, Gated>(p.sizes, shared_memory_limit());
-    if (plan.chunk == 0) return cudaErrorInvalidValue;
-    Segments segments = segments_of<Gated>(plan, p.sizes);
-    const unsigned blocks = static_cast<unsigned>(segments.heads) * plan.blocks;
-    const dim3 block(plan.threads);
-    return with_places(plan, [&](auto places) {
-        constexpr int kPlaces = decltype(places)::value;
-        cudaError_t error = cudaSuccess;
-        if (segments.count > 1) {
-            segments.place(p.workspace);
-            error = launch(diagonal_forward<T, Gated, false, kPlaces>, dim3(blocks, segments.count - 1), block,
-                           plan.shared, stream, p, plan, segments);
-            if (error == cudaSuccess) error = launch_carry_scaled(segments, p.sizes, p.initial_state, false, stream);
-        }
-        if (error != cudaSuccess) return error;
-        return launch(diagonal_forward<T, Gated, true, kPlaces>, dim3(blocks, segments.count), block, plan.shared,
-                      stream, p, plan, segments);
-    });
-}
-
-template <typename T, bool Gated>
-size_t workspace(const DiagonalForward& p) {
-    return segments_of<Gated>(plan_of<T, Gated>(p.sizes, shared_memory_limit()), p.sizes).bytes();
-}
+struct DiagonalForwardPass {
+    template <typename T, bool Outputs, int Places>
+    static auto kernel() {
+        return diagonal_forward<T, Gated, Outputs, Places>;
+    }
+    template <typename T>
+    static Plan plan(const Sizes& sizes, int limit) {
+        return find_plan(sizes, Stored<T>::kDType, 64, limit, false,
+                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+    }
+    static Segments segments(const Plan& plan, const Sizes& sizes) {
+        return find_segments(plan, sizes, plan.blocks, Gated ? 1 : 0);
+    }
+    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes&) {
+        return static_cast<unsigned>(segments.heads) * plan.blocks;
+    }
+    static constexpr auto carry = launch_carry_scaled;
+};
 
 }  // namespace
 
 ChunkedPlan chunked_plan_diagonal_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        using T = decltype(zero);
-        const Plan plan = gated ? plan_of<T, true>(sizes, limit) : plan_of<T, false>(sizes, limit);
-        return describe(plan, gated ? segments_of<true>(plan, sizes) : segments_of<false>(plan, sizes));
-    });
+    return gated ? describe<DiagonalForwardPass<true>>(sizes, dtype, limit)
+                 : describe<DiagonalForwardPass<false>>(sizes, dtype, limit);
 }
 
-extern "C" cudaError_t fastweights_diagonal_forward_chunked(const DiagonalForward* params, cudaStream_t stream) {
-    const DiagonalForward& p = *params;
-    if (p.sizes.batch == 0) return cudaSuccess;
-    if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_forward(p, stream);
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
-        using T = decltype(zero);
-        return p.log_gate.data != nullptr ? run<T, true>(p, stream) : run<T, false>(p, stream);
-    });
+extern "C" cudaError_t fastweights_diagonal_forward_chunked(const RuleForward* params, cudaStream_t stream) {
+    if (params->sizes.batch == 0) return cudaSuccess;
+    if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_forward(*params, stream);
+    return params->log_gate.data ? run<DiagonalForwardPass<true>>(*params, stream)
+                                 : run<DiagonalForwardPass<false>>(*params, stream);
 }
 
-extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const DiagonalForward* params) {
-    const DiagonalForward& p = *params;
-    if (p.sizes.batch == 0) return 0;
-    if (has_decays(p.log_key_decay, p.log_value_decay)) return chunked_decays_forward_workspace(p);
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        using T = decltype(zero);
-        return p.log_gate.data != nullptr ? workspace<T, true>(p) : workspace<T, false>(p);
-    });
+extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const RuleForward* params) {
+    if (params->sizes.batch == 0) return 0;
+    if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_forward_workspace(*params);
+    return params->log_gate.data ? workspace<DiagonalForwardPass<true>>(*params)
+                                 : workspace<DiagonalForwardPass<false>>(*params);
 }
 
 }  // namespace fairseq_fastweights

@@ -111,4 +111,91 @@ struct ChunkGates {
     }
 };
 
+// Sums by step of what the gates let through.
+struct GateGradient {
+    Matrix<float> inside;  // (t, u): first P_ts <dy_t, v_s> at u = s, then its sums over s < u
+    float* steps;
+    int length;  // of an array by tile across and step
+
+    __host__ __device__ GateGradient(Carver& carver, const Plan& plan, bool gated)
+        : inside{carver.take<float>(gated ? plan.chunk * (plan.chunk + 1) : 0), plan.chunk + 1},
+          length(plan.chunk * round_up(plan.key_rows, kTileColumns) / kTileColumns) {
+        steps = carver.take<float>(gated ? 3 * length + plan.threads / kWarp : 0);
+    }
+
+    __device__ __forceinline__ float* read() const { return steps; }
+    __device__ __forceinline__ float* written() const { return steps + length; }
+    __device__ __forceinline__ float* write_strength() const { return steps + 2 * length; }
+    __device__ __forceinline__ float* passing() const { return steps + 3 * length; }  // by warp: <S_0, dS>
+
+    // This warp's part of <S_0, dS>, from this thread's.
+    __device__ __forceinline__ void put_passing(float sum) const {
+        for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+        if (warp_lane() == 0) passing()[threadIdx.x / kWarp] = sum;
+    }
+
+    // Threads that share a step: a power of two, neighbours in a warp, and all steps together the whole block.
+    __device__ __forceinline__ static int lanes(int chunk) { return blockDim.x / chunk; }
+
+    // After `inside` and a barrier: its sums. A barrier must follow.
+    __device__ __forceinline__ void sum_rows(int chunk) const {
+        const int count = lanes(chunk), lane = threadIdx.x % count, t = threadIdx.x / count;
+        const int length = chunk / count, first = lane * length;  // of this lane's part of the row
+        // Some at a time: all at once would be up to 32 registers.
+        constexpr int kGroup = 8;
+        const auto term = [&](int i) { return i < length && first + i < t ? inside(t, first + i) : 0.0f; };
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int group = 0; group < length; group += kGroup)
+#pragma unroll
+            for (int i = group; i < group + kGroup; ++i) sum += term(i);
+        float before = sum;  // with the lanes before this one, and then without this one
+        for (int distance = 1; distance < count; distance *= 2) {
+            const float other = __shfl_up_sync(kAllLanes, before, distance);
+            if (lane >= distance) before += other;
+        }
+        before = __shfl_up_sync(kAllLanes, before, 1);
+        if (lane == 0) before = 0.0f;
+#pragma unroll 1
+        for (int group = 0; group < length; group += kGroup) {
+            float terms[kGroup];
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i) terms[i] = term(group + i);
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i) {
+                if (group + i < length) inside(t, first + group + i) = before;
+                before += terms[i];
+            }
+        }
+    }
+
+    // After all sums and a barrier: writes the gradients of the log gates of the chunk that starts at `start`; with `add`,
+    // onto what is there. `complement`: writes lose by them.
+    __device__ __forceinline__ void store(const Sequence& to, int batch, int head, int start, int chunk, int time,
+                                          const ChunkGates& gates, bool complement, bool add) const {
+        const int step = threadIdx.x / lanes(chunk);
+        const float sum = of(step, chunk, gates.whole(), complement ? expf(gates.log_gate()[step]) : 0.0f);
+        if (threadIdx.x % lanes(chunk) == 0 && start + step < time) store_step(to, batch, head, start + step, sum, add);
+    }
+
+private:
+    // The gradient of the log gate of step `u`, this thread's: the same for all that share it. `gate` is that gate where
+    // writes lose by it, else 0.
+    __device__ __forceinline__ float of(int u, int chunk, float whole, float gate) const {
+        const int count = lanes(chunk), lane = threadIdx.x % count;
+        float passed = 0.0f, sum = 0.0f, strength = 0.0f;
+        for (int warp = lane; warp < static_cast<int>(blockDim.x) / kWarp; warp += count) passed += passing()[warp];
+        for (int step = lane; step < chunk; step += count) {
+            if (step >= u) sum += inside(step, u);
+            const float* const part = step >= u ? read() : written();
+            for (int i = step; i < length; i += chunk) sum += part[i];
+        }
+        if (gate != 0.0f)
+            for (int i = u + lane * chunk; i < length; i += count * chunk) strength += write_strength()[i];
+        sum += passed * whole - strength * gate;
+        for (int distance = count / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+        return sum;
+    }
+};
+
 }  // namespace fairseq_fastweights

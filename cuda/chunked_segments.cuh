@@ -62,16 +62,6 @@ inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_o
     return segments;
 }
 
-inline ChunkedPlan describe(const Plan& plan, const Segments& segments) {
-    return {plan.chunk,
-            plan.columns,
-            plan.blocks,
-            plan.stages,
-            plan.threads,
-            segments.count,
-            static_cast<int64_t>(plan.shared)};
-}
-
 struct Carry {
     const void* first;  // the state before the first segment, or the gradient after the last; null: zeros
     int reverse;        // from the last segment to the first
@@ -146,11 +136,6 @@ inline cudaError_t launch_carry_transformed(const Segments& segments, const Size
     const dim3 grid(segments.heads, (sizes.value_dim + kCarriedColumns - 1) / kCarriedColumns);
     const size_t shared = 2 * sizeof(float) * sizes.key_dim * kCarriedColumns;
     return launch(carry_transformed, grid, dim3(256), shared, stream, segments, carry);
-}
-
-// The blocks of the first launch: a head's value columns, and the columns of the identity.
-inline unsigned blocks_of_transformations(const Segments& segments, const Plan& plan, const Sizes& sizes) {
-    return static_cast<unsigned>(segments.heads) * (plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns);
 }
 
 }  // namespace fairseq_fastweights

@@ -5,7 +5,8 @@
 //
 // Notation, with S the (key_dim, value_dim) state of one head (the papers write its transpose):
 //   diagonal  S_t = (f_t z_t^T) * g_t S_{t-1} + w_t k_t v_t^T      y_t = S_t^T q_t   w = 1 - g if `complement`, or 1
-//   delta     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T   y_t = S_t^T q_t
+//   delta     S_t = S' + beta_t k_t (v_t - S'^T e_t)^T             y_t = S_t^T q_t   S' = Diag(f_t) g_t S_{t-1}
+// The delta family decays by g (log_gate, where e is k) or by f (log_key_decay), and not by dimension of the values.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -40,10 +41,11 @@ struct Sizes {
 // elements are float, or double where q, k and v are double. `workspace` holds as many bytes as the function of the
 // same name with `_workspace` at its end asks for, aligned to 256; null where that is 0.
 
-struct DiagonalForward {
+struct RuleForward {
     Sizes sizes;
     int32_t complement;
     Sequence q, k, v;
+    Sequence erase, beta;                               // each may be absent, for k and 1; of the delta family
     Sequence log_gate, log_key_decay, log_value_decay;  // each may be absent; log_gate comes without the other two
     const void* initial_state;                          // null: zeros
     Sequence out;
@@ -52,43 +54,20 @@ struct DiagonalForward {
     void* workspace;
 };
 
-struct DiagonalBackward {
+struct RuleBackward {
     Sizes sizes;
     int32_t complement;
     Sequence d_out;
     const void* d_final_state;  // null: zeros
     Sequence q, k, v;
+    Sequence erase, beta;
     Sequence log_gate, log_key_decay, log_value_decay;
     const void* initial_state;
     const void* states;
     Sequence dq, dk, dv;
-    Sequence d_log_gate, d_log_key_decay, d_log_value_decay;  // absent where the input is
-    void* d_initial_state;                                    // null: not wanted
-    void* workspace;
-};
-
-struct DeltaForward {
-    Sizes sizes;
-    Sequence q, k, v;
-    Sequence beta;
-    const void* initial_state;
-    Sequence out;
-    void* final_state;
-    void* states;
-    void* workspace;
-};
-
-struct DeltaBackward {
-    Sizes sizes;
-    Sequence d_out;
-    const void* d_final_state;
-    Sequence q, k, v;
-    Sequence beta;
-    const void* initial_state;
-    const void* states;
-    Sequence dq, dk, dv;
-    Sequence d_beta;
-    void* d_initial_state;
+    Sequence d_erase, d_beta;  // absent where the input is
+    Sequence d_log_gate, d_log_key_decay, d_log_value_decay;
+    void* d_initial_state;  // null: not wanted
     void* workspace;
 };
 
@@ -101,19 +80,12 @@ struct StepState {
 };
 
 // One token: `time` of the sizes is 1 and the sequences' time strides are not used.
-struct DiagonalStep {
+struct RuleStep {
     Sizes sizes;
     int32_t complement;
     Sequence q, k, v;
+    Sequence erase, beta;
     Sequence log_gate, log_key_decay, log_value_decay;
-    StepState state;
-    Sequence out;
-};
-
-struct DeltaStep {
-    Sizes sizes;
-    Sequence q, k, v;
-    Sequence beta;
     StepState state;
     Sequence out;
 };
@@ -133,30 +105,30 @@ extern "C" {
 
 // Each launches on `stream` and returns without waiting; cudaErrorInvalidValue for sizes that it does not take. A batch
 // of 0 launches nothing.
-cudaError_t fastweights_diagonal_forward_recurrent(const DiagonalForward* params, cudaStream_t stream);
-cudaError_t fastweights_diagonal_forward_chunked(const DiagonalForward* params, cudaStream_t stream);
-cudaError_t fastweights_diagonal_backward_recurrent(const DiagonalBackward* params, cudaStream_t stream);
-cudaError_t fastweights_diagonal_backward_chunked(const DiagonalBackward* params, cudaStream_t stream);
-cudaError_t fastweights_delta_forward_recurrent(const DeltaForward* params, cudaStream_t stream);
-cudaError_t fastweights_delta_forward_chunked(const DeltaForward* params, cudaStream_t stream);
-cudaError_t fastweights_delta_backward_recurrent(const DeltaBackward* params, cudaStream_t stream);
-cudaError_t fastweights_delta_backward_chunked(const DeltaBackward* params, cudaStream_t stream);
-cudaError_t fastweights_diagonal_step(const DiagonalStep* params, cudaStream_t stream);
-cudaError_t fastweights_delta_step(const DeltaStep* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_forward_recurrent(const RuleForward* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_forward_chunked(const RuleForward* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_backward_recurrent(const RuleBackward* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_backward_chunked(const RuleBackward* params, cudaStream_t stream);
+cudaError_t fastweights_delta_forward_recurrent(const RuleForward* params, cudaStream_t stream);
+cudaError_t fastweights_delta_forward_chunked(const RuleForward* params, cudaStream_t stream);
+cudaError_t fastweights_delta_backward_recurrent(const RuleBackward* params, cudaStream_t stream);
+cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream);
+cudaError_t fastweights_diagonal_step(const RuleStep* params, cudaStream_t stream);
+cudaError_t fastweights_delta_step(const RuleStep* params, cudaStream_t stream);
 
 // Bytes of scratch that the launch of the same name needs. They read sizes, dtypes and which tensors are present, and
 // never `data` of a tensor but for null.
-size_t fastweights_diagonal_forward_recurrent_workspace(const DiagonalForward* params);
-size_t fastweights_diagonal_forward_chunked_workspace(const DiagonalForward* params);
-size_t fastweights_diagonal_backward_recurrent_workspace(const DiagonalBackward* params);
-size_t fastweights_diagonal_backward_chunked_workspace(const DiagonalBackward* params);
-size_t fastweights_delta_forward_recurrent_workspace(const DeltaForward* params);
-size_t fastweights_delta_forward_chunked_workspace(const DeltaForward* params);
-size_t fastweights_delta_backward_recurrent_workspace(const DeltaBackward* params);
-size_t fastweights_delta_backward_chunked_workspace(const DeltaBackward* params);
+size_t fastweights_diagonal_forward_recurrent_workspace(const RuleForward* params);
+size_t fastweights_diagonal_forward_chunked_workspace(const RuleForward* params);
+size_t fastweights_diagonal_backward_recurrent_workspace(const RuleBackward* params);
+size_t fastweights_diagonal_backward_chunked_workspace(const RuleBackward* params);
+size_t fastweights_delta_forward_recurrent_workspace(const RuleForward* params);
+size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params);
+size_t fastweights_delta_backward_recurrent_workspace(const RuleBackward* params);
+size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params);
 
 // Whether the chunked kernels take this: `dtype` of q, k and v, `separate_decays` whether there are decays of keys or of
-// values, `capability` 10 * major + minor.
+// values, or an erase key, `capability` 10 * major + minor.
 int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                                      int32_t capability);
 

@@ -4,15 +4,16 @@
 //   G_t = (decay of step t + 1) * G_{t+1} + q_t dy_t^T      dq_t = S_t dy_t
 //   diagonal  dk_t = w_t G_t v_t    dv_t = w_t G_t^T k_t    d log f_t = f_t * sum over columns of (z_t * S_{t-1} * G_t)
 //             d log z_t likewise, by rows; d log g_t = g_t (<S_{t-1}, G_t> - [complement] k_t^T G_t v_t)
-//   delta     u_t = beta_t e_t, e_t = v_t - S_{t-1}^T k_t, du_t = G_t^T k_t, dv_t = beta_t du_t, d beta_t = <du_t, e_t>
-//             dk_t = G_t u_t - S_{t-1} dv_t                 G passes on to step t - 1 less k_t dv_t^T
+//   delta     S' = f_t * S_{t-1}, r_t = v_t - S'^T e_t, u_t = beta_t r_t, du_t = G_t^T k_t, dv_t = beta_t du_t,
+//             d beta_t = <du_t, r_t>, dk_t = G_t u_t, de_t = -S' dv_t, dS' = G_t - e_t dv_t^T, and where it decays
+//             d log f_t = sum over columns of S' * dS'; G_{t-1} = f_t * dS' + q_{t-1} dy_{t-1}^T
 // so that no log decay's gradient is a difference of cumulative terms, and nothing is divided by a decay.
 //
 // A block walks back over the chunks that the forward pass kept states for. Within a chunk it recomputes states
 // forwards from the chunk's, in spans of a few steps, and keeps those at the spans' starts (or at every `spacing`-th
 // one's) in `slots` of shared memory. In a span, from the last to the first, one sweep forwards gives dq and what the
-// way back needs: with decays, the state before every step, in more slots; for the delta rule, the errors e_t alone, and
-// after the way back a third sweep adds what dk has of S_{t-1}. A slot is private to its threads: element i of thread n lies
+// way back needs: with decays, the state before every step, in more slots; for the delta family, the errors r_t, which
+// without decays are all, and after the way back a third sweep adds what dk has of S_{t-1}. A slot is private to its threads: element i of thread n lies
 // n-th in row i, so that there is neither a barrier nor a bank conflict.
 //
 // Without decays dq needs no G and the rest no S: blocks of two kinds, one for each, run through all steps, and the
@@ -27,27 +28,17 @@
 
 namespace fairseq_fastweights {
 
-// Both families' parameters in one form: `gate` is log_gate or beta.
-struct BackwardCall {
-    Sizes sizes;
-    int32_t complement;
-    Sequence d_out;
-    const void* d_final_state;
-    Sequence q, k, v, gate, key_decay, value_decay;
-    const void* initial_state;
-    const void* states;
-    Sequence dq, dk, dv, d_gate, d_key_decay, d_value_decay;
-    void* d_initial_state;
-    void* workspace;
+__host__ __device__ __forceinline__ const Sequence& backward_input(const RuleBackward& p, int i) {
+    return i == kDy ? p.d_out : forward_input(p, i);
+}
 
-    __host__ __device__ const Sequence& input(int i) const {
-        return i == kQ ? q : i == kK ? k : i == kV ? v : i == kF ? key_decay : i == kZ ? value_decay : d_out;
-    }
-    // The steps between kept states.
-    __host__ __device__ int chunk() const {
-        return sizes.interval && sizes.interval < sizes.time ? sizes.interval : sizes.time;
-    }
-};
+// The steps between kept states.
+__host__ __device__ __forceinline__ int steps_between_states(const Sizes& sizes) {
+    return sizes.interval && sizes.interval < sizes.time ? sizes.interval : sizes.time;
+}
+
+// Whether the way back needs the state before every step, for the gradients of decays.
+constexpr bool needs_states(int mode) { return has_gate(mode) || decays_keys(mode); }
 
 // How a launch is laid out: `span` steps at a time, the state at the start of every `spacing`-th span kept in `slots`.
 struct BackwardPlan {
@@ -57,30 +48,32 @@ struct BackwardPlan {
 
 template <class Tile, int M>
 struct BackwardOffsets : Offsets {
-    int table, raw[kInputs], rows[kInputs], gate, write, dq, dk, df, dg, dv, dz, errors, inner, outer;
-    __host__ __device__ BackwardOffsets(const BackwardCall& call, const BackwardPlan& plan) {
+    int table, raw[kInputs], rows[kInputs], gate, write, dq, dk, de, df, dg, db, dv, dz, errors, inner, outer;
+    __host__ __device__ BackwardOffsets(const RuleBackward& call, const BackwardPlan& plan) {
         constexpr int element = sizeof(typename Tile::A), keys = Tile::kKeys;
         const int values = Tile::padded(plan.warps), span = plan.span;
         table = take(kInputs * sizeof(Source));
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
-            const bool key = i == kQ || i == kK || i == kF;
-            const bool used = i == kF ? M == kKey || M == kBoth : i == kZ ? M == kBoth : true;
-            const int width = key ? keys : values;
-            raw[i] = take(call.input(i).data ? span * ((width * bytes_of(call.input(i).dtype) + 15) & ~15) : 0);
+            const Sequence& input = backward_input(call, i);
+            const bool used = i == kF ? decays_keys(M) : i == kZ ? M == kBoth : i == kE ? input.data != nullptr : true;
+            const int width = has_key_dim(i) ? keys : values;
+            raw[i] = take(input.data ? span * ((width * bytes_of(input.dtype) + 15) & ~15) : 0);
             rows[i] = take(used ? span * width * element : 0);
         }
         gate = take(span * element);
         write = take(span * element);
         dq = take(plan.warps * span * keys * element);
         dk = take(plan.warps * span * keys * element);
-        df = take(M == kKey || M == kBoth ? plan.warps * span * keys * element : 0);
+        de = take(call.erase.data ? plan.warps * span * keys * element : 0);
+        df = take(decays_keys(M) ? plan.warps * span * keys * element : 0);
         dg = take(plan.warps * span * element);
+        db = take(plan.warps * span * element);
         dv = take(span * values * element);
         dz = take(M == kBoth ? span * values * element : 0);
-        errors = take(M == kDelta ? span * values * element : 0);
+        errors = take(corrects(M) ? span * values * element : 0);
         const int slot = plan.warps * kWarp * Tile::kElements * element;
-        inner = take((M == kPlain ? 0 : M == kDelta ? 1 : span) * slot);
+        inner = take((M == kPlain ? 0 : needs_states(M) ? span : 1) * slot);
         outer = take(M == kPlain ? 0 : plan.slots * slot);
     }
 };
@@ -114,10 +107,10 @@ __device__ __forceinline__ void get_slot(typename Tile::A (&state)[Tile::kRows][
 
 template <class Tile, int M>
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
-    recurrent_backward(const BackwardCall call, const BackwardPlan plan, const TimeSegments segments) {
+    recurrent_backward(const RuleBackward call, const BackwardPlan plan, const TimeSegments segments) {
     using A = typename Tile::A;
     constexpr int R = Tile::kRows, C = Tile::kColumns, keys = Tile::kKeys;
-    constexpr bool decays = M == kKey || M == kBoth;
+    constexpr bool decays = decays_keys(M);
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Sizes& sizes = call.sizes;
     const Place<Tile> place;
@@ -130,28 +123,31 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     Source* const table = reinterpret_cast<Source*>(memory + at.table);
 
     unsigned inputs = 1u << kQ | 1u << kK | 1u << kV | 1u << kDy;
-    if (decays && call.key_decay.data) inputs |= 1u << kF;
-    if (M == kBoth && call.value_decay.data) inputs |= 1u << kZ;
+    if (decays && call.log_key_decay.data) inputs |= 1u << kF;
+    if (M == kBoth && call.log_value_decay.data) inputs |= 1u << kZ;
+    if (M == kKeyDelta && call.erase.data) inputs |= 1u << kE;
     const unsigned advance_inputs = inputs & ~(1u << kQ | 1u << kDy);
 #pragma unroll
     for (int i = 0; i < kInputs; ++i) {
         if (threadIdx.x != i || !(inputs >> i & 1)) continue;
-        const bool key = i == kQ || i == kK || i == kF;
-        table[i] = make_source(call.input(i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
+        const bool key = has_key_dim(i);
+        table[i] = make_source(backward_input(call, i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
                                key ? keys : values, at.raw[i], at.rows[i], i == kF || i == kZ);
     }
-    if (M == kBoth && !call.key_decay.data)
+    if (decays && !call.log_key_decay.data)
         for (int i = threadIdx.x; i < span * keys; i += blockDim.x) part(at.rows[kF])[i] = A(1);
-    const Gate<A> gate{call.gate.data, batch * call.gate.batch + head * call.gate.head, call.gate.time,
-                       call.gate.dtype};
+    const bool apart = M == kKeyDelta && call.erase.data;
+    const A* const erase_rows = part(at.rows[apart ? kE : kK]);
+    const Gate<A> gate(call.log_gate, batch, head), beta(call.beta, batch, head);
 
     // Stages: `ask` starts the copies of the stage that comes next, `stage` waits for them, or asks first where no one
     // has.
-    A gate_ahead{};
+    A gate_ahead{}, beta_ahead{};
     bool asked = false;
     const auto ask = [&](int time, int steps, unsigned mask) {
         copy_inputs(table, mask, memory, time, steps);
-        if constexpr (M == kScalar || M == kDelta) gate_ahead = gate.load(time, steps);
+        if constexpr (has_gate(M)) gate_ahead = gate.load(time, steps, A(0));
+        if constexpr (corrects(M)) beta_ahead = beta.load(time, steps, A(1));
         asked = true;
     };
     const auto stage = [&](int time, int steps, unsigned mask) {
@@ -162,9 +158,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         copies_wait<0>();
         __syncthreads();
         convert_inputs<A>(table, mask, memory, time, steps);
-        if ((M == kScalar || M == kDelta) && threadIdx.x < steps) {
-            part(at.gate)[threadIdx.x] = M == kDelta ? gate_ahead : exponential(gate_ahead);
-            part(at.write)[threadIdx.x] = M == kScalar && call.complement ? one_minus_exponential(gate_ahead) : A(1);
+        if ((has_gate(M) || corrects(M)) && threadIdx.x < steps) {
+            part(at.gate)[threadIdx.x] = exponential(gate_ahead);
+            part(at.write)[threadIdx.x] = corrects(M)                       ? beta_ahead
+                                          : M == kScalar && call.complement ? one_minus_exponential(gate_ahead)
+                                                                            : A(1);
         }
         __syncthreads();
         asked = false;
@@ -179,20 +177,20 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         read_values<Tile>(x.v, part(at.rows[kV]) + s * values, place);
         if constexpr (decays) read_keys<Tile>(x.f, part(at.rows[kF]) + s * keys, place);
         if constexpr (M == kBoth) read_values<Tile>(x.z, part(at.rows[kZ]) + s * values, place);
-        if constexpr (M == kScalar || M == kDelta) x.gate = part(at.gate)[s];
-        if constexpr (M == kScalar) x.write = part(at.write)[s];
+        if constexpr (has_gate(M)) x.gate = part(at.gate)[s];
+        if constexpr (M == kScalar || corrects(M)) x.write = part(at.write)[s];
         return x;
     };
 
     A state[R][C], grad[R][C];
     const StateSlice<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
     const int64_t size = static_cast<int64_t>(sizes.key_dim) * sizes.value_dim;
-    const int segment = decays ? blockIdx.z : 0;
+    const int segment = divides_time(M) ? blockIdx.z : 0;
     const auto head_state = [&](const void* states, int64_t index) {
         return states ? static_cast<const A*>(states) + index * size + first : nullptr;
     };
 
-    // One step of the state; x.v becomes u for the delta rule.
+    // One step of the state, which rules that correct have decayed; x.v is u for these.
     const auto update = [&](Operands& x) {
 #pragma unroll
         for (int r = 0; r < R; ++r) {
@@ -201,18 +199,35 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             for (int c = 0; c < C; ++c) {
                 A old = state[r][c];
                 if constexpr (M == kScalar) old *= x.gate;
-                if constexpr (decays) old *= x.f[r];
+                if constexpr (divides_time(M)) old *= x.f[r];
                 if constexpr (M == kBoth) old *= x.z[c];
                 state[r][c] = old + key * x.v[c];
             }
         }
     };
-    const auto correct = [&](Operands& x) {  // v becomes e
-        A retrieved[C] = {};
+    // The keys that what is written is read by first.
+    const auto erase_keys = [&](A(&keys_read)[R], const Operands& x, int s) {
+        if constexpr (M == kKeyDelta) return read_keys<Tile>(keys_read, erase_rows + s * keys, place);
+#pragma unroll
+        for (int r = 0; r < R; ++r) keys_read[r] = x.k[r];
+    };
+    const auto decay = [&](const Operands& x) {
 #pragma unroll
         for (int r = 0; r < R; ++r)
 #pragma unroll
-            for (int c = 0; c < C; ++c) retrieved[c] += x.k[r] * state[r][c];
+            for (int c = 0; c < C; ++c) {
+                if constexpr (has_gate(M)) state[r][c] *= x.gate;
+                if constexpr (decays) state[r][c] *= x.f[r];
+            }
+    };
+    const auto correct = [&](Operands& x, int s) {  // v becomes the error, and the state is decayed
+        A retrieved[C] = {}, erase[R];
+        erase_keys(erase, x, s);
+        decay(x);
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < C; ++c) retrieved[c] += erase[r] * state[r][c];
         sum_lanes<Tile::kKeyLanes, 1>(retrieved);
 #pragma unroll
         for (int c = 0; c < C; ++c) x.v[c] -= retrieved[c];
@@ -228,10 +243,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     const auto advance = [&](int steps) {
         for (int s = 0; s < steps; ++s) {
             Operands x = load(s);
-            if constexpr (M == kDelta) {
-                correct(x);
+            if constexpr (corrects(M)) {
+                correct(x, s);
 #pragma unroll
-                for (int c = 0; c < C; ++c) x.v[c] *= x.gate;
+                for (int c = 0; c < C; ++c) x.v[c] *= x.write;
             }
             update(x);
         }
@@ -245,12 +260,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         for (int s = 0; s < steps; ++s) {
             Operands x = load(s);
             read_values<Tile>(x.dy, part(at.rows[kDy]) + s * values, place);
-            if constexpr (M == kScalar || decays) put_slot<Tile>(state, memory + at.inner, s);
-            if constexpr (M == kDelta) {
-                correct(x);
+            if constexpr (needs_states(M)) put_slot<Tile>(state, memory + at.inner, s);
+            if constexpr (corrects(M)) {
+                correct(x, s);
                 write_values(x.v, part(at.errors) + s * values);
 #pragma unroll
-                for (int c = 0; c < C; ++c) x.v[c] *= x.gate;
+                for (int c = 0; c < C; ++c) x.v[c] *= x.write;
             }
             update(x);
             A dq[R] = {};
@@ -269,10 +284,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             read_keys<Tile>(x.q, part(at.rows[kQ]) + s * keys, place);
             read_values<Tile>(x.dy, part(at.rows[kDy]) + s * values, place);
             A error[C];
-            if constexpr (M == kDelta) {
+            if constexpr (corrects(M)) {
                 read_values<Tile>(error, part(at.errors) + s * values, place);
 #pragma unroll
-                for (int c = 0; c < C; ++c) x.v[c] = x.gate * error[c];
+                for (int c = 0; c < C; ++c) x.v[c] = x.write * error[c];
             }
             A dk[R] = {}, dv[C] = {};
 #pragma unroll
@@ -283,7 +298,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                     dk[r] += grad[r][c] * x.v[c];
                     dv[c] += grad[r][c] * x.k[r];
                 }
-            A d_gate = A(0);
+            A d_gate = A(0), d_beta = A(0);
             if constexpr (M == kScalar) {
                 get_slot<Tile>(state, memory + at.inner, s);
                 A passed = A(0), written = A(0);
@@ -305,7 +320,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
 #pragma unroll
                     for (int c = 0; c < C; ++c) grad[r][c] *= x.gate;
             }
-            if constexpr (decays) {
+            if constexpr (divides_time(M)) {
                 get_slot<Tile>(state, memory + at.inner, s);
                 A df[R] = {}, dz[C] = {};
 #pragma unroll
@@ -322,26 +337,59 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                 put_row_sums<Tile>(df, own(at.df, s), place);
                 if constexpr (M == kBoth) put_column_sums<Tile>(dz, part(at.dz) + s * values, place);
             }
-            if constexpr (M == kDelta) {
+            if constexpr (corrects(M)) {
                 sum_lanes<Tile::kKeyLanes, 1>(dv);
-                A sum[1] = {};
+                A sum[1] = {}, erase[R];
 #pragma unroll
                 for (int c = 0; c < C; ++c) {
                     sum[0] += dv[c] * error[c];
-                    dv[c] *= x.gate;
+                    dv[c] *= x.write;
                 }
                 sum_lanes<Tile::kValueLanes, Tile::kKeyLanes>(sum);
-                d_gate = sum[0];
+                d_beta = sum[0];
+                erase_keys(erase, x, s);
 #pragma unroll
                 for (int r = 0; r < R; ++r)
 #pragma unroll
-                    for (int c = 0; c < C; ++c) grad[r][c] -= x.k[r] * dv[c];
+                    for (int c = 0; c < C; ++c) grad[r][c] -= erase[r] * dv[c];
                 write_values(dv, part(at.dv) + s * values);
+                if constexpr (needs_states(M)) {
+                    get_slot<Tile>(state, memory + at.inner, s);
+                    decay(x);
+                    A df[R] = {}, de[R] = {};
+#pragma unroll
+                    for (int r = 0; r < R; ++r)
+#pragma unroll
+                        for (int c = 0; c < C; ++c) {
+                            df[r] += state[r][c] * grad[r][c];
+                            de[r] -= state[r][c] * dv[c];
+                            if constexpr (has_gate(M)) grad[r][c] *= x.gate;
+                            if constexpr (decays) grad[r][c] *= x.f[r];
+                        }
+                    if (apart) {
+                        put_row_sums<Tile>(de, own(at.de, s), place);
+                    } else {
+#pragma unroll
+                        for (int r = 0; r < R; ++r) dk[r] += de[r];
+                    }
+                    if constexpr (decays) {
+                        put_row_sums<Tile>(df, own(at.df, s), place);
+                    } else {
+                        A passed[1] = {};
+#pragma unroll
+                        for (int r = 0; r < R; ++r) passed[0] += df[r];
+                        sum_lanes<kWarp, 1>(passed);
+                        d_gate = passed[0];
+                    }
+                }
             } else {
                 put_column_sums<Tile>(dv, part(at.dv) + s * values, place);
             }
             put_row_sums<Tile>(dk, own(at.dk, s), place);
-            if ((M == kScalar || M == kDelta) && threadIdx.x % kWarp == 0) part(at.dg)[place.warp * span + s] = d_gate;
+            if (threadIdx.x % kWarp == 0) {
+                if constexpr (has_gate(M)) part(at.dg)[place.warp * span + s] = d_gate;
+                if constexpr (corrects(M)) part(at.db)[place.warp * span + s] = d_beta;
+            }
         }
         __syncwarp();
     };
@@ -359,7 +407,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                 for (int c = 0; c < C; ++c) dk[r] -= state[r][c] * dv[c];
             put_row_sums<Tile, true>(dk, own(at.dk, s), place);
 #pragma unroll
-            for (int c = 0; c < C; ++c) x.v[c] *= x.gate;
+            for (int c = 0; c < C; ++c) x.v[c] *= x.write;
             update(x);
         }
     };
@@ -376,17 +424,20 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         store_keys(call.dk, at.dk, time, steps);
         store_values(call.dv, at.dv, time, steps);
         if (all) store_keys(call.dq, at.dq, time, steps);
-        if (decays && call.d_key_decay.data) store_keys(call.d_key_decay, at.df, time, steps);
-        if (M == kBoth) store_values(call.d_value_decay, at.dz, time, steps);
-        if ((M == kScalar || M == kDelta) && threadIdx.x < steps) {
+        if (apart) store_keys(call.d_erase, at.de, time, steps);
+        if (decays && call.d_log_key_decay.data) store_keys(call.d_log_key_decay, at.df, time, steps);
+        if (M == kBoth) store_values(call.d_log_value_decay, at.dz, time, steps);
+        const auto store_scalars = [&](const Sequence& to, int offset) {
+            if (threadIdx.x >= steps) return;
             A sum = A(0);
-            for (int w = 0; w < warps; ++w) sum += part(at.dg)[w * span + threadIdx.x];
-            const Sequence& to = call.d_gate;
+            for (int w = 0; w < warps; ++w) sum += part(offset)[w * span + threadIdx.x];
             store_element(
                 to.data, to.dtype,
                 batch * to.batch + head * to.head + (time + threadIdx.x) * to.time + blockIdx.y * plan.part_stride,
                 sum);
-        }
+        };
+        if constexpr (has_gate(M)) store_scalars(call.d_log_gate, at.dg);
+        if (corrects(M) && call.d_beta.data) store_scalars(call.d_beta, at.db);
     };
 
     if constexpr (M == kPlain) {
@@ -418,7 +469,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             grad,
             segments.count > 1 ? head_state(segments.states, in_segments) : head_state(call.d_final_state, blockIdx.x),
             place);
-        const int chunk = call.chunk(), chunks = (sizes.time + chunk - 1) / chunk;
+        const int chunk = steps_between_states(sizes), chunks = (sizes.time + chunk - 1) / chunk;
         const int last = segments.begin(segment) + segments.steps(segment, sizes.time) - 1;
         for (int n = last / chunk; n >= segments.begin(segment) / chunk; --n) {
             const int start = n * chunk, end = min(start + chunk, sizes.time);
@@ -474,13 +525,13 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class Tile, int M>
-bool plan_backward(const BackwardCall& call, BackwardPlan& plan) {
+bool plan_backward(const RuleBackward& call, BackwardPlan& plan) {
     const int limit = shared_memory_limit();
-    const int chunk = M == kPlain ? call.sizes.time : call.chunk();
+    const int chunk = M == kPlain ? call.sizes.time : steps_between_states(call.sizes);
     const int most_warps = min(kMostWarps, (call.sizes.value_dim + Tile::kWarpValues - 1) / Tile::kWarpValues);
     // With decays a span costs as many slots as steps: span + chunk / span is least at the root.
     int wanted = 16;
-    if (M != kPlain && M != kDelta) {
+    if (needs_states(M)) {
         wanted = 4;
         while (wanted * wanted < chunk && wanted < 16) wanted *= 2;
     }
@@ -503,19 +554,20 @@ bool plan_backward(const BackwardCall& call, BackwardPlan& plan) {
 }
 
 template <class Tile, int M>
-size_t parts_bytes(const BackwardCall& call, const BackwardPlan& plan) {
+size_t parts_bytes(const RuleBackward& call, const BackwardPlan& plan) {
     if (plan.splits == 1) return 0;
     const int64_t rows = static_cast<int64_t>(call.sizes.batch) * call.sizes.time * call.sizes.heads;
-    const int64_t dims = call.sizes.key_dim * (call.key_decay.data ? 3 : 2) + (call.gate.data ? 1 : 0);
+    const int keys = 2 + (call.erase.data != nullptr) + (call.log_key_decay.data != nullptr);
+    const int64_t dims = call.sizes.key_dim * keys + (call.log_gate.data != nullptr) + (call.beta.data != nullptr);
     const size_t bytes = static_cast<size_t>(plan.splits * rows * dims) * sizeof(typename Tile::A);
     return (bytes + 255) / 256 * 256;  // what lies behind is aligned, too
 }
 
 // Segments start from states that were kept.
 template <class Tile, int M>
-TimeSegments segments_of_backward(const BackwardCall& call, const BackwardPlan& plan) {
+TimeSegments segments_of_backward(const RuleBackward& call, const BackwardPlan& plan) {
     const Sizes& sizes = call.sizes;
-    if ((M != kKey && M != kBoth) || kept_states(sizes) == 0) return {1, sizes.time, nullptr, nullptr};
+    if (!divides_time(M) || kept_states(sizes) == 0) return {1, sizes.time, nullptr, nullptr};
     const int shared = BackwardOffsets<Tile, M>(call, plan).total;
     const int64_t resident = max(1, shared_memory_limit() / (shared + 1024));
     return find_time_segments(sizes, static_cast<int64_t>(sizes.batch) * sizes.heads * plan.splits,
@@ -523,24 +575,26 @@ TimeSegments segments_of_backward(const BackwardCall& call, const BackwardPlan& 
 }
 
 template <class Tile, int M>
-cudaError_t launch_backward(BackwardCall call, cudaStream_t stream) {
+cudaError_t launch_backward(RuleBackward call, cudaStream_t stream) {
     using A = typename Tile::A;
     const Sizes& sizes = call.sizes;
     BackwardPlan plan;
     if (!plan_backward<Tile, M>(call, plan)) return cudaErrorInvalidConfiguration;
     const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads, rows = heads * sizes.time;
     // Gradients that are sums over all columns, and where they go at last.
-    Sequence* const summed[4] = {&call.dq, &call.dk, &call.d_key_decay, &call.d_gate};
-    Sequence wanted[4];
-    A* parts[4] = {};
+    constexpr int kSummed = 6, kOfKeys = 4;
+    Sequence* const summed[kSummed] = {&call.dq,         &call.dk,    &call.d_erase, &call.d_log_key_decay,
+                                       &call.d_log_gate, &call.d_beta};
+    Sequence wanted[kSummed];
+    A* parts[kSummed] = {};
     plan.part_stride = 0;
     if (plan.splits > 1) {
         plan.part_stride = rows;
         A* free = static_cast<A*>(call.workspace);
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kSummed; ++i) {
             wanted[i] = *summed[i];
             if (!wanted[i].data) continue;
-            const int64_t dim = i == 3 ? 1 : sizes.key_dim;
+            const int64_t dim = i < kOfKeys ? sizes.key_dim : 1;
             parts[i] = free;
             *summed[i] = {free, rows / sizes.batch * dim, sizes.heads * dim, dim, Stored<A>::kDType};
             free += plan.splits * rows * dim;
@@ -548,16 +602,16 @@ cudaError_t launch_backward(BackwardCall call, cudaStream_t stream) {
     }
     TimeSegments segments = segments_of_backward<Tile, M>(call, plan);
     cudaError_t error = cudaSuccess;
-    if constexpr (M == kKey || M == kBoth) {
+    if constexpr (divides_time(M)) {
         if (segments.count > 1) {
             place_segments<A>(segments, sizes,
                               static_cast<unsigned char*>(call.workspace) + parts_bytes<Tile, M>(call, plan));
-            ForwardCall march{};
+            RuleForward march{};
             march.sizes = sizes;
             march.k = call.q;
             march.v = call.d_out;
-            march.key_decay = call.key_decay;
-            march.value_decay = call.value_decay;
+            march.log_key_decay = call.log_key_decay;
+            march.log_value_decay = call.log_value_decay;
             error = launch_segments<Tile, M, kGradientOfSegment>(march, segments, call.d_final_state, stream);
             if (error != cudaSuccess) return error;
         }
@@ -565,9 +619,9 @@ cudaError_t launch_backward(BackwardCall call, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(heads), plan.splits, M == kPlain ? 2 : segments.count);
     error = launch(recurrent_backward<Tile, M>, grid, dim3(plan.warps * kWarp),
                    BackwardOffsets<Tile, M>(call, plan).total, stream, call, plan, segments);
-    for (int i = 0; i < 4 && error == cudaSuccess; ++i) {
+    for (int i = 0; i < kSummed && error == cudaSuccess; ++i) {
         if (!parts[i]) continue;
-        const int dim = i == 3 ? 1 : sizes.key_dim;
+        const int dim = i < kOfKeys ? sizes.key_dim : 1;
         const int64_t blocks = (rows * dim + 255) / 256;
         error = launch(sum_parts<A>, dim3(static_cast<unsigned>(blocks < 65536 ? blocks : 65536)), dim3(256), 0, stream,
                        wanted[i], static_cast<const A*>(parts[i]), sizes, dim, plan.splits);
@@ -576,18 +630,18 @@ cudaError_t launch_backward(BackwardCall call, cudaStream_t stream) {
 }
 
 template <int M>
-cudaError_t launch_backward(const BackwardCall& call, cudaStream_t stream) {
+cudaError_t launch_backward(const RuleBackward& call, cudaStream_t stream) {
     if (!sizes_fit(call.sizes)) return cudaErrorInvalidValue;
     if (call.sizes.batch == 0) return cudaSuccess;
-    return with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim,
-                           [&](auto tile) { return launch_backward<decltype(tile), M>(call, stream); });
+    return with_tile(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim,
+                     [&](auto tile) { return launch_backward<decltype(tile), M>(call, stream); });
 }
 
 template <int M>
-size_t backward_workspace(const BackwardCall& call) {
+size_t backward_workspace(const RuleBackward& call) {
     size_t bytes = 0;
     if (!sizes_fit(call.sizes) || call.sizes.batch == 0) return bytes;
-    with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
+    with_tile(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
         using Chosen = decltype(tile);
         BackwardPlan plan;
         if (!plan_backward<Chosen, M>(call, plan)) return cudaErrorInvalidConfiguration;

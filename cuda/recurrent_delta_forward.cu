@@ -3,11 +3,9 @@
 
 using namespace fairseq_fastweights;
 
-extern "C" size_t fairseq_fastweights::fastweights_delta_forward_recurrent_workspace(const DeltaForward*) { return 0; }
+extern "C" size_t fairseq_fastweights::fastweights_delta_forward_recurrent_workspace(const RuleForward*) { return 0; }
 
-extern "C" cudaError_t fairseq_fastweights::fastweights_delta_forward_recurrent(const DeltaForward* params,
+extern "C" cudaError_t fairseq_fastweights::fastweights_delta_forward_recurrent(const RuleForward* params,
                                                                                 cudaStream_t stream) {
-    const DeltaForward& p = *params;
-    const ForwardCall call{p.sizes, 0, p.q, p.k, p.v, p.beta, {}, {}, p.initial_state, p.out, p.final_state, p.states};
-    return launch_forward<kDelta>(call, stream);
+    return with_delta_mode(*params, [&](auto mode) { return launch_forward<decltype(mode)::value>(*params, stream); });
 }

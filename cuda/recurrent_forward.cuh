@@ -10,31 +10,16 @@
 
 namespace fairseq_fastweights {
 
-// Both families' parameters in one form: `gate` is log_gate or beta.
-struct ForwardCall {
-    Sizes sizes;
-    int32_t complement;
-    Sequence q, k, v, gate, key_decay, value_decay;
-    const void* initial_state;
-    Sequence out;
-    void* final_state;
-    void* states;
-    void* workspace;
-
-    __host__ __device__ const Sequence& input(int i) const {
-        return i == kQ ? q : i == kK ? k : i == kV ? v : i == kF ? key_decay : value_decay;
-    }
-};
-
 struct ForwardOffsets : Offsets {
     int table, raw[kDy], rows[kDy], gate, write, out;
-    __host__ __device__ ForwardOffsets(const ForwardCall& call, int steps, int keys, int values, int element) {
+    __host__ __device__ ForwardOffsets(const RuleForward& call, int steps, int keys, int values, int element) {
         table = take(kInputs * sizeof(Source));
 #pragma unroll
         for (int i = 0; i < kDy; ++i) {
-            const int width = i == kV || i == kZ ? values : keys;
-            raw[i] = take(call.input(i).data ? steps * ((width * bytes_of(call.input(i).dtype) + 15) & ~15) : 0);
-            rows[i] = take(i == kQ && !call.q.data ? 0 : steps * width * element);
+            const int width = has_key_dim(i) ? keys : values;
+            const Sequence& input = forward_input(call, i);
+            raw[i] = take(input.data ? steps * ((width * bytes_of(input.dtype) + 15) & ~15) : 0);
+            rows[i] = take((i == kQ || i == kE) && !input.data ? 0 : steps * width * element);
         }
         gate = take(steps * element);
         write = take(steps * element);
@@ -43,9 +28,9 @@ struct ForwardOffsets : Offsets {
 };
 
 // For kGradientOfSegment k and v are q and dy, and time runs backwards.
-template <class Tile, int M, March P>
+template <class Tile, int M, Purpose P>
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
-    recurrent_forward(const ForwardCall call, const int stage, const TimeSegments segments) {
+    recurrent_forward(const RuleForward call, const int stage, const TimeSegments segments) {
     using A = typename Tile::A;
     constexpr int R = Tile::kRows, C = Tile::kColumns, keys = Tile::kKeys;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -62,47 +47,51 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     A* const writes = reinterpret_cast<A*>(memory + at.write);
     A* const outs = reinterpret_cast<A*>(memory + at.out);
 
-    constexpr bool decays = M == kKey || M == kBoth, results = P == kResults, back = P == kGradientOfSegment;
+    constexpr bool decays = decays_keys(M), results = P == kResults, back = P == kGradientOfSegment;
     // Of the first segment nobody asks what it makes of a gradient.
-    const int segment = decays ? blockIdx.z + (back ? 1 : 0) : 0;
+    const int segment = divides_time(M) ? blockIdx.z + (back ? 1 : 0) : 0;
     const int begin = segments.begin(segment), total = segments.steps(segment, sizes.time);
     const int first_step = back ? begin + total - 1 : begin;
 
     unsigned inputs = (results ? 1u << kQ : 0u) | 1u << kK | 1u << kV;
-    if (decays && call.key_decay.data) inputs |= 1u << kF;
-    if (M == kBoth && call.value_decay.data) inputs |= 1u << kZ;
+    if (decays && call.log_key_decay.data) inputs |= 1u << kF;
+    if (M == kBoth && call.log_value_decay.data) inputs |= 1u << kZ;
+    if (M == kKeyDelta && call.erase.data) inputs |= 1u << kE;
 #pragma unroll
     for (int i = 0; i < kDy; ++i) {
         if (threadIdx.x != i || !(inputs >> i & 1)) continue;
-        const bool key = i == kQ || i == kK || i == kF;
-        table[i] = make_source(call.input(i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
+        const bool key = has_key_dim(i);
+        table[i] = make_source(forward_input(call, i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
                                key ? keys : values, at.raw[i], at.rows[i], i == kF || i == kZ);
         table[i].from += first_step * table[i].stride;
         if (back) table[i].stride = -table[i].stride;
     }
-    if (M == kBoth && !call.key_decay.data)
+    if (decays && !call.log_key_decay.data)
         for (int i = threadIdx.x; i < stage * keys; i += blockDim.x) rows(kF)[i] = A(1);
-    const Gate<A> gate{call.gate.data, batch * call.gate.batch + head * call.gate.head, call.gate.time,
-                       call.gate.dtype};
+    const A* const erase_rows = rows(M == kKeyDelta && call.erase.data ? kE : kK);
+    const Gate<A> gate(call.log_gate, batch, head), beta(call.beta, batch, head);
     __syncthreads();
 
-    A gate_ahead{};
+    A gate_ahead{}, beta_ahead{};
     const auto start = [&](int time) {
         const int steps = min(stage, total - time);
         copy_inputs(table, inputs, memory, time, steps);
-        if constexpr (M == kScalar || M == kDelta) gate_ahead = gate.load(time, steps);
+        if constexpr (has_gate(M)) gate_ahead = gate.load(time, steps, A(0));
+        if constexpr (corrects(M)) beta_ahead = beta.load(time, steps, A(1));
     };
     const auto convert = [&](int time) {
         const int steps = min(stage, total - time);
         convert_inputs<A>(table, inputs, memory, time, steps);
-        if ((M == kScalar || M == kDelta) && threadIdx.x < steps) {
-            gates[threadIdx.x] = M == kDelta ? gate_ahead : exponential(gate_ahead);
-            writes[threadIdx.x] = M == kScalar && call.complement ? one_minus_exponential(gate_ahead) : A(1);
+        if ((has_gate(M) || corrects(M)) && threadIdx.x < steps) {
+            gates[threadIdx.x] = exponential(gate_ahead);
+            writes[threadIdx.x] = corrects(M)                       ? beta_ahead
+                                  : M == kScalar && call.complement ? one_minus_exponential(gate_ahead)
+                                                                    : A(1);
         }
     };
 
     struct Operands {
-        A q[R], k[R], f[R], v[C], z[C], gate, write;
+        A q[R], k[R], e[R], f[R], v[C], z[C], gate, write;
     };
     const auto load = [&](int s) {
         Operands x;
@@ -111,8 +100,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         read_values<Tile>(x.v, rows(kV) + s * values, place);
         if constexpr (decays) read_keys<Tile>(x.f, rows(kF) + s * keys, place);
         if constexpr (M == kBoth) read_values<Tile>(x.z, rows(kZ) + s * values, place);
-        if constexpr (M == kScalar || M == kDelta) x.gate = gates[s];
-        if constexpr (M == kScalar) x.write = writes[s];
+        if constexpr (M == kKeyDelta) read_keys<Tile>(x.e, erase_rows + s * keys, place);
+        if constexpr (has_gate(M)) x.gate = gates[s];
+        if constexpr (M == kScalar || corrects(M)) x.write = writes[s];
         return x;
     };
 
@@ -157,15 +147,19 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             for (const int stop = min(steps, next_save - time); s < stop; ++s) {
                 Operands x = next;
                 next = load(min(s + 1, steps - 1));  // before the store below, which might be to the same place
-                if constexpr (M == kDelta) {
+                if constexpr (corrects(M)) {
                     A retrieved[C] = {};
 #pragma unroll
                     for (int r = 0; r < R; ++r)
 #pragma unroll
-                        for (int c = 0; c < C; ++c) retrieved[c] += x.k[r] * state[r][c];
+                        for (int c = 0; c < C; ++c) {
+                            if constexpr (has_gate(M)) state[r][c] *= x.gate;
+                            if constexpr (decays) state[r][c] *= x.f[r];
+                            retrieved[c] += (M == kKeyDelta ? x.e[r] : x.k[r]) * state[r][c];
+                        }
                     sum_lanes<Tile::kKeyLanes, 1>(retrieved);
 #pragma unroll
-                    for (int c = 0; c < C; ++c) x.v[c] = x.gate * (x.v[c] - retrieved[c]);
+                    for (int c = 0; c < C; ++c) x.v[c] = x.write * (x.v[c] - retrieved[c]);
                 }
                 A out[C] = {};
 #pragma unroll
@@ -176,7 +170,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                         A old = state[r][c];
                         if constexpr (M == kScalar) old *= x.gate;
                         if constexpr (back) old += key * x.v[c];
-                        if constexpr (decays) old *= x.f[r];
+                        if constexpr (divides_time(M)) old *= x.f[r];
                         if constexpr (M == kBoth) old *= x.z[c];
                         state[r][c] = back ? old : old + key * x.v[c];
                         if constexpr (results) out[c] += x.q[r] * state[r][c];
@@ -219,12 +213,12 @@ struct ForwardPlan {
 };
 
 template <class Tile>
-int shared_of_forward(const ForwardCall& call, const ForwardPlan& plan) {
+int shared_of_forward(const RuleForward& call, const ForwardPlan& plan) {
     return ForwardOffsets(call, plan.stage, Tile::kKeys, Tile::padded(plan.warps), sizeof(typename Tile::A)).total;
 }
 
 template <class Tile>
-ForwardPlan plan_forward(const ForwardCall& call) {
+ForwardPlan plan_forward(const RuleForward& call) {
     const Sizes& sizes = call.sizes;
     const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads;
     ForwardPlan plan{min(kMostWarps, (sizes.value_dim + Tile::kWarpValues - 1) / Tile::kWarpValues), 0,
@@ -243,14 +237,14 @@ ForwardPlan plan_forward(const ForwardCall& call) {
 constexpr int kBusyWarps = 8;
 
 template <class Tile, int M>
-TimeSegments segments_of_forward(const ForwardCall& call, const ForwardPlan& plan) {
-    if (M != kKey && M != kBoth) return {1, call.sizes.time, nullptr, nullptr};
+TimeSegments segments_of_forward(const RuleForward& call, const ForwardPlan& plan) {
+    if (!divides_time(M)) return {1, call.sizes.time, nullptr, nullptr};
     const int64_t warps = static_cast<int64_t>(call.sizes.batch) * call.sizes.heads * plan.splits * plan.warps;
     return find_time_segments(call.sizes, warps, static_cast<int64_t>(kBusyWarps) * multiprocessors());
 }
 
-template <class Tile, int M, March P>
-cudaError_t launch_march(const ForwardCall& call, const ForwardPlan& plan, const TimeSegments& segments,
+template <class Tile, int M, Purpose P>
+cudaError_t launch_march(const RuleForward& call, const ForwardPlan& plan, const TimeSegments& segments,
                          cudaStream_t stream) {
     const unsigned heads = static_cast<unsigned>(call.sizes.batch) * call.sizes.heads;
     const unsigned divided = P == kResults ? segments.count : segments.count - 1;
@@ -260,8 +254,8 @@ cudaError_t launch_march(const ForwardCall& call, const ForwardPlan& plan, const
 
 // What segments make of a state, or, with q and d_out as k and v, of a gradient, and with what each starts therefore.
 // `first`: the state before the first, or the gradient after the last.
-template <class Tile, int M, March P>
-cudaError_t launch_segments(ForwardCall call, const TimeSegments& segments, const void* first, cudaStream_t stream) {
+template <class Tile, int M, Purpose P>
+cudaError_t launch_segments(RuleForward call, const TimeSegments& segments, const void* first, cudaStream_t stream) {
     call.q = {};
     call.out = {};
     const cudaError_t error = launch_march<Tile, M, P>(call, plan_forward<Tile>(call), segments, stream);
@@ -270,10 +264,10 @@ cudaError_t launch_segments(ForwardCall call, const TimeSegments& segments, cons
 }
 
 template <class Tile, int M>
-cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
+cudaError_t launch_forward(const RuleForward& call, cudaStream_t stream) {
     const ForwardPlan plan = plan_forward<Tile>(call);
     TimeSegments segments = segments_of_forward<Tile, M>(call, plan);
-    if constexpr (M == kKey || M == kBoth) {
+    if constexpr (divides_time(M)) {
         if (segments.count > 1) {
             place_segments<typename Tile::A>(segments, call.sizes, call.workspace);
             const cudaError_t error =
@@ -285,18 +279,18 @@ cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
 }
 
 template <int M>
-cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
+cudaError_t launch_forward(const RuleForward& call, cudaStream_t stream) {
     if (!sizes_fit(call.sizes)) return cudaErrorInvalidValue;
     if (call.sizes.batch == 0) return cudaSuccess;
-    return with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim,
-                           [&](auto tile) { return launch_forward<decltype(tile), M>(call, stream); });
+    return with_tile(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim,
+                     [&](auto tile) { return launch_forward<decltype(tile), M>(call, stream); });
 }
 
 template <int M>
-size_t forward_workspace(const ForwardCall& call) {
+size_t forward_workspace(const RuleForward& call) {
     size_t bytes = 0;
     if (!sizes_fit(call.sizes) || call.sizes.batch == 0) return bytes;
-    with_tile<Tile>(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
+    with_tile(call.v.dtype, call.sizes.key_dim, call.sizes.value_dim, [&](auto tile) {
         using Chosen = decltype(tile);
         const TimeSegments segments = segments_of_forward<Chosen, M>(call, plan_forward<Chosen>(call));
         bytes = bytes_of_segments<typename Chosen::A>(segments, call.sizes);

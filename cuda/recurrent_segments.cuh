@@ -15,7 +15,7 @@
 namespace fairseq_fastweights {
 
 // What a launch of the forward kernel is for: results, or what a segment makes of a state, or of a gradient, of zeros.
-enum March { kResults, kStateOfSegment, kGradientOfSegment };
+enum Purpose { kResults, kStateOfSegment, kGradientOfSegment };
 
 struct TimeSegments {
     int count;     // 1: the sequence is not divided

@@ -9,6 +9,8 @@
 // are never stored, so that the inner loops need no masks.
 #pragma once
 
+#include <type_traits>
+
 #include "common.cuh"
 
 namespace fairseq_fastweights {
@@ -17,12 +19,32 @@ constexpr int kMostWarps = 8;   // of a block: 255 registers for each thread
 constexpr int kMostDim = 512;   // of keys and of values
 constexpr int kMostSteps = 32;  // of a stage: a thread of a warp loads one step's gate
 
-// What a step multiplies the state by: nothing, a number, a factor for each row, one for each row and each column; or
-// the delta rule's correction.
-enum Mode { kPlain, kScalar, kKey, kBoth, kDelta };
+// What a step multiplies the state by: nothing, a number, a factor for each row, one for each row and each column; and
+// with the delta rule's correction, nothing, a number, or a factor for each row, where the erase key may be another.
+enum Mode { kPlain, kScalar, kKey, kBoth, kDelta, kGatedDelta, kKeyDelta };
+
+constexpr bool corrects(int mode) { return mode >= kDelta; }
+constexpr bool has_gate(int mode) { return mode == kScalar || mode == kGatedDelta; }
+constexpr bool decays_keys(int mode) { return mode == kKey || mode == kBoth || mode == kKeyDelta; }
+// What a stretch of steps makes of a state is another decay, and not a matrix.
+constexpr bool divides_time(int mode) { return mode == kKey || mode == kBoth; }
+
+// use(an integral_constant of the mode) for a call's gates.
+template <typename Params, typename Use>
+auto with_diagonal_mode(const Params& p, const Use& use) {
+    if (p.log_gate.data) return use(std::integral_constant<int, kScalar>());
+    if (p.log_value_decay.data) return use(std::integral_constant<int, kBoth>());
+    return p.log_key_decay.data ? use(std::integral_constant<int, kKey>()) : use(std::integral_constant<int, kPlain>());
+}
+template <typename Params, typename Use>
+auto with_delta_mode(const Params& p, const Use& use) {
+    if (p.log_key_decay.data || p.erase.data) return use(std::integral_constant<int, kKeyDelta>());
+    return p.log_gate.data ? use(std::integral_constant<int, kGatedDelta>())
+                           : use(std::integral_constant<int, kDelta>());
+}
 
 template <typename A_, int KeyLanes, int Rows, int Columns>
-struct Tile {
+struct RegisterTile {
     using A = A_;
     static constexpr int kKeyLanes = KeyLanes;
     static constexpr int kRows = Rows;
@@ -203,7 +225,19 @@ struct StateSlice {
 // ---- Rows in -----------------------------------------------------------------------------------------------------
 
 // Inputs by their place in a stage.
-enum Input { kQ, kK, kV, kF, kZ, kDy, kInputs };
+enum Input { kQ, kK, kV, kF, kZ, kE, kDy, kInputs };
+
+constexpr bool has_key_dim(int input) { return input == kQ || input == kK || input == kF || input == kE; }
+
+template <typename Params>
+__host__ __device__ __forceinline__ const Sequence& forward_input(const Params& p, int i) {
+    return i == kQ   ? p.q
+           : i == kK ? p.k
+           : i == kV ? p.v
+           : i == kF ? p.log_key_decay
+           : i == kZ ? p.log_value_decay
+                     : p.erase;
+}
 
 // One input of a block: rows of `dim` elements, `stride` bytes from step to step. They come as they are into `raw` by
 // asynchronous copies of `granule` bytes while the block computes on the stage before, and are converted once, into
@@ -329,9 +363,12 @@ struct Gate {
     int64_t first, stride;
     int32_t dtype;
 
-    __device__ A load(int time, int steps) const {
+    __device__ Gate(const Sequence& x, int batch, int head)
+        : data(x.data), first(batch * x.batch + head * x.head), stride(x.time), dtype(x.dtype) {}
+    // `absent`: what it is where there is none.
+    __device__ A load(int time, int steps, A absent) const {
         const int step = threadIdx.x;
-        return step < steps ? load_element<A>(data, dtype, first + (time + step) * stride) : A(0);
+        return data && step < steps ? load_element<A>(data, dtype, first + (time + step) * stride) : absent;
     }
 };
 
@@ -400,19 +437,20 @@ struct Offsets {
 };
 
 // Calls `use` with the tile for a head of this shape; the wider ones first ask for fewer columns where there are few.
-template <template <typename, int, int, int> class Tile, typename Use>
+template <typename Use>
 cudaError_t with_tile(int32_t dtype, int key_dim, int value_dim, const Use& use) {
     if (dtype == kFloat64) {
-        if (key_dim <= 16) return use(Tile<double, 4, 4, 2>());
-        if (key_dim <= 64) return use(Tile<double, 8, 8, 2>());
-        return use(Tile<double, 32, 16, 1>());
+        if (key_dim <= 16) return use(RegisterTile<double, 4, 4, 2>());
+        if (key_dim <= 64) return use(RegisterTile<double, 8, 8, 2>());
+        return use(RegisterTile<double, 32, 16, 1>());
     }
-    if (key_dim <= 4) return use(Tile<float, 1, 4, 2>());
-    if (key_dim <= 16) return value_dim <= 16 ? use(Tile<float, 4, 4, 2>()) : use(Tile<float, 4, 4, 4>());
-    if (key_dim <= 32) return use(Tile<float, 8, 4, 4>());
-    if (key_dim <= 64) return use(Tile<float, 8, 8, 4>());
-    if (key_dim <= 256) return use(Tile<float, 32, 8, 4>());
-    return use(Tile<float, 32, 16, 2>());
+    if (key_dim <= 4) return use(RegisterTile<float, 1, 4, 2>());
+    if (key_dim <= 16)
+        return value_dim <= 16 ? use(RegisterTile<float, 4, 4, 2>()) : use(RegisterTile<float, 4, 4, 4>());
+    if (key_dim <= 32) return use(RegisterTile<float, 8, 4, 4>());
+    if (key_dim <= 64) return use(RegisterTile<float, 8, 8, 4>());
+    if (key_dim <= 256) return use(RegisterTile<float, 32, 8, 4>());
+    return use(RegisterTile<float, 32, 16, 2>());
 }
 
 inline bool sizes_fit(const Sizes& sizes) {

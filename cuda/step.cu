@@ -13,19 +13,10 @@ namespace {
 constexpr int kStepRows = 8;
 constexpr int kStepThreads = 256;
 
-// Both families' parameters in one form: `gate` is log_gate or beta.
-struct StepCall {
-    Sizes sizes;
-    int32_t complement;
-    Sequence q, k, v, gate, key_decay, value_decay;
-    StepState state;
-    Sequence out;
-};
-
 __host__ __device__ __forceinline__ int padded_keys(const Sizes& sizes) { return (sizes.key_dim + 3) & ~3; }
 
 template <typename A, int Lanes, bool Delta>
-__global__ void __launch_bounds__(kStepThreads) step(const StepCall call) {
+__global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
     constexpr int kColumns = 4, kBlock = Lanes * kColumns;
     using Group = Pack<A, kColumns>;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -36,33 +27,33 @@ __global__ void __launch_bounds__(kStepThreads) step(const StepCall call) {
     A* const q = reinterpret_cast<A*>(memory);
     A* const k = q + padded_keys(sizes);
     A* const f = k + padded_keys(sizes);
-    // Sums of a warp's rows, for `out` and, in the second half, for what the key retrieves.
-    A* const sums = f + padded_keys(sizes);
+    A* const e = call.erase.data ? f + padded_keys(sizes) : k;
+    // Sums of a warp's rows, for `out` and, in the second half, for what the erase key retrieves.
+    A* const sums = f + 2 * padded_keys(sizes);
     const auto offset = [&](const Sequence& x) { return batch * x.batch + head * x.head; };
 
     for (int i = threadIdx.x; i < sizes.key_dim; i += blockDim.x) {
         q[i] = load_element<A>(call.q.data, call.q.dtype, offset(call.q) + i);
         k[i] = load_element<A>(call.k.data, call.k.dtype, offset(call.k) + i);
-        if (!Delta)
-            f[i] = call.key_decay.data ? exponential(load_element<A>(call.key_decay.data, call.key_decay.dtype,
-                                                                     offset(call.key_decay) + i))
+        if (Delta && call.erase.data) e[i] = load_element<A>(call.erase.data, call.erase.dtype, offset(call.erase) + i);
+        f[i] = call.log_key_decay.data ? exponential(load_element<A>(call.log_key_decay.data, call.log_key_decay.dtype,
+                                                                     offset(call.log_key_decay) + i))
                                        : A(1);
     }
     A gate = A(1), write = A(1), v[kColumns], z[kColumns];
-    if (call.gate.data) {
-        gate = load_element<A>(call.gate.data, call.gate.dtype, offset(call.gate));
-        if (!Delta) {
-            if (call.complement) write = one_minus_exponential(gate);
-            gate = exponential(gate);
-        }
+    if (call.log_gate.data) {
+        gate = load_element<A>(call.log_gate.data, call.log_gate.dtype, offset(call.log_gate));
+        if (call.complement) write = one_minus_exponential(gate);
+        gate = exponential(gate);
     }
+    if (Delta && call.beta.data) write = load_element<A>(call.beta.data, call.beta.dtype, offset(call.beta));
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
         const bool inside = column + c < sizes.value_dim;
         v[c] = inside ? load_element<A>(call.v.data, call.v.dtype, offset(call.v) + column + c) : A(0);
-        z[c] = inside && call.value_decay.data
-                   ? exponential(load_element<A>(call.value_decay.data, call.value_decay.dtype,
-                                                 offset(call.value_decay) + column + c))
+        z[c] = inside && call.log_value_decay.data
+                   ? exponential(load_element<A>(call.log_value_decay.data, call.log_value_decay.dtype,
+                                                 offset(call.log_value_decay) + column + c))
                    : A(1);
     }
 
@@ -105,29 +96,32 @@ __global__ void __launch_bounds__(kStepThreads) step(const StepCall call) {
         }
     };
 
-    if (Delta) {
-        A retrieved[kColumns] = {};
+    A retrieved[kColumns] = {};
 #pragma unroll
-        for (int r = 0; r < kStepRows; ++r) {
-            const int row = group + r * groups;
-            if (row >= sizes.key_dim) continue;
+    for (int r = 0; r < kStepRows; ++r) {
+        const int row = group + r * groups;
+        if (row >= sizes.key_dim) continue;
+        const A decay = gate * f[row];
 #pragma unroll
-            for (int c = 0; c < kColumns; ++c) retrieved[c] += k[row] * state[r].x[c];
+        for (int c = 0; c < kColumns; ++c) {
+            state[r].x[c] *= decay * z[c];
+            if (Delta) retrieved[c] += e[row] * state[r].x[c];
         }
+    }
+    if (Delta) {
         sum_rows(retrieved, sums + warps * kBlock);
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) v[c] = gate * (v[c] - retrieved[c]);
+        for (int c = 0; c < kColumns; ++c) v[c] -= retrieved[c];
     }
     A out[kColumns] = {};
 #pragma unroll
     for (int r = 0; r < kStepRows; ++r) {
         const int row = group + r * groups;
         if (row >= sizes.key_dim) continue;
-        const A key = write * k[row], decay = Delta ? A(1) : gate * f[row];
+        const A key = write * k[row];
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-            const A old = Delta ? state[r].x[c] : decay * z[c] * state[r].x[c];
-            state[r].x[c] = old + key * v[c];
+            state[r].x[c] += key * v[c];
             out[c] += q[row] * state[r].x[c];
         }
         A* const to = base + row * call.state.row;
@@ -149,20 +143,20 @@ __global__ void __launch_bounds__(kStepThreads) step(const StepCall call) {
 }
 
 template <typename A, int Lanes, bool Delta>
-cudaError_t launch_step(const StepCall& call, cudaStream_t stream) {
+cudaError_t launch_step(const RuleStep& call, cudaStream_t stream) {
     constexpr int columns = 4 * Lanes;
     const int key_dim = call.sizes.key_dim;
     // About four rows to a thread: enough loads in flight, and enough threads for small states.
     int threads = kWarp;
     while (threads < kStepThreads && threads / Lanes * 4 < key_dim) threads *= 2;
-    const size_t elements = 3 * padded_keys(call.sizes) + 2 * threads / kWarp * columns;
+    const size_t elements = 4 * padded_keys(call.sizes) + 2 * threads / kWarp * columns;
     const dim3 grid(static_cast<unsigned>(call.sizes.batch) * call.sizes.heads,
                     (call.sizes.value_dim + columns - 1) / columns);
     return launch(step<A, Lanes, Delta>, grid, dim3(threads), elements * sizeof(A), stream, call);
 }
 
 template <bool Delta>
-cudaError_t launch_step(const StepCall& call, cudaStream_t stream) {
+cudaError_t launch_step(const RuleStep& call, cudaStream_t stream) {
     const Sizes& sizes = call.sizes;
     if (!sizes_fit(sizes) || sizes.time != 1) return cudaErrorInvalidValue;
     if (sizes.batch == 0) return cudaSuccess;
@@ -175,13 +169,10 @@ cudaError_t launch_step(const StepCall& call, cudaStream_t stream) {
 
 }  // namespace
 
-extern "C" cudaError_t fairseq_fastweights::fastweights_diagonal_step(const DiagonalStep* params, cudaStream_t stream) {
-    const DiagonalStep& p = *params;
-    return launch_step<false>(
-        {p.sizes, p.complement, p.q, p.k, p.v, p.log_gate, p.log_key_decay, p.log_value_decay, p.state, p.out}, stream);
+extern "C" cudaError_t fairseq_fastweights::fastweights_diagonal_step(const RuleStep* params, cudaStream_t stream) {
+    return launch_step<false>(*params, stream);
 }
 
-extern "C" cudaError_t fairseq_fastweights::fastweights_delta_step(const DeltaStep* params, cudaStream_t stream) {
-    const DeltaStep& p = *params;
-    return launch_step<true>({p.sizes, 0, p.q, p.k, p.v, p.beta, {}, {}, p.state, p.out}, stream);
+extern "C" cudaError_t fairseq_fastweights::fastweights_delta_step(const RuleStep* params, cudaStream_t stream) {
+    return launch_step<true>(*params, stream);
 }

@@ -154,25 +154,15 @@ class Kernel:
 
     Attributes:
         arguments: makes of the rule's gates what the operators take.
-        rule: the rule's name.
-        cuda: whether the CUDA kernels have it.
     """
 
     arguments: Callable[..., Arguments]
-    rule: str
-    cuda: bool = True
 
-    def why_not(self, device_type: str) -> str | None:
-        """Why the kernels for such a device do not have the rule; None if they do."""
-        return None if self.cuda or not _is_cuda(device_type) else f"the CUDA kernels do not have the {self.rule} rule"
-
-    def why_not_these(self, device_type: str, gates: Sequence[Tensor | None], starts: Tensor | None) -> str | None:
-        """Why they do not take such gates and starts; None if they do."""
+    def why_not_these(self, gates: Sequence[Tensor | None]) -> str | None:
+        """Why the kernels do not take such gates; None if they do."""
         given = self.arguments(*gates)
         if given.corrects and given.log_value_decay is not None:
             return "no kernel takes decays of values together with an erase key"
-        if given.corrects and starts is not None and _is_cuda(device_type):
-            return f"the CUDA kernels take no starts with the {self.rule} rule"
         return None
 
     def sequence(
@@ -219,10 +209,15 @@ class Kernel:
             k = (ungrouped(k, v) * given.beta[..., None]).to(k.dtype)
             given = given._replace(beta=None)
         if _is_cuda(v.device.type):
-            # Kernels for these know of neither: heads are repeated, and starts are decays.
+            # Kernels for these know of neither: heads are repeated, starts are decays; beside an erase key, of keys.
             q, k = ungrouped(q, v), ungrouped(k, v)
             if starts is not None:
                 k, given, starts = (*_starts_as_decays(k, v, given, starts), None)
+            if given.erase is not None:
+                given = given._replace(erase=ungrouped(given.erase, v))
+                if given.log_gate is not None:
+                    decay = given.log_gate[..., None].expand(*k.shape)
+                    given = given._replace(log_gate=None, log_key_decay=decay)
         erase, corrects, beta, log_gate, complement, f, z = given
         q, k, v, erase, f, z = (_last_contiguous(x) for x in (q, k, v, erase, f, z))
         return q, k, v, erase, corrects, beta, log_gate, complement, f, z, starts
@@ -313,12 +308,12 @@ def _every_part(
     return _decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
 
 
-SUM = Kernel(Arguments, "sum")
-GATED = Kernel(_one_gate, "gated")
-DECAY = Kernel(_decays, "decay")
-DELTA = Kernel(_correction, "delta")
-GATED_DELTA = Kernel(_gated_correction, "gated-delta", cuda=False)
-FAST_WEIGHT = Kernel(_every_part, "fast-weight", cuda=False)
+SUM = Kernel(Arguments)
+GATED = Kernel(_one_gate)
+DECAY = Kernel(_decays)
+DELTA = Kernel(_correction)
+GATED_DELTA = Kernel(_gated_correction)
+FAST_WEIGHT = Kernel(_every_part)
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

@@ -106,7 +106,7 @@ class Operation:
         """Why no kernel takes such inputs; None if one does."""
         if self.kernel is None:
             return f"the {self.name} rule has no compiled kernel"
-        reason = native.why_not(device_type, dtype) or self.kernel.why_not(device_type)
+        reason = native.why_not(device_type, dtype)
         if reason is None and not self.keys_apart and not native.fits(device_type, key_dim):
             largest = native.LARGEST_DIM[device_type]
             return (
@@ -130,7 +130,7 @@ class Operation:
         kind, key_dim = v.device.type, k.shape[-1]
         reason = self.why_not_native(kind, v.dtype, key_dim)
         if reason is None and self.kernel is not None:
-            reason = self.kernel.why_not_these(kind, gates, starts)
+            reason = self.kernel.why_not_these(gates)
         backend = choose_backend(backend, v.shape[1], reason, self.chunkwise is not None)
         if backend == "native":
             assert self.kernel is not None

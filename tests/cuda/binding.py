@@ -11,7 +11,7 @@ import pytest
 
 from fairseq_fastweights.ops import native
 from tests.cuda.build import build
-from tests.ops.rules import CPU_KERNELS, WITH_CUDA_KERNELS, Rule
+from tests.ops.rules import CPU_KERNELS
 
 os.environ["FASTWEIGHTS_NATIVE_CPU"] = str(build(binding=True))
 native.EXTENSIONS["cpu"] = native.EXTENSIONS["cuda"]
@@ -20,13 +20,7 @@ native.INTERVALS["cpu"] = native.INTERVALS["cuda"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what a GPU would skip as well, and rules that its kernels do not have."""
+    """Leaves out what a GPU would skip as well."""
     others = [x for x in items if any(mark.kwargs.get("reason") == CPU_KERNELS for mark in x.iter_markers("skipif"))]
-    others += [x for x in items if lacks_kernel(x) and x not in others]
     config.hook.pytest_deselected(items=others)
     items[:] = [x for x in items if x not in others]
-
-
-def lacks_kernel(item: pytest.Item) -> bool:
-    rules = (x for x in getattr(getattr(item, "callspec", None), "params", {}).values() if isinstance(x, Rule))
-    return any(rule not in WITH_CUDA_KERNELS for rule in rules)

@@ -22,7 +22,7 @@ from tests.ops.rules import Inputs, Rule, assert_close, cotangents, definition, 
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 OPERATIONS = ("diagonal_forward", "diagonal_backward", "delta_forward", "delta_backward")
-GATES = ("log_gate", "log_key_decay", "log_value_decay")
+GATES = ("log_gate", "log_key_decay", "log_value_decay", "beta", "erase")  # what there need not be
 TOLERANCE = {
     "recurrent": {
         # What the project promises is 1e-5 up to T = 4096; what a step's rounding leaves of it at the lengths here.
@@ -125,7 +125,7 @@ class Emulator:
 
     @staticmethod
     def _parameters(operation: str) -> type[ctypes.Structure]:
-        return KINDS[operation.title().replace("_", "")]
+        return KINDS[f"Rule{operation.split('_')[1].title()}"]
 
     def _bytes_of(self, name: str, params: ctypes.Structure) -> int:
         ask = getattr(self.library, f"fastweights_{name}_workspace")
@@ -184,9 +184,9 @@ class Emulator:
         self, way: str, algorithm: str | None, given: Inputs, made: Inputs, interval: int, complement: bool
     ) -> None:
         operation = f"{'delta' if 'beta' in given else 'diagonal'}_{way}"
+        given, made = ({part_of(name, x): x for name, x in tensors.items()} for tensors in (given, made))
         params = self._parameters(operation)(sizes=Sizes(*given["k"].shape, given["v"].shape[3], interval))
-        if hasattr(params, "complement"):
-            params.complement = complement and given.get("log_gate") is not None
+        params.complement = complement and given.get("log_gate") is not None and "beta" not in given
         # Contiguous states, as the binding hands them over.
         given = {name: x.contiguous() if x is not None and "state" in name else x for name, x in given.items()}
         for name, kind in params._fields_:
@@ -214,6 +214,11 @@ class Emulator:
             raise EmulationError(f"{name} returned {code}: {self.library.emulation_error().decode()}")
         beyond = torch.cat([workspace[:start], workspace[start + size :]])
         assert bool((beyond == 0xFF).all()), f"{name} wrote beyond its workspace of {size} bytes"
+
+
+def part_of(name: str, x: Tensor | None) -> str:
+    """The field of a rule's argument: decays of keys may be one number to a step."""
+    return name.replace("log_gate", "log_key_decay") if x is not None and x.dim() == 4 else name
 
 
 def poisoned(x: Tensor) -> Tensor:

@@ -25,13 +25,23 @@ SHAPES = {
     "long": (1, 16384, 8, 64, 64),
     "attention": (8, 1024, 8, 64, 64),
 }
-GATES = {"sum": (), "gated": ("log_gate",), "decay": ("log_key_decay", "log_value_decay"), "delta": ()}
+GATES = {"sum": (), "gated": ("log_gate",), "decay": ("log_key_decay", "log_value_decay")} | {
+    "delta": ("beta",),
+    "gated delta": ("beta", "log_gate"),
+}
 
 
 def given(rule: str, shape: tuple[int, int, int, int, int]) -> int:
     """Bytes of the inputs in bfloat16."""
     batch, time, heads, key_dim, value_dim = shape
-    gates = {"sum": 0, "gated": 1, "decay": key_dim + value_dim, "delta": 1}[rule]
+    gates = {
+        "sum": 0,
+        "gated": 1,
+        "decay": key_dim + value_dim,
+        "delta": 1,
+        "gated delta": 2,
+        "Kimi delta": 1 + key_dim,
+    }[rule]
     return 2 * batch * time * heads * (2 * key_dim + value_dim + gates)
 
 
@@ -46,7 +56,7 @@ def test_training_takes_a_quarter_more_at_most(
     k = torch.empty(batch, time, heads, key_dim, dtype=torch.bfloat16, device="meta")
     v = torch.empty(batch, time, heads, value_dim, dtype=torch.bfloat16, device="meta")
     interval = native._interval(k, v)
-    sizes, family = (*shape, interval), "delta" if rule == "delta" else "diagonal"
+    sizes, family = (*shape, interval), "delta" if "beta" in GATES[rule] else "diagonal"
 
     def workspace(way: str) -> int:
         operation = f"{family}_{way}"

@@ -13,8 +13,8 @@ from tests.cuda.test_plans import PLANS
 from tests.ops.rules import (
     PRINCIPAL,
     RULE,
+    RULES,
     RULES_AND_REGIMES,
-    WITH_CUDA_KERNELS,
     Inputs,
     Rule,
     assert_close,
@@ -26,12 +26,11 @@ from tests.ops.rules import (
     relative_error,
 )
 
-CHUNKED = [
-    rule for rule in WITH_CUDA_KERNELS if rule.name != "decay of neither"
-]  # which is a sum, for the kernels as well
-BY_HEAD = [RULE[name] for name in ("sum", "gated", "delta")]
+BY_HEAD = [RULE[name] for name in ("sum", "gated", "delta", "gated delta")]
 DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
-WAYS = [("recurrent", rule) for rule in PRINCIPAL] + [("chunked", rule) for rule in CHUNKED]
+CHUNKED = [*BY_HEAD, *DECAYS]  # of decays of neither there is a sum; the others go step by step alone
+CORRECTING = [rule for rule in RULES if rule.corrects]
+WAYS = [("recurrent", rule) for rule in [*PRINCIPAL, *CORRECTING[1:]]] + [("chunked", rule) for rule in CHUNKED]
 
 F32, F16, BF16, F64 = EVERY_DTYPE = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 TWO_DTYPES = [F32, BF16]
@@ -51,10 +50,10 @@ PAPERS = [
     ("rule", "sizes", "dtype"),
     long(
         [
-            *product(WITH_CUDA_KERNELS, RECURRENT, EVERY_DTYPE),
+            *product(RULES, RECURRENT, EVERY_DTYPE),
             *product(PRINCIPAL, [(70, *size, 32) for size in PAPERS], [F32]),
         ],
-        short=deal(WITH_CUDA_KERNELS, RECURRENT, EVERY_DTYPE),
+        short=deal(RULES, RECURRENT, EVERY_DTYPE),
     ),
     ids=label,
 )
@@ -129,7 +128,7 @@ def test_steps_in_any_order_of_threads(emulator: Emulator, rule: Rule, T: int, K
 STEPS = [(67, 6, 7, 16), (384, 3, 4, 64)]
 CHUNKS = [(67, 6, 7, 64), (100, 20, 9, 64), (540, 12, 10, 128)]
 REGIMES = [
-    *product(["recurrent"], WITH_CUDA_KERNELS, STEPS[:1], [F32]),
+    *product(["recurrent"], RULES, STEPS[:1], [F32]),
     *product(["recurrent"], DECAYS, STEPS[1:], [F32]),
     *product(["chunked"], CHUNKED, CHUNKS[:1], TWO_DTYPES),
 ]
@@ -164,8 +163,21 @@ def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, algorith
     assert_close(parts(actual, rule.regimes), parts(wanted, rule.regimes), TOLERANCE[algorithm][dtype])
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "rule"),
+    [way for way in WAYS if "beta" in way[1].inputs(T=0) and way[1].name != "two gates"],
+    ids=label,
+)
+def test_write_strengths_may_be_two(emulator: Emulator, algorithm: str, rule: Rule) -> None:
+    """Which turns what a key of norm 1 retrieves into its opposite."""
+    inputs = rule.inputs(B=1, T=67, H=1, K=6, V=9, regime="zero or one")
+    inputs["beta"] = (2 * inputs["beta"].detach()).requires_grad_()  # type: ignore[union-attr]
+    actual = emulator.run(inputs, interval=64, algorithm=algorithm)
+    assert_close(actual, expected(rule, inputs), TOLERANCE[algorithm][F32])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=label)
-@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], RULE["delta"]], ids=label)
+@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], *CORRECTING], ids=label)
 def test_gates_in_float32(emulator: Emulator, rule: Rule, dtype: torch.dtype) -> None:
     # The gates' own gradients are held to the inputs' tolerance: v and k are rounded to it.
     inputs = rule.inputs(T=19, K=9, V=12, dtype=dtype, extras_dtype=torch.float32)
@@ -249,7 +261,9 @@ def test_nothing_is_divided_without_need(
 ) -> None:
     for way, divided in (("forward", forward), ("backward", backward)):
         sizes = (1, T, heads, 2, 2, interval)
-        assert divided == bool(emulator.workspace(f"diagonal_{way}", "recurrent", sizes, torch.float32, GATES[1:])), way
+        assert divided == bool(emulator.workspace(f"diagonal_{way}", "recurrent", sizes, torch.float32, GATES[1:3])), (
+            way
+        )
 
 
 # Layouts, sizes and devices.
@@ -292,7 +306,7 @@ def test_devices_with_less_shared_memory(
     emulator: Emulator, algorithm: str, rule: Rule, capability: int, shared_memory: int
 ) -> None:
     T, size, interval = (70, 64, 64) if algorithm == "recurrent" else (17, 128, 32)
-    family, by_dimension = "delta" if rule.name == "delta" else "diagonal", rule in DECAYS
+    family, by_dimension = "delta" if rule.corrects else "diagonal", rule in DECAYS
     with emulator.device(capability, shared_memory * 1024):
         if algorithm == "chunked":
             for way in ("forward", "backward"):
@@ -344,10 +358,10 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator: Emulato
     T, K, V = shape
     inputs = rule.inputs(B=1, T=T, H=1, K=K, V=V, dtype=torch.bfloat16)
     actual, wanted = emulator.run(inputs, interval=64, algorithm="chunked"), expected(rule, inputs)
-    operation = f"{'delta' if rule.name == 'delta' else 'diagonal'}_backward"
-    gates = {"gated": rule.name == "gated", "separate_decays": rule in DECAYS}
+    operation = f"{'delta' if rule.corrects else 'diagonal'}_backward"
+    gates = {"gated": rule.name.startswith("gated"), "separate_decays": rule in DECAYS}
     blocks = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16, **gates).blocks
-    of_states = 2e-3 if rule.name == "delta" else 3e-3 if rule in DECAYS else 4e-6
+    of_states = 2e-3 if rule.corrects else 3e-3 if rule in DECAYS else 4e-6
     for key, value in wanted.items():
         allowed = of_states if key.endswith("_state") else 0.004 + 0.0003 * (blocks - 1)
         assert value is None or relative_error(actual[key], value) <= allowed, key
@@ -356,16 +370,13 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator: Emulato
 # Of 4096 steps: what is allowed of results, and of states and their gradients. With repeated keys the state's gradient
 # grows in directions that no key erases, while what is read of it along keys stays small.
 THOUSANDS = [
-    *(
-        ("recurrent", rule, regime, "", F32, 1e-5, 1e-5)
-        for rule, regime in RULES_AND_REGIMES
-        if rule in WITH_CUDA_KERNELS
-    ),
+    *(("recurrent", rule, regime, "", F32, 1e-5, 1e-5) for rule, regime in RULES_AND_REGIMES),
     *(
         ("chunked", RULE[name], regime, plan, F32, 1e-5, 1e-5)
         for name, regime in [
             *(("sum", "ordinary"), ("gated", "tiny"), ("gated", "near one"), ("gated", "ordinary or erased")),
             *(("decay", "near one"), ("decay", "ordinary or erased"), ("delta", "one"), ("delta", "repeated keys")),
+            *(("gated delta", regime) for regime in RULE["gated delta"].regimes),
         ]
         for plan in ("", "segments=1")
     ),
@@ -374,7 +385,7 @@ THOUSANDS = [
         for name, regime, results, states in [
             *[("sum", "ordinary", 4e-3, 1e-5), ("gated", "near one", 4e-3, 3e-5), ("decay", "near one", 4e-3, 3e-3)],
             *[("delta", "near one", 8e-3, 8e-3), ("delta", "repeated keys", 8e-3, 4e-3)],
-            *[("delta", "repeated keys, one", 8e-3, 8e-3)],
+            *[("delta", "repeated keys, one", 8e-3, 8e-3), ("gated delta", "near one", 8e-3, 8e-3)],
         ]
     ),
 ]

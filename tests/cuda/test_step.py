@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.cuda.emulated import Emulator, long
-from tests.ops.rules import RULE, WITH_CUDA_KERNELS, Rule, assert_close, deal, definition, label, state_dtype
+from tests.ops.rules import RULE, RULES, Rule, assert_close, deal, definition, label, state_dtype
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float64: 1e-14}
 
@@ -23,7 +23,7 @@ SIZES = [
 
 @pytest.mark.parametrize(
     ("rule", "size", "dtype"),
-    long(list(product(WITH_CUDA_KERNELS, SIZES, TOLERANCE)), short=deal(WITH_CUDA_KERNELS, SIZES, list(TOLERANCE))),
+    long(list(product(RULES, SIZES, TOLERANCE)), short=deal(RULES, SIZES, list(TOLERANCE))),
     ids=label,
 )
 def test_every_shape(small_emulator: Emulator, rule: Rule, size: tuple, dtype: torch.dtype) -> None:
@@ -38,7 +38,7 @@ def test_every_shape(small_emulator: Emulator, rule: Rule, size: tuple, dtype: t
     assert bool((whole == 7).all()), "written outside the state"
 
 
-@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], RULE["delta"]], ids=label)
+@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], RULE["delta"], RULE["two gates"]], ids=label)
 def test_steps_add_up_to_a_sequence(small_emulator: Emulator, rule: Rule) -> None:
     inputs = rule.inputs(T=9, K=20, V=12, requires_grad=False)
     state = inputs["initial_state"].clone()  # type: ignore[union-attr]

@@ -244,7 +244,6 @@ RULES = (
     Rule("two gates", "fast_weight_rule", two_gates, ("ordinary", "ordinary or erased"), Draw.bounded_keys),
 )
 RULE = {rule.name: rule for rule in RULES}
-WITH_CUDA_KERNELS = [rule for rule in RULES if ops.OPERATIONS[rule.operation_name].kernel.cuda]
 PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes]
 

@@ -36,16 +36,6 @@ SIZES = [(5, 3), (20, 24), (65, 66)]
 STARTS = [[], [16, 32, 64, 112], [0, 5, 6, 7, 40, 69], [1, 63, 64, 65, 129]]
 
 
-@pytest.fixture(autouse=True)
-def kernels_or_none(request: pytest.FixtureRequest) -> None:
-    """On a GPU the kernels have no starts for some rules, and other rules not at all."""
-    given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    on_gpu = given.get("backend") == "native" and native.EXTENSIONS[DEVICE.type] == "cuda"
-    rule = given.get("rule", RULE["two gates"])
-    if on_gpu and (rule.corrects or not ops.OPERATIONS[rule.operation_name].kernel.cuda):
-        pytest.skip("the CUDA kernels do not have it")
-
-
 def where(T: int, *rows: list[int]) -> Tensor:
     starts = torch.zeros(len(rows), T, dtype=torch.bool)
     for row, steps in zip(starts, rows, strict=True):

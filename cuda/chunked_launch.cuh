@@ -1,0 +1,96 @@
+// The launches of a chunked pass: what segments make of a state, the state carried from one to the next, and the results.
+//
+// A Pass is a struct that names them: `kernel<T, Outputs, Places>()`, `plan<T>(sizes, limit)`, `segments(plan, sizes)`,
+// `blocks(segments, plan, sizes)` of the first launch's grid, and `carry(segments, sizes, first, reverse, stream)`.
+#pragma once
+
+#include "chunked_checkpoints.cuh"
+
+namespace fairseq_fastweights {
+
+// The plan and the segments of a launch on the current device.
+template <class Pass, typename T>
+struct Division {
+    Plan plan;
+    Segments segments;
+    explicit Division(const Sizes& sizes)
+        : plan(Pass::template plan<T>(sizes, shared_memory_limit())), segments(Pass::segments(plan, sizes)) {}
+};
+
+// launch(first, results): where time is divided, kernels of the first launch, with their grid, and the state's way.
+template <class Pass, typename T, typename Params, typename Results>
+cudaError_t launch_segments(const Division<Pass, T>& of, const Params& p, const void* first, bool reverse,
+                            cudaStream_t stream, const Results& launch_kernel) {
+    return with_places(of.plan, [&](auto places) {
+        constexpr int kPlaces = decltype(places)::value;
+        cudaError_t error = cudaSuccess;
+        if (of.segments.count > 1) {
+            const dim3 grid(Pass::blocks(of.segments, of.plan, p.sizes), of.segments.count - 1);
+            error = launch_kernel(Pass::template kernel<T, false, kPlaces>(), grid, 0);
+            if (error == cudaSuccess) error = Pass::carry(of.segments, p.sizes, first, reverse, stream);
+        }
+        const int launches = reverse ? of.plan.blocks : 1;  // whose blocks of columns follow one another
+        const dim3 grid(static_cast<unsigned>(of.segments.heads) * (reverse ? 1 : of.plan.blocks), of.segments.count);
+        for (int i = 0; i < launches && error == cudaSuccess; ++i)
+            error = launch_kernel(Pass::template kernel<T, true, kPlaces>(), grid, i);
+        return error;
+    });
+}
+
+template <class Pass, typename T>
+cudaError_t launch_pass(const RuleForward& p, cudaStream_t stream) {
+    Division<Pass, T> of(p.sizes);
+    if (of.plan.chunk == 0) return cudaErrorInvalidValue;
+    if (of.segments.count > 1) of.segments.place(p.workspace);
+    return launch_segments(of, p, p.initial_state, false, stream, [&](auto kernel, dim3 grid, int) {
+        return launch(kernel, grid, dim3(of.plan.threads), of.plan.shared, stream, p, of.plan, of.segments);
+    });
+}
+
+template <class Pass, typename T>
+cudaError_t launch_pass(const RuleBackward& p, cudaStream_t stream) {
+    Division<Pass, T> of(p.sizes);
+    if (of.plan.chunk == 0) return cudaErrorInvalidValue;
+    if (of.segments.count > 1) of.segments.place(p.workspace);
+    Checkpoints checkpoints = find_checkpoints(of.plan, p.sizes, of.segments);
+    checkpoints.place(p.workspace, of.segments);
+    return launch_segments(of, p, p.d_final_state, true, stream, [&](auto kernel, dim3 grid, int block) {
+        return launch(kernel, grid, dim3(of.plan.threads), of.plan.shared, stream, p, of.plan, of.segments, checkpoints,
+                      block);
+    });
+}
+
+template <class Pass, typename Params>
+cudaError_t run(const Params& p, cudaStream_t stream) {
+    return with_type(p.v.dtype, cudaErrorInvalidValue,
+                     [&](auto zero) { return launch_pass<Pass, decltype(zero)>(p, stream); });
+}
+
+template <class Pass>
+size_t workspace(const RuleForward& p) {
+    return with_type(p.v.dtype, size_t{0},
+                     [&](auto zero) { return Division<Pass, decltype(zero)>(p.sizes).segments.bytes(); });
+}
+template <class Pass>
+size_t workspace(const RuleBackward& p) {
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
+        const Division<Pass, decltype(zero)> of(p.sizes);
+        return of.segments.bytes() + find_checkpoints(of.plan, p.sizes, of.segments).bytes;
+    });
+}
+
+template <class Pass>
+ChunkedPlan describe(const Sizes& sizes, int32_t dtype, int limit) {
+    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
+        const Plan plan = Pass::template plan<decltype(zero)>(sizes, limit);
+        return ChunkedPlan{plan.chunk,
+                           plan.columns,
+                           plan.blocks,
+                           plan.stages,
+                           plan.threads,
+                           Pass::segments(plan, sizes).count,
+                           static_cast<int64_t>(plan.shared)};
+    });
+}
+
+}  // namespace fairseq_fastweights
