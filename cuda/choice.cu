@@ -1,6 +1,8 @@
 // Which algorithm runs, recurrent or chunked: what the chunked kernels take, and where they should be faster.
 #include "choice.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -23,18 +25,20 @@ int shared_memory_of(int32_t capability) {
     }
 }
 
-// Counted, not measured; a benchmark's numbers should replace these. Cycles of a multiprocessor for a step of a head,
-// forwards (backwards both about treble):
-//   recurrent  key_dim * value_dim elements, each multiplied twice (delta: four times), at 128 a cycle
-//   chunked    products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, twice the first term),
-//              1024 to an instruction, whose operands come from shared memory (cycles_of_product); and some 3000 cycles
-//              a chunk in which a block waits for memory and at barriers, while two or three others work
-// Where a device is not full, steps follow one another at some 150 cycles in either, unless time is divided among
-// blocks (chunked_segments.cuh), which only the chunked kernels do, but for decays by dimension.
+// Counted, not measured; a benchmark's numbers should replace these. Cycles of a multiprocessor, forwards (backwards both
+// take about treble):
+//   recurrent  a step of a head has key_dim * value_dim elements, each multiplied twice (delta: four times), at 128 a
+//              cycle; but steps follow one another at some 150 cycles (delta: 220, with sums that wait for one another),
+//              in which about 16 warps of heads that are worked on side by side can be busy
+//   chunked    a chunk of a head has products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, twice
+//              the first term), 1024 to an instruction (cycles_of_product); and some 3000 cycles in which its block waits
+//              for memory and at barriers, while as many others work as there is room for. Where time is divided
+//              (chunked_segments.cuh) that is half as much again, in segments side by side.
 //
 // The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides the estimate, so that a
 // benchmark can time both (and FASTWEIGHTS_CUDA_PLAN all plans of the former: chunked_plan.h).
-bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, bool separate_decays) {
+bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, bool separate_decays,
+                       const ChunkedPlan& plan, int limit) {
     if (const char* forced = std::getenv("FASTWEIGHTS_CUDA_ALGORITHM")) {
         if (std::strcmp(forced, "chunked") == 0) return true;
         if (std::strcmp(forced, "recurrent") == 0) return false;
@@ -45,14 +49,24 @@ bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, boo
     // divides the values among blocks, which backwards leave parts of every key's gradient, up to twenty times the
     // bytes of all inputs.
     if (separate_decays) return sizes.time > 16 && sizes.key_dim * sizes.value_dim > 64 * 64;
-    if (sizes.batch * sizes.heads <= 32 && sizes.time >= 1024) return true;
     const bool delta = operation == kDeltaForward || operation == kDeltaBackward;
-    const double keys = sizes.key_dim, values = sizes.value_dim, steps = sizes.time;
-    const double length = delta ? 32 : 64, chunks = static_cast<int>((steps + length - 1) / length);
-    const double recurrent = steps * (delta ? 4 : 2) * keys * values / 128;
+    const double keys = round_up(sizes.key_dim, 16), values = round_up(sizes.value_dim, 16), length = plan.chunk;
+    const double heads = std::ceil(static_cast<double>(sizes.batch) * sizes.heads / multiprocessors());  // of each
+
+    const double elements = static_cast<double>(sizes.key_dim) * sizes.value_dim,
+                 computing = (delta ? 4 : 2) * elements / 128;
+    const double side_by_side = std::max(1.0, std::floor(16 / std::ceil(elements / 1024)));
+    const double latency = (delta ? 220 : 150) * std::ceil(heads / side_by_side);
+    const double recurrent = sizes.time * std::max(heads * computing, latency);
+
     const double products =
         delta ? length * (keys + values) + 3 * keys * values : length / 2 * (keys + values) + 2 * keys * values;
-    const double chunked = chunks * (length * products * cycles_of_product(dtype) / 1024 + 3000 / 2.5);
+    const double of_chunk = length * products * cycles_of_product(dtype) / 1024;
+    const double room = std::min(512 / plan.threads, static_cast<int>((limit + 1024) / (plan.shared + 1024)));
+    const double blocks = std::ceil(static_cast<double>(sizes.batch) * sizes.heads * plan.segments / multiprocessors());
+    const double resident = std::max(1.0, std::min(room, blocks)), rounds = std::ceil(blocks / resident);
+    const double chunks = std::ceil(std::ceil(sizes.time / length) / plan.segments) * (plan.segments > 1 ? 1.5 : 1);
+    const double chunked = chunks * rounds * std::max(resident * of_chunk, of_chunk + 3000 * plan.blocks);
     return chunked < recurrent;
 }
 
@@ -87,8 +101,13 @@ extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* 
 
 extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                                       int32_t capability) {
-    if (!fastweights_chunked_supports(operation, sizes, dtype, separate_decays, capability)) return kRecurrent;
-    return chunked_is_faster(operation, *sizes, dtype, separate_decays != 0) ? kChunked : kRecurrent;
+    // With a gate: that takes more room than without.
+    const ChunkedPlan plan = fastweights_chunked_plan(operation, sizes, dtype, 1, separate_decays, capability);
+    if (plan.chunk == 0) return kRecurrent;
+    if (sizes->batch == 0) return kRecurrent;
+    return chunked_is_faster(operation, *sizes, dtype, separate_decays != 0, plan, shared_memory_of(capability))
+               ? kChunked
+               : kRecurrent;
 }
 
 }  // namespace fairseq_fastweights

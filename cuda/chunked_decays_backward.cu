@@ -448,10 +448,7 @@ struct DecaysBackwardPass {
             [](const Plan& plan) { return has_registers(plan) ? kResident : 0; });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, 1, sizes.key_dim + sizes.value_dim);
-    }
-    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes&) {
-        return static_cast<unsigned>(segments.heads) * plan.blocks;
+        return find_segments(plan, sizes, 1, plan.blocks, sizes.key_dim + sizes.value_dim);
     }
     static cudaError_t carry(const Segments& segments, const Sizes& sizes, const void* first, bool reverse,
                              cudaStream_t stream) {

@@ -181,10 +181,7 @@ struct DecaysForwardPass {
             [](const Plan& plan) { return plan.places() <= kMostPlaces ? forward_blocks(plan.places()) : 0; });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, plan.blocks, sizes.key_dim + sizes.value_dim);
-    }
-    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes&) {
-        return static_cast<unsigned>(segments.heads) * plan.blocks;
+        return find_segments(plan, sizes, plan.blocks, plan.blocks, sizes.key_dim + sizes.value_dim);
     }
     static cudaError_t carry(const Segments& segments, const Sizes& sizes, const void* first, bool reverse,
                              cudaStream_t stream) {

@@ -116,15 +116,16 @@ private:
         constexpr int kBlock = 16;
         if (static_cast<int>(threadIdx.x) < chunk) {  // a column of a diagonal block to a thread
             const int column = threadIdx.x % kBlock, first = threadIdx.x - column;
-            float x[kBlock];
+            float x[kBlock] = {};
 #pragma unroll
-            for (int i = 0; i < kBlock; ++i) {
-                float sum = 0.0f;
+            for (int j = 0; j < kBlock; ++j) {
+                // What is known goes at once into all sums that wait for it, which do not wait for one another.
+                x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
 #pragma unroll
-                for (int j = 0; j < i; ++j) sum += products(first + i, first + j) * x[j];
-                x[i] = (i == column ? 1.0f : 0.0f) - beta[first + i] * sum;
-                inverse(first + i, first + column) = x[i];
+                for (int i = j + 1; i < kBlock; ++i) x[i] += products(first + i, first + j) * x[j];
             }
+#pragma unroll
+            for (int i = 0; i < kBlock; ++i) inverse(first + i, first + column) = x[i];
         }
         for (int size = kBlock; size < chunk; size *= 2) {
             // All pairs of neighbours of this size at once: row i of the product belongs to pair i / size.
@@ -152,5 +153,10 @@ private:
         }
     }
 };
+
+// Of a head, where time is divided: its value columns, and the columns of the identity.
+inline int first_blocks(const Plan& plan, const Sizes& sizes) {
+    return plan.chunk == 0 ? 0 : plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns;
+}
 
 }  // namespace fairseq_fastweights

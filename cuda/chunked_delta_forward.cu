@@ -124,12 +124,7 @@ struct DeltaForwardPass {
                          [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, plan.blocks, sizes.key_dim * sizes.key_dim);
-    }
-    // A head's value columns, and the columns of the identity.
-    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes& sizes) {
-        return static_cast<unsigned>(segments.heads) *
-               (plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns);
+        return find_segments(plan, sizes, plan.blocks, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);
     }
     static constexpr auto carry = launch_carry_transformed;
 };

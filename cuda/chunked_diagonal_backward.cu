@@ -222,10 +222,7 @@ struct DiagonalBackwardPass {
                          [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, 1, Gated ? 1 : 0);
-    }
-    static unsigned blocks(const Segments& segments, const Plan& plan, const Sizes&) {
-        return static_cast<unsigned>(segments.heads) * plan.blocks;
+        return find_segments(plan, sizes, 1, plan.blocks, Gated ? 1 : 0);
     }
     static constexpr auto carry = launch_carry_scaled;
 };

@@ -1,7 +1,7 @@
 // The launches of a chunked pass: what segments make of a state, the state carried from one to the next, and the results.
 //
 // A Pass is a struct that names them: `kernel<T, Outputs, Places>()`, `plan<T>(sizes, limit)`, `segments(plan, sizes)`,
-// `blocks(segments, plan, sizes)` of the first launch's grid, and `carry(segments, sizes, first, reverse, stream)`.
+// and `carry(segments, sizes, first, reverse, stream)`.
 #pragma once
 
 #include "chunked_checkpoints.cuh"
@@ -25,7 +25,8 @@ cudaError_t launch_segments(const Division<Pass, T>& of, const Params& p, const 
         constexpr int kPlaces = decltype(places)::value;
         cudaError_t error = cudaSuccess;
         if (of.segments.count > 1) {
-            const dim3 grid(Pass::blocks(of.segments, of.plan, p.sizes), of.segments.count - 1);
+            const dim3 grid(static_cast<unsigned>(of.segments.heads) * of.segments.first_of_head,
+                            of.segments.count - 1);
             error = launch_kernel(Pass::template kernel<T, false, kPlaces>(), grid, 0);
             if (error == cudaSuccess) error = Pass::carry(of.segments, p.sizes, first, reverse, stream);
         }

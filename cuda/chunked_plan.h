@@ -101,9 +101,10 @@ inline int interval_of(const Sizes& sizes, int chunk) {
     return kept_states(sizes) == 0 ? round_up(sizes.time, chunk) : sizes.interval;
 }
 
-// Cycles of a multiprocessor in which shared memory gives a product of 16 x 8 x 8 its operands: of stored bfloat16 half of
-// those for float32, which what is computed is beside the other types (Factor in tensor_core.cuh).
-inline double cycles_of_product(int32_t dtype) { return dtype == kBFloat16 ? 1.5 : 3.0; }
+// Cycles of a multiprocessor for a product of 16 x 8 x 8, from the table in README.md. In bfloat16 shared memory takes
+// longest, to give it its operands; with float16 and float32, where what is computed is float32 (Factor in tensor_core.cuh),
+// it is the 14 and 22 instructions, of which 4 go out in a cycle.
+inline double cycles_of_product(int32_t dtype) { return dtype == kBFloat16 ? 1.5 : dtype == kFloat16 ? 3.4 : 5.6; }
 
 // A multiprocessor's share of an H100's or H200's bandwidth: 14 to 21 bytes a cycle.
 constexpr double kBytesOfCycle = 18;

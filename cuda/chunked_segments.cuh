@@ -12,10 +12,11 @@
 namespace fairseq_fastweights {
 
 struct Segments {
-    int count;         // 1: the sequence is not divided; 0: there is no plan, or nothing to do
-    int chunks;        // of a segment; the last may have fewer
-    int heads;         // batch * heads
-    int state_floats;  // key_dim * value_dim
+    int count;          // 1: the sequence is not divided; 0: there is no plan, or nothing to do
+    int chunks;         // of a segment; the last may have fewer
+    int heads;          // batch * heads
+    int first_of_head;  // blocks of the first launch
+    int state_floats;   // key_dim * value_dim
     int passed_floats;
     float* states;  // (segment, head, key_dim, value_dim): C, then the states at which the last launch starts
     float* passed;  // (segment, head, passed_floats): M; null where that is 0, for M = 1
@@ -36,25 +37,48 @@ struct Segments {
     }
 };
 
-// Divides if less than half of the device would be busy with `blocks_of_head` at once, into segments of at least 4
-// chunks: the first launch costs about half of the last one, and each segment another step of the second.
-inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_of_head, int passed_floats) {
+// How long so many blocks take, if one takes 1: `at_once` of them on a multiprocessor, one of which works while another
+// waits. Counted, not measured.
+inline double length_of_waves(int64_t blocks, int processors, int at_once) {
+    const double whole = at_once > 1 ? 1.25 : 1.0;
+    const int64_t wave = static_cast<int64_t>(processors) * at_once, rest = blocks % wave;
+    return blocks / wave * whole + (rest == 0 ? 0.0 : rest <= processors ? 1.0 : whole);
+}
+
+// Divides where that should take a tenth less, into segments of at least 4 chunks. The first launch costs about half of the
+// last one for its `first_of_head` blocks, of a head; each segment is another step of the second, about 0.3 chunks; and two
+// more launches cost some 3. `blocks_of_head`: those that work at once, the others' launches follow.
+inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_of_head, int first_of_head,
+                              int passed_floats) {
     if (plan.chunk == 0 || sizes.batch * sizes.heads == 0) return Segments{};
     Segments segments{1,
                       (sizes.time + plan.chunk - 1) / plan.chunk,
                       sizes.batch * sizes.heads,
+                      first_of_head,
                       sizes.key_dim * sizes.value_dim,
                       passed_floats,
                       nullptr,
                       nullptr};
-    const int64_t blocks = static_cast<int64_t>(segments.heads) * blocks_of_head;
+    const int64_t heads = segments.heads;
     const int processors = multiprocessors(), chunks = segments.chunks;
     int count = AskedPlan().segments;
     if (count <= 0) {
-        if (2 * blocks > processors || chunks < 8) return segments;
-        const int most = chunks / 4, pair = plan.blocks_at_once(shared_memory_limit()) >= 2 ? 2 : 1;
-        const int wanted = pair * processors / static_cast<int>(blocks);
-        count = wanted < most ? wanted : most;
+        const int at_once = plan.blocks_at_once(shared_memory_limit()) >= 2 ? 2 : 1;
+        const auto waves = [&](int64_t blocks) { return length_of_waves(blocks, processors, at_once); };
+        const int launches = plan.blocks / blocks_of_head;
+        double least = 0.9 * launches * waves(heads * blocks_of_head) * chunks;
+        count = 1;
+        // More than fill the device twice over are never better.
+        for (int tried = 2; tried <= chunks / 4 && (tried - 1) * heads * blocks_of_head < 4 * processors; ++tried) {
+            const int length = (chunks + tried - 1) / tried, made = (chunks + length - 1) / length;
+            const double cost = length * (launches * waves(made * heads * blocks_of_head) +
+                                          waves((made - 1) * heads * first_of_head) / 2) +
+                                3 + 0.3 * made;
+            if (cost < least) {
+                least = cost;
+                count = made;
+            }
+        }
     }
     if (count > chunks) count = chunks;
     segments.chunks = (chunks + count - 1) / count;
@@ -93,7 +117,8 @@ inline cudaError_t launch_carry_scaled(const Segments& segments, const Sizes& si
                   carry);
 }
 
-// M a matrix: 16 columns of a head's state to a block.
+// M a matrix: 16 columns of a head's state to a block, 4 of them and a row to a thread, whose sums do not wait for one
+// another.
 constexpr int kCarriedColumns = 16;
 
 static __global__ void __launch_bounds__(256) carry_transformed(const Segments segments, const Carry carry) {
@@ -112,17 +137,25 @@ static __global__ void __launch_bounds__(256) carry_transformed(const Segments s
         const int64_t index = segments.index(carry.reverse ? segments.count - 1 - step : step, head);
         const bool last = step == segments.count - 1;  // what that segment makes of it, nobody asked
         __syncthreads();
-        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        for (int i = 4 * threadIdx.x; i < count; i += 4 * blockDim.x) {
             const int row = i / kCarriedColumns, column = i % kCarriedColumns;
-            if (column >= columns) continue;
-            float& place = segments.states[(index * rows + row) * carry.value_dim + first + column];
-            if (!last) {
-                const float* const passed = segments.passed + (index * rows + row) * rows;
-                float sum = place;
-                for (int k = 0; k < rows; ++k) sum += passed[k] * state[k * kCarriedColumns + column];
-                next[i] = sum;
+            float* const place = segments.states + (index * rows + row) * carry.value_dim + first + column;
+            const float* const passed = segments.passed + (index * rows + row) * rows;
+            float sums[4] = {};
+#pragma unroll 4
+            for (int k = 0; !last && k < rows; ++k) {
+                const float4 x = *reinterpret_cast<const float4*>(state + k * kCarriedColumns + column);
+                sums[0] += passed[k] * x.x;
+                sums[1] += passed[k] * x.y;
+                sums[2] += passed[k] * x.z;
+                sums[3] += passed[k] * x.w;
             }
-            place = state[i];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                if (column + c >= columns) continue;
+                next[i + c] = place[c] + sums[c];
+                place[c] = state[i + c];
+            }
         }
         float* const before = state;
         state = next;
