@@ -28,7 +28,7 @@ int shared_memory_of(int32_t capability) {
 // Counted, not measured; a benchmark's numbers should replace these. Cycles of a multiprocessor, forwards (backwards both
 // take about treble):
 //   recurrent  a step of a head has key_dim * value_dim elements, each multiplied twice (delta: four times), at 128 a
-//              cycle; but steps follow one another at some 150 cycles (delta: 220, with sums that wait for one another),
+//              cycle, with a third as many other instructions; but steps follow one another at some 150 cycles (delta: 220, with sums that wait for one another),
 //              in which about 16 warps of heads that are worked on side by side can be busy
 //   chunked    a chunk of a head has products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, twice
 //              the first term), 1024 to an instruction (cycles_of_product); and some 3000 cycles in which its block waits
@@ -46,15 +46,16 @@ bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, boo
     // Up to 64 x 64 a block's registers hold the state of the recurrent pass, backwards too, and few heads are divided
     // in time there as well (recurrent_segments.cuh). By count of instructions the chunked kernels would pay from about
     // 32 x 64 on, but theirs are few warps, 16 steps from one barrier to the next. Beyond 64 x 64 the recurrent pass
-    // divides the values among blocks, which backwards leave parts of every key's gradient, up to twenty times the
-    // bytes of all inputs.
+    // divides the values among blocks, which backwards follow one another and leave parts of every key's gradient, as
+    // many bytes as all inputs and gradients have. (With a correction they have to: no chunked kernel decays keys and
+    // corrects, as a chunk's system would be one of sums over keys with decays of their own.)
     if (separate_decays) return sizes.time > 16 && sizes.key_dim * sizes.value_dim > 64 * 64;
     const bool delta = operation == kDeltaForward || operation == kDeltaBackward;
     const double keys = round_up(sizes.key_dim, 16), values = round_up(sizes.value_dim, 16), length = plan.chunk;
     const double heads = std::ceil(static_cast<double>(sizes.batch) * sizes.heads / multiprocessors());  // of each
 
     const double elements = static_cast<double>(sizes.key_dim) * sizes.value_dim,
-                 computing = (delta ? 4 : 2) * elements / 128;
+                 computing = (delta ? 4 : 2) * elements / 96;
     const double side_by_side = std::max(1.0, std::floor(16 / std::ceil(elements / 1024)));
     const double latency = (delta ? 220 : 150) * std::ceil(heads / side_by_side);
     const double recurrent = sizes.time * std::max(heads * computing, latency);

@@ -20,7 +20,7 @@
 // states that were kept are not read.
 //
 // Sums over columns go across warps once a span, through shared memory; where a head's columns do not fit one block,
-// blocks write parts to the workspace, and a second kernel adds them in order. With decays by dimension, time is split
+// blocks write parts to the workspace, which later launches add to, and a second kernel adds them in order. With decays by dimension, time is split
 // too where heads are few (recurrent_segments.cuh).
 #pragma once
 
@@ -43,7 +43,8 @@ constexpr bool needs_states(int mode) { return has_gate(mode) || decays_keys(mod
 // How a launch is laid out: `span` steps at a time, the state at the start of every `spacing`-th span kept in `slots`.
 struct BackwardPlan {
     int warps, splits, span, spacing, slots;
-    int64_t part_stride;  // elements from one split's part of a key-dimension gradient to the next's
+    int parts, first_split;  // splits of one launch, and the first of this one
+    int64_t part_stride;     // elements from one split's part of a key-dimension gradient to the next's
 };
 
 template <class Tile, int M>
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     const Sizes& sizes = call.sizes;
     const Place<Tile> place;
     const int warps = plan.warps, values = Tile::padded(warps), span = plan.span;
-    const int first = blockIdx.y * warps * Tile::kWarpValues;
+    const int first = (plan.first_split + blockIdx.y) * warps * Tile::kWarpValues;
     const int columns = min(warps * Tile::kWarpValues, sizes.value_dim - first);
     const int batch = blockIdx.x / sizes.heads, head = blockIdx.x % sizes.heads;
     const BackwardOffsets<Tile, M> at(call, plan);
@@ -412,10 +413,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         }
     };
 
-    // A key-dimension gradient where this block's part of it goes.
+    // A key-dimension gradient where this block's part of it goes, onto that of earlier launches.
     const auto store_keys = [&](const Sequence& to, int offset, int time, int steps) {
         store_rows(to, batch * to.batch + head * to.head + blockIdx.y * plan.part_stride * sizes.key_dim, sizes.key_dim,
-                   part(offset), keys, warps, span * keys, time, steps);
+                   part(offset), keys, warps, span * keys, time, steps, plan.first_split > 0);
     };
     const auto store_values = [&](const Sequence& to, int offset, int time, int steps) {
         store_rows(to, batch * to.batch + head * to.head + first, columns, part(offset), values, 1, 0, time, steps);
@@ -431,10 +432,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             if (threadIdx.x >= steps) return;
             A sum = A(0);
             for (int w = 0; w < warps; ++w) sum += part(offset)[w * span + threadIdx.x];
-            store_element(
-                to.data, to.dtype,
-                batch * to.batch + head * to.head + (time + threadIdx.x) * to.time + blockIdx.y * plan.part_stride,
-                sum);
+            const int64_t index =
+                batch * to.batch + head * to.head + (time + threadIdx.x) * to.time + blockIdx.y * plan.part_stride;
+            if (plan.first_split > 0) sum += load_element<A>(to.data, to.dtype, index);
+            store_element(to.data, to.dtype, index, sum);
         };
         if constexpr (has_gate(M)) store_scalars(call.d_log_gate, at.dg);
         if (corrects(M) && call.d_beta.data) store_scalars(call.d_beta, at.db);
@@ -545,6 +546,10 @@ bool plan_backward(const RuleBackward& call, BackwardPlan& plan) {
                     if (plan.slots > 64 || BackwardOffsets<Tile, M>(call, plan).total > limit) continue;
                     plan.splits =
                         (call.sizes.value_dim + plan.warps * Tile::kWarpValues - 1) / (plan.warps * Tile::kWarpValues);
+                    // As many parts as fill the device, but they take memory: the others follow in launches of their own.
+                    const int heads = max(1, call.sizes.batch * call.sizes.heads);
+                    plan.parts = min(min(plan.splits, 4), (multiprocessors() + heads - 1) / heads);
+                    plan.first_split = 0;
                     return true;
                 }
             }
@@ -559,7 +564,7 @@ size_t parts_bytes(const RuleBackward& call, const BackwardPlan& plan) {
     const int64_t rows = static_cast<int64_t>(call.sizes.batch) * call.sizes.time * call.sizes.heads;
     const int keys = 2 + (call.erase.data != nullptr) + (call.log_key_decay.data != nullptr);
     const int64_t dims = call.sizes.key_dim * keys + (call.log_gate.data != nullptr) + (call.beta.data != nullptr);
-    const size_t bytes = static_cast<size_t>(plan.splits * rows * dims) * sizeof(typename Tile::A);
+    const size_t bytes = static_cast<size_t>(plan.parts * rows * dims) * sizeof(typename Tile::A);
     return (bytes + 255) / 256 * 256;  // what lies behind is aligned, too
 }
 
@@ -570,7 +575,7 @@ TimeSegments segments_of_backward(const RuleBackward& call, const BackwardPlan& 
     if (!divides_time(M) || kept_states(sizes) == 0) return {1, sizes.time, nullptr, nullptr};
     const int shared = BackwardOffsets<Tile, M>(call, plan).total;
     const int64_t resident = max(1, shared_memory_limit() / (shared + 1024));
-    return find_time_segments(sizes, static_cast<int64_t>(sizes.batch) * sizes.heads * plan.splits,
+    return find_time_segments(sizes, static_cast<int64_t>(sizes.batch) * sizes.heads * plan.parts,
                               resident * multiprocessors());
 }
 
@@ -597,7 +602,7 @@ cudaError_t launch_backward(RuleBackward call, cudaStream_t stream) {
             const int64_t dim = i < kOfKeys ? sizes.key_dim : 1;
             parts[i] = free;
             *summed[i] = {free, rows / sizes.batch * dim, sizes.heads * dim, dim, Stored<A>::kDType};
-            free += plan.splits * rows * dim;
+            free += plan.parts * rows * dim;
         }
     }
     TimeSegments segments = segments_of_backward<Tile, M>(call, plan);
@@ -616,15 +621,18 @@ cudaError_t launch_backward(RuleBackward call, cudaStream_t stream) {
             if (error != cudaSuccess) return error;
         }
     }
-    const dim3 grid(static_cast<unsigned>(heads), plan.splits, M == kPlain ? 2 : segments.count);
-    error = launch(recurrent_backward<Tile, M>, grid, dim3(plan.warps * kWarp),
-                   BackwardOffsets<Tile, M>(call, plan).total, stream, call, plan, segments);
+    for (; plan.first_split < plan.splits && error == cudaSuccess; plan.first_split += plan.parts) {
+        const dim3 grid(static_cast<unsigned>(heads), min(plan.parts, plan.splits - plan.first_split),
+                        M == kPlain ? 2 : segments.count);
+        error = launch(recurrent_backward<Tile, M>, grid, dim3(plan.warps * kWarp),
+                       BackwardOffsets<Tile, M>(call, plan).total, stream, call, plan, segments);
+    }
     for (int i = 0; i < kSummed && error == cudaSuccess; ++i) {
         if (!parts[i]) continue;
         const int dim = i < kOfKeys ? sizes.key_dim : 1;
         const int64_t blocks = (rows * dim + 255) / 256;
         error = launch(sum_parts<A>, dim3(static_cast<unsigned>(blocks < 65536 ? blocks : 65536)), dim3(256), 0, stream,
-                       wanted[i], static_cast<const A*>(parts[i]), sizes, dim, plan.splits);
+                       wanted[i], static_cast<const A*>(parts[i]), sizes, dim, plan.parts);
     }
     return error;
 }

@@ -376,7 +376,7 @@ struct Gate {
 
 template <typename T, typename A>
 __device__ __forceinline__ void store_rows_as(const Sequence& sequence, int64_t first, int dim, const A* rows,
-                                              int padded, int parts, int part_stride, int time, int steps) {
+                                              int padded, int parts, int part_stride, int time, int steps, bool add) {
     T* const base = static_cast<T*>(sequence.data) + first;
     const bool packed =
         dim % 4 == 0 && sequence.time % 4 == 0 && reinterpret_cast<uintptr_t>(base) % sizeof(Pack<T, 4>) == 0;
@@ -391,6 +391,11 @@ __device__ __forceinline__ void store_rows_as(const Sequence& sequence, int64_t 
             for (int j = 0; j < 4; ++j) sums[j] += in.x[j];
         }
         T* const to = base + (time + step) * sequence.time + at;
+        if (add) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (at + j < dim) sums[j] += widen<A>(to[j]);
+        }
         Pack<T, 4> out;
 #pragma unroll
         for (int j = 0; j < 4; ++j) out.x[j] = narrow<T>(sums[j]);
@@ -405,22 +410,22 @@ __device__ __forceinline__ void store_rows_as(const Sequence& sequence, int64_t 
 }
 
 // Sums `parts` sets of rows, `part_stride` apart, and stores them as steps time .. time + steps - 1 of `sequence`, from
-// its element `first` on (which counts batch, head and column).
+// its element `first` on (which counts batch, head and column); with `add`, onto what is there.
 template <typename A>
 __device__ __forceinline__ void store_rows(const Sequence& sequence, int64_t first, int dim, const A* rows, int padded,
-                                           int parts, int part_stride, int time, int steps) {
+                                           int parts, int part_stride, int time, int steps, bool add = false) {
     if constexpr (sizeof(A) == 8) {
         if (sequence.dtype == kFloat64)
-            store_rows_as<double>(sequence, first, dim, rows, padded, parts, part_stride, time, steps);
+            store_rows_as<double>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
         if (sequence.dtype == kFloat32)
-            store_rows_as<float>(sequence, first, dim, rows, padded, parts, part_stride, time, steps);
+            store_rows_as<float>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
     } else {
         if (sequence.dtype == kFloat32)
-            store_rows_as<float>(sequence, first, dim, rows, padded, parts, part_stride, time, steps);
+            store_rows_as<float>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
         if (sequence.dtype == kFloat16)
-            store_rows_as<__half>(sequence, first, dim, rows, padded, parts, part_stride, time, steps);
+            store_rows_as<__half>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
         if (sequence.dtype == kBFloat16)
-            store_rows_as<__nv_bfloat16>(sequence, first, dim, rows, padded, parts, part_stride, time, steps);
+            store_rows_as<__nv_bfloat16>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
     }
 }
 

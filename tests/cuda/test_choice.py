@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cuda.emulated import DTYPES, OPERATIONS, Emulator
+from tests.cuda.test_memory import SHAPES
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -30,6 +31,13 @@ def test_recurrent_where_chunked_cannot_or_does_not_pay(
 @pytest.mark.parametrize("capability", [80, 90])
 def test_chunked_for_long_sequences(emulator: Emulator, operation: str, capability: int) -> None:
     assert emulator.choose(operation, (1, 16384, 8, 64, 64, 64), torch.bfloat16, capability) == "chunked"
+
+
+@pytest.mark.parametrize("name", ["lm-small", "lm-medium", "gpt2-16", "gpt2-4"])
+def test_chunked_where_steps_would_wait_for_one_another(emulator: Emulator, name: str) -> None:
+    """Three to seven warps of small states on a multiprocessor have little to do in a step, and much to wait for."""
+    for operation in OPERATIONS:
+        assert emulator.choose(operation, (*SHAPES[name], 64), torch.bfloat16) == "chunked", operation
 
 
 @pytest.mark.parametrize("operation", ["diagonal_forward", "diagonal_backward"])
@@ -58,8 +66,7 @@ def test_a_benchmark_can_ask_for_either(
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("capability", [70, 80, 86, 90])
 def test_what_is_chosen_is_supported(emulator: Emulator, operation: str, capability: int) -> None:
-    decays = (False, True) if operation.startswith("diagonal") else (False,)
-    for size, dtype, by_dimension in product((1, 16, 64, 512), DTYPES, decays):
+    for size, dtype, by_dimension in product((1, 16, 64, 512), DTYPES, (False, True)):
         asked = (operation, (2, 2048, 4, size, size, 64), dtype, capability, by_dimension)
         assert emulator.choose(*asked) == "recurrent" or emulator.supports(*asked), asked
 
@@ -76,6 +83,11 @@ def test_says_what_it_takes(emulator: Emulator, operation: str, decays: bool) ->
     assert not supports(torch.bfloat16, 75), "no tf32 before compute capability 8.0"
     assert not supports(torch.float64, 90)
     assert not supports(torch.float32, 90, interval=24), "chunks do not end at 24"
+    assert (
+        decays
+        or operation.startswith("diagonal")
+        or not emulator.supports(operation, (1, 100, 2, 64, 64, 64), torch.bfloat16, 90, True)
+    ), "decays of keys, or an erase key, with a correction"
     if decays:
         assert not any(supports(torch.bfloat16, 90, keys) for keys in (513, 1000)), "more keys than threads hold"
 

@@ -47,6 +47,14 @@ def test_as_many_segments_as_asked_for_or_as_there_are_chunks(
     assert plan.segments == min(segments, 20)
 
 
+@pytest.mark.parametrize(("heads", "segments"), [(1, 16), (32, 8), (66, 4), (67, 7), (100, 5), (132, 1), (400, 1)])
+def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator: Emulator, heads: int, segments: int) -> None:
+    """Of 132, on each of which two blocks work side by side in a quarter more time than one, into 4 of 64 chunks or
+    more. With 67 to 100 heads it pays still, though the segments' first launch is half as much work again."""
+    plan = emulator.plan("diagonal_forward", (1, 4096, heads, 64, 64, 128), torch.bfloat16)
+    assert plan.chunk == 64 and plan.segments == segments
+
+
 @pytest.mark.parametrize(("dtype", "segments"), [(torch.bfloat16, 32), (torch.float32, 16)])
 def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(
     emulator: Emulator, dtype: torch.dtype, segments: int
