@@ -189,8 +189,8 @@ CUDA = (
     Fault("cuda/recurrent_forward.cuh", "if constexpr (M == kScalar) old *= x.gate;", ""),
     Fault(
         "cuda/recurrent_forward.cuh",
-        "x.v[c] = x.gate * (x.v[c] - retrieved[c]);",
-        "x.v[c] = x.gate * x.v[c] - retrieved[c];",
+        "x.v[c] = x.write * (x.v[c] - retrieved[c]);",
+        "x.v[c] = x.write * x.v[c] - retrieved[c];",
     ),
     Fault("cuda/recurrent_forward.cuh", "if constexpr (M == kBoth) old *= x.z[c];", ""),
     Fault("cuda/recurrent_forward.cuh", "copies_wait<0>();\n        __syncthreads();", "copies_wait<0>();"),
@@ -205,7 +205,13 @@ CUDA = (
         "if (p == 0) put_slot<Tile>(state, memory + at.outer,",
     ),
     Fault("cuda/recurrent_backward.cuh", "dk[r] -= state[r][c] * dv[c];", "dk[r] += state[r][c] * dv[c];"),
-    Fault("cuda/recurrent_backward.cuh", "grad[r][c] -= x.k[r] * dv[c];", ""),
+    Fault("cuda/recurrent_backward.cuh", "grad[r][c] -= erase[r] * dv[c];", ""),
+    Fault("cuda/recurrent_backward.cuh", "if (plan.first_split > 0) sum += load", "if (false) sum += load"),
+    Fault(
+        "cuda/recurrent_backward.cuh",
+        "x.f[r];\n                        }\n                    if (apart)",
+        "A(1);\n                        }\n                    if (apart)",
+    ),
     Fault(
         "cuda/recurrent_backward.cuh",
         "for (int split = 0; split < splits; ++split) sum +=",
@@ -251,6 +257,9 @@ CUDA = (
         "part.store(state, transformation ? segments.passed : segments.states,",
         "part.store(state, segments.states,",
     ),
+    Fault("cuda/chunked_delta.cuh", "if constexpr (Gated) exact.scale(gates.whole());", ""),
+    Fault("cuda/chunked_delta_backward.cu", "gradient.inside(t, s) += value", "gradient.inside(t, s) -= value"),
+    Fault("cuda/chunked_delta_backward.cu", "value *= delta.read_beta[t];", "value *= delta.beta[t];"),
     # Sequences divided in time
     Fault(
         "cuda/chunked_segments.cuh",
@@ -264,13 +273,13 @@ CUDA = (
     ),
     Fault(
         "cuda/chunked_segments.cuh",
-        "sum += passed[k] * state[k * kCarriedColumns + column]",
-        "sum -= passed[k] * state[k * kCarriedColumns + column]",
+        "sums[2] += passed[k] * x.z;",
+        "sums[2] -= passed[k] * x.z;",
     ),
     Fault("cuda/chunked_checkpoints.cuh", "block * slots + (now - base) / spacing - 1", "block * slots"),
     # A step
-    Fault("cuda/step.cu", "decay * z[c] * state[r].x[c]", "decay * state[r].x[c]"),
-    Fault("cuda/step.cu", "v[c] = gate * (v[c] - retrieved[c]);", "v[c] = gate * v[c] - retrieved[c];"),
+    Fault("cuda/step.cu", "state[r].x[c] *= decay * z[c];", "state[r].x[c] *= decay;"),
+    Fault("cuda/step.cu", "v[c] -= retrieved[c];", "v[c] -= write * retrieved[c];"),
     Fault("cuda/step.cu", "if (call.complement) write =", "if (false) write ="),
     Fault(
         "cuda/step.cu",
