@@ -28,8 +28,8 @@ int shared_memory_of(int32_t capability) {
 // Counted, not measured; a benchmark's numbers should replace these. Cycles of a multiprocessor, forwards (backwards both
 // take about treble):
 //   recurrent  a step of a head has key_dim * value_dim elements, each multiplied twice (delta: four times), at 128 a
-//              cycle, with a third as many other instructions; but steps follow one another at some 150 cycles (delta: 220, with sums that wait for one another),
-//              in which about 16 warps of heads that are worked on side by side can be busy
+//              cycle, with a third as many other instructions; but steps follow one another at some 150 cycles
+//              (delta: 220, with sums that wait for one another), in which about 16 warps of heads that are worked on side by side can be busy
 //   chunked    a chunk of a head has products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, twice
 //              the first term), 1024 to an instruction (cycles_of_product); and some 3000 cycles in which its block waits
 //              for memory and at barriers, while as many others work as there is room for. Where time is divided

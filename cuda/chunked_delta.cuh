@@ -1,11 +1,11 @@
 // The delta rule within a chunk, with a log gate for each step or without. With B = diag(beta), D_ts the product of the
-// gates of (s, t], D_t0 of those from the chunk's start to and with t, D_es of those from after s to its end, D of all, G the
-// products D_ts <k_t, k_s> for s < t, E = V - diag(D_t0) K S_0:
+// gates of (s, t], D_t0 of those from the chunk's start to and with t, D_es of those from after s to its end, D of all,
+// G the products D_ts <k_t, k_s> for s < t, E = V - diag(D_t0) K S_0:
 //
 //   (I + B G) U = B E        Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        S_end = D S_0 + K^T diag(D_es) U
 //
-// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). (I + B G)^-1 is formed once for all value columns. It is found by forward
-// substitution in its 16 x 16 diagonal blocks and then from halves, [T1 0; -T2 A T1 T2]: with repeated keys and write
+// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). (I + B G)^-1 is formed once for all value
+// columns. It is found by forward substitution in its 16 x 16 diagonal blocks and then from halves, [T1 0; -T2 A T1 T2]: with repeated keys and write
 // strengths of 1 the inverse's entries stay of order 1 while the powers in a series for it grow to 1e18. It is computed
 // to float32's digits whatever the inputs are, because its errors reach all later steps.
 #pragma once

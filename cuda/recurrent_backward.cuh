@@ -12,16 +12,16 @@
 // A block walks back over the chunks that the forward pass kept states for. Within a chunk it recomputes states
 // forwards from the chunk's, in spans of a few steps, and keeps those at the spans' starts (or at every `spacing`-th
 // one's) in `slots` of shared memory. In a span, from the last to the first, one sweep forwards gives dq and what the
-// way back needs: with decays, the state before every step, in more slots; for the delta family, the errors r_t, which
-// without decays are all, and after the way back a third sweep adds what dk has of S_{t-1}. A slot is private to its threads: element i of thread n lies
-// n-th in row i, so that there is neither a barrier nor a bank conflict.
+// way back needs: with decays, the state before every step, in more slots; for the delta family, the errors
+// r_t, which without decays are all, and after the way back a third sweep adds what dk has of S_{t-1}. A slot is private to
+// its threads: element i of thread n lies n-th in row i, so that there is neither a barrier nor a bank conflict.
 //
 // Without decays dq needs no G and the rest no S: blocks of two kinds, one for each, run through all steps, and the
 // states that were kept are not read.
 //
 // Sums over columns go across warps once a span, through shared memory; where a head's columns do not fit one block,
-// blocks write parts to the workspace, which later launches add to, and a second kernel adds them in order. With decays by dimension, time is split
-// too where heads are few (recurrent_segments.cuh).
+// blocks write parts to the workspace, which later launches add to, and a second kernel adds them in order. With decays
+// by dimension, time is split too where heads are few (recurrent_segments.cuh).
 #pragma once
 
 #include "recurrent_forward.cuh"
@@ -38,7 +38,7 @@ __host__ __device__ __forceinline__ int steps_between_states(const Sizes& sizes)
 }
 
 // Whether the way back needs the state before every step, for the gradients of decays.
-constexpr bool needs_states(int mode) { return has_gate(mode) || decays_keys(mode); }
+__host__ __device__ constexpr bool needs_states(int mode) { return has_gate(mode) || decays_keys(mode); }
 
 // How a launch is laid out: `span` steps at a time, the state at the start of every `spacing`-th span kept in `slots`.
 struct BackwardPlan {
@@ -546,7 +546,7 @@ bool plan_backward(const RuleBackward& call, BackwardPlan& plan) {
                     if (plan.slots > 64 || BackwardOffsets<Tile, M>(call, plan).total > limit) continue;
                     plan.splits =
                         (call.sizes.value_dim + plan.warps * Tile::kWarpValues - 1) / (plan.warps * Tile::kWarpValues);
-                    // As many parts as fill the device, but they take memory: the others follow in launches of their own.
+                    // As many parts as fill the device, for they take memory: the others follow in later launches.
                     const int heads = max(1, call.sizes.batch * call.sizes.heads);
                     plan.parts = min(min(plan.splits, 4), (multiprocessors() + heads - 1) / heads);
                     plan.first_split = 0;

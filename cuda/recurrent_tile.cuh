@@ -23,11 +23,11 @@ constexpr int kMostSteps = 32;  // of a stage: a thread of a warp loads one step
 // with the delta rule's correction, nothing, a number, or a factor for each row, where the erase key may be another.
 enum Mode { kPlain, kScalar, kKey, kBoth, kDelta, kGatedDelta, kKeyDelta };
 
-constexpr bool corrects(int mode) { return mode >= kDelta; }
-constexpr bool has_gate(int mode) { return mode == kScalar || mode == kGatedDelta; }
-constexpr bool decays_keys(int mode) { return mode == kKey || mode == kBoth || mode == kKeyDelta; }
+__host__ __device__ constexpr bool corrects(int mode) { return mode >= kDelta; }
+__host__ __device__ constexpr bool has_gate(int mode) { return mode == kScalar || mode == kGatedDelta; }
+__host__ __device__ constexpr bool decays_keys(int mode) { return mode == kKey || mode == kBoth || mode == kKeyDelta; }
 // What a stretch of steps makes of a state is another decay, and not a matrix.
-constexpr bool divides_time(int mode) { return mode == kKey || mode == kBoth; }
+__host__ __device__ constexpr bool divides_time(int mode) { return mode == kKey || mode == kBoth; }
 
 // use(an integral_constant of the mode) for a call's gates.
 template <typename Params, typename Use>
@@ -227,7 +227,9 @@ struct StateSlice {
 // Inputs by their place in a stage.
 enum Input { kQ, kK, kV, kF, kZ, kE, kDy, kInputs };
 
-constexpr bool has_key_dim(int input) { return input == kQ || input == kK || input == kF || input == kE; }
+__host__ __device__ constexpr bool has_key_dim(int input) {
+    return input == kQ || input == kK || input == kF || input == kE;
+}
 
 template <typename Params>
 __host__ __device__ __forceinline__ const Sequence& forward_input(const Params& p, int i) {
