@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     if (decays && !call.log_key_decay.data)
         for (int i = threadIdx.x; i < span * keys; i += blockDim.x) part(at.rows[kF])[i] = A(1);
     const bool apart = M == kKeyDelta && call.erase.data;
-    const A* const erase_rows = part(at.rows[apart ? kE : kK]);
+    const A* const erase_rows = apart ? part(at.rows[kE]) : part(at.rows[kK]);
     const Gate<A> gate(call.log_gate, batch, head), beta(call.beta, batch, head);
 
     // Stages: `ask` starts the copies of the stage that comes next, `stage` waits for them, or asks first where no one
@@ -208,9 +208,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     };
     // The keys that what is written is read by first.
     const auto erase_keys = [&](A(&keys_read)[R], const Operands& x, int s) {
-        if constexpr (M == kKeyDelta) return read_keys<Tile>(keys_read, erase_rows + s * keys, place);
+        if constexpr (M == kKeyDelta) {
+            read_keys<Tile>(keys_read, erase_rows + s * keys, place);
+        } else {
 #pragma unroll
-        for (int r = 0; r < R; ++r) keys_read[r] = x.k[r];
+            for (int r = 0; r < R; ++r) keys_read[r] = x.k[r];
+        }
     };
     const auto decay = [&](const Operands& x) {
 #pragma unroll

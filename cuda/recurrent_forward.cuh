@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     }
     if (decays && !call.log_key_decay.data)
         for (int i = threadIdx.x; i < stage * keys; i += blockDim.x) rows(kF)[i] = A(1);
-    const A* const erase_rows = rows(M == kKeyDelta && call.erase.data ? kE : kK);
+    const A* const erase_rows = M == kKeyDelta && call.erase.data ? rows(kE) : rows(kK);
     const Gate<A> gate(call.log_gate, batch, head), beta(call.beta, batch, head);
     __syncthreads();
 
