@@ -48,7 +48,7 @@ struct Layout {
 // gradient of zeros, in the first `plan.blocks` blocks of a head, and what it makes of the identity when all of dY is
 // 0, in the others.
 template <typename T, bool Gated, bool Outputs, int Places>
-__global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
+__global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 || Gated))
     delta_backward(const RuleBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
                    const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
@@ -269,8 +269,10 @@ struct DeltaBackwardPass {
     }
     template <typename T>
     static Plan plan(const Sizes& sizes, int limit) {
-        return find_plan(sizes, Stored<T>::kDType, 32, limit, true,
-                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+        Plan found = find_plan(sizes, Stored<T>::kDType, 32, limit, true,
+                               [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+        if (Gated && found.chunk > 0) found.resident = 256 / found.threads;  // the gates' gradients take more registers
+        return found;
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, 1, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);
