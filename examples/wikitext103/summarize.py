@@ -23,7 +23,8 @@ from common.curves import new_figure, plain, save_figure
 
 WIKITEXT2 = (
     *("softmax", "sum", "delta", "delta-no-positions", "sum-carried", "delta-carried"),
-    *("gated", "decay", "retention", "local", "linformer", "abc", "mamba", "transformer-xl-carried"),
+    *("gated", "decay", "retention", "gated-delta", "kimi-delta", "delta-product"),
+    *("local", "linformer", "abc", "mamba", "transformer-xl-carried"),
 )
 EVALUATIONS = {
     # log: column. wikitext2.sh scores the test set only, and does not name it. A checkpoint that is not the best one

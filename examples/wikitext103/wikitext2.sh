@@ -17,7 +17,8 @@ here=$(dirname "$0")
 . "$here/../common/scripts.sh"
 
 models=(softmax sum delta delta-no-positions sum-carried delta-carried
-    gated decay retention local linformer abc mamba transformer-xl-carried)
+    gated decay retention gated-delta kimi-delta delta-product
+    local linformer abc mamba transformer-xl-carried)
 
 [ $# -ge 2 ] || usage
 data=$1 out=$2

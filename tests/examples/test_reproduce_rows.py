@@ -116,7 +116,9 @@ def test_a_row_of_each_table_trains_and_is_scored_once(
     out = tmp_path / "out"
     train(table, row, out, PRECISION="fp32")
     trained = weights(out / "checkpoint_best.pt")
-    assert all(x.isfinite().all() for x in trained.values() if x.is_floating_point())
+    # fairseq saves a buffer, _float_tensor, that it leaves uninitialised: it tells a device.
+    values = [x for name, x in trained.items() if x.is_floating_point() and not name.endswith("_float_tensor")]
+    assert all(x.isfinite().all() for x in values)
     if count:
         call = [table, row, "evaluate", request.getfixturevalue(places(table, row)[-1]), out, *EVALUATION, *options]
         status, first, err = reproduce(*call)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import libraries, native
 from tests.ops import test_selective_scan
 from tests.ops.rules import (
     CPU_KERNELS,
@@ -201,3 +201,29 @@ def test_an_instruction_set_that_is_not_there_is_named():
 
 if __name__ == "__main__":
     main()
+
+
+SHAPES = {
+    **dict.fromkeys(("q", "k", "erase"), (2, 5, 2, 3)),
+    "v": (2, 5, 4, 6),
+    **dict.fromkeys(("beta", "log_gate"), (2, 5, 4)),
+    "log_key_decay": (2, 5, 4, 3),
+    "log_value_decay": (2, 5, 4, 6),
+    "initial_state": (2, 4, 3, 6),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("k", "v")])
+@pytest.mark.parametrize("change", [lambda x: (x[0] + 1, *x[1:]), lambda x: x[:-1], lambda x: (*x[:-1], x[-1] - 1)])
+def test_operators_that_are_called_directly_read_no_tensor_beyond_its_end(name, change):
+    assert libraries.load("cpu") is None
+    x = {key: torch.zeros(SHAPES[key]) for key in ("q", "k", "v")} | {name: torch.zeros(change(SHAPES[name]))}
+    rule = [x["q"], x["k"], x["v"], x.get("erase"), name in ("erase", "beta"), x.get("beta"), x.get("log_gate"), False]
+    rule += [x.get("log_key_decay"), x.get("log_value_decay"), None]
+    with pytest.raises(RuntimeError, match=rf"{name} has shape .*; it must be"):
+        torch.ops.fairseq_fastweights.rule_forward(*rule, x.get("initial_state"), 0)
+    if name == "initial_state":
+        rule[:3] = (each[:, :1] for each in rule[:3])
+        with pytest.raises(RuntimeError, match=r"state has shape .*; it must be"):
+            torch.ops.fairseq_fastweights.rule_step_(*rule, x["initial_state"])
