@@ -39,6 +39,7 @@ _KEYS = {
     "generation": ("model", "length"),
     "translation": ("model", "beam", "source", "length"),
     "training": ("model",),
+    **dict.fromkeys(("gated_delta", "models"), ("part", "pass", "name")),
 }
 
 

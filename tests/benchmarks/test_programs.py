@@ -96,7 +96,7 @@ IN_TURNS = {
         "layer": (BOTH, ("Mamba", "transformers")),
         "attention": (BOTH, ("softmax", "local", "abc")),
     },
-    "gated_delta": dict.fromkeys(("heads of 128", "heads of 64"), ((*BOTH, "step"), RULES_OF_DELTA)),
+    "gated_delta": dict.fromkeys(("heads of 128", "heads of 64"), ((*BOTH, "steps"), RULES_OF_DELTA)),
     "transformers_models": dict.fromkeys(
         ("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), ("installed", "transformers"))
     ),
