@@ -372,7 +372,7 @@ def test_how_many_states_are_kept_changes_no_bit(rule, monkeypatch):
     """On a GPU intervals are multiples of 64."""
     inputs = rule.inputs(T=150, K=9, V=10)
     expected = outcome(rule, "native", inputs)
-    for interval in (16, 32, 48, 64, 128, 512) if DEVICE.type == "cpu" else (64, 128, 512):
+    for interval in (16, 32, 48, 64, 128, 512) if native.EXTENSIONS[DEVICE.type] == "cpu" else (64, 128, 512):
         monkeypatch.setattr(native, "_interval", lambda *_, steps=interval: steps)
         assert_same(outcome(rule, "native", inputs), expected, f"with a state every {interval} steps")
 

@@ -97,7 +97,7 @@ class Scan(Rule):
 
 
 SCAN = Scan("selective scan", "selective_scan", lambda draw: {}, REGIMES)
-SCANNED = [SCAN] if DEVICE.type == "cpu" else []
+SCANNED = [SCAN] if native.EXTENSIONS[DEVICE.type] == "cpu" else []
 """It has kernels for CPUs alone."""
 
 
