@@ -46,13 +46,6 @@ void check_sizes(const char* name, const Tensor& x, at::IntArrayRef sizes) {
     TORCH_CHECK(x.sizes() == sizes, name, " has shape ", x.sizes(), "; it must be ", sizes);
 }
 
-// One of keys, of as many heads as the call has or of fewer, which then serve several each.
-Sequence keys_of(const char* name, const Tensor& x, int64_t heads) {
-    Sequence keys = sequence(name, x);
-    keys.sharing = heads / x.size(2);
-    return keys;
-}
-
 // The parts of the recurrence, as the operators take them.
 struct Rule {
     const Tensor &q, &k, &v;
@@ -67,20 +60,25 @@ struct Rule {
         TORCH_CHECK(!corrects || !log_value_decay,
                     "a rule that corrects was given log_value_decay; there is no kernel");
         TORCH_CHECK(corrects || (!erase && !beta), "a rule that does not correct was given erase or beta");
-        TORCH_CHECK(k.size(2) > 0 && v.size(2) % k.size(2) == 0, "v has ", v.size(2), " heads and k ", k.size(2),
-                    "; those of v must be a multiple");
         const int64_t batch = v.size(0), time = v.size(1);
         p.batch = batch, p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
-        check_sizes("k", k, {batch, time, k.size(2), p.keys});
-        check_sizes("q", q, k.sizes());
+        const auto of_keys = [&](const char* name, const Tensor& x) {
+            const int64_t own = x.size(2);
+            check_sizes(name, x, {batch, time, own, p.keys});
+            TORCH_CHECK(own > 0 && p.heads % own == 0, "v has ", p.heads, " heads and ", name, " ", own,
+                        "; those of v must be a multiple");
+            Sequence keys = sequence(name, x);
+            keys.sharing = p.heads / own;
+            return keys;
+        };
         const auto given = [&](const char* name, const optional<Tensor>& x, at::IntArrayRef sizes) {
             if (!x) return Sequence{};
             check_sizes(name, *x, sizes);
             return sequence(name, *x);
         };
-        p.q = keys_of("q", q, p.heads), p.k = keys_of("k", k, p.heads), p.v = sequence("v", v);
+        p.q = of_keys("q", q), p.k = of_keys("k", k), p.v = sequence("v", v);
         p.corrects = corrects, p.complement = complement;
-        if (erase) check_sizes("erase", *erase, k.sizes()), p.erase = keys_of("erase", *erase, p.heads);
+        if (erase) p.erase = of_keys("erase", *erase);
         p.beta = given("beta", beta, {batch, time, p.heads});
         p.log_gate = given("log_gate", log_gate, {batch, time, p.heads});
         p.log_key_decay = given("log_key_decay", log_key_decay, {batch, time, p.heads, p.keys});

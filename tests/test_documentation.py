@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "cuda", "docs", "examples", "fairseq_fastweights", "tests")
+FOLDERS = ("benchmarks", "cpu", "cuda", "docs", "examples", "fairseq_fastweights", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 EXAMPLES = sorted(
     str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
