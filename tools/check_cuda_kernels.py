@@ -109,8 +109,8 @@ SMALL_SPILLS = {
     ("diagonal_backward<__nv_bfloat16, true, true, 1>", "sm_80"): 32,
     ("diagonal_backward<__half, true, true, 1>", "sm_80"): 32,
 }
-"""Bytes that these may spill: a few registers, once a chunk. The first has the largest tile, with
-all 255 registers; two blocks of the others share a multiprocessor, which is worth more. To be settled on a GPU."""
+"""Bytes that these may spill, stored and loaded together: the first has the largest tile and all 255 registers, of the
+others two blocks share a multiprocessor. What it costs is unmeasured."""
 
 
 def table(kernels: Sequence[Kernel]) -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A scaled-down version of Tables 2 to 4 on WikiText-2, and the papers' other systems at that size, for two CPU cores and
-# about three hours.
+# more than two hours.
 #
 #   wikitext2.sh DATA OUT [MODEL ...]
 #

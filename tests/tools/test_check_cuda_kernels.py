@@ -36,6 +36,10 @@ def test_errors_warnings_and_spills_are_faults_but_where_no_shape_is_tuned_for()
     kernels = [Kernel("forward<float, 64>", "sm_80"), *(Kernel(name, "sm_80", spill_stores=4) for name in spilling)]
     (line,) = faults({("forward.cu", 80): Report(kernels)})
     assert "forward.cu, sm_80" in line and "forward<float, 128>" in line and "4 bytes" in line
+    (name, sm), allowed = next(iter(check_cuda_kernels.SMALL_SPILLS.items()))
+    assert not faults({("delta.cu", 80): Report([Kernel(name, sm, spill_loads=allowed)])})
+    assert faults({("delta.cu", 80): Report([Kernel(name, sm, spill_stores=1, spill_loads=allowed)])})
+    assert faults({("delta.cu", 90): Report([Kernel(name, "sm_90", spill_loads=1)])})
     warning = 'kernel.cu(3): warning #177-D: variable "x" was declared but never referenced'
     assert faults({("kernel.cu", 80): read_compiler_output(f"{warning}\n")}) == [f"kernel.cu, sm_80: {warning}"]
     assert "no such name" in faults({("kernel.cu", 80): Report(error="no such name")})[0]
