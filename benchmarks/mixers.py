@@ -22,8 +22,7 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.registry import build_mixer
 
-SIZES = {"batch": 4, "channels": 512, "state": 16}
-QUICK_SIZES = {"batch": 1, "channels": 16, "state": 4}
+SIZES, QUICK_SIZES = {"batch": 4, "channels": 512, "state": 16}, {"batch": 1, "channels": 16, "state": 4}
 PEER = "transformers"
 # Its backward pass goes over all steps as often as there are steps, which for many takes minutes.
 LONGEST_BACKWARD_OF_PEER = 64

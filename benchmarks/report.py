@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -33,7 +34,7 @@ def find_records(folder: Path) -> list[tuple[Path, Record]]:
     known = [
         (path, record)
         for path in sorted(folder.glob("*.json"))
-        for content in [records.read(path)]
+        for content in [json.loads(path.read_text())]
         for record in (content, *content.values())
         if isinstance(record, dict) and record.get("program") in SECTIONS
     ]
@@ -62,15 +63,13 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
 
 def _machine(record: Record) -> str:
     machine, versions = record["machine"], record["versions"]
-    parts = [machine["gpu"]] if "gpu" in machine else []
-    parts += [
-        f"{machine['cpu']} ({machine['capability']})",
-        f"{count(record['threads'], 'thread')} on {count(machine['cores'], 'core')}",
-        f"torch {versions['torch']}, Python {versions['python']}, {record['date'][:10]}",
-    ]
-    if "load before" in machine:
-        parts.append(f"load before the run {machine['load before']:g}")
-    return ", ".join(parts)
+    gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
+    load = f", load before the run {machine['load before']:g}" if "load before" in machine else ""
+    return (
+        f"{gpu}{machine['cpu']} ({machine['capability']}), {count(record['threads'], 'thread')} on "
+        f"{count(machine['cores'], 'core')}, torch {versions['torch']}, Python {versions['python']}, "
+        f"{record['date'][:10]}{load}"
+    )
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -66,9 +67,8 @@ def compare(
 ) -> tuple[list[Row], int]:
     """Measures all contestants that can take part.
 
-    One that compiles is not begun after `compiling` seconds; one whose call takes longer than `longest_call` is left
-    out. Returns a row for each, with "status" "measured", "unavailable", "failed" or "left out", and the number of
-    rounds.
+    One that compiles is not begun after `compiling` seconds, one whose call takes longer than `longest_call` left out.
+    Returns a row for each, with "status" "measured", "unavailable", "failed" or "left out", and the number of rounds.
     """
     began = time.perf_counter()
     shape, both = case.shape, case.kind == "forward+backward"
@@ -163,10 +163,9 @@ def measure_all(
         limits = {"allowed": budget.share(parts), "compiling": compiling, "longest_call": longest_call}
         rows[number], made = compare(case, contestants, **setting, **limits)
         # The first call in this process is the one of the run before.
-        for row in rows[number]:
-            for old in before:
-                if (old["implementation"], old["rule"]) == (row["implementation"], row["rule"]):
-                    row |= {name: old[name] for name in ("first call", "second call") if name in old}
+        for row, old in itertools.product(rows[number], before):
+            if (old["implementation"], old["rule"]) == (row["implementation"], row["rule"]):
+                row |= {name: old[name] for name in ("first call", "second call") if name in old}
         cut.pop(number, None)
         if made < options.rounds:
             cut[number] = f"{case}: {made} rounds of {options.rounds}"

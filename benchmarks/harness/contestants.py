@@ -52,10 +52,9 @@ class Work:
 class Contestant:
     """An implementation of a rule, one of `cases.RULES` or "softmax" for attention.
 
-    Attributes:
-        prepare: makes its work from a shape and its inputs; raises `Refusal` where it cannot take part.
-        same: whether it computes what the reference computes, so that outputs can be compared.
-        compiles: whether its first call at a shape takes long, so that under a budget the others are measured before.
+    `prepare` makes its work from a shape and its inputs, or raises `Refusal`; `same` says whether it computes what the
+    reference does, so that outputs can be compared, and `compiles`, whether its first call at a shape takes long, so
+    that under a budget the others are measured before.
     """
 
     name: str
@@ -183,13 +182,12 @@ _FUNCTIONS = (
 
 def flash_linear_attention(rules: Iterable[str]) -> list[Contestant]:
     """The functions that are this project's rules, or next to them."""
-    rules = set(rules)
+    chosen = [function for function in _FUNCTIONS if function[0] in set(rules)]
     return [
         Contestant(
             f"{FLASH_LINEAR_ATTENTION} {name}", rule, partial(_prepare_fla, rule, module, name, gates), same, True
         )
-        for rule, module, name, gates, same in _FUNCTIONS
-        if rule in rules
+        for rule, module, name, gates, same in chosen
     ]
 
 

@@ -30,8 +30,7 @@ def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, qui
     "copy": bytes per second of a copy, by its bytes read and written ("268435456"); "matmul": operations per second of
     a square matrix product by dtype, float32 in full precision.
     """
-    # On a GPU far beyond the cache.
-    sizes = _COPY_BYTES[:1] if quick else (4 << 30,) if device == "cuda" else _COPY_BYTES
+    sizes = _COPY_BYTES[:1] if quick else (4 << 30,) if device == "cuda" else _COPY_BYTES  # a GPU's: beyond its cache
     copies, products = {}, {}
     for size in sizes:
         source = torch.rand(size // 8, device=device)

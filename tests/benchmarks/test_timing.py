@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import timing
-from harness.timing import TOKENS_OF_A_TURN, Budget, Clock, CudaClock, TurnClock, first_calls, time_in_turns
+from harness.timing import TOKENS_OF_A_TURN, Clock, CudaClock, TurnClock, first_calls, time_in_turns
 
 
 class FakeClock(Clock):
@@ -50,7 +50,7 @@ def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
 
     monkeypatch.setattr(timing, "clock_for", lambda device: CountingClock())
     take_ups = {name: lambda name=name: made.append("taken up") or (lambda: made.append(name)) for name in "ab"}
-    seconds, rounds_made = timing.time_tokens(take_ups, "cpu", 5, Budget(allowed))
+    seconds, rounds_made = timing.time_tokens(take_ups, "cpu", 5, allowed)
     turns = [["taken up", name, "timed", *[name] * TOKENS_OF_A_TURN] for name in "ab"]
     assert made == (turns[0] + turns[1]) * (rounds + 1)
     assert rounds_made == rounds and [seconds[name]["rounds"] for name in "ab"] == [rounds] * 2
