@@ -41,8 +41,7 @@ def prepare(folder: Path, settings: dict[str, int]) -> Path:
     words = [f"w{i}" for i in range(settings["types"])]
     size = settings["batch"] * settings["length"] * (settings["updates"] + 1)
     # Word frequencies as in a language: by Zipf's law, without which the adaptive softmax would have no use.
-    frequencies = [1 / (rank + 1) for rank in range(len(words))]
-    text = random.Random(1).choices(words, weights=frequencies, k=size)
+    text = random.Random(1).choices(words, weights=[1 / (rank + 1) for rank in range(len(words))], k=size)
     return binarise(folder, train=[*text, "\n", *words], valid=text[: settings["length"]])  # fairseq-train opens it
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import os
 import sys
@@ -90,8 +89,7 @@ BACKENDS = ("native", "chunkwise", "reference")
 
 def our_rules(rules: Iterable[str]) -> list[Contestant]:
     """Each rule on each backend of this project, backend by backend."""
-    pairs = itertools.product(BACKENDS, rules)
-    return [Contestant(backend, rule, partial(_prepare_ours, backend, rule)) for backend, rule in pairs]
+    return [Contestant(name, rule, partial(_prepare_ours, name, rule)) for name in BACKENDS for rule in rules]
 
 
 def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work:
@@ -197,7 +195,7 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
     except (ImportError, AttributeError) as error:
         raise Refusal("unavailable", f"{type(error).__name__}: {error}") from error
     tensors = _leaves(rule, inputs)[: 3 + len(gates)]
-    options: dict[str, Any] = {"normalize": False} if module == "linear_attn" else {}
+    options: dict[str, Any] = {"scale": 1.0} | ({"normalize": False} if module == "linear_attn" else {})
     if inputs.state is not None:
         options |= {"initial_state": inputs.state, "output_final_state": True}
 
@@ -205,9 +203,8 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
         q, k, v, *given = tensors
         if module == "simple_gla":
             k = k * -torch.expm1(given[0]).unsqueeze(-1)
-        if gates != [""]:
-            named = dict(zip(gates, given, strict=True))
-            return function(q, k, v, scale=1.0, **named, **options)[0]
-        return function(q, k, v, *given, scale=1.0, **options)[0]
+        if gates == [""]:
+            return function(q, k, v, *given, **options)[0]
+        return function(q, k, v, **dict(zip(gates, given, strict=True)), **options)[0]
 
     return Work(forward, tensors, inputs.d_out)

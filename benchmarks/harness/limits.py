@@ -21,7 +21,6 @@ from harness.timing import Clock
 OPERATIONS = {"sum": (4, 10), "gated": (5, 14), "decay": (6, 17), "delta": (6, 16)}
 
 _COPY_BYTES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
-_MATRIX = {"cpu": 2048, "cuda": 8192}
 
 
 def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, quick: bool = False) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, qui
         source = torch.rand(size // 8, device=device)
         target = torch.empty_like(source)
         copies[str(size)] = size / _best(lambda s=source, t=target: t.copy_(s), clock, quick)
-    width = 128 if quick else _MATRIX[device]
+    width = 128 if quick else 8192 if device == "cuda" else 2048
     torch.set_float32_matmul_precision("highest")  # torch's default
     for name, dtype in dtypes.items():
         a, b = (torch.randn(width, width, device=device).to(dtype) for _ in "ab")

@@ -136,7 +136,7 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
 
     def number(case: Row) -> Number:
         if "number" in target and "model" in case:
-            return _OF_A_MODEL[target["number"]](record["rows"], case["model"])
+            return _of_a_model(target["number"], record["rows"], case["model"])
         fast = find(case, target.get("fast", {"implementation": "native"}))
         slow = find(case, target.get("slow", {"implementation": "native"}))
         if isinstance(fast, str) or isinstance(slow, str):
@@ -162,8 +162,7 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
 
 def _why_not(row: Row) -> str | None:
     """Why a row has no time, if it has none."""
-    status = row.get("status", "measured")
-    reason = f"{row.get('implementation')}: {row.get('message')}"
+    status, reason = row.get("status", "measured"), f"{row.get('implementation')}: {row.get('message')}"
     return None if status == "measured" else Failure(reason) if status == "failed" else reason
 
 
@@ -184,17 +183,15 @@ def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
     return min(times) / median(own) if times else "no peer ran"
 
 
-def _longest_over_shortest(rows: Sequence[Row], model: str) -> Number:
+def _of_a_model(number: str, rows: Sequence[Row], model: str) -> Number:
+    if number == "speed over softmax":
+        speeds = {row["model"]: median(row, "words per second") for row in rows}
+        return speeds[model] / speeds["softmax"]
+    assert number == "longest over shortest"
     medians = [median(row, "seconds beside other lengths") for row in rows if row["model"] == model]
     return max(medians) / min(medians)
 
 
-def _speed_over_softmax(rows: Sequence[Row], model: str) -> Number:
-    speeds = {row["model"]: median(row, "words per second") for row in rows}
-    return speeds[model] / speeds["softmax"]
-
-
-_OF_A_MODEL = {"longest over shortest": _longest_over_shortest, "speed over softmax": _speed_over_softmax}
 _OF_NATIVE: dict[str, Callable[[Sequence[Row], Row], Number]] = {
     "best peer over it": _over_best_peer,
     "of the bandwidth": lambda rows, own: (

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = generation.QUICK_SETTINGS
 ROWS = SETTINGS["batch"]
-
-
 build = cache(partial(generation.build, settings=SETTINGS, backend="chunkwise", longest=40))
 
 
