@@ -5,8 +5,6 @@
 Wants a machine with nothing else to do.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -8,8 +8,6 @@ look for it; nothing is installed. Needs this Python's torch, setuptools and nin
 minute. FOLDER/fast_transformers/BUILD.json says how it was built.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -7,8 +7,6 @@ and the recurrent kernels take turns (A B C A B C ...). What the estimates in cu
 should say can be read off the results.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -6,8 +6,6 @@ with a gate for each key dimension (Kimi delta attention). Needs transformers:
     .venv/bin/python benchmarks/gated_delta.py [--threads 1] [--rounds 5] [--out results.json]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

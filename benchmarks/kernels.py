@@ -9,8 +9,6 @@ causal_product, an optional peer on the CPU, is built by benchmarks/build_causal
 optional one on a GPU, comes from PyPI. Who cannot take part is listed with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from functools import partial

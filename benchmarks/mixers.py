@@ -7,8 +7,6 @@ ABC take turns with softmax attention. Ratios are of medians. Needs transformers
     .venv/bin/python benchmarks/mixers.py [--threads 1] [--rounds 5] [--out results.json]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -5,8 +5,6 @@
 --check writes nothing and fails where the page is not what the results say.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

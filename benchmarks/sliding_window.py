@@ -7,8 +7,6 @@ nothing but the environment that `make setup` makes:
     .venv/bin/python benchmarks/sliding_window.py [--tokens 4000] [--rounds 3] [--batch-size 64]
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -8,8 +8,6 @@ random. The commands take turns, and a command's speed is the median of what fai
     python benchmarks/training.py --device cuda [--precision bf16] [--out results.json]
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

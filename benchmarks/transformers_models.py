@@ -6,8 +6,6 @@ their logits are compared first. Needs transformers:
     .venv/bin/python benchmarks/transformers_models.py --threads 2 [--rounds 5] [--out results.json]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import partial

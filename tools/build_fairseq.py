@@ -8,8 +8,6 @@ installs that with its requirements for the Python that runs this file. It needs
 headers.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -9,8 +9,6 @@ shape and are the slow way out for those that nothing is tuned for, or `double`,
 What was compiled without a change since is not compiled again: what the compiler said is kept in build/native/reports.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

@@ -4,8 +4,6 @@ A cure is a list of edits of an unpacked source; the comment above it says why i
 finds what it expects: a cure that silently did nothing would be noticed long after, in somebody's training run.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

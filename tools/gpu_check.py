@@ -10,8 +10,6 @@ results go to ``benchmarks/results/<device>.json``, with whatever else that file
 OUT names a folder, there too, with the output of all stages. The exit status is 1 if a stage failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

@@ -7,8 +7,6 @@ two runs. `graph` captures steps in a CUDA graph and replays them. The last line
 the exit status is 1 where it is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -10,8 +10,6 @@ says why and how to mend it), ``cpu`` or ``cuda`` (that, and cuda includes cpu; 
 Objects are kept in build/native, under names made from all that went into them: only what changed is compiled again.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import hashlib

@@ -7,8 +7,6 @@
 passed. It is committed with a change of those files, so that `make test` need not run them again.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Comparisons: all contestants at a shape, dtype and pass, in turns; one case after the other, within a budget."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -1,7 +1,5 @@
 """What takes part in a comparison: this project's rules and other implementations, each in the layout that suits it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """How fast a machine could be: what a case must move and compute, over the rates measured in the same run."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

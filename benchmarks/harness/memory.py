@@ -1,7 +1,5 @@
 """How much memory a call takes, and memory that calls free, kept by the process for the calls after them."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """The results of every program as Markdown, from its record: tables by column, and what stands beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the programs share: the options of their command lines, and what becomes of a record."""
 
-from __future__ import annotations
-
 import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter

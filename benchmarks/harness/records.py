@@ -1,7 +1,5 @@
 """Results as JSON: what was measured, and on what."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -12,8 +12,6 @@ The targets are those of benchmarks/targets.json, a list of what is asked of a p
     show: how a number is written.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

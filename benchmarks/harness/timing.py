@@ -1,7 +1,5 @@
 """Timing in turns: A B C A B C ..., so that whatever else the machine does falls on all of them alike."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Functions that compute the same on a CPU, pass by pass in turns, each with its time over that of the first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """A comparison notes who cannot take part, who fails and who is wrong; of a budget that ends early, cases without who
 compiles come first, and what is left goes to whole comparisons."""
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace

@@ -1,8 +1,6 @@
 """Contestants get inputs in their own layout and do what they are compared with. Stand-ins with their signatures are
 used where the packages are not: what is tested is how they are called."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

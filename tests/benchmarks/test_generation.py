@@ -1,7 +1,5 @@
 """What a generated token is measured from is what generation itself would have left."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a case must move and compute, counted by hand; what a call takes at a time; records, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

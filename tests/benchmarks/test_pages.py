@@ -1,7 +1,5 @@
 """Pages and figures are made from records alone, and the committed page is the one that its records make."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

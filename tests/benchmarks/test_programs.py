@@ -1,7 +1,5 @@
 """The programs run, on tiny cases, leave results that can be read, and refuse what makes no sense."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from argparse import Namespace

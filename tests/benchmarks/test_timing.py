@@ -1,7 +1,5 @@
 """Contestants take turns within a budget, and what is timed is a call, on a GPU without its launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

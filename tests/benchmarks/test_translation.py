@@ -1,7 +1,5 @@
 """What a translated token is measured from, and what is measured, is what fairseq's generator has and does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """tools/recorded_passes.py: what is run, what is left out, and what is recorded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
