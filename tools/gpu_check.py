@@ -85,8 +85,7 @@ def stages() -> list[Stage]:
 
 
 def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
-    """Runs a stage, its output in the file `log`, for no longer than `left` seconds; returns what the results say of
-    it.
+    """Runs a stage, its output in the file `log`, for no longer than `left` seconds; returns what came of it.
 
     "status" is "passed", "failed" or "timed out", "summary" its last line of output, or "found" what that says where it
     is JSON; "failures" has what pytest says failed, a line each.

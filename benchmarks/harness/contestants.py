@@ -104,8 +104,7 @@ def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work
     return Work(forward, tensors, inputs.d_out)
 
 
-# The peer that the rules replace: torch's causal attention. Its head dimension is value_dim, for keys too: what a
-# Transformer of the same width has.
+# The peer that the rules replace: torch's causal attention; heads of value_dim, as a Transformer of this width has.
 SOFTMAX = "SDPA"
 
 
@@ -120,9 +119,8 @@ def softmax_attention() -> list[Contestant]:
     return [Contestant(SOFTMAX, "softmax", _prepare_softmax, same=False)]
 
 
-# The peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. It is optional.
-# build_causal_product.py puts it into a folder of its own, compiled for this machine; an installed package is found as
-# well, but nobody knows what flags it was compiled with.
+# The optional peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. build_causal_product.py
+# puts it into a folder of its own; an installed package is found as well, compiled with nobody knows what flags.
 CAUSAL_PRODUCT = "causal_product"
 BUILD_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp")
 BUILD_RECORD = "BUILD.json"
@@ -156,11 +154,10 @@ def _prepare_causal_product(shape: Shape, inputs: Inputs) -> Work:
     return _heads_first(causal_dot_product, inputs.q, inputs.k, inputs)
 
 
-# The peer flash-linear-attention (Triton kernels on a GPU), optional, from PyPI: rule, module, function, the names of
-# the rule's gates that it takes ("": in its place), whether it is the rule. The gated rule is simple_gla with keys that
-# were multiplied by 1 - g. Of the decay rule chunk_gla has the key decays alone. retention, a gated rule whose gates
-# are fixed, does less than ours. Compiling them takes minutes: in the order in which they are missed where a budget
-# ends.
+# The optional peer flash-linear-attention (Triton kernels on a GPU): rule, module, function, the names of the rule's
+# gates that it takes ("": in its place), whether it is the rule. The gated rule is simple_gla with keys that were
+# multiplied by 1 - g. chunk_gla has the key decays alone; retention, a gated rule whose gates are fixed, does less than
+# ours. Compiling them takes minutes: in the order in which they are missed where a budget ends.
 FLASH_LINEAR_ATTENTION = "fla"
 _FUNCTIONS = (
     ("delta", "delta_rule", "chunk_delta_rule", [""], True),

@@ -87,6 +87,7 @@ A, B = "ImportError: a", "ImportError: b"
         # One that works is left alone.
         (VERSION, None, None, "", "", VERSION, "nothing to install\n"),
         ("1.0.0a0", None, None, "", "", "1.0.0a0", "left as it is"),
+        ("0.12.3", None, None, "", "", "0.12.3", "left as it is"),
         ("0.10.2", None, None, "", "", "0.10.2", "error: fairseq 0.10.2 is installed, and 0.12"),
         ("0.10.2", None, None, "--force", "wheel install install", VERSION, ""),
         # One that does not work is replaced; what is new and does not work is taken out again.
@@ -250,6 +251,7 @@ def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(
         (2, [[4, 5, 4, 6, 4]], [{5, 6}]),
         (3, [[4, 5, 6, 4]], [set()]),
         (3, [[4, 5, 6, 4, 5]], [{6}]),
+        (3, [[4, 4, 4]], [{4}]),
         (2, [[4, 5, 4], [4, 6, 4], [4, 5, 6]], [{5}, {6}, set()]),
     ],
 )
