@@ -19,7 +19,7 @@ ptxas info    : Function properties for _Z13large_genericPf
     16 bytes stack frame, 16 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 255 registers, 360 bytes cmem[0]
 ptxas info    : Function properties for __internal_accurate_pow
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+    8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
 kernel.cu(3): warning #177-D: variable "x" was declared but never referenced
 """
 
