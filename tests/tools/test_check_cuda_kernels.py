@@ -32,6 +32,7 @@ def test_what_ptxas_says_is_read_and_warnings_and_spills_are_faults() -> None:
     assert warning == OUTPUT.splitlines()[-1]
     assert spill == f"{tuned.name} spills registers: 4 bytes stored, 12 loaded"
     assert "128" in table([tuned, generic]) and "4 + 12" in table([tuned, generic])
+    assert read_compiler_output("") == ([], [])
 
 
 def test_spills_are_faults_but_where_no_shape_is_tuned_for_and_where_they_are_small_and_known() -> None:
