@@ -88,7 +88,7 @@ def _named(path: str, stand_in: Any) -> Any:
 _ALLOWED: list[Any] = [
     argparse.Namespace,
     *(_named(f"fairseq.meters.{name}Meter", _OldMeter) for name in ("Average", "Stopwatch", "Time")),
-    _named("_codecs.encode", _bytes),  # which PyTorch 2.4 does not allow by itself
+    _named("_codecs.encode", _bytes),
     # NumPy 1 and 2 have two names for one module, and each writes its own into a checkpoint.
     *(_named(f"numpy.{core}.multiarray._reconstruct", _new_array) for core in ("core", "_core")),
     *(_named(f"numpy.{core}.multiarray.scalar", _number) for core in ("core", "_core")),
@@ -101,7 +101,7 @@ _ALLOWED: list[Any] = [
 
 @contextmanager
 def _only_allowing(allowed: list[Any]) -> Iterator[None]:
-    """`torch.serialization.safe_globals`, which PyTorch 2.4 lacks, without what others allowed."""
+    """`torch.serialization.safe_globals`, without what others allowed."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(allowed)

@@ -5,15 +5,19 @@ finds what it expects: a cure that silently did nothing would be noticed long af
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-VERSION = "0.12.2+fastweights.3"
+VERSION = "0.12.2+fastweights.4"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy
 2 also runs with NumPy 1; the converse does not hold."""
+
+ADDED = {"fairseq_checkpoint_loader.py": "checkpoint_loader.py", "fairseq_settings.py": "settings.py"}
+"""Files beside this one, and their names in fairseq."""
 
 
 class UnexpectedSourceError(Exception):
@@ -45,6 +49,7 @@ def _factory(file: str, field: str, config: str, default: str = "{}()") -> Edit:
     return Edit(file, f"{start}{default.format(config)}\n", f"{start}field(default_factory={config})\n")
 
 
+_EVAL = re.compile(r"(?<![\w.])eval\(")
 _CONFIGS = "fairseq/dataclass/configs.py"
 _TRANSFORMER = "fairseq/models/transformer/transformer_config.py"
 _INITIALIZE = "fairseq/dataclass/initialize.py"
@@ -136,8 +141,8 @@ def add_defaults(''',
         # False, which is no int to omegaconf.
         Edit("fairseq/models/transformer_lm.py", '"base_shuffle", False)', '"base_shuffle", 0)'),
     ],
-    # torch >= 2.6 refuses the `argparse.Namespace` in checkpoints of fairseq, and torch < 2.6 runs any code that one
-    # holds. A loader that allows what such checkpoints need, and no more, serves both; `apply_cures` puts it there.
+    # torch refuses the `argparse.Namespace` in checkpoints of fairseq. A loader that allows what such checkpoints need, and
+    # no more, takes its place; `apply_cures` puts it there.
     "safe_checkpoints": [
         Edit(
             _CHECKPOINTS,
@@ -243,11 +248,31 @@ def add_defaults(''',
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
         Edit("setup.py", '            "cffi",\n            "cython",\n', ""),
-        Edit("setup.py", '            "torch",\n', '            "torch>=2.4",\n'),
+        # In releases before, the safe loader runs code (CVE-2025-32434).
+        Edit("setup.py", '            "torch",\n', '            "torch>=2.6",\n'),
         Edit("setup.py", "  install_requires=[\n", '  python_requires=">=3.10",\n        install_requires=[\n'),
         Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
     ],
 }
+
+
+def read_settings_safely(root: Path) -> None:
+    """Puts `fairseq.settings.literal` in the place of every `eval`.
+
+    fairseq runs strings of a model's settings as Python. They come from the checkpoint, so that whoever wrote it could
+    run anything on the machine of whoever scores it.
+    """
+    paths = [path for folder in ("fairseq", "fairseq_cli") for path in sorted((root / folder).rglob("*.py"))]
+    evaluated = {path: text for path in paths if _EVAL.search(text := path.read_text(encoding="utf-8"))}
+    if not evaluated:
+        raise UnexpectedSourceError("fairseq/: no file reads a setting by eval; is this the source of fairseq 0.12.2?")
+    for path, text in evaluated.items():
+        first = re.search(r"^(?!from __future__)(import|from) ", text, re.MULTILINE)
+        if first is None:
+            raise UnexpectedSourceError(f"{path.relative_to(root).as_posix()}: it reads a setting and imports nothing")
+        start = first.start()
+        imports = "from fairseq.settings import literal\n"
+        path.write_text(text[:start] + imports + _EVAL.sub("literal(", text[start:]), encoding="utf-8")
 
 
 def apply_cures(root: Path) -> None:
@@ -255,4 +280,6 @@ def apply_cures(root: Path) -> None:
     for number, (name, edits) in enumerate(CURES.items(), start=1):
         for edit in edits:
             edit.apply(root, f"cure {number} ({name})")
-    shutil.copyfile(Path(__file__).with_name("fairseq_checkpoint_loader.py"), root / "fairseq/checkpoint_loader.py")
+    read_settings_safely(root)
+    for file, added in ADDED.items():
+        shutil.copyfile(Path(__file__).with_name(file), root / "fairseq" / added)

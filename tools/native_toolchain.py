@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-OLDEST_TORCH = (2, 4)
+OLDEST_TORCH = (2, 6)
 OLDEST_GCC = 9
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)
@@ -48,7 +48,7 @@ class Torch:
         facts = runpy.run_path(str(folder / "version.py"))
         found = cls(folder, str(facts["__version__"]), facts.get("cuda"))
         if numbers(found.version) < OLDEST_TORCH:
-            raise Unavailable(f"torch is {found.version}; install 2.4 or later and build again")
+            raise Unavailable(f"torch is {found.version}; install 2.6 or later and build again")
         return found
 
     @property

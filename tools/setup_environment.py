@@ -30,7 +30,7 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
     *("constraints.txt", "pyproject.toml", "setup.py", "tools/build_fairseq.py", "tools/fairseq_checkpoint_loader.py"),
-    *("tools/fairseq_cures.py", "tools/setup_environment.py"),
+    *("tools/fairseq_cures.py", "tools/fairseq_settings.py", "tools/setup_environment.py"),
 )
 """The files that decide what is in the environment."""
 STAMP, LOG = "setup-finished.json", "setup.log"

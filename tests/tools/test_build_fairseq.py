@@ -27,6 +27,8 @@ def source(tmp_path: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text() if path.exists() else ""
             path.write_text(text if old in text else text + old)
+    (root / "fairseq/optim").mkdir(exist_ok=True)
+    (root / "fairseq/optim/adam.py").write_text('"""Adam."""\nfrom __future__ import x\nimport y\n\nz = eval(y)\n')
     return root
 
 
@@ -37,6 +39,8 @@ def test_cures_change_the_expected_source_once(source: Path) -> None:
     everything = "".join(path.read_text() for path in before)
     for gone in ("torchaudio", "Config()", "np.int,", "np.float", "np.compat", "cffi"):
         assert gone in "".join(before.values()) and gone not in everything
+    adam = (source / "fairseq/optim/adam.py").read_text().splitlines()
+    assert adam[2:] == ["from fairseq.settings import literal", "import y", "", "z = literal(y)"]
     assert "torch.load" not in (source / "fairseq/checkpoint_utils.py").read_text()
     assert "_name: transformer_lm\n" in (source / "fairseq/config/model/transformer_lm/gpt.yaml").read_text()
     assert (source / "fairseq/version.txt").read_text() == f"{VERSION}\n"

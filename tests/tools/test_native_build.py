@@ -204,7 +204,7 @@ def test_without_a_compiler_only_what_was_asked_for_is_an_error(
 def test_a_torch_that_is_missing_or_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "version.py").write_text("__version__ = '2.3.1+cpu'\ncuda = None\n")
     old = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    for found, says in ((None, "saw no torch; install torch and"), (old, r"torch is 2.3.1\+cpu; install 2.4 or later")):
+    for found, says in ((None, "saw no torch; install torch and"), (old, r"torch is 2.3.1\+cpu; install 2.6 or later")):
         monkeypatch.setattr(native_toolchain.importlib.util, "find_spec", lambda name, found=found: found)
         with pytest.raises(Unavailable, match=says):
             Torch.find()
