@@ -141,8 +141,8 @@ def add_defaults(''',
         # False, which is no int to omegaconf.
         Edit("fairseq/models/transformer_lm.py", '"base_shuffle", False)', '"base_shuffle", 0)'),
     ],
-    # torch refuses the `argparse.Namespace` in checkpoints of fairseq. A loader that allows what such checkpoints need, and
-    # no more, takes its place; `apply_cures` puts it there.
+    # torch refuses the `argparse.Namespace` in checkpoints of fairseq. A loader that allows what such checkpoints need,
+    # and no more, takes its place; `apply_cures` puts it there.
     "safe_checkpoints": [
         Edit(
             _CHECKPOINTS,
@@ -180,20 +180,20 @@ def add_defaults(''',
 """,
         )
     ],
-    # A finished command that was given once more trained one update beyond --max-update, and wrote its
-    # checkpoint over checkpoint_last.pt.
+    # A finished command that was given once more trained an update beyond --max-update, and wrote its checkpoint over
+    # checkpoint_last.pt.
     "finished_runs": [
         Edit(
             "fairseq_cli/train.py",
             "    while epoch_itr.next_epoch_idx <= max_epoch:\n",
             "    max_update = cfg.optimization.max_update or math.inf\n"
             "    if trainer.get_num_updates() >= max_update:\n"
-            "        logger.info(f\"nothing to train: {trainer.get_num_updates()} updates are done of {max_update}\")\n"
+            '        logger.info(f"nothing to train: {trainer.get_num_updates()} updates are done of {max_update}")\n'
             "    while epoch_itr.next_epoch_idx <= max_epoch and trainer.get_num_updates() < max_update:\n",
         )
     ],
-    # The fused encoder layer of torch >= 2 asks what its mask is: 1 stands for padded keys, of
-    # shape (batch, time), and 0 for an attention mask, of shape (time, time).
+    # The fused encoder layer of torch >= 2 asks what its mask is: 1 stands for padded keys, of shape (batch, time), and
+    # 0 for an attention mask, of shape (time, time).
     "mask_type": [
         Edit(
             "fairseq/modules/transformer_layer.py",
