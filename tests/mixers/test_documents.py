@@ -11,7 +11,7 @@ from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, UpdateRule, parse_normalization
 from fairseq_fastweights.ops.operations import OPERATIONS, Operation
-from tests.mixers.contract import FLOAT64, assert_gradients, draw, error, spread
+from tests.mixers.contract import FLOAT64, HALF, assert_gradients, draw, error, spread
 
 WIDTH, ROWS = 8, 4
 FLOAT32_ANGLES = 1e-7  # by which a text without documents is turned: some 50 positions, in float32
@@ -106,6 +106,10 @@ def test_documents_in_a_row_are_as_each_by_itself(name, options, how):
                     y, left = mixer(step, left, starts=begins, overwrite=True)
                 steps.append(y)
             assert error(torch.cat(steps), out) <= bound
+            low, rounded = make(name, options).bfloat16(), x.detach().bfloat16()
+            y, _ = low(rounded, starts=starts)
+            expected, _ = low.double()(rounded.double(), starts=starts)
+            assert y.dtype == torch.bfloat16 and error(y, expected) <= HALF[torch.bfloat16]
         ours, theirs = torch.zeros(()), torch.zeros(())
         for row in range(ROWS):
             real, expected, left = apart(mixer, x, state, padding, starts, row)

@@ -43,7 +43,6 @@ NORMALIZED = [
 ]
 CASES = [
     *((rule, feature_map, (), {}) for rule in RULES for feature_map in FEATURE_MAPS),
-    # Two maps for each, in turns: what normalises does not know the map.
     *((rule, (2 * POSITIVE)[i % 4 + j], chosen, {}) for i, (rule, chosen) in enumerate(NORMALIZED) for j in (0, 1)),
     *((rule, "elu", (), {"bias": False, "scale_read_out": True, "feature_dim": 6}) for rule in RULES),
 ]

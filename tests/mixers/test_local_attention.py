@@ -15,8 +15,7 @@ from tests.mixers import contract
 
 EMBED, HEADS = 12, 2
 
-# One block, a part of a second, several, the last full; windows of one, within a block, as large, larger than the text,
-# of several blocks and of blocks that are larger for it.
+# One block and several; windows of one, within a block, larger than the text, of several blocks and of larger blocks.
 SIZES = {1: [1], 7: [1, 3, 7], 9: [40], 33: [1, 2], 64: [32], 65: [33], 100: [34], 121: [70], 200: [138]}
 
 
@@ -26,7 +25,6 @@ def build(window: int) -> LocalAttention:
 
 
 def naive(mixer: LocalAttention, x: Tensor) -> Tensor:
-    """One position after the other."""
     q, k, v = (each(x).unflatten(-1, (HEADS, -1)) for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     rows = []
     for t in range(len(x)):

@@ -63,6 +63,7 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
         others["key_heads"] = 1
     mixer, default = build(name, **{option_name(name, option): value for option, value in others.items()}), build(name)
     assert mixer.num_heads == {None: 1, **HEADS}[kind.heads]
+    assert "dropout" not in kind.shared or default.dropout_module.p == 0
     for option, row in kind.options.items():
         assert getattr(mixer, option) == others[option] != getattr(default, option), option
         assert mixer.settings().get(option, others[option]) == others[option]

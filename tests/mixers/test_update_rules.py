@@ -11,8 +11,7 @@ from fairseq_fastweights.mixers import memory_attention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, parse_normalization
 
-# Operation, gates as (name, per, logarithm), what the rule's paper uses it with (Mao 2022, Table 1; Schlag et al. 2021,
-# Sec. 6.3 and Table 3), whether a write depends on what is stored.
+# Operation, gates as (name, per, logarithm), what papers use it with (Mao 2022, Table 1; Schlag et al. 2021), corrects.
 DECAYS = [("key_decay", "key", True), ("value_decay", "value", True)]
 ROWS = {
     "sum": (ops.sum_rule, [], "elu", {"attention"}, False),
@@ -50,6 +49,7 @@ def test_normalisations_are_read_and_other_words_refused_by_name():
         ("sum", "relu", "", "Mao 2022, Table 1"),
         ("sum", "identity", "", None),
         ("delta", "identity", "sum", "Mao 2022, Table 1"),
+        ("delta", "relu", "sum attention", None),
         ("gated", "relu", "attention", "Mao 2022, Table 1"),
         ("gated", "relu", "", None),
         ("gated", "identity", "", None),

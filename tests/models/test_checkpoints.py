@@ -121,7 +121,6 @@ def test_pruned_layers_keep_their_kind(fairseq, text, kept, layers, left, flags)
     numbers = sorted(int(number) for number in kept.split(","))
     whole.decoder.layers = torch.nn.ModuleList([whole.decoder.layers[number] for number in numbers])
     assert torch.equal(pruned(text(2, 6))[0], whole(text(2, 6))[0])
-    # It is one of the smaller model from there on.
     again = fairseq.build(f"--decoder-layers {len(numbers)} {flags} --softmax-attention-layers {left}", seed=2)
     again.load_state_dict(pruned.state_dict())
     assert torch.equal(again(text(2, 6))[0], pruned(text(2, 6))[0])
@@ -187,7 +186,6 @@ def test_transformers_checkpoints_carry_no_settings_and_load(fairseq, text):
     ours = fairseq.build(ALL, seed=1)
     ours.load_state_dict(theirs.state_dict())
     assert torch.allclose(ours(text(2, 6))[0], theirs(text(2, 6))[0], rtol=1e-6, atol=1e-6)
-    # From there on it is a checkpoint of ours.
     fairseq.build(ALL, seed=2).load_state_dict(ours.state_dict())
     fairseq.build(f"{SUM} --softmax-attention-layers 2").load_state_dict(theirs.state_dict())
     with pytest.raises(ValueError, match="mixers is 'softmax'"):

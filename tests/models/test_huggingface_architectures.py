@@ -60,7 +60,7 @@ def test_gpt2_is_pre_norm_with_learned_positions_and_pythia_parallel_and_rotary(
         assert isinstance(layer, ParallelDecoderLayer) != gpt2 and isinstance(attention, SoftmaxAttention)
         assert (attention.embed_dim, attention.num_heads, layer.fc1.out_features) == (width, heads, 4 * width)
         assert attention.rotary_dim == (0 if gpt2 else width // heads // 4)  # a quarter of each head is turned
-        assert layer.normalize_before and attention.q_proj.bias is not None
+        assert layer.normalize_before and attention.q_proj.bias is not None and attention.rotary_base == 10_000
 
 
 @pytest.mark.parametrize("size", RETNET)
@@ -80,7 +80,6 @@ def test_retnet_is_pythia_with_retention(on_meta, size):
         == of_pythia + layers * (width * width + width)
         == parameters
     )
-    # In a hybrid softmax attention has the source's heads.
     hybrid, _ = on_meta(f"retnet_{size}", f"--softmax-attention-layers 2,{layers // 2}")
     attentions = [layer.self_attn for layer in hybrid.decoder.layers]
     softmax = {i + 1: a for i, a in enumerate(attentions) if isinstance(a, SoftmaxAttention)}

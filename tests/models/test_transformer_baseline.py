@@ -9,6 +9,7 @@ from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from tests.ops.rules import relative_error
 
+ALL, NO_POSITIONS = "--softmax-attention-layers all", "--no-token-positional-embeddings"
 CUTOFFS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25"
 ADAPTIVE = f"--adaptive-input {CUTOFFS} --adaptive-input-factor 2 --adaptive-softmax-factor 2"
 # Options of fairseq's `transformer_lm`; each has to mean what it means there.
@@ -17,7 +18,7 @@ OPTIONS = {
     "pre-norm": "--decoder-normalize-before",
     "no final norm": "--decoder-normalize-before --no-decoder-final-norm",
     "learned positions": "--decoder-learned-pos",
-    "no positions": "--no-token-positional-embeddings",
+    "no positions": NO_POSITIONS,
     "tied": "--share-decoder-input-output-embed --no-scale-embedding",
     "other widths in and out": "--decoder-input-dim 8 --decoder-output-dim 12",
     "gelu, embedding norm": "--activation-fn gelu --layernorm-embedding",
@@ -56,28 +57,29 @@ def test_all_layers_softmax_is_fairseqs_transformer(fairseq, text, name):
         assert relative_error(actual, expected) <= SAME
 
 
-def test_layers_are_counted_from_one(fairseq):
+@pytest.mark.parametrize("layers", ["", ",", "2", " 3 , 1,1", " all "])
+def test_layers_are_counted_from_one(fairseq, layers):
     args = fairseq.tiny("fast_weight_lm", "--decoder-layers 3")
-    for layers in ("", ",", "2", " 3 , 1,1", " all "):
-        args.softmax_attention_layers = layers
-        for number, layer in enumerate(fairseq.task().build_model(args).decoder.layers, 1):
-            softmax = "all" in layers or str(number) in layers
-            assert type(layer.self_attn) is (SoftmaxAttention if softmax else FastWeightAttention)
+    args.softmax_attention_layers = layers
+    for number, layer in enumerate(fairseq.task().build_model(args).decoder.layers, 1):
+        softmax = "all" in layers or str(number) in layers
+        assert type(layer.self_attn) is (SoftmaxAttention if softmax else FastWeightAttention)
 
 
-def test_layers_that_tell_no_positions_apart_are_told(fairseq, caplog):
-    said = []
-    for flags, named in (
-        ("--softmax-attention-layers all", "layers 1, 2 (softmax)"),
-        ("--mixers delta,local:2", "layers 2 (local)"),
-        ("--softmax-attention-layers all --rotary-dim 4", ""),
-        ("--mixers delta,transformer-xl:2", ""),
-    ):
-        fairseq.build(flags)
-        fairseq.build(f"{flags} --no-token-positional-embeddings")
-        if named:
-            said.append(f"no_token_positional_embeddings is set, but nothing tells positions apart in {named}")
-        assert [record.getMessage() for record in caplog.records] == said
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (ALL, ""),
+        (f"{ALL} {NO_POSITIONS}", "layers 1, 2 (softmax)"),
+        (f"{ALL} {NO_POSITIONS} --rotary-dim 4", ""),
+        (f"--mixers delta,local:2 {NO_POSITIONS}", "layers 2 (local)"),
+        (f"--mixers delta,transformer-xl:2 {NO_POSITIONS}", ""),
+    ],
+)
+def test_layers_that_tell_no_positions_apart_are_told(fairseq, caplog, flags, named):
+    fairseq.build(flags)
+    said = [f"no_token_positional_embeddings is set, but nothing tells positions apart in {named}"] if named else []
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 def test_softmax_layers_have_no_state_to_carry(fairseq, text):
