@@ -45,7 +45,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one attention": {"no_cross_attention": True, "cross_self_attention": True},
     "one attention, and cross": {"cross_self_attention": True},
 }
-# Each choice of attention, each rule with each map, where these make a difference, and fairseq's options in turn.
 CHOICES = [*SUBSETS, *["encoder,decoder,cross", "decoder,cross"] * 3, "encoder", "encoder,cross"]
 NAMES = [*list(OPTIONS)[:14], "one attention", "one attention, and cross"]
 CASES = list(zip(CHOICES, cycle([*UPDATE_RULES, "retention"]), cycle(FEATURE_MAPS), NAMES, strict=False))
@@ -128,7 +127,8 @@ def test_without_fast_weights_it_is_fairseqs_transformer(name):
 
 @pytest.mark.parametrize("places", SUBSETS)
 def test_attention_is_fast_weight_where_it_is_said_and_nowhere_else(places):
-    model, inputs = build(fast_weight_attention=places, update_rule="gated"), example()
+    aligned = {"criterion": "label_smoothed_cross_entropy_with_alignment"}  # which needs a task with alignments
+    model, inputs = build(fast_weight_attention=places, update_rule="gated", **aligned), example()
     for module in model.modules():
         if isinstance(module, MemoryAttention):  # the map that is left out is that of the rule's paper
             assert module.feature_map_name == ("identity" if isinstance(module, FastWeightAttention) else "elu")
