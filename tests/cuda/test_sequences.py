@@ -21,7 +21,6 @@ from tests.ops.rules import (
     assert_same,
     deal,
     definition,
-    label,
     parts,
     relative_error,
 )
@@ -41,21 +40,15 @@ RECURRENT = [
     *[(1, 1, 1, 0), (2, 3, 5, 1), (17, 16, 16, 4), (67, 33, 20, 16), (20, 64, 64, 64), (40, 4, 70, 7)],
     *[(9, 130, 33, 3), (5, 512, 70, 4), (19, 5, 7, 8), (19, 16, 24, 8)],
 ]
-PAPERS = [
-    *[(4, 64), (16, 16), (16, 64), (32, 32), (32, 128), (64, 64), (64, 128), (256, 64), (512, 64), (256, 512)],
-]
+PAPERS = [*[(4, 64), (16, 16), (16, 64), (32, 32), (32, 128), (64, 64), (64, 128), (256, 64), (512, 64), (256, 512)]]
 
 
 @pytest.mark.parametrize(
     ("rule", "sizes", "dtype"),
     long(
-        [
-            *product(RULES, RECURRENT, EVERY_DTYPE),
-            *product(PRINCIPAL, [(70, *size, 32) for size in PAPERS], [F32]),
-        ],
+        [*product(RULES, RECURRENT, EVERY_DTYPE), *product(PRINCIPAL, [(70, *size, 32) for size in PAPERS], [F32])],
         short=deal(RULES, RECURRENT, EVERY_DTYPE),
     ),
-    ids=label,
 )
 def test_every_shape_step_by_step(emulator: Emulator, rule: Rule, sizes: tuple, dtype: torch.dtype) -> None:
     T, K, V, interval = sizes
@@ -107,7 +100,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "way", "dtype"), long(SHORT + LONG, short=SHORT), ids=label)
+@pytest.mark.parametrize(("rule", "way", "dtype"), long(SHORT + LONG, short=SHORT))
 def test_every_way_by_chunks_in_any_order_of_threads(
     emulator: Emulator, rule: Rule, way: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +113,7 @@ def test_every_way_by_chunks_in_any_order_of_threads(
         assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, "in another order")
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 @pytest.mark.parametrize(("T", "K", "V"), [(21, 20, 40), (21, 100, 36), (390, 3, 5)])
 def test_steps_in_any_order_of_threads(emulator: Emulator, rule: Rule, T: int, K: int, V: int) -> None:
     inputs = rule.inputs(B=1, T=T, H=1 if T > 300 else 2, K=K, V=V)
@@ -143,7 +136,6 @@ REGIMES = [
 @pytest.mark.parametrize(
     ("algorithm", "rule", "sizes", "dtype"),
     long([*REGIMES, *product(["chunked"], CHUNKED, CHUNKS[1:], TWO_DTYPES)], short=REGIMES),
-    ids=label,
 )
 def test_every_regime(emulator: Emulator, algorithm: str, rule: Rule, sizes: tuple, dtype: torch.dtype) -> None:
     T, K, V, interval = sizes
@@ -152,9 +144,7 @@ def test_every_regime(emulator: Emulator, algorithm: str, rule: Rule, sizes: tup
     assert_close(parts(actual, rule.regimes), parts(wanted, rule.regimes), TOLERANCE[algorithm][dtype])
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], TWO_DTYPES)], ids=label
-)
+@pytest.mark.parametrize(("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], TWO_DTYPES)])
 def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, algorithm: str, dtype: torch.dtype) -> None:
     """The same log decay for every key dimension."""
     rule = RULE["gated"]
@@ -170,9 +160,7 @@ def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, algorith
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "rule"),
-    [way for way in WAYS if "beta" in way[1].inputs(T=0) and way[1].name != "two gates"],
-    ids=label,
+    ("algorithm", "rule"), [way for way in WAYS if "beta" in way[1].inputs(T=0) and way[1].name != "two gates"]
 )
 def test_write_strengths_may_be_two(emulator: Emulator, algorithm: str, rule: Rule) -> None:
     """Which turns what a key of norm 1 retrieves into its opposite."""
@@ -184,8 +172,8 @@ def test_write_strengths_may_be_two(emulator: Emulator, algorithm: str, rule: Ru
     assert_close(actual, expected(rule, inputs), TOLERANCE[algorithm][F32])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=label)
-@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], *CORRECTING], ids=label)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], *CORRECTING])
 def test_gates_in_float32(emulator: Emulator, rule: Rule, dtype: torch.dtype) -> None:
     # The gates' own gradients are held to the inputs' tolerance: v and k are rounded to it.
     inputs = rule.inputs(T=19, K=9, V=12, dtype=dtype, extras_dtype=torch.float32)
@@ -194,7 +182,7 @@ def test_gates_in_float32(emulator: Emulator, rule: Rule, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("use", ["out", "final_state"])
-@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS)
 def test_without_an_initial_state_and_with_either_gradient_alone(
     emulator: Emulator, algorithm: str, rule: Rule, use: str
 ) -> None:
@@ -206,12 +194,12 @@ def test_without_an_initial_state_and_with_either_gradient_alone(
 
 
 @pytest.mark.parametrize("interval", [0, 1, 2, 16, 31, 40, 70])
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 def test_every_interval(emulator: Emulator, rule: Rule, interval: int) -> None:
     check(emulator, rule, "recurrent", interval, B=1, T=70, H=1, K=5, V=7)
 
 
-@pytest.mark.parametrize("rule", CHUNKED, ids=label)
+@pytest.mark.parametrize("rule", CHUNKED)
 def test_how_many_states_are_kept_changes_no_bit(
     emulator: Emulator, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +211,7 @@ def test_how_many_states_are_kept_changes_no_bit(
         assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, f"at interval {interval}")
 
 
-@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS)
 def test_kept_states_are_those_before_their_steps(emulator: Emulator, algorithm: str, rule: Rule) -> None:
     T, interval = (23, 5) if algorithm == "recurrent" else (49, 16)
     inputs = rule.inputs(T=T, K=6, V=10, requires_grad=False)
@@ -247,14 +235,14 @@ def check_divided(emulator: Emulator, rule: Rule, interval: int, **shape: object
 
 
 @pytest.mark.parametrize(
-    ("rule", "times", "dtype"), deal(DECAYS, [(384, 128), (391, 64), (512, 96), (520, 5)], EVERY_DTYPE), ids=label
+    ("rule", "times", "dtype"), deal(DECAYS, [(384, 128), (391, 64), (512, 96), (520, 5)], EVERY_DTYPE)
 )
 def test_few_heads_are_divided_in_time(emulator: Emulator, rule: Rule, times: tuple, dtype: torch.dtype) -> None:
     """One head leaves most of the emulated device's multiprocessors idle: its steps are worked on in segments."""
     check_divided(emulator, rule, times[1], B=1, T=times[0], H=1, K=5, V=7, dtype=dtype)
 
 
-@pytest.mark.parametrize("rule", DECAYS, ids=label)
+@pytest.mark.parametrize("rule", DECAYS)
 def test_segments_of_states_that_several_blocks_share(emulator: Emulator, rule: Rule) -> None:
     check_divided(emulator, rule, 128, B=1, T=400, H=1, K=36, V=40, initial_state=False)
 
@@ -294,8 +282,8 @@ def strided(x: Tensor | None, how: str) -> Tensor | None:
 
 
 @pytest.mark.parametrize("how", ["time first", "padded", "odd"])
-@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=label)
-@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
+@pytest.mark.parametrize("dtype", TWO_DTYPES)
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS)
 def test_strides_do_not_change_a_bit(
     emulator: Emulator, algorithm: str, rule: Rule, dtype: torch.dtype, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +297,7 @@ def test_strides_do_not_change_a_bit(
 
 
 @pytest.mark.parametrize(("capability", "shared_memory"), [(70, 96), (75, 64), (80, 163), (86, 99)])
-@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS)
 def test_devices_with_less_shared_memory(
     emulator: Emulator, algorithm: str, rule: Rule, capability: int, shared_memory: int
 ) -> None:
@@ -326,21 +314,21 @@ def test_devices_with_less_shared_memory(
         check(emulator, rule, algorithm, interval, B=1, T=T, H=1, K=size, V=size)
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 def test_no_batch(emulator: Emulator, rule: Rule) -> None:
     actual = emulator.run(rule.inputs(B=0, T=5), interval=2)
     assert all(x is None or x.numel() == 0 for x in actual.values())
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 @pytest.mark.parametrize(("K", "V"), [(513, 4), (4, 513)])
 def test_dimensions_beyond_the_kernels_are_refused(emulator: Emulator, rule: Rule, K: int, V: int) -> None:
     with pytest.raises(EmulationError, match="returned 1"):
         emulator.run(rule.inputs(B=1, T=2, K=K, V=V), interval=2)
 
 
-@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=label)
-@pytest.mark.parametrize("rule", CHUNKED, ids=label)
+@pytest.mark.parametrize("dtype", TWO_DTYPES)
+@pytest.mark.parametrize("rule", CHUNKED)
 def test_a_nan_is_passed_on_in_its_column_alone(emulator: Emulator, rule: Rule, dtype: torch.dtype) -> None:
     """The NaN that a GPU makes, whose bits are all ones: to round it as if it were a number would make it 0. (The steps
     before it in its chunk may get it too: it is multiplied by 0 there.)"""
@@ -357,7 +345,6 @@ def test_a_nan_is_passed_on_in_its_column_alone(emulator: Emulator, rule: Rule, 
         list(product(CHUNKED, [(40, 64, 64), (40, 128, 96), (64, 256, 128), (40, 512, 512)])),
         short=[(rule, (40, 64, 64)) for rule in CHUNKED],
     ),
-    ids=label,
 )
 def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator: Emulator, rule: Rule, shape: tuple) -> None:
     """Results are rounded, which makes an error of 0.0017, and so is what products read of states and scores. States
@@ -399,9 +386,7 @@ THOUSANDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "rule", "regime", "plan", "dtype", "results", "states"), long(THOUSANDS), ids=label
-)
+@pytest.mark.parametrize(("algorithm", "rule", "regime", "plan", "dtype", "results", "states"), long(THOUSANDS))
 def test_thousands_of_steps(
     emulator: Emulator,
     algorithm: str,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.cuda.emulated import Emulator, long
-from tests.ops.rules import RULE, RULES, Rule, assert_close, deal, definition, label, state_dtype
+from tests.ops.rules import RULE, RULES, Rule, assert_close, deal, definition, state_dtype
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float64: 1e-14}
 
@@ -22,9 +22,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "size", "dtype"),
-    long(list(product(RULES, SIZES, TOLERANCE)), short=deal(RULES, SIZES, list(TOLERANCE))),
-    ids=label,
+    ("rule", "size", "dtype"), long(list(product(RULES, SIZES, TOLERANCE)), short=deal(RULES, SIZES, list(TOLERANCE)))
 )
 def test_every_shape(small_emulator: Emulator, rule: Rule, size: tuple, dtype: torch.dtype) -> None:
     K, V, (rows, columns) = size
@@ -38,7 +36,7 @@ def test_every_shape(small_emulator: Emulator, rule: Rule, size: tuple, dtype: t
     assert bool((whole == 7).all()), "written outside the state"
 
 
-@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], RULE["delta"], RULE["two gates"]], ids=label)
+@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], RULE["delta"], RULE["two gates"]])
 def test_steps_add_up_to_a_sequence(small_emulator: Emulator, rule: Rule) -> None:
     inputs = rule.inputs(T=9, K=20, V=12, requires_grad=False)
     state = inputs["initial_state"].clone()  # type: ignore[union-attr]
@@ -50,7 +48,7 @@ def test_steps_add_up_to_a_sequence(small_emulator: Emulator, rule: Rule) -> Non
     assert_close(actual, definition(rule, inputs, None), TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("regime", RULE["gated"].regimes, ids=label)
+@pytest.mark.parametrize("regime", RULE["gated"].regimes)
 @pytest.mark.parametrize("complement", [True, False])
 def test_every_gate(small_emulator: Emulator, regime: str, complement: bool) -> None:
     inputs = RULE["gated"].inputs(T=1, K=6, V=5, regime=regime, requires_grad=False)
@@ -65,7 +63,7 @@ def test_every_gate(small_emulator: Emulator, regime: str, complement: bool) -> 
     assert_close({"out": out, "final_state": state}, expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("rule", [RULE["decay"], RULE["delta"]], ids=label)
+@pytest.mark.parametrize("rule", [RULE["decay"], RULE["delta"]])
 def test_threads_may_run_in_any_order(small_emulator: Emulator, rule: Rule) -> None:
     inputs = rule.inputs(T=1, K=100, V=40, requires_grad=False)
     results = []

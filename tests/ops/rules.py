@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,14 +24,14 @@ BACKENDS = ("chunkwise", "native")
 # Where they run; the reference that they are held against runs on the CPU.
 DEVICE = torch.device(os.environ.get("FASTWEIGHTS_TEST_DEVICE", "cpu"))
 CPU_KERNELS = "about the CPU kernels"  # the reason to skip a test elsewhere
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 Inputs = dict[str, Tensor | None]
 
 TOLERANCE = {
     # What the project promises of every backend, up to T = 4096.
     torch.float32: 1e-5,
-    # Half a unit in the last place is 4e-3 in bfloat16, and out and gradients are rounded to it at
-    # least once; float16 has three bits more, and no promise of its own.
+    # Half a unit in the last place is 4e-3; out and gradients are rounded once at least. float16 has three bits more.
     torch.bfloat16: 2e-2,
     torch.float16: 2e-2,
     # 1e-16 times the terms of a sum; logs of -1e4 cost four digits of it within a chunk.
@@ -58,14 +59,12 @@ class Draw:
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
     def log_decay(self, *shape: int) -> Tensor:
-        """Logs of gates, all at most 0. Float64; rounded later to what the test asks for."""
-        tiny = math.log(1e-6)
+        """Logs of gates, at most 0."""
+        tiny, logsigmoid = math.log(1e-6), torch.nn.functional.logsigmoid
         match self.regime:
             case "ordinary" | "zero, one or two" | "repeated keys, one":
-                return torch.nn.functional.logsigmoid(self.normal(*shape) + 1)
-            case "near one":
-                # From 1 - 1e-3 to 1 - 1e-8: 1 - exp(log g) has no digits left in float32 at the
-                # end of that range, where -expm1(log g) has all of them.
+                return logsigmoid(self.normal(*shape) + 1)
+            case "near one":  # from 1 - 1e-3 to 1 - 1e-8, where 1 - exp(log g) has no digits left in float32
                 return -(10 ** -(3 + 5 * self.uniform(*shape)))
             case "one":
                 return torch.zeros(*shape, dtype=torch.float64)
@@ -73,14 +72,11 @@ class Draw:
                 return torch.full(shape, tiny, dtype=torch.float64)
             case "one or tiny":
                 return torch.where(self.uniform(*shape) < 0.7, 0.0, tiny)
-            case "ordinary or tiny":
-                # Cumulative logs grow large while differences stay ordinary: whoever subtracts
-                # two float32 cumulative sums has lost the digits of the difference.
-                ordinary = torch.nn.functional.logsigmoid(self.normal(*shape) + 3)
+            case "ordinary or tiny":  # large cumulative logs, of which float32 has not the digits of the differences
+                ordinary = logsigmoid(self.normal(*shape) + 3)
                 return torch.where(self.uniform(*shape) < 0.7, ordinary, tiny)
-            case "ordinary or erased":
-                # exp(-1e4) is 0 in every float type: a reset of the state.
-                ordinary = torch.nn.functional.logsigmoid(self.normal(*shape) + 3)
+            case "ordinary or erased":  # exp(-1e4) is 0 in every float type: a reset of the state
+                ordinary = logsigmoid(self.normal(*shape) + 3)
                 return torch.where(self.uniform(*shape) < 0.9, ordinary, -1e4)
         raise ValueError(f"no such regime of gates: {self.regime!r}")
 
@@ -104,20 +100,14 @@ class Draw:
         return self.normal(self.B, self.T, self.H, self.K)
 
     def bounded_keys(self) -> Tensor:
-        """Keys of norm at most 1, as the delta rule needs them.
-
-        A step multiplies the state by I - beta k k^T, whose eigenvalue along k is 1 - beta |k|^2.
-        With beta in [0, 1] and |k| <= 1 that is a contraction; with |k|^2 > 2 and beta = 1 the
-        state would double at every step, in the reference as well, and nothing could be compared.
-        """
+        """Keys of norm at most 1, without which I - beta k k^T would make states of the delta rule grow and grow."""
         keys = self.free_keys()
         if self.regime == "positive keys":  # sum normalisation, Schlag et al., Eq. 29
             keys = keys.abs() + 1e-3
             return keys / keys.sum(-1, keepdim=True)
         keys = torch.nn.functional.normalize(keys, dim=-1)
         if self.regime.startswith("repeated keys") and self.T:
-            # Two keys in turns and at random: the inverse in the WY form has entries of order 1,
-            # but the powers that a series for it would sum grow to 1e18 within a chunk of 64.
+            # Two keys, at random: a series for the inverse in the WY form would sum powers up to 1e18 in a chunk of 64.
             chosen = (self.uniform(self.T) < 0.5).long()
             keys = keys[:, chosen.clamp(max=self.T - 1)]
         return keys
@@ -170,16 +160,13 @@ class Rule:
             drawn[name] = None if extra is None else extra.to(dtype if name == "erase" else extras_dtype or dtype)
         state = draw.normal(B, H, K, V).to(state_dtype(dtype))
         drawn["initial_state"] = state if initial_state else None
-        return {
-            name: None if x is None else x.contiguous().to(DEVICE).requires_grad_(requires_grad)
-            for name, x in drawn.items()
-        }
+        return mapped(drawn, lambda x: x.contiguous().to(DEVICE).requires_grad_(requires_grad))
 
     def in_regimes(self, regimes: Sequence[str], **kwargs) -> Inputs:
         """Rows of the batch in each of these regimes, `B` of each, for `assert_agrees` to tell apart."""
         each = [self.inputs(regime=regime, requires_grad=False, **kwargs) for regime in regimes]
         together = {name: None if x is None else torch.cat([one[name] for one in each]) for name, x in each[0].items()}
-        return {name: None if x is None else x.requires_grad_() for name, x in together.items()}
+        return mapped(together, Tensor.requires_grad_)
 
     def run(self, inputs: Inputs, backend: str, **options) -> tuple[Tensor, Tensor]:
         return getattr(ops, self.operation)(**inputs, backend=backend, **options)
@@ -207,6 +194,10 @@ def decays(*, key: bool, value: bool) -> Callable[[Draw], Inputs]:
     return draw_decays
 
 
+def strengths(draw: Draw) -> Inputs:
+    return {"beta": draw.write_strength(draw.B, draw.T, draw.H)}
+
+
 def gated_delta(*, per_key: bool) -> Callable[[Draw], Inputs]:
     def draw_gates(draw: Draw) -> Inputs:
         shape = (draw.B, draw.T, draw.H)
@@ -232,13 +223,7 @@ RULES = (
     Rule("decay of keys", "decay_rule", decays(key=True, value=False), GATES),
     Rule("decay of values", "decay_rule", decays(key=False, value=True), GATES),
     Rule("decay of neither", "decay_rule", decays(key=False, value=False), ("ordinary",)),
-    Rule(
-        "delta",
-        "delta_rule",
-        lambda draw: {"beta": draw.write_strength(draw.B, draw.T, draw.H)},
-        STRENGTHS,
-        Draw.bounded_keys,
-    ),
+    Rule("delta", "delta_rule", strengths, STRENGTHS, Draw.bounded_keys),
     Rule("gated delta", "gated_delta_rule", gated_delta(per_key=False), BOTH, Draw.bounded_keys),
     Rule("Kimi delta", "gated_delta_rule", gated_delta(per_key=True), BOTH, Draw.bounded_keys),
     Rule("two gates", "fast_weight_rule", two_gates, ("ordinary", "ordinary or erased"), Draw.bounded_keys),
@@ -246,6 +231,11 @@ RULES = (
 RULE = {rule.name: rule for rule in RULES}
 PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes]
+
+
+def mapped(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Of each tensor that there is, another."""
+    return {name: None if x is None else change(x) for name, x in inputs.items()}
 
 
 def windows(x: Tensor, dim: int = 0) -> Tensor:
@@ -274,26 +264,8 @@ LAYOUT: dict[str, Callable[[Tensor], Tensor]] = {
 """The same numbers (or some of them again and again) another way in memory."""
 
 
-def label(value: object) -> str | None:
-    """A test's name for a parameter (pytest's `ids`)."""
-    if isinstance(value, Rule):
-        return label(value.name)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, (tuple, list)):
-        return "x".join(str(label(x) or x) for x in value)
-    if isinstance(value, dict):
-        return "-".join(
-            name if x is True else f"no_{name}" if x is False else str(label(x) or x) for name, x in value.items()
-        )
-    return value.replace(" ", "-") if isinstance(value, str) else None
-
-
 def deal(rows: Sequence, columns: Sequence, values: Sequence) -> list[tuple]:
-    """Each row with each column, and values dealt out in turn, so that every row and every column meets each of them.
-
-    As long as there are no more values than columns, and than rows.
-    """
+    """Each row with each column, and values in turn: each row and column meets each if there are not more values."""
     pairs = [(i, j) for i in range(len(rows)) for j in range(len(columns))]
     return [(rows[i], columns[j], values[(i + j) % len(values)]) for i, j in pairs]
 
@@ -310,10 +282,8 @@ def cotangents(outputs: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, T
 
 
 def differentiate(
-    outputs: tuple[Tensor, Tensor],
-    inputs: Inputs,
-    weights: tuple[Tensor | None, Tensor | None],
-) -> dict[str, Tensor | None]:
+    outputs: tuple[Tensor, Tensor], inputs: Inputs, weights: tuple[Tensor | None, Tensor | None]
+) -> Inputs:
     """Gradients by name of whatever in `inputs` needs one; None in `weights`: not used."""
     leaves = {n: x for n, x in inputs.items() if x is not None and x.requires_grad}
     used = [(y, w) for y, w in zip(outputs, weights, strict=True) if w is not None]
@@ -323,10 +293,7 @@ def differentiate(
 
 def in_float64(tensors: Inputs) -> Inputs:
     """The same values, rounded as they are, as new leaves in float64, on the CPU."""
-    return {
-        name: None if x is None else x.detach().cpu().double().requires_grad_(x.requires_grad)
-        for name, x in tensors.items()
-    }
+    return mapped(tensors, lambda x: x.detach().cpu().double().requires_grad_(x.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -352,19 +319,14 @@ def _definition(rule: Rule, given: tuple[tuple[str, Exact], ...], used: tuple[Ex
     return named((outputs[0].detach(), outputs[1].detach()), grads)
 
 
-def definition(
-    rule: Rule, inputs: Inputs, weights: tuple[Tensor | None, Tensor | None] | None
-) -> dict[str, Tensor | None]:
-    """Outputs and, where `weights` are given, gradients of the float64 reference, by name.
-
-    Computed once for all that ask for the same: another backend, another layout, another instruction set.
-    """
+def definition(rule: Rule, inputs: Inputs, weights: tuple[Tensor | None, Tensor | None] | None) -> Inputs:
+    """Outputs and, where `weights` are given, gradients of the float64 reference, computed once for all that ask."""
     given = tuple((name, Exact.of(x)) for name, x in in_float64(inputs).items())
     used = None if weights is None else tuple(Exact.of(None if w is None else w.cpu().double()) for w in weights)
     return dict(_definition(rule, given, used))
 
 
-def named(outputs: tuple[Tensor, Tensor], grads: dict[str, Tensor | None] | None = None) -> Inputs:
+def named(outputs: tuple[Tensor, Tensor], grads: Inputs | None = None) -> Inputs:
     gradients = {f"gradient of {name}": grad for name, grad in (grads or {}).items()}
     return {"out": outputs[0], "final_state": outputs[1]} | gradients
 
@@ -400,9 +362,7 @@ def relative_error(actual: Tensor | None, expected: Tensor | None, vanishing: fl
     return (actual - expected).norm().item() / (norm if norm > vanishing else 1.0)
 
 
-def assert_close(
-    actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], tolerance: float, vanishing: float = 0
-) -> None:
+def assert_close(actual: Inputs, expected: Inputs, tolerance: float, vanishing: float = 0) -> None:
     assert actual.keys() == expected.keys()
     errors = {name: relative_error(actual[name], expected[name], vanishing) for name in expected}
     # `not <=` and no `>`: a NaN is a failure.
@@ -429,10 +389,9 @@ def assert_agrees(
 ) -> None:
     """Outputs and every gradient of `backend` are those of the float64 reference; what it was given stays as it was.
 
-    `use` names the outputs that the loss depends on; `lay` puts their gradients another way into memory; `rows` are the
-    names of equal parts of the batch, each of which has to agree.
+    `use` names the outputs that the loss is of; `lay` lays their gradients; `rows` are equal parts that all must agree.
     """
-    before = {name: None if x is None else x.detach().clone() for name, x in inputs.items()}
+    before = mapped(inputs, lambda x: x.detach().clone())
     outputs = rule.run(inputs, backend)
     dtype = next(iter(inputs.values())).dtype
     assert [x.dtype for x in outputs] == [dtype, state_dtype(dtype)], "dtypes of the outputs"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.ops.autocast import without_autocast
-from tests.ops.rules import DEVICE, RULES, differentiate, label, state_dtype
+from tests.ops.rules import DEVICE, RULES, differentiate, state_dtype
 
 
 def test_autocast_is_off_inside_and_back_after():
@@ -23,8 +23,8 @@ def test_autocast_is_off_inside_and_back_after():
 CASES = [("reference", 5, torch.bfloat16), ("chunkwise", 70, torch.bfloat16), ("auto", 1, torch.float64)]
 
 
-@pytest.mark.parametrize(("backend", "T", "dtype"), CASES, ids=label)
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize(("backend", "T", "dtype"), CASES)
+@pytest.mark.parametrize("rule", RULES)
 def test_rules_on_meta(rule, backend, T, dtype):
     drawn = rule.inputs(T=T, K=5, V=3, dtype=dtype)
     inputs = {name: None if x is None else x.detach().to("meta").requires_grad_() for name, x in drawn.items()}

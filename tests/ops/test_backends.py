@@ -27,7 +27,6 @@ from tests.ops.rules import (
     definition,
     detached,
     differentiate,
-    label,
     named,
     outcome,
     state_dtype,
@@ -60,7 +59,7 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 # Values
 
 
-@pytest.mark.parametrize(("rule", "shape", "call"), deal(RULES, SHAPES, CALLS), ids=label)
+@pytest.mark.parametrize(("rule", "shape", "call"), deal(RULES, SHAPES, CALLS))
 def test_shapes_and_dtypes(backend, rule, shape, call):
     (T, K, V), how = shape, dict(call)
     about = {name: how.pop(name) for name in ("use", "tolerance") if name in call}
@@ -69,9 +68,9 @@ def test_shapes_and_dtypes(backend, rule, shape, call):
 
 # With no state to start from, outputs are as small as the writes, and what those lack shows.
 @pytest.mark.parametrize(
-    ("dtype", "initial_state"), [(torch.float32, True), (torch.float32, False), (torch.float64, False)], ids=label
+    ("dtype", "initial_state"), [(torch.float32, True), (torch.float32, False), (torch.float64, False)]
 )
-@pytest.mark.parametrize("rule", [rule for rule in RULES if len(rule.regimes) > 1], ids=label)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if len(rule.regimes) > 1])
 def test_gates_and_write_strengths(backend, rule, dtype, initial_state):
     inputs = rule.in_regimes(rule.regimes, T=150, K=6, V=7, dtype=dtype, initial_state=initial_state)
     assert_agrees(rule, backend, inputs, rows=rule.regimes)
@@ -90,13 +89,13 @@ LONG = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype", "regimes"), LONG, ids=label)
+@pytest.mark.parametrize(("name", "dtype", "regimes"), LONG)
 def test_4096_steps(backend, name, dtype, regimes):
     inputs = RULE[name].in_regimes(regimes, B=1, T=4096, H=2, K=16, V=16, dtype=dtype)
     assert_agrees(RULE[name], backend, inputs, rows=regimes)
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 def test_a_sequence_in_parts_is_the_sequence(backend, rule):
     """Forward and backward, gradients flowing from part to part through the state."""
     inputs = rule.inputs(T=100, dtype=torch.float64)
@@ -127,8 +126,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "of_gradients"), LAYOUTS, ids=label)
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize(("layout", "of_gradients"), LAYOUTS)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 def test_any_strides(backend, rule, layout, of_gradients):
     drawn = rule.inputs(T=70, K=5, V=3)
     inputs = {name: None if x is None else LAYOUT[layout](x.detach()) for name, x in drawn.items()}
@@ -137,7 +136,7 @@ def test_any_strides(backend, rule, layout, of_gradients):
     assert_agrees(rule, backend, inputs, lay=LAYOUT[of_gradients])
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 def test_a_last_dimension_of_one_is_contiguous_whatever_its_stride(backend, rule):
     inputs = rule.inputs(T=9, K=1, V=1)
     inputs |= {n: torch.stack([inputs[n].detach()] * 4, -1)[..., 0].requires_grad_() for n in "qkv"}
@@ -148,7 +147,7 @@ def test_a_last_dimension_of_one_is_contiguous_whatever_its_stride(backend, rule
 # Nothing to do
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_empty_batches_and_sequences(backend, rule):
     for B, T, dtype, initial_state in (
         (0, 5, torch.float32, True),
@@ -184,7 +183,7 @@ def test_empty_batches_and_sequences(backend, rule):
 # Autograd and its company
 
 
-@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED])
 def test_only_what_needs_a_gradient_gets_one(backend, rule):
     """And it is the same gradient as when everything needs one."""
     everything = rule.inputs(T=70, dtype=torch.float64)
@@ -197,7 +196,7 @@ def test_only_what_needs_a_gradient_gets_one(backend, rule):
         assert_close(actual, {n: expected[n] for n in names}, TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED])
 def test_the_same_bits_however_it_is_called(backend, rule):
     """Twice, with activation checkpointing, without autograd; and outputs may be overwritten, as generation does."""
     inputs = rule.inputs(T=130, K=33, V=17)
@@ -230,7 +229,7 @@ def test_the_same_bits_however_it_is_called(backend, rule):
     assert not any(x.requires_grad for x in rule.run(detached(inputs), backend))
 
 
-@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED])
 def test_the_two_states_are_no_one_memory(backend, rule):
     for T in (0, 1, 70):
         inputs = rule.inputs(T=T)
@@ -239,7 +238,7 @@ def test_the_two_states_are_no_one_memory(backend, rule):
         assert torch.equal(inputs["initial_state"], before)
 
 
-@pytest.mark.parametrize("rule", [*PRINCIPAL, *SCANNED], ids=label)
+@pytest.mark.parametrize("rule", [*PRINCIPAL, *SCANNED])
 def test_second_derivatives_are_refused(backend, rule):
     """Not silently wrong: the backward pass is not made of operations that autograd has seen."""
     inputs = rule.inputs(T=5)
@@ -250,7 +249,7 @@ def test_second_derivatives_are_refused(backend, rule):
             grad.sum().backward()
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [*IN_EITHER_PRECISION, *((x, torch.bfloat16) for x in SCANNED)], ids=label)
+@pytest.mark.parametrize(("rule", "dtype"), [*IN_EITHER_PRECISION, *((x, torch.bfloat16) for x in SCANNED)])
 def test_autocast_does_not_reach_inside(backend, rule, dtype):
     assert_autocast_does_not_reach_inside(rule, backend, dtype)
 
@@ -289,7 +288,7 @@ def kept_for_backward(run) -> tuple[tuple[Tensor, Tensor], int]:
     return outputs, sum(kept.values())
 
 
-@pytest.mark.parametrize(("rule", "dtype"), IN_EITHER_PRECISION, ids=label)
+@pytest.mark.parametrize(("rule", "dtype"), IN_EITHER_PRECISION)
 def test_training_keeps_a_state_per_chunk_and_not_per_step(backend, rule, dtype):
     B, T, H, K, V = 1, 1024, 2, 32, 32
     inputs = rule.inputs(B=B, T=T, H=H, K=K, V=V, dtype=dtype)
@@ -321,7 +320,7 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_no_tensor_holds_a_state_per_step_even_for_a_moment(backend, rule):
     """In the forward pass or the backward pass."""
     B, T, H, K, V = 1, 1024, 2, 64, 64

@@ -27,7 +27,6 @@ from tests.ops.rules import (
     deal,
     detached,
     in_float64,
-    label,
     named,
     outcome,
     relative_error,
@@ -83,14 +82,14 @@ def test_the_limit_is_that_of_the_cuda_kernels():
 # Values
 
 
-@pytest.mark.parametrize(("rule", "size", "call"), deal(RULES, SIZES, list(zip(CALLS, USES, strict=True))), ids=label)
+@pytest.mark.parametrize(("rule", "size", "call"), deal(RULES, SIZES, list(zip(CALLS, USES, strict=True))))
 def test_values_and_gradients(rule, size, call):
     how, use = call
     half = how["dtype"] in (torch.bfloat16, torch.float16)
     assert_agrees(rule, "native", inputs_of(rule, *size, **how), HALF if half else None, use=use)
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 def test_more_than_a_gpus_kernels_take(rule, monkeypatch):
     """FAVOR+'s default for heads of 64 has 532 features. And with decays that hardly decay and that erase."""
     regimes = [x for x in ("near one", "ordinary or erased") if x in rule.regimes] or ["ordinary"]
@@ -100,7 +99,7 @@ def test_more_than_a_gpus_kernels_take(rule, monkeypatch):
     assert_agrees(rule, "native", rule.inputs(B=1, T=19, H=1, K=K, V=V))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_parts_of_keys_are_rounded_once_each_and_once_together(dtype):
     """Added up in 16 bits, one after the other, outputs of 25 parts would have 4 times the error of one.
 
@@ -112,7 +111,7 @@ def test_many_parts_of_keys_are_rounded_once_each_and_once_together(dtype):
     assert relative_error(RULE["sum"].run(inputs, "native")[0], expected) < 2.5 * rounding
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_as_any_call_of_the_kernels(rule):
     """Without autograd; under autocast; without data; where only one input needs a gradient."""
     for T in (1, 31):
@@ -163,7 +162,7 @@ def test_parts_are_few_even_and_aligned(dim, largest, parts, monkeypatch):
         assert {x.shape[-1] for x in (v if along == "K" else k)} == {2}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_no_input_is_copied_and_no_gradient_padded(rule, monkeypatch):
     for T in (1, 31):
         inputs = inputs_of(rule, 37, 20, T=T)
@@ -186,9 +185,7 @@ def test_no_input_is_copied_and_no_gradient_padded(rule, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rule", "size", "dtype"),
-    deal(RULES, SIZES, [torch.float32, torch.float64, torch.bfloat16, torch.float16]),
-    ids=label,
+    ("rule", "size", "dtype"), deal(RULES, SIZES, [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 )
 def test_steps_in_place(rule, size, dtype):
     """On a state that is a slice of a wider one, which is left alone beside it, and not copied."""
@@ -210,7 +207,7 @@ def test_steps_in_place(rule, size, dtype):
     assert all((beside == 5).all() for beside in (wide[:, :, 0], wide[..., size[1]]))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_in_place_of_a_state_that_is_turned_in_memory(rule):
     """Keys contiguous and not values, which no step takes where it lies. No graph uses what a saved state became."""
     for T in (1, 5):

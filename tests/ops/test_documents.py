@@ -12,7 +12,6 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 from tests.ops.rules import (
     BACKENDS,
-    CPU_KERNELS,
     DEVICE,
     RULE,
     RULES,
@@ -25,8 +24,8 @@ from tests.ops.rules import (
     deal,
     differentiate,
     in_float64,
-    label,
     named,
+    on_cpu,
 )
 
 EVERY = ("reference", *BACKENDS)
@@ -73,7 +72,6 @@ DEALT = deal(RULES, SIZES, list(zip(STARTS, STARTS[::-1], strict=True)))
 @pytest.mark.parametrize(
     ("backend", "rule", "size", "starts"),
     [(x, *case) for x in EVERY for case in DEALT if x != "reference" or case[1] == SIZES[0]],
-    ids=label,
 )
 def test_documents_are_as_apart(backend, rule, size, starts):
     """Outputs, all gradients and final states: in float64 as the reference has them; in float32 to 1e-6, in the
@@ -88,8 +86,8 @@ def test_documents_are_as_apart(backend, rule, size, starts):
     assert_close(actual, expected, 1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
-@pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
+@pytest.mark.parametrize("rule", RULES)
+@on_cpu
 def test_documents_that_begin_at_chunks_have_the_same_bits(rule):
     """In the kernels: chunks begin at multiples of 16, documents anew; and so do 64 steps, after which states are kept.
 
@@ -101,9 +99,9 @@ def test_documents_that_begin_at_chunks_have_the_same_bits(rule):
         assert_same(results(rule, inputs, "native", starts=at), apart(rule, inputs, at, "native"), "apart")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_nothing_passes_from_one_document_to_another(rule, backend, dtype):
     """No number, however large, and no gradient of any input."""
     inputs = rule.inputs(B=1, T=60, K=6, V=7, dtype=dtype, initial_state=False)
@@ -118,7 +116,7 @@ def test_nothing_passes_from_one_document_to_another(rule, backend, dtype):
 
 
 @pytest.mark.parametrize("backend", EVERY)
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_begins_a_document(rule, backend):
     inputs = rule.inputs(B=3, T=1, K=6, V=7, requires_grad=False)
     state = inputs.pop("initial_state")
@@ -131,7 +129,7 @@ def test_a_step_that_begins_a_document(rule, backend):
 
 
 @pytest.mark.parametrize("backend", EVERY)
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_heads_that_are_shared(rule, backend):
     """Two heads of q and k, and of an erase key, for six of v: as if each had been repeated, gradients added up."""
     for T in (1, 70):
@@ -182,7 +180,7 @@ def test_every_part_of_the_general_rule_with_every_other(backend, gates):
         assert_close(*outcomes, TOLERANCE[torch.float64], vanishing=1e-20)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
+@on_cpu
 def test_shared_heads_are_not_copied(monkeypatch):
     """The kernels read them where they lie."""
     inputs = RULE["gated delta"].inputs(B=1, T=40, H=4, requires_grad=False)

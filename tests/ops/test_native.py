@@ -34,7 +34,6 @@ from tests.ops.rules import (
     definition,
     differentiate,
     in_float64,
-    label,
     named,
     outcome,
 )
@@ -90,7 +89,7 @@ def apart(x: Tensor) -> Tensor:
     return wider[..., 1:-2].copy_(x.detach()).requires_grad_()
 
 
-@pytest.mark.parametrize(("rule", "size", "call"), SIZED, ids=label)
+@pytest.mark.parametrize(("rule", "size", "call"), SIZED)
 def test_the_papers_sizes_and_those_around_vectors_and_tiles(rule, size, call):
     (K, V), (T, dtype, initial_state, rows_apart) = size, call
     # Two groups of heads that go through time together, unless the reference would take long.
@@ -110,15 +109,15 @@ SHORT = [
 LONG = deal(OTHERS, [32, 63, 64, 65, 80, 81, 128, 129, 147], [*WAYS, (16, 32, torch.float32)])
 
 
-@pytest.mark.parametrize(("rule", "T", "way"), SHORT + LONG, ids=label)
+@pytest.mark.parametrize(("rule", "T", "way"), SHORT + LONG)
 def test_every_way_to_fill_chunks_and_intervals(rule, T, way):
     K, V, dtype = way
     assert_agrees(rule, "native", rule.inputs(B=1, T=T, H=2, K=K, V=V, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=label)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("K", "V"), [(65, 130), (3, 70)])
-@pytest.mark.parametrize("rule", [rule for rule in RULES if len(rule.regimes) > 1], ids=label)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if len(rule.regimes) > 1])
 def test_large_states_and_few_keys_in_every_regime(rule, K, V, dtype):
     """They take other ways than the states in the tests of all backends: large ones, and few keys of any rule."""
     inputs = rule.in_regimes(rule.regimes, B=1, T=37, K=K, V=V, dtype=dtype)
@@ -154,7 +153,7 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy():
     assert native.DECAY.arguments(decays, None).log_gate is None
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_step(rule):
     """Of a state of its own, which no gradient is asked for."""
     for (B, K, V), dtype in itertools.product(((3, 5, 3), (1, 20, 33)), TOLERANCE):
@@ -191,7 +190,7 @@ def check_operators(rule: Rule, inputs: Inputs, utils: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("T", "initial_state"), [(1, True), (70, False)])
-@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED])
 def test_operators_pass_torchs_own_checks(rule, T, initial_state):
     """Schemas, registration with autograd, and shapes without data; of the scan in time-first memory too."""
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -202,9 +201,7 @@ def test_operators_pass_torchs_own_checks(rule, T, initial_state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "T"), [(RULE["gated"], 70), (RULE["delta"], 1), *((x, 40) for x in SCANNED)], ids=label
-)
+@pytest.mark.parametrize(("rule", "T"), [(RULE["gated"], 70), (RULE["delta"], 1), *((x, 40) for x in SCANNED)])
 def test_operators_compile_with_dynamic_shapes(rule, T):
     check_operators(rule, rule.inputs(T=T), ["test_aot_dispatch_dynamic"])
 
@@ -247,9 +244,7 @@ def test_both_libraries_are_loaded_side_by_side():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    "layout", ["a slice", "as fairseq", "windows", "windows of time", "windows of heads"], ids=label
-)
+@pytest.mark.parametrize("layout", ["a slice", "as fairseq", "windows", "windows of time", "windows of heads"])
 @pytest.mark.parametrize("name", ["decay", "delta"])
 def test_shapes_without_data_are_those_with_it(name, layout):
     """Strides too: out comes as v does, so that fairseq's (time, batch, channel) needs no copy.
@@ -284,7 +279,7 @@ COMPILED += [(rule, False, 512, 6, 5) for rule in SCANNED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "autocast", "largest", "K", "V"), COMPILED, ids=label)
+@pytest.mark.parametrize(("rule", "autocast", "largest", "K", "V"), COMPILED)
 def test_torch_compile(rule, autocast, largest, K, V, monkeypatch):
     """One graph, forward and backward, which stays right when shapes change; "aot_eager" needs no compiler."""
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
@@ -319,7 +314,7 @@ def test_torch_compile(rule, autocast, largest, K, V, monkeypatch):
                 torch.testing.assert_close(state, expected_state)
 
 
-@pytest.mark.parametrize(("rule", "T", "largest"), deal([*RULES, *SCANNED], [1, 5], [512, 16]), ids=label)
+@pytest.mark.parametrize(("rule", "T", "largest"), deal([*RULES, *SCANNED], [1, 5], [512, 16]))
 def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
     """Tangents are not dropped in silence, of whichever input; in generation, and of divided dimensions, neither."""
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
@@ -356,7 +351,7 @@ def test_forward_mode_is_refused_in_a_compiled_function():
 # States that are kept for the backward pass
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 def test_no_gradient_is_no_gradient(rule):
     """Steps between kept states are kept for a backward pass only."""
     inputs = rule.inputs(T=200)
@@ -367,7 +362,7 @@ def test_no_gradient_is_no_gradient(rule):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("rule", OTHERS, ids=label)
+@pytest.mark.parametrize("rule", OTHERS)
 def test_how_many_states_are_kept_changes_no_bit(rule, monkeypatch):
     """On a GPU intervals are multiples of 64."""
     inputs = rule.inputs(T=150, K=9, V=10)

@@ -17,8 +17,6 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
 from tests.ops import test_selective_scan
 from tests.ops.rules import (
-    CPU_KERNELS,
-    DEVICE,
     LAYOUT,
     RULES,
     TOLERANCE,
@@ -32,14 +30,13 @@ from tests.ops.rules import (
     definition,
     detached,
     differentiate,
-    label,
     named,
+    on_cpu,
     outcome,
     parts,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 
 @contextmanager
@@ -57,7 +54,7 @@ SHARED = ("q", "k", "erase", "log_gate", "log_key_decay", "beta")
 
 
 @on_cpu
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_threads_change_no_bit_but_where_they_share_heads(rule):
     """3 or 7 threads divide 2 heads by value columns, into blocks of 32 and 8, and of 16, 16 and 8."""
     inputs, few = rule.inputs(B=3, T=80, H=5, K=33, V=20), rule.inputs(B=1, T=104, H=2, K=64, V=40)
@@ -77,8 +74,8 @@ def test_threads_change_no_bit_but_where_they_share_heads(rule):
 
 
 @on_cpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=label)
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("rule", RULES)
 def test_divided_heads_in_every_dtype(rule, dtype):
     """Parts are added up in the dtype of the state and rounded once; two rows, in time-first memory or not."""
     inputs = rule.inputs(B=2, T=66, H=1, K=65, V=64, dtype=dtype)
@@ -91,7 +88,7 @@ def test_divided_heads_in_every_dtype(rule, dtype):
 # States that go step by step, in few rows or more, and products of matrices backwards, then in both directions. One of
 # these numbers of keys fills a tile.
 @pytest.mark.parametrize(("K", "V"), [(1, 5), (3, 5), (7, 5), (16, 16), (33, 35), (65, 66)])
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_what_is_not_finite_stays_in_its_row(rule, K, V):
     """A number of a row of the batch that is infinite or NaN, in whichever input, changes no bit of the others."""
     drawn = rule.inputs(B=3, T=37, H=1, K=K, V=V)

@@ -19,7 +19,6 @@ from tests.ops.rules import (
     assert_close,
     assert_same,
     definition,
-    label,
     named,
     relative_error,
     state_dtype,
@@ -88,7 +87,7 @@ CLOSED_FORMS = {
 
 
 @pytest.mark.parametrize("initial_state", [True, False], ids=["state", "no-state"])
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_is_the_papers_equation(rule, initial_state):
     for regime in rule.regimes:
         inputs = rule.inputs(T=9, K=5, V=3, dtype=torch.float64, regime=regime, initial_state=initial_state)
@@ -104,7 +103,7 @@ def test_is_the_papers_equation(rule, initial_state):
             )
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_in_two_parts_is_the_sequence(rule):
     """At every point of it, the empty parts at both ends included."""
     inputs = rule.inputs(T=6, dtype=torch.float64, requires_grad=False)
@@ -119,7 +118,7 @@ def test_a_sequence_in_two_parts_is_the_sequence(rule):
         assert_same(named((torch.cat(parts, 1), state)), expected, f"in parts at {at}")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_gradients_are_those_of_finite_differences(rule):
     """The second ones too: it is plain PyTorch, so whoever needs them has a backend for them."""
     inputs = rule.inputs(B=1, T=4, H=2, K=3, V=2, dtype=torch.float64)
@@ -137,7 +136,7 @@ def test_gradients_are_those_of_finite_differences(rule):
     assert torch.autograd.gradcheck(gradient, (inputs["q"], inputs["v"]))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_takes_any_float_type(rule):
     """To the project's tolerances against float64, which a plain loop in the same types must meet."""
     for dtype in TOLERANCE:
@@ -148,7 +147,7 @@ def test_takes_any_float_type(rule):
         assert_close(named((out, final_state)), definition(rule, inputs, None), tolerance)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_autocast_does_not_reach_inside(rule):
     for dtype in (torch.float32, torch.bfloat16):
         assert_autocast_does_not_reach_inside(rule, "reference", dtype, T=20)

@@ -12,7 +12,6 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native, scan
 from fairseq_fastweights.ops.operations import choose_backend
 from tests.ops.rules import (
-    CPU_KERNELS,
     DEVICE,
     TOLERANCE,
     Inputs,
@@ -25,15 +24,14 @@ from tests.ops.rules import (
     detached,
     differentiate,
     in_float64,
-    label,
     named,
+    on_cpu,
     outcome,
     state_dtype,
 )
 
 BACKENDS = ("chunkwise", "native") if DEVICE.type == "cpu" else ("chunkwise",)
 EVERY = ("auto", "reference", *BACKENDS)
-on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 # Sizes of steps, from 1e-9, which neither writes nor forgets much, to 1e5, which forgets all; and 0.
 REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
@@ -137,7 +135,7 @@ HOW = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("i", "size"), enumerate(SIZES), ids=label)
+@pytest.mark.parametrize(("i", "size"), list(enumerate(SIZES)))
 def test_sizes_and_dtypes(backend, i, size):
     """In either precision, in one of the mixtures, and of a loss of either output: C and D may have no part in it."""
     for how in (HOW[i % 2], HOW[2 + i % 3]):
@@ -145,8 +143,8 @@ def test_sizes_and_dtypes(backend, i, size):
     assert_scan_agrees(backend, inputs_of(2, *size), ("out", "final_state")[i % 2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=label)
-@pytest.mark.parametrize("regime", REGIMES, ids=label)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sizes_of_steps(backend, regime, dtype):
     for initial_state in (True, False):
@@ -206,7 +204,7 @@ def test_any_strides(backend):
         assert_close(outcome(SCAN, backend, other), expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=label)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("backend", EVERY)
 def test_steps_in_place_or_not(backend, dtype):
     """Of a step and of more; of a state that lies among others, which stay as they are."""
