@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fairseq_fastweights.ops.autocast import without_autocast
-from tests.ops.rules import DEVICE, RULES, differentiate, state_dtype
+from tests.ops.rules import DEVICE, RULES, differentiate, mapped
+from tests.ops.test_selective_scan import SCAN
 
 
 def test_autocast_is_off_inside_and_back_after():
@@ -24,12 +25,12 @@ CASES = [("reference", 5, torch.bfloat16), ("chunkwise", 70, torch.bfloat16), ("
 
 
 @pytest.mark.parametrize(("backend", "T", "dtype"), CASES)
-@pytest.mark.parametrize("rule", RULES)
-def test_rules_on_meta(rule, backend, T, dtype):
-    drawn = rule.inputs(T=T, K=5, V=3, dtype=dtype)
-    inputs = {name: None if x is None else x.detach().to("meta").requires_grad_() for name, x in drawn.items()}
-    out, final_state = rule.run(inputs, backend)
-    assert out.is_meta and (out.shape, out.dtype) == ((2, T, 2, 3), dtype)
-    assert final_state.is_meta and (final_state.shape, final_state.dtype) == ((2, 2, 5, 3), state_dtype(dtype))
-    for name, grad in differentiate((out, final_state), inputs, (out.detach(), final_state.detach())).items():
+@pytest.mark.parametrize("rule", [*RULES, SCAN])
+def test_shapes_on_meta(rule, backend, T, dtype):
+    drawn = rule.inputs(T=T, dtype=dtype)
+    inputs = mapped(drawn, lambda x: x.detach().to("meta").requires_grad_())
+    outputs = rule.run(inputs, backend)
+    for found, real in zip(outputs, rule.run(drawn, "reference"), strict=True):
+        assert found.is_meta and (found.shape, found.dtype) == (real.shape, real.dtype)
+    for name, grad in differentiate(outputs, inputs, [x.detach() for x in outputs]).items():
         assert grad.is_meta and (grad.shape, grad.dtype) == (inputs[name].shape, inputs[name].dtype)

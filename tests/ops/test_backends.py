@@ -56,9 +56,6 @@ IN_EITHER_PRECISION = [(rule, (torch.float32, torch.bfloat16)[i % 2]) for i, rul
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
-# Values
-
-
 @pytest.mark.parametrize(("rule", "shape", "call"), deal(RULES, SHAPES, CALLS))
 def test_shapes_and_dtypes(backend, rule, shape, call):
     (T, K, V), how = shape, dict(call)
@@ -95,13 +92,13 @@ def test_4096_steps(backend, name, dtype, regimes):
     assert_agrees(RULE[name], backend, inputs, rows=regimes)
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL)
+@pytest.mark.parametrize("rule", [*PRINCIPAL, *SCANNED])
 def test_a_sequence_in_parts_is_the_sequence(backend, rule):
     """Forward and backward, gradients flowing from part to part through the state."""
     inputs = rule.inputs(T=100, dtype=torch.float64)
     outs, state = [], inputs["initial_state"]
     for steps in (slice(0, 1), slice(1, 64), slice(64, 64), slice(64, 100)):
-        part = {name: None if x is None else x[:, steps] for name, x in inputs.items()}
+        part = {name: x if name in ("A", "D") else x[:, steps] for name, x in inputs.items()}
         out, state = rule.run(part | {"initial_state": state}, backend)
         outs.append(out)
     outputs = torch.cat(outs, 1), state
@@ -109,8 +106,6 @@ def test_a_sequence_in_parts_is_the_sequence(backend, rule):
     actual = named(outputs, differentiate(outputs, inputs, weights))
     assert_close(actual, definition(rule, inputs, weights), TOLERANCE[torch.float64])
 
-
-# Layouts
 
 # Of the inputs, and of the gradients of the outputs.
 LAYOUTS = [
@@ -144,9 +139,6 @@ def test_a_last_dimension_of_one_is_contiguous_whatever_its_stride(backend, rule
     assert_agrees(rule, backend, inputs)
 
 
-# Nothing to do
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_empty_batches_and_sequences(backend, rule):
     for B, T, dtype, initial_state in (
@@ -178,9 +170,6 @@ def test_empty_batches_and_sequences(backend, rule):
         out.sum().backward()
         grad = inputs[name].grad
         assert grad.shape == inputs[name].shape and grad.dtype == inputs[name].dtype and not grad.any(), name
-
-
-# Autograd and its company
 
 
 @pytest.mark.parametrize("rule", [*RULES, *SCANNED])
@@ -253,8 +242,6 @@ def test_second_derivatives_are_refused(backend, rule):
 def test_autocast_does_not_reach_inside(backend, rule, dtype):
     assert_autocast_does_not_reach_inside(rule, backend, dtype)
 
-
-# Memory
 
 SMALLEST_CHUNK = 16
 

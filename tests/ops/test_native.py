@@ -1,7 +1,4 @@
-"""The compiled kernels as torch operators, and what only they promise. What every backend does is in test_backends.
-
-How threads and instruction sets divide the work of the CPU kernels is in test_native_cpu.
-"""
+"""The compiled kernels as torch operators, and what only they promise. Threads: test_native_cpu."""
 
 from __future__ import annotations
 
@@ -43,12 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = torch.ops.fairseq_fastweights
 
 
-@pytest.fixture(scope="module", autouse=True)
-def loaded() -> None:
-    """Operators that are called by their names, and not through a rule, do not load the kernels themselves."""
-    assert libraries.load(DEVICE.type) is None
-
-
 # Shapes and sizes. A CPU's kernels take a chunk of 16 steps at a time, and keep a state every 64. States are rows of
 # keys, columns of values; vectors have 16 columns of float32 (AVX-512) down to 2 of float64, tiles 16 rows or 8.
 
@@ -65,12 +56,8 @@ SIZES = [
 ]
 # T, the dtype, whether there is a state to start from, and whether rows are apart.
 CALLS = [
-    (17, torch.float32, True, False),
-    (18, torch.float64, True, True),
-    (19, torch.float32, False, True),
-    (20, torch.float64, True, False),
-    (22, torch.float32, True, True),
-    (27, torch.float64, False, False),
+    *[(17, torch.float32, True, False), (18, torch.float64, True, True), (19, torch.float32, False, True)],
+    *[(20, torch.float64, True, False), (22, torch.float32, True, True), (27, torch.float64, False, False)],
     (30, torch.float32, True, False),
 ]
 # The kernels run a decay of neither as they run sums. Corrections with decays have one way through a chunk.
@@ -162,9 +149,6 @@ def test_a_step(rule):
         assert_close(named(rule.run(inputs, "native")), named(rule.reference(in_float64(inputs))), tolerance)
 
 
-# torch.library
-
-
 def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
     """What a rule hands to its operators, but for the interval."""
     if rule is SCAN:
@@ -206,20 +190,18 @@ def test_operators_compile_with_dynamic_shapes(rule, T):
     check_operators(rule, rule.inputs(T=T), ["test_aot_dispatch_dynamic"])
 
 
-def test_the_cuda_kernels_tell_how_they_divide_the_work() -> None:
-    def plan() -> dict[str, int] | None:
-        return native.cuda_plan("delta_forward", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0))
-
+def test_the_cuda_kernels_tell_how_they_divide_the_work():
+    asked = "delta_forward", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0)
     if DEVICE.type == "cpu":
         with pytest.raises(ops.BackendUnavailable, match="CUDA"):
-            plan()
+            native.cuda_plan(*asked)
         return
-    found = plan()
+    found = native.cuda_plan(*asked)
     assert found is not None and found["chunk"] in (16, 32) and found["columns"] * found["blocks"] == 64
     with pytest.raises(RuntimeError, match="operation is delta; it must be one of diagonal_forward"):
-        native.cuda_plan("delta", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0))
+        native.cuda_plan("delta", *asked[1:])
     with pytest.raises(RuntimeError, match="key_dim and value_dim from 1 to 512"):
-        native.cuda_plan("delta_forward", (8, 1024, 8, 1000, 64, 128), torch.bfloat16, (9, 0))
+        native.cuda_plan(asked[0], (8, 1024, 8, 1000, 64, 128), *asked[2:])
 
 
 LOAD_BOTH = """
@@ -227,10 +209,10 @@ import torch
 from fairseq_fastweights.ops import libraries, native
 for part in libraries.PARTS:
     torch.ops.load_library(str(libraries.library(part)))
-for operation in ("forward", "backward", "step_"):
+for name in ("forward", "backward", "step_"):
     for device in ("CPU", "CUDA"):
-        name = f"fairseq_fastweights::rule_{operation}"
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, device), (name, device)
+        operator = f"fairseq_fastweights::rule_{name}"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(operator, device), (name, device)
 """
 
 
@@ -321,7 +303,7 @@ def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
     inputs = rule.inputs(T=T, V=17, requires_grad=False)
 
     def run(x: Tensor, name: str = "initial_state", in_place: bool = False) -> Tensor:
-        given = inputs | {"initial_state": inputs["initial_state"].clone()} | {name: x}
+        given = inputs | {"initial_state": inputs["initial_state"].clone(), name: x}
         return rule.run(given, "native", in_place=in_place)[0]
 
     refused = pytest.raises(NotImplementedError, match=r"carries a tangent.*use backend='reference'")
@@ -339,24 +321,21 @@ def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
 @pytest.mark.slow
 def test_forward_mode_is_refused_in_a_compiled_function():
     inputs = RULE["delta"].inputs(T=5, requires_grad=False)
+    torch.compiler.reset()
 
     def derivative(q: Tensor) -> Tensor:
         return torch.func.jvp(lambda x: RULE["delta"].run(inputs | {"q": x}, "native")[0], (q,), (q,))[1]
 
-    torch.compiler.reset()
     with pytest.raises(RuntimeError, match="carries a tangent"):
         torch.compile(derivative, backend="aot_eager", fullgraph=True)(inputs["q"])
 
 
-# States that are kept for the backward pass
-
-
-@pytest.mark.parametrize("rule", PRINCIPAL)
+@pytest.mark.parametrize("rule", [*PRINCIPAL, *SCANNED])
 def test_no_gradient_is_no_gradient(rule):
     """Steps between kept states are kept for a backward pass only."""
-    inputs = rule.inputs(T=200)
-    arguments, forward = arguments_of(rule, inputs), OPERATORS.rule_forward
-    assert [forward(*arguments, interval)[2].shape[2] for interval in (64, 0)] == [3, 0]
+    arguments = arguments_of(rule, rule.inputs(T=200))
+    forward, kept = (OPERATORS.selective_scan_forward, 1) if rule is SCAN else (OPERATORS.rule_forward, 2)
+    assert [forward(*arguments, interval)[2].shape[kept] for interval in (64, 0)] == [3, 0]
     out, _, _ = forward(*arguments, 0)
     with pytest.raises(RuntimeError, match="kept no states"):
         out.sum().backward()

@@ -15,7 +15,7 @@ import torch
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
-from tests.ops import test_selective_scan
+from tests.ops import test_selective_scan as scans
 from tests.ops.rules import (
     LAYOUT,
     RULES,
@@ -43,10 +43,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    yield
+    torch.set_num_threads(before)
 
 
 # The inputs that all value columns share: the blocks' gradients are added up.
@@ -88,24 +86,27 @@ def test_divided_heads_in_every_dtype(rule, dtype):
 # States that go step by step, in few rows or more, and products of matrices backwards, then in both directions. One of
 # these numbers of keys fills a tile.
 @pytest.mark.parametrize(("K", "V"), [(1, 5), (3, 5), (7, 5), (16, 16), (33, 35), (65, 66)])
-@pytest.mark.parametrize("rule", RULES)
-def test_what_is_not_finite_stays_in_its_row(rule, K, V):
+@pytest.mark.parametrize(
+    ("rule", "T"), [*((rule, 37) for rule in [*RULES, *scans.SCANNED]), *((rule, 1) for rule in scans.SCANNED)]
+)
+def test_what_is_not_finite_stays_in_its_row(rule, T, K, V):
     """A number of a row of the batch that is infinite or NaN, in whichever input, changes no bit of the others."""
-    drawn = rule.inputs(B=3, T=37, H=1, K=K, V=V)
+    drawn = rule.inputs(B=3, T=T, H=1, K=K, V=V)
     weights = dict(zip(("d_out", "d_final_state"), cotangents(rule.run(drawn, "native")), strict=True))
     given = {name: x.detach() for name, x in (drawn | weights).items() if x is not None}
+    shared = ("A", "D")  # of all rows
 
     def other_rows(changed: Inputs) -> Inputs:
         values = given | changed
         inputs = {name: values[name].requires_grad_() if name in values else None for name in drawn}
         outputs = rule.run(inputs, "native")
         grads = differentiate(outputs, inputs, (values["d_out"], values["d_final_state"]))
-        return {name: x[1:] for name, x in named(outputs, grads).items()}
+        return {name: x[1:] for name, x in named(outputs, grads).items() if name[-1] not in shared}
 
     with threads(1):  # on a CPU all rows then take the same scratch memory
         expected = other_rows({})
-        for (name, x), value in itertools.product(given.items(), (torch.inf, torch.nan)):
-            changed = x.clone()
+        for name, value in itertools.product(given.keys() - shared, (torch.inf, torch.nan)):
+            changed = given[name].clone()
             changed[0].view(-1)[changed[0].numel() // 2] = value
             assert_same(other_rows({name: changed}), expected, f"where {name} has {value}")
 
@@ -124,11 +125,16 @@ def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
         inputs = rule.in_regimes(regimes, B=1, T=33, K=K, V=V, dtype=dtype)
         step = {n: x if x is None or n == "initial_state" else x[:, :1] for n, x in detached(inputs).items()}
         yield rule, inputs, step, [f"{rule.name}, {K} x {V}, {dtype}, {x}" for x in regimes], TOLERANCE[dtype]
-    for i, (time, *sizes) in enumerate(test_selective_scan.SIZES):
-        for how in (*test_selective_scan.HOW[i % 2 :: 2], {"regime": test_selective_scan.REGIMES[i % 5]}):
-            inputs = test_selective_scan.inputs_of(2, min(time, 75), *sizes, **how)
-            step = test_selective_scan.step_of(inputs)
-            yield test_selective_scan.SCAN, inputs, step, [], test_selective_scan.tolerance_of(inputs)
+    for i, (time, *sizes) in enumerate(scans.SIZES):
+        for how in (*scans.HOW[i % 2 :: 2], {"regime": scans.REGIMES[i % 5]}):
+            inputs = scans.inputs_of(2, min(time, 75), *sizes, **how)
+            step = scans.step_of(inputs)
+            yield scans.SCAN, inputs, step, [], scans.tolerance_of(inputs)
+
+
+def in_a_process(instruction_set: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"FASTWEIGHTS_CPU_ISA": instruction_set, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @on_cpu
@@ -136,13 +142,7 @@ def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
 def test_every_instruction_set_agrees(tmp_path):
     """Over all rules and regimes. The one that this process has is what the other tests run."""
     for name in KNOWN[: KNOWN.index(native.cpu_instruction_set())]:
-        result = subprocess.run(
-            [sys.executable, "-m", "tests.ops.test_native_cpu", str(tmp_path / name)],
-            cwd=ROOT,
-            env=os.environ | {"FASTWEIGHTS_CPU_ISA": name, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
+        result = in_a_process(name, "-m", "tests.ops.test_native_cpu", str(tmp_path / name))
         assert result.returncode == 0, result.stderr
         assert result.stdout.strip() == name
         found = torch.load(tmp_path / name)
@@ -181,14 +181,7 @@ def main() -> None:
 @pytest.mark.slow
 def test_an_instruction_set_that_is_not_there_is_named():
     """And of those that are there, the last is the one that is taken."""
-    code = "from fairseq_fastweights.ops import native; native.cpu_instruction_set()"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"FASTWEIGHTS_CPU_ISA": "mmx"},
-        capture_output=True,
-        text=True,
-    )
+    result = in_a_process("mmx", "-c", "from fairseq_fastweights.ops import native; native.cpu_instruction_set()")
     assert result.returncode != 0
     _, there = result.stderr.split("FASTWEIGHTS_CPU_ISA is mmx; here it may be one of ")
     there = there.split("\n")[0].split(", ")
