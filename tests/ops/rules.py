@@ -1,16 +1,12 @@
-"""The update rules as one table, and what it takes to run a row of it.
-
-A new rule is one row of `RULES`; a new backend is one name in `BACKENDS`.
-"""
+"""The update rules as one table, and what it takes to run a row of it: a new rule is one row of `RULES`."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,10 +14,8 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 
-# Backends with forward and backward passes of their own, held against the float64 reference.
-BACKENDS = ("chunkwise", "native")
-
-# Where they run; the reference that they are held against runs on the CPU.
+BACKENDS = ("chunkwise", "native")  # with passes of their own, held against the float64 reference
+# Where they run; the reference runs on the CPU.
 DEVICE = torch.device(os.environ.get("FASTWEIGHTS_TEST_DEVICE", "cpu"))
 CPU_KERNELS = "about the CPU kernels"  # the reason to skip a test elsewhere
 on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
@@ -29,8 +23,7 @@ on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 Inputs = dict[str, Tensor | None]
 
 TOLERANCE = {
-    # What the project promises of every backend, up to T = 4096.
-    torch.float32: 1e-5,
+    torch.float32: 1e-5,  # what the project promises of every backend, up to T = 4096
     # Half a unit in the last place is 4e-3; out and gradients are rounded once at least. float16 has three bits more.
     torch.bfloat16: 2e-2,
     torch.float16: 2e-2,
@@ -296,34 +289,23 @@ def in_float64(tensors: Inputs) -> Inputs:
     return mapped(tensors, lambda x: x.detach().cpu().double().requires_grad_(x.requires_grad))
 
 
-@dataclass(frozen=True)
-class Exact:
-    """A tensor, or None, that equals others of the same numbers: what a cache can go by."""
-
-    tensor: Tensor | None = field(compare=False)
-    numbers: object
-
-    @staticmethod
-    def of(x: Tensor | None) -> Exact:
-        if x is None:
-            return Exact(None, None)
-        digest = hashlib.sha256(x.detach().numpy().tobytes()).digest()
-        return Exact(x, (digest, x.shape, x.requires_grad))
-
-
-@functools.lru_cache(maxsize=256)
-def _definition(rule: Rule, given: tuple[tuple[str, Exact], ...], used: tuple[Exact, ...] | None) -> Inputs:
-    inputs = {name: x.tensor for name, x in given}
-    outputs = rule.reference(inputs)
-    grads = None if used is None else differentiate(outputs, inputs, (used[0].tensor, used[1].tensor))
-    return named((outputs[0].detach(), outputs[1].detach()), grads)
+_definitions: dict[tuple, Inputs] = {}
 
 
 def definition(rule: Rule, inputs: Inputs, weights: tuple[Tensor | None, Tensor | None] | None) -> Inputs:
     """Outputs and, where `weights` are given, gradients of the float64 reference, computed once for all that ask."""
-    given = tuple((name, Exact.of(x)) for name, x in in_float64(inputs).items())
-    used = None if weights is None else tuple(Exact.of(None if w is None else w.cpu().double()) for w in weights)
-    return dict(_definition(rule, given, used))
+    inputs = in_float64(inputs)
+    used = None if weights is None else tuple(None if w is None else w.cpu().double() for w in weights)
+    given = [None if x is None else x.detach() for x in (*inputs.values(), *(used or ()))]
+    numbers = (x if x is None else (hashlib.sha256(x.numpy().tobytes()).digest(), x.shape) for x in given)
+    key = (rule, tuple((name, x is not None and x.requires_grad) for name, x in inputs.items()), *numbers)
+    if key not in _definitions:
+        if len(_definitions) == 256:
+            _definitions.clear()
+        outputs = rule.reference(inputs)
+        grads = None if used is None else differentiate(outputs, inputs, used)
+        _definitions[key] = named((outputs[0].detach(), outputs[1].detach()), grads)
+    return dict(_definitions[key])
 
 
 def named(outputs: tuple[Tensor, Tensor], grads: Inputs | None = None) -> Inputs:
@@ -336,9 +318,9 @@ def detached(inputs: Inputs, *, but: str = "") -> Inputs:
     return {name: None if x is None else x.detach().requires_grad_(name == but) for name, x in inputs.items()}
 
 
-def outcome(rule: Rule, backend: str, inputs: Inputs) -> Inputs:
+def outcome(rule: Rule, backend: str, inputs: Inputs, **options: object) -> Inputs:
     """Outputs and gradients by name, for the cotangents that `assert_agrees` draws too."""
-    outputs = rule.run(inputs, backend)
+    outputs = rule.run(inputs, backend, **options)
     return named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
 
 
@@ -411,7 +393,7 @@ def assert_agrees(
 
 
 def assert_autocast_does_not_reach_inside(rule: Rule, backend: str, dtype: torch.dtype, **sizes: int) -> None:
-    """Autocast decides what the projections hand over; from there on, types are as outside it, backwards too."""
+    """Autocast decides what projections hand over; from there on types are as outside it, backwards too."""
     inputs = rule.inputs(**{"T": 70} | sizes, dtype=dtype, extras_dtype=torch.float32)
     expected = outcome(rule, backend, inputs)
     with torch.autocast(DEVICE.type, torch.bfloat16):

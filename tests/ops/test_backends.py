@@ -27,6 +27,7 @@ from tests.ops.rules import (
     definition,
     detached,
     differentiate,
+    mapped,
     named,
     outcome,
     state_dtype,
@@ -125,9 +126,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("rule", PRINCIPAL)
 def test_any_strides(backend, rule, layout, of_gradients):
     drawn = rule.inputs(T=70, K=5, V=3)
-    inputs = {name: None if x is None else LAYOUT[layout](x.detach()) for name, x in drawn.items()}
+    inputs = mapped(drawn, lambda x: LAYOUT[layout](x.detach()))
     assert not any(inputs[name].is_contiguous() for name in "qkv")
-    inputs = {n: None if x is None else x.requires_grad_() for n, x in inputs.items()}
+    inputs = mapped(inputs, lambda x: x.requires_grad_())
     assert_agrees(rule, backend, inputs, lay=LAYOUT[of_gradients])
 
 
@@ -200,7 +201,7 @@ def test_the_same_bits_however_it_is_called(backend, rule):
 
     names = list(inputs)
     for reentrant in (True, False):
-        leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
+        leaves = mapped(inputs, lambda x: x.detach().requires_grad_())
         recomputed = checkpoint(
             lambda *x: rule.run(dict(zip(names, x, strict=True)), backend), *leaves.values(), use_reentrant=reentrant
         )
@@ -288,9 +289,6 @@ def test_training_keeps_a_state_per_chunk_and_not_per_step(backend, rule, dtype)
     allowed = size(inputs.values()) + size(outputs) + state_per_step // SMALLEST_CHUNK
     assert kept <= allowed + 4096, f"{kept / allowed:.2f} of what is allowed"
     assert allowed < state_per_step / 3  # the claim is worth something at these sizes
-    few = rule.inputs(B=1, T=64, H=1, K=32, V=32)
-    _, kept = kept_for_backward(lambda: rule.run(few, "reference"))
-    assert kept >= 64 * 32 * 32 * 4, "the reference keeps every state"
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):

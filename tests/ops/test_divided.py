@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 from fairseq_fastweights.ops.divided import Divided
 from tests.ops.rules import (
@@ -27,6 +26,7 @@ from tests.ops.rules import (
     deal,
     detached,
     in_float64,
+    mapped,
     named,
     outcome,
     relative_error,
@@ -49,7 +49,6 @@ USES = ["out, final_state", "out", "final_state", "out, final_state"]
 
 @pytest.fixture(autouse=True)
 def small_largest_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.libraries.load(DEVICE.type) is None
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, LARGEST)
 
 
@@ -79,9 +78,6 @@ def test_the_limit_is_that_of_the_cuda_kernels():
     assert f"kMostDim = {MOST_ON_A_GPU};" in source
 
 
-# Values
-
-
 @pytest.mark.parametrize(("rule", "size", "call"), deal(RULES, SIZES, list(zip(CALLS, USES, strict=True))))
 def test_values_and_gradients(rule, size, call):
     how, use = call
@@ -101,10 +97,7 @@ def test_more_than_a_gpus_kernels_take(rule, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_parts_of_keys_are_rounded_once_each_and_once_together(dtype):
-    """Added up in 16 bits, one after the other, outputs of 25 parts would have 4 times the error of one.
-
-    Of one the CUDA kernels may have 1.5 times that of rounding alone.
-    """
+    """Added up in 16 bits, 25 parts would have 4 times the error of one, which may be 1.5 times that of rounding."""
     inputs = RULE["sum"].inputs(T=70, K=400, V=16, dtype=dtype, requires_grad=False)
     expected = RULE["sum"].reference(in_float64(inputs))[0]
     rounding = relative_error(expected.to(dtype), expected)
@@ -120,7 +113,7 @@ def test_as_any_call_of_the_kernels(rule):
         with torch.inference_mode():
             outputs = rule.run(inputs, "native")
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = rule.run({n: None if x is None else mode.from_tensor(x) for n, x in inputs.items()}, "native")
+            fakes = rule.run(mapped(inputs, lambda x: mode.from_tensor(x)), "native")
         for x, y, fake in zip(outputs, expected, fakes, strict=True):
             assert not x.requires_grad and y.requires_grad and relative_error(x, y) <= 1e-6
             assert (x.shape, y.stride(), x.dtype, x.device) == (fake.shape, fake.stride(), fake.dtype, fake.device)
@@ -135,21 +128,11 @@ def test_as_any_call_of_the_kernels(rule):
     assert rule.run(inputs | {"v": v}, "native")[0].stride() == v.stride()
 
 
-# The calls that are made
+PARTS = [(532, 512, [272, 260]), (513, 512, [272, 241]), (512, 512, [512]), (1024, 512, [512, 512])]
+PARTS += [(1025, 512, [352, 352, 321]), (17, 16, [16, 1]), (50, 16, [16, 16, 16, 2])]
 
 
-@pytest.mark.parametrize(
-    ("dim", "largest", "parts"),
-    [
-        (532, 512, [272, 260]),
-        (513, 512, [272, 241]),
-        (512, 512, [512]),
-        (1024, 512, [512, 512]),
-        (1025, 512, [352, 352, 321]),
-        (17, 16, [16, 1]),
-        (50, 16, [16, 16, 16, 2]),
-    ],
-)
+@pytest.mark.parametrize(("dim", "largest", "parts"), PARTS)
 def test_parts_are_few_even_and_aligned(dim, largest, parts, monkeypatch):
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
     for name, along in (("sum", "K"), ("sum", "V"), ("decay", "K"), ("decay", "V"), ("delta", "V")):
@@ -181,9 +164,6 @@ def test_no_input_is_copied_and_no_gradient_padded(rule, monkeypatch):
         outcome(rule, "native", rule.inputs(T=T, K=LARGEST, V=LARGEST))
 
 
-# Steps in place
-
-
 @pytest.mark.parametrize(
     ("rule", "size", "dtype"), deal(RULES, SIZES, [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 )
@@ -197,7 +177,7 @@ def test_steps_in_place(rule, size, dtype):
     state.copy_(start)
     outs = []
     for t in range(5):
-        step = {name: None if x is None else x[:, t : t + 1] for name, x in inputs.items()}
+        step = {n: None if x is None else x[:, t : t + 1] for n, x in inputs.items()}
         with Calls() as mode:
             out, final_state = rule.run(step | {"initial_state": state}, "native", in_place=True)
         assert final_state is state and mode.made and all(name.endswith("step_") for name, _ in mode.made)

@@ -70,12 +70,3 @@ def test_a_plan_is_asked_for_as_the_kernels_take_it(monkeypatch: pytest.MonkeyPa
         ("delta_forward", sizes, torch.bfloat16, False, False, 93),
         ("diagonal_forward", sizes, torch.float32, True, True, 80),
     ]
-
-
-def test_a_state_is_changed_where_it_lies_if_its_rows_are_whole() -> None:
-    state = torch.zeros(2, 2, 3, 8)
-    rows_apart, one_column = state[..., :4], state[..., ::8]  # of one column there is no stride
-    for can in (state, rows_apart, one_column, torch.zeros(2, 2, 3, 0)):
-        assert native.can_change(can)
-    for cannot in (state.transpose(-1, -2), state[..., ::2]):
-        assert not native.can_change(cannot)

@@ -125,9 +125,9 @@ def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
         inputs = rule.in_regimes(regimes, B=1, T=33, K=K, V=V, dtype=dtype)
         step = {n: x if x is None or n == "initial_state" else x[:, :1] for n, x in detached(inputs).items()}
         yield rule, inputs, step, [f"{rule.name}, {K} x {V}, {dtype}, {x}" for x in regimes], TOLERANCE[dtype]
-    for i, (time, *sizes) in enumerate(scans.SIZES):
+    for i, (T, V, K) in enumerate(scans.SIZES):
         for how in (*scans.HOW[i % 2 :: 2], {"regime": scans.REGIMES[i % 5]}):
-            inputs = scans.inputs_of(2, min(time, 75), *sizes, **how)
+            inputs = scans.SCAN.inputs(T=min(T, 75), V=V, K=K, **how)
             step = scans.step_of(inputs)
             yield scans.SCAN, inputs, step, [], scans.tolerance_of(inputs)
 

@@ -36,57 +36,58 @@ EVERY = ("auto", "reference", *BACKENDS)
 REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
 
 
-def inputs_of(
-    batch: int = 2,
-    time: int = 31,
-    channels: int = 3,
-    state: int = 5,
-    *,
-    dtype: torch.dtype = torch.float32,
-    others: torch.dtype | None = None,
-    regime: str = "ordinary",
-    initial_state: bool = True,
-    skip: bool = True,
-    requires_grad: bool = True,
-) -> Inputs:
-    """Arguments by name; `others` is the dtype of all but `u` and the initial state."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    ordinary = torch.nn.functional.softplus(draw(batch, time, channels) - 2)
-    tiny = 10 ** (-torch.rand(ordinary.shape, generator=generator, dtype=torch.float64) * 6 - 3)
-    rare = torch.rand(ordinary.shape, generator=generator) < 0.1
-    delta = {
-        "ordinary": ordinary,
-        "tiny": tiny,
-        "huge": ordinary * 1e4,
-        "tiny or huge": torch.where(rare, ordinary * 1e4, tiny),
-        "none": torch.where(rare, ordinary, 0.0),
-    }
-    drawn: Inputs = {
-        "u": draw(batch, time, channels),
-        "delta": delta[regime],
-        "A": -(torch.arange(state, dtype=torch.float64) + 0.5).repeat(channels, 1) * draw(channels, 1).exp(),
-        **{name: draw(batch, time, state) for name in "BC"},
-        "D": draw(channels) if skip else None,
-        "initial_state": draw(batch, channels, state) if initial_state else None,
-    }
-    dtypes = {"u": dtype, "initial_state": state_dtype(dtype)}
-    return {
-        name: None if x is None else x.to(DEVICE, dtypes.get(name, others or dtype)).requires_grad_(requires_grad)
-        for name, x in drawn.items()
-    }
-
-
 class Scan(Rule):
     """What the tests of update rules need of it: channels are values, the dimensions of its state keys."""
 
     corrects = False
 
-    def inputs(self, *, B=2, T=31, H=0, K=5, V=3, extras_dtype=None, initial_state=True, seed=0, **options) -> Inputs:
-        return inputs_of(B, T, V, K, others=extras_dtype, initial_state=initial_state, skip=initial_state, **options)
+    def inputs(
+        self,
+        *,
+        B: int = 2,
+        T: int = 31,
+        H: int = 0,
+        K: int = 5,
+        V: int = 3,
+        dtype: torch.dtype = torch.float32,
+        extras_dtype: torch.dtype | None = None,
+        regime: str = "ordinary",
+        initial_state: bool = True,
+        skip: bool | None = None,
+        requires_grad: bool = True,
+        seed: int = 0,
+    ) -> Inputs:
+        """Arguments by name; `extras_dtype` is that of all but `u` and the state; without `skip` there is no D."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        ordinary = torch.nn.functional.softplus(draw(B, T, V) - 2)
+        tiny = 10 ** (-torch.rand(ordinary.shape, generator=generator, dtype=torch.float64) * 6 - 3)
+        rare = torch.rand(ordinary.shape, generator=generator) < 0.1
+        delta = {
+            "ordinary": ordinary,
+            "tiny": tiny,
+            "huge": ordinary * 1e4,
+            "tiny or huge": torch.where(rare, ordinary * 1e4, tiny),
+            "none": torch.where(rare, ordinary, 0.0),
+        }
+        drawn: Inputs = {
+            "u": draw(B, T, V),
+            "delta": delta[regime],
+            "A": -(torch.arange(K, dtype=torch.float64) + 0.5).repeat(V, 1) * draw(V, 1).exp(),
+            **{name: draw(B, T, K) for name in "BC"},
+            "D": draw(V) if (initial_state if skip is None else skip) else None,
+            "initial_state": draw(B, V, K) if initial_state else None,
+        }
+        dtypes = {"u": dtype, "initial_state": state_dtype(dtype)}
+        return {
+            name: None
+            if x is None
+            else x.to(DEVICE, dtypes.get(name, extras_dtype or dtype)).requires_grad_(requires_grad)
+            for name, x in drawn.items()
+        }
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return scan.reference(**inputs)
@@ -112,18 +113,16 @@ def laid(inputs: Inputs, dim: int, names: tuple[str, ...] = ("u", "delta", "B", 
     return inputs | turned
 
 
-# Values
-
 # (time, channels, state): chunks of 16 steps and states kept every 32, and one more and less; vectors of 2 to 16
 # channels, 64 of them to a task.
 SIZES = [(1, 1, 1), (2, 3, 5), (63, 17, 16), (64, 1, 64), (65, 3, 1), (200, 17, 5), (17, 64, 3), (33, 65, 16)]
 SIZES += [(31, 8, 2), (32, 100, 17), (16, 130, 4), (40, 31, 33)]
 HOW = [
     {"dtype": torch.float32},
-    {"dtype": torch.float64, "initial_state": False},
+    {"dtype": torch.float64, "initial_state": False, "skip": True},
     {"dtype": torch.bfloat16, "skip": False},
-    {"dtype": torch.float16, "others": torch.float32, "initial_state": False},
-    {"dtype": torch.float64, "others": torch.float32},
+    {"dtype": torch.float16, "extras_dtype": torch.float32, "initial_state": False, "skip": True},
+    {"dtype": torch.float64, "extras_dtype": torch.float32},
 ]
 
 
@@ -131,10 +130,11 @@ HOW = [
 @pytest.mark.parametrize(("i", "size"), list(enumerate(SIZES)))
 def test_sizes_and_dtypes(backend, i, size):
     """In either precision, in one of the mixtures, and of a loss of either output: C and D may have no part in it."""
+    sizes = dict(zip("TVK", size, strict=True))
     for how in (HOW[i % 2], HOW[2 + i % 3]):
-        inputs = inputs_of(2, *size, **how)
+        inputs = SCAN.inputs(**sizes, **how)
         assert_agrees(SCAN, backend, inputs, tolerance_of(inputs))
-    assert_agrees(SCAN, backend, inputs_of(2, *size), use=("out", "final_state")[i % 2])
+    assert_agrees(SCAN, backend, SCAN.inputs(**sizes), use=("out", "final_state")[i % 2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -142,14 +142,14 @@ def test_sizes_and_dtypes(backend, i, size):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sizes_of_steps(backend, regime, dtype):
     for initial_state in (True, False):
-        inputs = inputs_of(2, 75, 9, 6, dtype=dtype, regime=regime, initial_state=initial_state)
+        inputs = SCAN.inputs(T=75, V=9, K=6, dtype=dtype, regime=regime, initial_state=initial_state)
         assert_agrees(SCAN, backend, inputs)
 
 
 @pytest.mark.parametrize("backend", EVERY[1:])
 def test_gradients_are_those_of_finite_differences(backend):
     """Of the reference forward ones too, which the kernels leave to it."""
-    inputs = inputs_of(1, 5, 2, 3, dtype=torch.float64).values()
+    inputs = SCAN.inputs(B=1, T=5, V=2, K=3, dtype=torch.float64).values()
 
     def run(*x: Tensor) -> tuple[Tensor, Tensor]:
         return ops.selective_scan(*x[:6], initial_state=x[6], backend=backend)
@@ -158,7 +158,7 @@ def test_gradients_are_those_of_finite_differences(backend):
 
 
 def test_the_definition_is_the_papers_equation():
-    inputs = inputs_of(1, 4, 2, 3, dtype=torch.float64, requires_grad=False)
+    inputs = SCAN.inputs(B=1, T=4, V=2, K=3, dtype=torch.float64, requires_grad=False)
     u, delta, A, B, C, D, h = (x.cpu() for x in inputs.values())
     out, final = ops.selective_scan(**inputs, backend="reference")
     for t in range(4):
@@ -171,7 +171,7 @@ def test_the_definition_is_the_papers_equation():
 
 @pytest.mark.parametrize("backend", EVERY)
 def test_no_steps(backend):
-    inputs = inputs_of(time=0)
+    inputs = SCAN.inputs(T=0)
     outputs = ops.selective_scan(**inputs, backend=backend)
     assert outputs[0].shape == (2, 0, 3) and torch.equal(outputs[1], inputs["initial_state"])
     gradients = differentiate(outputs, inputs, cotangents(outputs))
@@ -181,7 +181,7 @@ def test_no_steps(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_strides(backend):
-    inputs = inputs_of(3, 40, 17, 5)
+    inputs = SCAN.inputs(B=3, T=40, V=17)
     expected = outcome(SCAN, backend, inputs)
     for other in (laid(inputs, 1), laid(inputs, -1, tuple(inputs))):
         assert_close(outcome(SCAN, backend, other), expected, TOLERANCE[torch.float32])
@@ -192,7 +192,7 @@ def test_any_strides(backend):
 def test_steps_in_place_or_not(backend, dtype):
     """Of a step and of more; of a state that lies among others, which stay as they are."""
     for time, channels, state, apart in ((1, 5, 3, False), (1, 70, 16, True), (1, 3, 20, True), (6, 5, 3, True)):
-        inputs = inputs_of(2, time, channels, state, dtype=dtype, requires_grad=False)
+        inputs = SCAN.inputs(T=time, V=channels, K=state, dtype=dtype, requires_grad=False)
         wanted = named(SCAN.reference(in_float64(inputs)))
         whole = torch.full((2, channels, 2 * state), 7.0, dtype=state_dtype(dtype), device=DEVICE)
         place = whole[..., :state] if apart else whole.view(2, channels, 2, state)[:, :, 0].contiguous()
@@ -208,7 +208,7 @@ def test_steps_in_place_or_not(backend, dtype):
 
 @on_cpu
 def test_threads_and_kept_states_change_no_bit(monkeypatch):
-    inputs = inputs_of(3, 150, 150, 7)
+    inputs = SCAN.inputs(B=3, T=150, V=150, K=7)
     expected, before = outcome(SCAN, "native", inputs), torch.get_num_threads()
     for count in (2, 3):
         torch.set_num_threads(count)
@@ -239,14 +239,14 @@ WRONG = [
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_what_is_wrong_is_named(backend):
-    inputs = inputs_of(time=7, requires_grad=False)
+    inputs = SCAN.inputs(T=7, requires_grad=False)
     for name, change, message in WRONG:
         with pytest.raises(ValueError, match=message):
             ops.selective_scan(**inputs | {name: change(inputs[name])}, backend=backend)
 
 
 def test_what_cannot_be_done_is_said():
-    inputs = inputs_of(time=7)
+    inputs = SCAN.inputs(T=7)
     for given, message in (
         ({"backend": "triton"}, "backend is 'triton'; it must be one of auto, reference, chunkwise"),
         ({"in_place": True, "initial_state": None}, "initial_state is None and in_place is True"),
@@ -266,7 +266,7 @@ def test_values_are_checked_where_that_is_asked_for():
         ("A", 2.0, "A has a largest value of 2; it must be at most 0"),
         ("B", torch.inf, "B holds 1 values that are not finite"),
     ):
-        inputs = inputs_of(time=7, requires_grad=False)
+        inputs = SCAN.inputs(T=7, requires_grad=False)
         with ops.check_values(True):
             ops.selective_scan(**inputs)
             inputs[name].view(-1)[3] = value
