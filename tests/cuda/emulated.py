@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from tests.cuda.build import ROOT
-from tests.ops.rules import Inputs, Rule, assert_close, cotangents, definition, state_dtype
+from tests.ops.agreement import assert_close
+from tests.ops.results import cotangents, definition
+from tests.ops.rules import Inputs, Rule, state_dtype
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 OPERATIONS = ("diagonal_forward", "diagonal_backward", "delta_forward", "delta_backward")

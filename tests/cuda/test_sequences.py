@@ -10,20 +10,9 @@ from torch import Tensor
 
 from tests.cuda.emulated import GATES, TOLERANCE, EmulationError, Emulator, check, expected, long, weights_for
 from tests.cuda.test_plans import PLANS
-from tests.ops.rules import (
-    PRINCIPAL,
-    RULE,
-    RULES,
-    RULES_AND_REGIMES,
-    Inputs,
-    Rule,
-    assert_close,
-    assert_same,
-    deal,
-    definition,
-    parts,
-    relative_error,
-)
+from tests.ops.agreement import assert_close, assert_same, parts, relative_error
+from tests.ops.results import definition
+from tests.ops.rules import PRINCIPAL, RULE, RULES, RULES_AND_REGIMES, Inputs, Rule, deal
 
 BY_HEAD = [RULE[name] for name in ("sum", "gated", "delta", "gated delta")]
 DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.cuda.emulated import Emulator, long
-from tests.ops.rules import RULE, RULES, Rule, assert_close, deal, definition, state_dtype
+from tests.ops.agreement import assert_close
+from tests.ops.results import definition
+from tests.ops.rules import RULE, RULES, Rule, deal, state_dtype
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float64: 1e-14}
 

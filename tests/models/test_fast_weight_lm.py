@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fairseq.sequence_generator import SequenceGenerator
 
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
-from tests.ops.rules import assert_close, relative_error
+from tests.ops.agreement import assert_close, relative_error
 
 TIME, BATCH = 12, 3
 BEGIN, CONTINUE = torch.zeros(BATCH, dtype=torch.bool), torch.ones(BATCH, dtype=torch.bool)

@@ -21,7 +21,7 @@ from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.models.fast_weight_transformer import parse_places
 from tests.models.translation import PAD, PLACES, SCORES, SUBSETS, batch, build, log_probs, sentences, shifted, with_map
-from tests.ops.rules import assert_close, relative_error
+from tests.ops.agreement import assert_close, relative_error
 
 LENGTHS, TARGET_LENGTHS = (5, 9, 1, 7), (6, 4, 8, 8)
 SAME = 1e-6  # the same operations in the same order, but for kernels that are chosen by layout

@@ -7,7 +7,7 @@ import torch
 
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
-from tests.ops.rules import relative_error
+from tests.ops.agreement import relative_error
 
 ALL, NO_POSITIONS = "--softmax-attention-layers all", "--no-token-positional-embeddings"
 CUTOFFS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fairseq_fastweights.ops.autocast import without_autocast
-from tests.ops.rules import DEVICE, RULES, differentiate, mapped
+from tests.ops.results import differentiate
+from tests.ops.rules import DEVICE, RULES, mapped
 from tests.ops.test_selective_scan import SCAN
 
 

@@ -11,27 +11,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.ops.rules import (
-    BACKENDS,
-    LAYOUT,
-    PRINCIPAL,
-    RULE,
-    RULES,
+from tests.ops.agreement import (
     TOLERANCE,
     assert_agrees,
     assert_autocast_does_not_reach_inside,
     assert_close,
     assert_same,
-    cotangents,
-    deal,
-    definition,
-    detached,
-    differentiate,
-    mapped,
-    named,
-    outcome,
-    state_dtype,
 )
+from tests.ops.results import cotangents, definition, detached, differentiate, named, outcome
+from tests.ops.rules import BACKENDS, LAYOUT, PRINCIPAL, RULE, RULES, deal, mapped, state_dtype
 from tests.ops.test_selective_scan import SCANNED
 
 # (T, K, V): one step, shorter than any chunk, primes, multiples of the usual chunks and one more and one less than

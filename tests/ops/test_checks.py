@@ -15,7 +15,9 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import checks, native
-from tests.ops.rules import BACKENDS, DEVICE, PRINCIPAL, RULE, RULES, Inputs, Rule, assert_close, assert_same, named
+from tests.ops.agreement import assert_close, assert_same
+from tests.ops.results import named
+from tests.ops.rules import BACKENDS, DEVICE, PRINCIPAL, RULE, RULES, Inputs, Rule
 
 # Each size another number, so that no wrong shape passes for the right one.
 SIZES = {"B": 2, "T": 7, "H": 3, "K": 5, "V": 6}

@@ -11,26 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fastweights.ops import native
 from fairseq_fastweights.ops.divided import Divided
-from tests.ops.rules import (
-    DEVICE,
-    LAYOUT,
-    PRINCIPAL,
-    RULE,
-    RULES,
-    Inputs,
-    Rule,
+from tests.ops.agreement import (
     assert_agrees,
     assert_autocast_does_not_reach_inside,
     assert_close,
     assert_same,
-    deal,
-    detached,
-    in_float64,
-    mapped,
-    named,
-    outcome,
     relative_error,
 )
+from tests.ops.results import detached, in_float64, named, outcome
+from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, Rule, deal, mapped
 
 LARGEST = 16
 MOST_ON_A_GPU = native.LARGEST_DIM["cuda"]

@@ -10,25 +10,9 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
-from tests.ops.rules import (
-    BACKENDS,
-    DEVICE,
-    RULE,
-    RULES,
-    TOLERANCE,
-    Inputs,
-    Rule,
-    assert_close,
-    assert_same,
-    cotangents,
-    deal,
-    differentiate,
-    in_float64,
-    mapped,
-    named,
-    on_cpu,
-    outcome,
-)
+from tests.ops.agreement import TOLERANCE, assert_close, assert_same
+from tests.ops.results import cotangents, differentiate, in_float64, named, outcome
+from tests.ops.rules import BACKENDS, DEVICE, RULE, RULES, Inputs, Rule, deal, mapped, on_cpu
 
 EVERY = ("reference", *BACKENDS)
 # Keys and values step by step in tiles, with few keys, and by chunks.

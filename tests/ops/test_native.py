@@ -14,26 +14,9 @@ from torch.autograd import forward_ad
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
-from tests.ops.rules import (
-    DEVICE,
-    LAYOUT,
-    PRINCIPAL,
-    RULE,
-    RULES,
-    TOLERANCE,
-    Inputs,
-    Rule,
-    assert_agrees,
-    assert_close,
-    assert_same,
-    cotangents,
-    deal,
-    definition,
-    differentiate,
-    in_float64,
-    named,
-    outcome,
-)
+from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
+from tests.ops.results import cotangents, definition, differentiate, in_float64, named, outcome
+from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, Rule, deal
 from tests.ops.test_selective_scan import SCAN, SCANNED, laid
 
 ROOT = Path(__file__).resolve().parents[2]

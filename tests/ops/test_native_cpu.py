@@ -16,25 +16,9 @@ import torch
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
 from tests.ops import test_selective_scan as scans
-from tests.ops.rules import (
-    LAYOUT,
-    RULES,
-    TOLERANCE,
-    Inputs,
-    Rule,
-    assert_agrees,
-    assert_close,
-    assert_same,
-    cotangents,
-    deal,
-    definition,
-    detached,
-    differentiate,
-    named,
-    on_cpu,
-    outcome,
-    parts,
-)
+from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same, parts
+from tests.ops.results import cotangents, definition, detached, differentiate, named, outcome
+from tests.ops.rules import LAYOUT, RULES, Inputs, Rule, deal, on_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 

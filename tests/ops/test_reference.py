@@ -7,18 +7,9 @@ import pytest
 import torch
 
 from fairseq_fastweights import ops
-from tests.ops.rules import (
-    RULES,
-    TOLERANCE,
-    assert_autocast_does_not_reach_inside,
-    assert_close,
-    definition,
-    mapped,
-    named,
-    parts,
-    relative_error,
-    state_dtype,
-)
+from tests.ops.agreement import TOLERANCE, assert_autocast_does_not_reach_inside, assert_close, parts, relative_error
+from tests.ops.results import definition, named
+from tests.ops.rules import RULES, mapped, state_dtype
 
 ROUNDING = 1e-12  # in float64 a few dozen operations leave a hundredth of it; a wrong equation differs by far more
 
