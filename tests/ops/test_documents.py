@@ -76,22 +76,6 @@ def test_documents_that_begin_at_chunks_have_the_same_bits(rule):
         assert_same(outcome(rule, "native", inputs, starts=at), apart(rule, inputs, at, "native"), "apart")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule", RULES)
-def test_nothing_passes_from_one_document_to_another(rule, backend, dtype):
-    """No number, however large, and no gradient of any input."""
-    inputs = rule.inputs(B=1, T=60, K=6, V=7, dtype=dtype, initial_state=False)
-    at = where(60, [0, 37])
-    out, _ = rule.run(inputs, backend, starts=at)
-    gradients = differentiate((out, out), inputs, (torch.zeros_like(out).index_fill_(1, torch.tensor(59), 1), None))
-    for name, x in gradients.items():
-        assert (x[:, :37] == 0).all() and (x[:, 37:] != 0).any(), name
-    other = mapped(inputs, lambda x: x.detach().clone())
-    other["v"][:, :37] = 1e4
-    assert torch.equal(rule.run(other, backend, starts=at)[0][:, 37:], out[:, 37:])
-
-
 @pytest.mark.parametrize("backend", EVERY)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_begins_a_document(rule, backend):

@@ -119,8 +119,7 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy():
     assert_close(named(outputs), definition(rule, inputs | {"log_key_decay": one.repeat(1, 1, 1, 6)}, None), 1e-6)
     assert native.DECAY.arguments(one.expand_as(inputs["k"]), None).log_gate is not None
     # A gradient is asked for by key: no single gate has it.
-    decays = one.expand_as(inputs["k"]).requires_grad_()
-    assert native.DECAY.arguments(decays, None).log_gate is None
+    assert native.DECAY.arguments(one.expand_as(inputs["k"]).requires_grad_(), None).log_gate is None
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -334,13 +333,11 @@ def test_how_many_states_are_kept_changes_no_bit(rule, monkeypatch):
         assert_same(outcome(rule, "native", inputs), expected, f"with a state every {interval} steps")
 
 
-# (K, V, dtype, interval): the fewest for which a state takes less than a quarter, either side of that.
-INTERVALS = [(128, 127, torch.float32, 64), (128, 128, torch.float32, 128), (128, 128, torch.float64, 128)]
-INTERVALS += [(64, 63, torch.bfloat16, 64), (64, 64, torch.bfloat16, 128), (512, 512, torch.float32, 256)]
-
-
 def test_states_take_less_than_a_quarter_of_inputs_and_gradients(monkeypatch):
     monkeypatch.setitem(native.INTERVALS, "cpu", (64, 128, 256))
-    for K, V, dtype, interval in INTERVALS:
+    for K, V, dtype, interval in (
+        *[(128, 127, torch.float32, 64), (128, 128, torch.float32, 128), (128, 128, torch.float64, 128)],
+        *[(64, 63, torch.bfloat16, 64), (64, 64, torch.bfloat16, 128), (512, 512, torch.float32, 256)],
+    ):
         k, v = (torch.empty(1, 1, 1, n, dtype=dtype) for n in (K, V))
         assert native._interval(k, v) == interval, (K, V, dtype)

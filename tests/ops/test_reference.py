@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairseq_fastweights import ops
-from tests.ops.agreement import TOLERANCE, assert_autocast_does_not_reach_inside, assert_close, parts, relative_error
+from tests.ops.agreement import TOLERANCE, assert_autocast_does_not_reach_inside, assert_close, parts
 from tests.ops.results import definition, named
 from tests.ops.rules import RULES, mapped, state_dtype
 
@@ -117,26 +116,3 @@ def test_takes_any_float_type(rule):
         found, expected = named((out, final_state)), definition(rule, inputs, None)
         assert_close(parts(found, rule.regimes), parts(expected, rule.regimes), tolerance, vanishing=1e-20)
         assert_autocast_does_not_reach_inside(rule, "reference", dtype, T=20)
-
-
-def rewritten(operation: str, **strength: float) -> torch.Tensor:
-    """Schlag et al., Appendix B: orthonormal keys k1 and k2 hold v1 and v2; then v3 is written under k2.
-
-    What is then read under k1 and k2, in parts of v1, v2 and v3.
-    """
-    k1, k2 = torch.tensor([[0.6, 0.8, 0.0], [-0.8, 0.6, 0.0]], dtype=torch.float64)
-    v1, v2, v3 = torch.eye(3, dtype=torch.float64)
-    gates = {name: torch.full((1, 1, 1), x, dtype=torch.float64) for name, x in strength.items()}
-    k, v, start = k2[None, None, None], v3[None, None, None], (torch.outer(k1, v1) + torch.outer(k2, v2))[None, None]
-    _, state = getattr(ops.reference, operation)(k, k, v, **gates, initial_state=start)
-    return torch.stack([k1, k2]) @ state[0, 0]
-
-
-@pytest.mark.parametrize("x", [0.01, 0.25, 1.0])
-def test_the_delta_rule_rewrites_one_value_where_the_gated_rule_erases_the_other_too(x):
-    for operation, strength, wanted in (
-        ("delta_rule", {"beta": x}, [[1, 0, 0], [0, 1 - x, x]]),
-        ("gated_rule", {"log_gate": float(np.log(x))}, [[x, 0, 0], [0, x, 1 - x]]),
-    ):
-        read = rewritten(operation, **strength)
-        assert relative_error(read, torch.tensor(wanted, dtype=torch.float64)) <= ROUNDING
