@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -166,49 +167,37 @@ STRENGTHS = ("ordinary", "near one", "one", "tiny", "zero", "zero or one", *REPE
 BOTH = (*GATES, "zero, one or two", "repeated keys, one")
 
 
-def decays(*, key: bool, value: bool) -> Callable[[Draw], Inputs]:
-    def draw_decays(draw: Draw) -> Inputs:
-        shape = (draw.B, draw.T, draw.H)
-        return {
-            "log_key_decay": draw.log_decay(*shape, draw.K) if key else None,
-            "log_value_decay": draw.log_decay(*shape, draw.V) if value else None,
-        }
-
-    return draw_decays
+def decays(draw: Draw, key: bool = True, value: bool = True) -> Inputs:
+    shape = (draw.B, draw.T, draw.H)
+    log_key_decay = draw.log_decay(*shape, draw.K) if key else None
+    return {"log_key_decay": log_key_decay, "log_value_decay": draw.log_decay(*shape, draw.V) if value else None}
 
 
 def strengths(draw: Draw) -> Inputs:
     return {"beta": draw.write_strength(draw.B, draw.T, draw.H)}
 
 
-def gated_delta(*, per_key: bool) -> Callable[[Draw], Inputs]:
-    def draw_gates(draw: Draw) -> Inputs:
-        shape = (draw.B, draw.T, draw.H)
-        log_gate = draw.log_decay(*shape, draw.K) if per_key else draw.log_decay(*shape)
-        return {"beta": draw.write_strength(*shape), "log_gate": log_gate}
-
-    return draw_gates
+def gated_delta(draw: Draw, per_key: bool) -> Inputs:
+    shape = (draw.B, draw.T, draw.H)
+    log_gate = draw.log_decay(*shape, draw.K) if per_key else draw.log_decay(*shape)
+    return {"beta": draw.write_strength(*shape), "log_gate": log_gate}
 
 
 def two_gates(draw: Draw) -> Inputs:
-    return {
-        "erase": draw.bounded_keys() * torch.sigmoid(draw.normal(draw.B, draw.T, draw.H, draw.K)),
-        "beta": None,
-        "log_key_decay": draw.log_decay(draw.B, draw.T, draw.H, draw.K),
-        "log_value_decay": None,
-    }
+    erase = draw.bounded_keys() * torch.sigmoid(draw.normal(draw.B, draw.T, draw.H, draw.K))
+    return {"erase": erase, "beta": None, **decays(draw, value=False)}
 
 
 RULES = (
     Rule("sum", "sum_rule", lambda draw: {}, ("ordinary",)),
     Rule("gated", "gated_rule", lambda draw: {"log_gate": draw.log_decay(draw.B, draw.T, draw.H)}, GATES),
-    Rule("decay", "decay_rule", decays(key=True, value=True), GATES),
-    Rule("decay of keys", "decay_rule", decays(key=True, value=False), GATES),
-    Rule("decay of values", "decay_rule", decays(key=False, value=True), GATES),
-    Rule("decay of neither", "decay_rule", decays(key=False, value=False), ("ordinary",)),
+    Rule("decay", "decay_rule", decays, GATES),
+    Rule("decay of keys", "decay_rule", partial(decays, value=False), GATES),
+    Rule("decay of values", "decay_rule", partial(decays, key=False), GATES),
+    Rule("decay of neither", "decay_rule", partial(decays, key=False, value=False), ("ordinary",)),
     Rule("delta", "delta_rule", strengths, STRENGTHS, Draw.bounded_keys),
-    Rule("gated delta", "gated_delta_rule", gated_delta(per_key=False), BOTH, Draw.bounded_keys),
-    Rule("Kimi delta", "gated_delta_rule", gated_delta(per_key=True), BOTH, Draw.bounded_keys),
+    Rule("gated delta", "gated_delta_rule", partial(gated_delta, per_key=False), BOTH, Draw.bounded_keys),
+    Rule("Kimi delta", "gated_delta_rule", partial(gated_delta, per_key=True), BOTH, Draw.bounded_keys),
     Rule("two gates", "fast_weight_rule", two_gates, ("ordinary", "ordinary or erased"), Draw.bounded_keys),
 )
 RULE = {rule.name: rule for rule in RULES}

@@ -23,9 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = torch.ops.fairseq_fastweights
 
 
-# Shapes and sizes. A CPU's kernels take a chunk of 16 steps at a time, and keep a state every 64. States are rows of
-# keys, columns of values; vectors have 16 columns of float32 (AVX-512) down to 2 of float64, tiles 16 rows or 8.
-
+# A CPU's kernels take a chunk of 16 steps at a time, and keep a state every 64. States are rows of keys, columns of
+# values; vectors have 16 columns of float32 (AVX-512) down to 2 of float64, tiles 16 rows or 8.
 SIZES = [
     # Up to 4 keys, in one vector of columns or in several at once.
     *[(1, 1), (2, 9), (3, 25), (4, 16), (4, 49), (1, 33), (3, 65), (2, 80), (4, 64), (4, 512)],
@@ -47,9 +46,9 @@ CALLS = [
 OTHERS = [rule for rule in RULES if rule.name != "decay of neither"]
 ONE_WAY = [RULE[name] for name in ("gated delta", "Kimi delta", "two gates")]
 SIZED = [
-    case
-    for case in deal(OTHERS, SIZES, CALLS)
-    if case[0] not in ONE_WAY or SIZES.index(case[1]) % 3 == ONE_WAY.index(case[0])
+    (rule, size, call)
+    for rule, size, call in deal(OTHERS, SIZES, CALLS)
+    if rule not in ONE_WAY or SIZES.index(size) % 3 == ONE_WAY.index(rule)
 ]
 
 
@@ -211,10 +210,7 @@ def test_both_libraries_are_loaded_side_by_side():
 @pytest.mark.parametrize("layout", ["a slice", "as fairseq", "windows", "windows of time", "windows of heads"])
 @pytest.mark.parametrize("name", ["decay", "delta"])
 def test_shapes_without_data_are_those_with_it(name, layout):
-    """Strides too: out comes as v does, so that fairseq's (time, batch, channel) needs no copy.
-
-    Where two dimensions have a stride of 1, `torch.empty_like` puts the longer one first, which may be the last.
-    """
+    """Strides too, even where two dimensions have a stride of 1: out comes as v does, and fairseq need not copy it."""
     for B, T, H in ((2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1)):
         inputs = RULE[name].inputs(B=B, T=T, H=H, K=6, V=7, requires_grad=False)
         laid = {n: native._last_contiguous(LAYOUT[layout](x)) for n, x in inputs.items() if x.shape[-1] in (6, 7)}
@@ -233,8 +229,7 @@ def test_views_of_fairseqs_tensors_are_not_copied():
         view = x.view(shape).transpose(0, 1)
         assert native._last_contiguous(view) is view
         strides = [1 if n == 1 else step for n, step in zip(view.shape, view.stride(), strict=True)]
-        odd = view.as_strided(view.shape, strides)
-        assert native._last_contiguous(odd) is odd
+        assert native._last_contiguous(odd := view.as_strided(view.shape, strides)) is odd
 
 
 # Dimensions that are divided (test_divided), where `largest` says so, are compiled likewise.
@@ -248,19 +243,17 @@ def test_torch_compile(rule, autocast, largest, K, V, monkeypatch):
     """One graph, forward and backward, which stays right when shapes change; "aot_eager" needs no compiler."""
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
     torch.compiler.reset()
-    sizes, names = {"K": K, "V": V}, list(rule.inputs())
-    compiled = torch.compile(
-        lambda *x: rule.run(dict(zip(names, x, strict=True)), "native"), backend="aot_eager", fullgraph=True
-    )
+    sizes = {"K": K, "V": V}
+    compiled = torch.compile(lambda inputs: rule.run(inputs, "native"), backend="aot_eager", fullgraph=True)
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
         for B, T in ((2, 20), (2, 20), (3, 33), (1, 70)):
             inputs = rule.inputs(B=B, T=T, **sizes)
-            outputs = compiled(*inputs.values())
+            outputs = compiled(inputs)
             actual = named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
             assert_close(actual, outcome(rule, "native", inputs), 1e-6)
         with torch.no_grad():
             inputs = rule.inputs(T=1, **sizes)
-            assert_close(named(compiled(*inputs.values())), named(rule.run(inputs, "native")), 1e-6)
+            assert_close(named(compiled(inputs)), named(rule.run(inputs, "native")), 1e-6)
 
     def run(inputs: Inputs, state: Tensor) -> Tensor:
         out, final_state = rule.run(inputs | {"initial_state": state}, "native", in_place=True)

@@ -1,14 +1,18 @@
-"""The reference against the papers: closed forms in NumPy, and what the rules promise."""
+"""The reference against the papers, by closed forms in NumPy; and types and shapes of any backend."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import pytest
 import torch
 
+from fairseq_fastweights.ops.autocast import without_autocast
 from tests.ops.agreement import TOLERANCE, assert_autocast_does_not_reach_inside, assert_close, parts
-from tests.ops.results import definition, named
-from tests.ops.rules import RULES, mapped, state_dtype
+from tests.ops.results import definition, differentiate, named
+from tests.ops.rules import DEVICE, RULES, mapped, state_dtype
+from tests.ops.test_selective_scan import SCAN
 
 ROUNDING = 1e-12  # in float64 a few dozen operations leave a hundredth of it; a wrong equation differs by far more
 
@@ -51,10 +55,7 @@ def corrected_closed_form(q, k, v, S0, erase=None, beta=None, log_key_decay=None
     keep = [(np.ones(K) * f[t])[:, None] * (np.eye(K) - beta[t] * np.outer(erase[t], k[t])) for t in range(T)]
 
     def later(s: int, t: int) -> np.ndarray:
-        product = np.eye(K)
-        for u in range(s, t + 1):
-            product = product @ keep[u]
-        return product
+        return functools.reduce(np.matmul, keep[s : t + 1], np.eye(K))
 
     states = [
         S0 @ later(0, t) + sum(beta[s] * np.outer(v[s], k[s]) @ later(s + 1, t) for s in range(t + 1)) for t in range(T)
@@ -116,3 +117,29 @@ def test_takes_any_float_type(rule):
         found, expected = named((out, final_state)), definition(rule, inputs, None)
         assert_close(parts(found, rule.regimes), parts(expected, rule.regimes), tolerance, vanishing=1e-20)
         assert_autocast_does_not_reach_inside(rule, "reference", dtype, T=20)
+
+
+def test_autocast_is_off_inside_and_back_after():
+    """Of a device without autocast nothing is asked."""
+    x = torch.ones(2, 2, device=DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        with without_autocast(x):
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16
+        with without_autocast(x.to("meta")):
+            assert (x @ x).dtype == torch.bfloat16
+
+
+CASES = [("reference", 5, torch.bfloat16), ("chunkwise", 70, torch.bfloat16), ("auto", 1, torch.float64)]
+
+
+@pytest.mark.parametrize(("backend", "T", "dtype"), CASES)
+@pytest.mark.parametrize("rule", [*RULES, SCAN])
+def test_shapes_on_meta(rule, backend, T, dtype):
+    drawn = rule.inputs(T=T, dtype=dtype)
+    inputs = mapped(drawn, lambda x: x.detach().to("meta").requires_grad_())
+    outputs = rule.run(inputs, backend)
+    for found, real in zip(outputs, rule.run(drawn, "reference"), strict=True):
+        assert found.is_meta and (found.shape, found.dtype) == (real.shape, real.dtype)
+    for name, grad in differentiate(outputs, inputs, [x.detach() for x in outputs]).items():
+        assert grad.is_meta and (grad.shape, grad.dtype) == (inputs[name].shape, inputs[name].dtype)

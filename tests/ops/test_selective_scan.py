@@ -104,11 +104,9 @@ def laid(inputs: Inputs, dim: int, names: tuple[str, ...] = ("u", "delta", "B", 
 SIZES = [(1, 1, 1), (2, 3, 5), (63, 17, 16), (64, 1, 64), (65, 3, 1), (200, 17, 5), (17, 64, 3), (33, 65, 16)]
 SIZES += [(31, 8, 2), (32, 100, 17), (16, 130, 4), (40, 31, 33)]
 HOW = [
-    {"dtype": torch.float32},
-    {"dtype": torch.float64, "initial_state": False, "skip": True},
-    {"dtype": torch.bfloat16, "skip": False},
+    *[{"dtype": torch.float32}, {"dtype": torch.float64, "initial_state": False, "skip": True}],
+    *[{"dtype": torch.bfloat16, "skip": False}, {"dtype": torch.float64, "extras_dtype": torch.float32}],
     {"dtype": torch.float16, "extras_dtype": torch.float32, "initial_state": False, "skip": True},
-    {"dtype": torch.float64, "extras_dtype": torch.float32},
 ]
 
 
