@@ -293,18 +293,6 @@ def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
             transformed(inputs["initial_state"])
 
 
-@pytest.mark.slow
-def test_forward_mode_is_refused_in_a_compiled_function():
-    inputs = RULE["delta"].inputs(T=5, requires_grad=False)
-    torch.compiler.reset()
-
-    def derivative(q: Tensor) -> Tensor:
-        return torch.func.jvp(lambda x: RULE["delta"].run(inputs | {"q": x}, "native")[0], (q,), (q,))[1]
-
-    with pytest.raises(RuntimeError, match="carries a tangent"):
-        torch.compile(derivative, backend="aot_eager", fullgraph=True)(inputs["q"])
-
-
 @pytest.mark.parametrize("rule", [*PRINCIPAL, *SCANNED])
 def test_no_gradient_is_no_gradient(rule):
     """Steps between kept states are kept for a backward pass only."""
