@@ -16,7 +16,7 @@ STANDARD_ERRORS = 5  # that an estimate may be off: a normal deviate passes them
 
 
 def build(name, **options):
-    return build_feature_map(name, **{"num_heads": HEADS, "head_dim": DIM, **options})
+    return build_feature_map(name, **{"num_heads": HEADS, "head_dim": DIM} | options)
 
 
 def queries_and_keys(dim, dtype=torch.float64):
@@ -36,14 +36,12 @@ def dpfp(feature_map, head, x):
     return torch.stack([z[i] * z[i - j] for j in range(1, feature_map.nu + 1) for i in range(len(z))])
 
 
-CASES = [
-    # A map, its options, and what it makes of a vector, in a head.
+CASES = [  # a map, its options, and what it makes of a vector, in a head
     ("identity", {}, lambda feature_map, head, x: x),
     ("elu", {}, lambda feature_map, head, x: torch.where(x > 0, x + 1, x.exp())),
     ("tanh", {}, lambda feature_map, head, x: 1 - 2 / (torch.exp(2 * x) + 1)),
     ("relu", {"feature_dim": 6}, lambda feature_map, h, x: F.relu(feature_map.weight[h] @ x + feature_map.bias[h])),
-    ("favor", {"favor_features": 1}, favor),
-    ("favor", {"favor_features": 9}, favor),
+    *(("favor", {"favor_features": count}, favor) for count in (1, 9)),
     *(("dpfp", {"dpfp_nu": nu}, dpfp) for nu in (1, 2, 3, 2 * DIM - 1)),
 ]
 maps = pytest.mark.parametrize(("name", "options", "equation"), CASES, ids=lambda x: "" if callable(x) else str(x))
@@ -204,21 +202,17 @@ SIZES = [
     *[("identity", {}, 4, 4), ("elu", {"feature_dim": 7}, 7, 7), ("tanh", {"feature_dim": 2}, 2, 2)],
     *[("relu", {"feature_dim": 7}, 4, 7), ("dpfp", {"dpfp_nu": 3, "feature_dim": 24}, 4, 24)],
     ("dpfp", {"dpfp_nu": 3, "head_dim": 64}, 64, 384),  # Table 6
-    ("favor", {}, 4, 12),  # 2 round(4 ln 4)
-    ("favor", {"head_dim": 64}, 64, 532),  # the paper's m = 266, Sec. 6.2
+    *[("favor", {}, 4, 12), ("favor", {"head_dim": 64}, 64, 532)],  # 2 round(4 ln 4); the paper's m = 266, Sec. 6.2
     ("favor", {"head_dim": 1}, 1, 2),  # at least one feature, though ln 1 = 0
     *[("favor", {"feature_dim": 10}, 4, 10), ("favor", {"favor_features": 3, "feature_dim": 6}, 4, 6)],
 ]
 
 
-def test_sizes():
+def test_sizes_and_the_scale_that_relu_starts_with():
     for name, options, key_dim, output_dim in SIZES:
         feature_map = build(name, **options)
         assert type(feature_map) is FEATURE_MAPS[name]
         assert (feature_map.key_dim, feature_map.output_dim) == (key_dim, output_dim), (name, options)
-
-
-def test_relu_map_starts_with_features_at_the_scale_of_its_input():
     phi, _ = build("relu", head_dim=64, feature_dim=512)(*queries_and_keys(64, torch.float32))
     # 30 vectors of 64 numbers estimate a mean square of 1 to 3 %, the 512 features to about 2 %.
     assert phi.square().mean().item() == pytest.approx(1, abs=0.15)
@@ -226,15 +220,13 @@ def test_relu_map_starts_with_features_at_the_scale_of_its_input():
 
 IMPOSSIBLE = [
     ("softmax", {}, r"feature map 'softmax'.* identity, elu, relu, favor, dpfp, tanh"),
-    ("elu", {"num_heads": 0}, r"num_heads is 0; .*positive"),
-    ("elu", {"head_dim": -4}, r"head_dim is -4; .*positive"),
+    *[("elu", {"num_heads": 0}, "num_heads is 0; .*positive"), ("elu", {"head_dim": -4}, "head_dim is -4; .*positive")],
     ("elu", {"feature_dim": 2.5}, r"feature_dim is 2\.5; .*positive integer"),
-    ("dpfp", {"dpfp_nu": 0}, r"dpfp_nu is 0; .*head_dim 4 .*from 1 to 7"),
-    ("dpfp", {"dpfp_nu": 8}, r"dpfp_nu is 8; .*head_dim 4 .*from 1 to 7"),
-    ("dpfp", {"dpfp_nu": 2, "feature_dim": 8}, r"feature_dim is 8; .*dpfp_nu = 16"),
-    ("favor", {"favor_features": 0}, r"favor_features is 0; .*positive"),
-    ("favor", {"feature_dim": 7}, r"feature_dim is 7; .*favor .*even"),
-    ("favor", {"favor_features": 4, "feature_dim": 6}, r"feature_dim is 6; with favor_features 4 it must be 8"),
+    *(("dpfp", {"dpfp_nu": nu}, f"dpfp_nu is {nu}; .*head_dim 4 .*from 1 to 7") for nu in (0, 8)),
+    ("dpfp", {"dpfp_nu": 2, "feature_dim": 8}, "feature_dim is 8; .*dpfp_nu = 16"),
+    ("favor", {"favor_features": 0}, "favor_features is 0; .*positive"),
+    ("favor", {"feature_dim": 7}, "feature_dim is 7; .*favor .*even"),
+    ("favor", {"favor_features": 4, "feature_dim": 6}, "feature_dim is 6; with favor_features 4 it must be 8"),
 ]
 
 
