@@ -221,7 +221,7 @@ def test_in_place_writes_the_final_state_into_the_initial_one(rule, backend):
             assert final_state is state
             assert_close(named((out, state)), expected, 1e-6)
         # A view is the state: a part of a wider one, whose other columns stay; or with keys and values turned round.
-        wide, turned = start.new_full((*start.shape[:3], 7), 5.0), torch.empty_like(start.transpose(2, 3))
+        wide, turned = start.new_full((*start.shape[:3], 7), 5.0), start.transpose(2, 3).contiguous()
         for whole, view in ((wide, wide[..., 2:5]), (turned, turned.transpose(2, 3))):
             view.copy_(start)
             loss = (whole * torch.ones_like(whole).requires_grad_()).sum()
