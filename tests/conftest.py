@@ -31,7 +31,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     if isinstance(val, torch.dtype):
         return str(val).removeprefix("torch.")
     if isinstance(val, dict):
-        return pytest_make_parametrize_id([(name, x) for name, x in val.items()])
+        return pytest_make_parametrize_id([f"{name}={pytest_make_parametrize_id(x) or x}" for name, x in val.items()])
     if isinstance(val, (tuple, list)):
         plain = (str, int, float, type(None))
         names = [str(x) if isinstance(x, plain) else pytest_make_parametrize_id(x) for x in val]
