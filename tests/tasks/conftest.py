@@ -1,7 +1,5 @@
 """Trained models of both kinds, a tiny parallel corpus, and fairseq's commands for translation on it."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
@@ -13,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from filelock import FileLock
 
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, import_plugin, train
 
 TRANSLATION = [*TASK[:2], *"--task translation --source-lang en --target-lang de".split()]
 SMALL = "--arch fast_weight_transformer_tiny --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 --dropout 0".split()
-SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
-"""As `translator` is."""
 
 
 def slow(*values: Any) -> Any:
@@ -33,6 +30,12 @@ def losses(log: str, name: str = "loss") -> list[float]:
     found = [float(x) for x in re.findall(rf'"{name}": "([^"]+)"', log)]
     assert found and all(map(math.isfinite, found))
     return found
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The model's, without the numbers whose type fairseq looks at, and whose value it never sets."""
+    state = torch.load(checkpoint, weights_only=True)["model"]
+    return {name: x for name, x in state.items() if not name.endswith("_float_tensor")}
 
 
 def train_in_two(data: Path, folder: Path, *flags: str) -> str:
@@ -102,24 +105,15 @@ def pair_text() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="session")
 def pairs(pair_text, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pairs, binarised."""
+    """The pairs, binarised; in `joined` beside it with one dictionary for both languages."""
     import_plugin()
     folder = tmp_path_factory.mktemp("pairs")
     for name, lines in pair_text.items():
         (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return binarise_pairs(folder, "bin")
-
-
-@pytest.fixture(scope="session")
-def joined_pairs(pairs: Path) -> Path:
-    """The same with one dictionary for both languages."""
-    return binarise_pairs(pairs.parent, "joined", "--joined-dictionary")
-
-
-def binarise_pairs(folder: Path, out: str, *flags: str) -> Path:
     prefixes = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", str(folder / split))]
-    command("preprocess", *TRANSLATION[-4:], "--destdir", str(folder / out), *prefixes, *flags)
-    return folder / out
+    for out, flags in (("bin", []), ("joined", ["--joined-dictionary"])):
+        command("preprocess", *TRANSLATION[-4:], "--destdir", str(folder / out), *prefixes, *flags)
+    return folder / "bin"
 
 
 def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = False) -> str:
@@ -135,7 +129,7 @@ def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = 
 @pytest.fixture(scope="session")
 def translator(pairs, once) -> Path:
     """A checkpoint after 36 updates."""
-    flags = [*SAME_MODEL, "--max-update", "36", "--no-epoch-checkpoints"]
+    flags = "--update-rule delta --feature-map dpfp --max-update 36 --no-epoch-checkpoints".split()
     return once("translator", lambda folder: train_translation(pairs, folder, *flags)) / "checkpoint_last.pt"
 
 

@@ -1,15 +1,13 @@
 """Contexts that are carried over and contexts that slide: what is trained on, and what the perplexities mean."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import QUIET, SMALL_MODEL, TASK, binarise, command, count_tokens, evaluate, train
-from tests.tasks.conftest import losses, slow, train_in_two
+from tests.conftest import QUIET, SMALL_MODEL, TASK, command, count_tokens, evaluate, train
+from tests.tasks.conftest import losses, slow, train_in_two, weights
 
 CARRY = ["--carry-over-state"]
 NO_POSITIONS = ["--no-token-positional-embeddings"]
@@ -77,17 +75,6 @@ def test_sliding_windows_give_fairseqs_perplexity(corpus, model, made_with, flag
 
 
 @pytest.mark.slow
-def test_data_of_every_kind_is_read_alike(corpus, model, tmp_path):
-    for path in corpus.parent.glob("*.txt"):
-        shutil.copy(path, tmp_path)
-    lazy = binarise(tmp_path, "--dataset-impl", "lazy", "--srcdict", str(corpus / "dict.txt"))
-    for flags in (CARRY, ["--context-window", "48"]):
-        reading = [model(*NO_POSITIONS), *flags, "--tokens-per-sample", "64"]
-        wanted = evaluate(corpus, *reading)
-        assert all(evaluate(lazy, *reading, "--dataset-impl", kind) == wanted for kind in ("cached", "lazy"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -121,10 +108,6 @@ def test_training_and_validation_read_whole_streams(corpus, model, tmp_path, fla
     assert abs(wanted["train"] - fresh) > 6e-3
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
-
-
 @pytest.mark.slow
 def test_a_run_that_is_taken_up_at_an_epochs_end_goes_on_as_if_it_had_not_stopped(corpus, tmp_path):
     flags = [*NO_POSITIONS, *CARRY, "--max-update", "0", "--lr", "0.001", "--tokens-per-sample", "64", "--max-epoch"]
@@ -134,14 +117,15 @@ def test_a_run_that_is_taken_up_at_an_epochs_end_goes_on_as_if_it_had_not_stoppe
 
 
 @pytest.mark.slow
-def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path):
-    flags = [*NO_POSITIONS, *CARRY, "--lr", "0.001", "--update-freq", "2", "--num-workers", "1"]
+@pytest.mark.parametrize("apart", [[], ["--separate-documents"]], ids=["", "documents"])
+def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path, apart):
+    flags = [*NO_POSITIONS, *CARRY, *apart, "--lr", "0.001", "--update-freq", "2", "--num-workers", "1"]
     train(corpus, tmp_path / "whole", *flags, "--max-update", "8")
     train(corpus, tmp_path / "parts", *flags, "--max-update", "5")
     other = shutil.copytree(tmp_path / "parts", tmp_path / "other")
     log = train(corpus, tmp_path / "parts", *flags, "--max-update", "8")
     assert "start empty" not in log
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    whole, parts = (weights(tmp_path / name / "checkpoint_last.pt") for name in ("whole", "parts"))
     assert all(torch.equal(x, parts[name]) for name, x in whole.items())
     log = train(corpus, other, *flags, "--max-update", "8", "--batch-size", "3")
     assert "the checkpoint's states are left out" in log and "start empty" in log
