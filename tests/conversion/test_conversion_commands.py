@@ -16,6 +16,7 @@ from tests.conftest import QUIET, TASK, binarise, command, train
 from tests.conversion import sources
 from tests.conversion.test_tokenizer import byte_level
 from tests.models.test_checkpoints import with_former_name
+from tests.tasks.conftest import losses as losses_in
 
 LINES = ["the cat sat on the mat", "and  the other cats   sat there,", "Grüße: that is the theme 🎉", "x"]
 
@@ -67,10 +68,9 @@ def test_training_starts_at_the_sources_perplexity_and_what_comes_out_converts_b
     flags += [str(converted.ours / "model.pt"), "--softmax-attention-layers", "all"]
     flags += "--attention-dropout 0 --sample-break-mode eos --tokens-per-sample 64 --max-target-positions 64".split()
     # All lines are one batch. fairseq's losses are in bits, with three decimals.
-    first, last = re.findall(
-        r'"train_loss": "([^"]+)"', train(converted.data, tmp_path, *flags, "--max-update", "2", "--lr", lr)
-    )
-    assert float(first) == pytest.approx(sum(losses) / len(losses) / math.log(2), abs=1e-3) and (first == last) is same
+    log = train(converted.data, tmp_path, *flags, "--max-update", "2", "--lr", lr)
+    first, second = losses_in(log, "train_loss")
+    assert first == pytest.approx(sum(losses) / len(losses) / math.log(2), abs=1e-3) and (first == second) is same
     last = str(tmp_path / "checkpoint_last.pt")
     assert main(["to-huggingface", str(converted.ours), str(tmp_path / "back"), "--checkpoint", last]) == 0
     before, after = WeightFiles(converted.theirs), WeightFiles(tmp_path / "back")

@@ -1,35 +1,18 @@
 """Contexts that are carried over and contexts that slide: what is trained on, and what the perplexities mean."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, count_tokens, evaluate, train
-from tests.tasks.conftest import losses, slow, train_in_two, weights
+from tests.tasks.conftest import loss_alone, losses, slow, train_in_two, weights
 
 CARRY = ["--carry-over-state"]
 NO_POSITIONS = ["--no-token-positional-embeddings"]
 SMALLER = ["--output-dictionary-size", "30"]
 ADAPTIVE = """--adaptive-input --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20 --criterion adaptive_loss
     --ddp-backend legacy_ddp""".split()
-
-
-def one_pass(data: Path, checkpoint: Path) -> float:
-    """The perplexity of the whole test split read at once, computed without any of the readers under test."""
-    from fairseq import checkpoint_utils
-    from fairseq.data import data_utils
-
-    [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
-    model.eval()
-    lines = data_utils.load_indexed_dataset(str(data / "test"), task.dictionary)
-    text = torch.cat([lines[i] for i in range(len(lines))])[None]
-    inputs = torch.cat([torch.full((1, 1), task.dictionary.eos()), text[:, :-1]], dim=1)
-    text[text >= len(task.target_dictionary)] = task.target_dictionary.unk()
-    with torch.no_grad():
-        scores = model.get_normalized_probs(model(inputs), log_probs=True, sample={"target": text})
-    return scores.gather(-1, text[..., None]).mean().neg().exp().item()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +29,7 @@ def test_contexts_that_are_the_whole_text_give_the_perplexity_of_one_pass(corpus
     checkpoint = model(*NO_POSITIONS, *made_with)
     loss, tokens = evaluate(corpus, checkpoint, *flags)
     assert tokens == count_tokens(corpus, "test")
-    whole = one_pass(corpus, checkpoint)
+    whole = 2 ** loss_alone(corpus, checkpoint)
     # 1e-4 of the perplexity are asked for; float32 sums in another order stay far below it.
     assert 2**loss == pytest.approx(whole, rel=2e-5)
     apart, _ = evaluate(corpus, checkpoint, *made_with, "--tokens-per-sample", "64")

@@ -1,47 +1,18 @@
 """--separate-documents: a packed corpus is trained on and scored as its documents alone are."""
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import count_tokens, evaluate, train
-from tests.tasks.conftest import losses, slow, train_in_two
+from tests.tasks.conftest import loss_alone, losses, slow, train_in_two
 from tests.tasks.test_bad_input import task_with
 
 APART = "--separate-documents"
 NO_POSITIONS = "--no-token-positional-embeddings"
 CARRY = "--carry-over-state"
 HYBRID = "--mixers delta,softmax:2 --rotary-dim 4 --max-target-positions 900".split()
-
-
-def documents_alone(data: Path, checkpoint: Path, new: int = 10**6, context: int = 0, split: str = "test") -> float:
-    """The base-2 loss of a split, each document scored by itself, by none of the readers under test.
-
-    In windows, if `new` says so: of `new` tokens, after as many of the document's before them as fit into `context`.
-    """
-    from fairseq import checkpoint_utils
-    from fairseq.data import data_utils
-
-    [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
-    model.eval()
-    lines = data_utils.load_indexed_dataset(str(data / split), task.dictionary)
-    documents: list[list[int]] = [[]]
-    for before, line in zip([None, *lines], lines, strict=False):
-        if before is not None and len(before) == 1 and len(line) > 1:
-            documents.append([])
-        documents[-1] += line.tolist()
-    assert len(documents) > 1
-    loss = 0.0
-    for document in documents:
-        text = torch.tensor([task.dictionary.eos(), *document])[None]
-        for first in range(0, len(document), new):
-            start, end = max(0, first - context), min(first + new, len(document))
-            with torch.no_grad():
-                logits = model(text[:, start:end])[0][:, first - start :]
-            loss -= logits.log_softmax(-1).gather(-1, text[:, first + 1 : end + 1, None]).sum().item()
-    return loss / sum(map(len, documents)) / math.log(2)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +31,7 @@ def test_a_packed_corpus_is_scored_as_its_documents_alone(corpus, model, made_wi
     loss, tokens = evaluate(corpus, checkpoint, APART, *flags.split())
     assert tokens == count_tokens(corpus, "test")
     # Sums of float32 in another order.
-    assert 2**loss == pytest.approx(2 ** documents_alone(corpus, checkpoint, **windows), rel=2e-5)
+    assert 2**loss == pytest.approx(2 ** loss_alone(corpus, checkpoint, apart=True, **windows), rel=2e-5)
     packed, _ = evaluate(corpus, checkpoint, *flags.split())
     assert abs(2**packed / 2**loss - 1) > 2e-4, "the corpus must be one where it matters"
 
