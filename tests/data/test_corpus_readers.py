@@ -45,9 +45,7 @@ def test_a_corpus_is_its_lines_end_to_end_and_inputs_are_the_tokens_before():
 
 
 def test_targets_without_an_output_are_unknown_words_and_inputs_keep_them():
-    words = Dictionary()
-    for number in range(10):
-        words.add_symbol(f"w{number}")
+    words = Dictionary(extra_special_symbols=[f"w{number}" for number in range(10)])
     corpus = TokenCorpus(Lines(3, 3), EOS, "train", output_dictionary=TruncatedDictionary(words, 12))
     sample = SegmentStreams(corpus, 1, 6, PAD)[0]
     assert sample["target"].tolist() == [10, 11, *[words.unk()] * 4]

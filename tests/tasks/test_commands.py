@@ -15,6 +15,7 @@ from tests.tasks.conftest import losses, train_translation, weights
 
 ADAPTIVE = """--arch fast_weight_lm_baevski_wiki103 --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20
     --criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-input-factor 2 --adaptive-softmax-factor 2""".split()
+CARRY, APART = "--carry-over-state", "--separate-documents"
 WAYS = {"fp16": 2e-3, "bf16": 2e-2, "checkpoint-activations": 1e-3, "ddp-backend=legacy_ddp": 2e-3}
 """How near the loss is: bfloat16 keeps 8 bits; the other ways compute the same."""
 
@@ -35,12 +36,8 @@ def test_models_train_in_every_way(request, corpus, tmp_path, kind):
 GPT2 = "fast_weight_lm_gpt2_small"
 # Of a model in a yaml file; what its architecture sets is left to it.
 DESCRIBED = {
-    "fast_weight_lm": {
-        "update_rule": "decay",
-        "share_decoder_input_output_embed": True,
-        **dict.fromkeys(("decoder_input_dim", "decoder_embed_dim", "decoder_output_dim", "decoder_ffn_embed_dim"), 32),
-        "decoder_attention_heads": 2,
-    },
+    "fast_weight_lm": {"update_rule": "decay", "share_decoder_input_output_embed": True, "decoder_attention_heads": 2}
+    | {f"decoder_{name}_dim": 32 for name in ("input", "embed", "output", "ffn_embed")},
     "fast_weight_lm_wiki103_small": {"adaptive_input_cutoff": "10,20", "adaptive_softmax_cutoff": "10,20"},
     GPT2: {"decoder_embed_dim": 16, "decoder_ffn_embed_dim": 32, "decoder_attention_heads": 2},
     "transformer_lm_gpt2_tiny": {},
@@ -154,15 +151,7 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "contexts",
-    [
-        "--sample-break-mode eos",
-        "--carry-over-state",
-        "--separate-documents",
-        "--separate-documents --carry-over-state",
-    ],
-)
+@pytest.mark.parametrize("contexts", ["--sample-break-mode eos", CARRY, APART, f"{APART} {CARRY}"])
 def test_generate_scores_as_evaluation_does(corpus, model, capsys, contexts):
     # A reference scored token by token is the line as the language model sees it after a line end, or the text so far.
     checkpoint = model(*["--no-token-positional-embeddings"] * ("documents" in contexts))
