@@ -60,6 +60,7 @@ class Harmful:
         return open, ("harmed", "w")
 
 
+COMMANDS = {"neox": "from-huggingface", "converted": "to-huggingface"}
 SAFETENSORS, INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 LAYER, HEAD, ROPE = "transformer.h.0.mlp.c_fc.weight", "lm_head.weight", "rope_parameters"
 # Of config.json: the kind of source, what is said of the settings, and settings of which it is said.
@@ -139,7 +140,7 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     shutil.copytree(folders[base], "source")
     spoil(Path("source"))
     before = sorted(tmp_path.iterdir())
-    command = "to-huggingface" if base == "converted" else "from-huggingface"
+    command = COMMANDS.get(base, "from-huggingface")
     assert main([command, "source", "target"]) == 2
     error = capsys.readouterr().err
     assert f"{command}: error: " in error and "Traceback" not in error
@@ -147,20 +148,17 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     assert sorted(tmp_path.iterdir()) == before
 
 
-WAYS = pytest.mark.parametrize(("command", "base"), [("from-huggingface", "neox"), ("to-huggingface", "converted")])
-
-
-@WAYS
+@pytest.mark.parametrize("base", COMMANDS)
 def test_nothing_is_overwritten_and_a_failure_in_the_middle_leaves_nothing(
-    folders, tmp_path, monkeypatch, capsys, command, base
+    folders, tmp_path, monkeypatch, capsys, base
 ):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("file", "folder", "link"):
-        assert main([command, str(folders[base]), str(tmp_path / name)]) == 2
+        assert main([COMMANDS[base], str(folders[base]), str(tmp_path / name)]) == 2
         assert f"{name}: TARGET exists; nothing is overwritten" in capsys.readouterr().err
-    assert main([command, str(folders[base]), str(tmp_path / "no" / "where")]) == 2
+    assert main([COMMANDS[base], str(folders[base]), str(tmp_path / "no" / "where")]) == 2
     assert "TARGET's parent folder must exist" in capsys.readouterr().err
 
     def fail(content, file, **_):
@@ -169,21 +167,21 @@ def test_nothing_is_overwritten_and_a_failure_in_the_middle_leaves_nothing(
 
     monkeypatch.setattr("torch.save" if base == "neox" else "safetensors.torch.save_file", fail)
     with pytest.raises(KeyboardInterrupt):
-        main([command, str(folders[base]), str(tmp_path / "target")])
+        main([COMMANDS[base], str(folders[base]), str(tmp_path / "target")])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder", "link"]
     assert (tmp_path / "file").read_text() == "mine" and not list((tmp_path / "folder").iterdir())
 
 
-@WAYS
+@pytest.mark.parametrize("base", COMMANDS)
 @pytest.mark.parametrize("size", [100, 16_000])  # where the file begins, and amid the weights
-def test_a_file_that_cannot_be_written_is_one_line(folders, tmp_path, capsys, command, base, size):
+def test_a_file_that_cannot_be_written_is_one_line(folders, tmp_path, capsys, base, size):
     target, (before, most) = tmp_path / "target", resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores SIGXFSZ, so that a file that grows too large is an error of the call that writes.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     try:
-        assert main([command, str(folders[base]), str(target)]) == 2
+        assert main([COMMANDS[base], str(folders[base]), str(target)]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
     (said,) = capsys.readouterr().err.splitlines()
-    assert f"{command}: error: {target}: TARGET cannot be written: model." in said and "File too large" in said
+    assert f"{COMMANDS[base]}: error: {target}: TARGET cannot be written: model." in said and "File too large" in said
     assert not list(tmp_path.iterdir())

@@ -149,7 +149,7 @@ UNFREEZE = "--freeze all --unfreeze-threshold 0.01 --unfreeze-interval 5"
     [
         ("--transfer heads", "transfer is 'heads'; it must be all, none, or comma-separated: embeddings, output"),
         ("--transfer none", "transfer is 'none'; with transfer_from it must name something"),
-        ("--freeze everything", "freeze is 'everything'"),
+        ("--freeze all,output", "freeze is 'all,output'"),
         ("--transfer output --freeze output,attention", "freeze is 'output,attention', but transfer is 'output'"),
         ("--unfreeze-threshold 0.01", "unfreeze_threshold is 0.01, but freeze is none"),
         *((f"{UNFREEZE} --unfreeze-threshold {x}", f"threshold is {x}; it must be above 0 and below 1") for x in "01"),
