@@ -32,6 +32,8 @@ def pytest_make_parametrize_id(val: object) -> str | None:
         return str(val).removeprefix("torch.")
     if isinstance(val, dict):
         return pytest_make_parametrize_id([f"{name}={pytest_make_parametrize_id(x) or x}" for name, x in val.items()])
+    if isinstance(val, (set, frozenset)):  # whose order differs from process to process
+        val = sorted(val, key=str)
     if isinstance(val, (tuple, list)):
         plain = (str, int, float, type(None))
         names = [str(x) if isinstance(x, plain) else pytest_make_parametrize_id(x) for x in val]
