@@ -202,3 +202,26 @@ def test_operators_that_are_called_directly_read_no_tensor_beyond_its_end(name, 
         rule[:3] = (each[:, :1] for each in rule[:3])
         with pytest.raises(RuntimeError, match=r"state has shape .*; it must be"):
             torch.ops.fairseq_fastweights.rule_step_(*rule, x["initial_state"])
+
+
+SCAN = {"u": (2, 5, 6), "delta": (2, 5, 6), "A": (6, 3), "B": (2, 5, 3), "C": (2, 5, 3), "D": (6,)}
+SCAN["initial_state"] = (2, *SCAN["A"])
+
+
+@on_cpu
+@pytest.mark.parametrize("name", SCAN)
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x[..., :-1]])
+def test_nor_does_a_scan(name, change):
+    x = {key: torch.zeros(shape) for key, shape in SCAN.items()}
+    x[name] = change(x[name])
+    step = [each[:, :1] if key in ("u", "delta", "B", "C") else each for key, each in x.items()]
+    operators = torch.ops.fairseq_fastweights
+    for call in (
+        lambda: operators.selective_scan_forward(*x.values(), 0),
+        lambda: operators.selective_scan_step_(*step),
+    ):
+        with pytest.raises(RuntimeError, match=r"(delta|A|B|C|D|state) has shape .*; it must be"):
+            call()
+    if name == "initial_state":
+        with pytest.raises(RuntimeError, match="state is of type Half; it must be Float"):
+            operators.selective_scan_forward(*[*x.values()][:-1], torch.zeros(SCAN[name]).half(), 0)

@@ -77,6 +77,8 @@ def test_streams_need_a_batch_size_and_neither_they_nor_documents_are_continued_
             with pytest.raises(ValueError, match=f"{option} is set, but .*{why[option]}"):
                 task.build_generator([], args)
         if option == "carry_over_state":
+            # Their text is in memory; the end of worker processes would keep training waiting.
+            assert task.get_batch_iterator(task.dataset("test"), max_sentences=2, num_workers=2).num_workers == 0
             with pytest.raises(ValueError, match="batch_size is not set; with carry_over_state"):
                 task.get_batch_iterator(task.dataset("test"), max_tokens=64)
 

@@ -162,3 +162,12 @@ def test_generate_scores_as_evaluation_does(corpus, model, capsys, contexts):
     scores = re.findall(r"^P-\d+\t(.*)$", capsys.readouterr().out, flags=re.MULTILINE)
     values = [float(x) for row in scores for x in row.split()]
     assert -sum(values) / len(values) == pytest.approx(loss, abs=1e-3)
+
+
+def test_a_finished_command_trains_no_further_update(our_fairseq, corpus, tmp_path):
+    def updates() -> int:
+        return torch.load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
+
+    for _ in range(2):
+        train(corpus, tmp_path, "--max-update", "2", "--disable-validation")
+        assert updates() == 2
