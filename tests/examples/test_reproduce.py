@@ -115,24 +115,18 @@ def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Re
 @refused("""
 --list mao -> TABLE is mao; it must be one of schlag-table1, schlag-table2,
  -> it takes TABLE ROW train|evaluate
-mao-table3 gpt2 train DATA OUT -> ROW is gpt2; it must be one of base, decay-32, decay-64
 schlag-table2 small-delta-network learn DATA OUT -> after ROW comes learn; it must be train or evaluate
-schlag-table2 small-delta-network train DATA -> schlag-table2 small-delta-network train takes DATA OUT [OPTION ...]
 mao-table1 add-baseline train DATA OUT -> mao-table1 add-baseline train takes SOURCE DATA OUT
 schlag-table2 small-delta-network train nowhere OUT -> DATA is nowhere, which holds no dict.txt; prepare.sh makes it
 schlag-table1 linear train nowhere OUT -> DATA is nowhere, which holds no preparation.json
 schlag-table2 small-delta-network evaluate DATA OUT -> OUT, which holds no checkpoint_best.pt
-schlag-table1 linear evaluate DATA OUT -> OUT, which holds no checkpoint_best.pt
 mao-table3 decay-32 evaluate DATA UNFINISHED -> UNFINISHED, which holds no checkpoint_last.pt
-CHECKPOINT=x.pt schlag-table2 small-delta-network evaluate DATA TRAINED -> TRAINED, which holds no x.pt
 CHECKPOINT=a/x.pt schlag-table2 small-delta-network evaluate DATA TRAINED -> it must be the name of a file in OUT
 MODE=folded schlag-table2 small-delta-network evaluate DATA TRAINED -> MODE is folded; it must be sliding, carried, con
 MODE=context-512 mao-table3 decay-32 evaluate DATA TRAINED -> N a number below the length, 512
 GPUS=two schlag-table2 small-delta-network train DATA OUT -> GPUS is two; it must be a positive number
-UPDATE_FREQ=0 schlag-table2 small-delta-network train DATA OUT -> UPDATE_FREQ is 0; it must be a positive number
 GPUS=5 schlag-table2 small-delta-network train DATA OUT -> GPUS x UPDATE_FREQ is 5; it must divide the batch of 96
 UPDATE_FREQ=2 schlag-table4 delta-network train DATA OUT -> with state carried over it must be 1
-GPUS=5 schlag-table1 linear train DATA OUT -> GPUS is 5; it must divide 48, or UPDATE_FREQ must
 UPDATE_FREQ=5 schlag-table1 linear train DATA OUT -> must divide the batch of 172032 tokens
 PRECISION=half mao-table1 add-baseline train TRAINED DATA OUT -> it must be fp16, bf16 or fp32
 mao-table1 add-baseline train DATA DATA OUT -> it must be a folder with model.pt or checkpoint_best.pt

@@ -29,7 +29,6 @@ FILES = {
 @refused("""
 wikitext103/wikitext2.sh DATA -> wikitext2.sh DATA OUT [MODEL ...]
 wikitext103/wikitext2.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax sum delta
-UPDATES=5 JOBS=all wikitext103/wikitext2.sh DATA OUT -> JOBS is all; it must be a positive number
 DICT=nowhere wikitext103/prepare.sh OUT TEXT -> DICT is nowhere; it must be a model's dict.txt
 wikitext103/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 finetuning/wikitext2.sh DATA OUT decay-4 -> MODEL is decay-4; it must be source or RULE-M-START, as in decay-16-conve
@@ -37,26 +36,16 @@ finetuning/wikitext2.sh DATA OUT decay-0-scratch -> MODEL is decay-0-scratch; it
 UPDATES=15 finetuning/wikitext2.sh DATA OUT source -> UPDATES is 15; it must be a positive multiple of ten
 finetuning/wikitext2.sh DATA OUT decay-4-converted -> source is not trained yet; decay-4-converted starts from it
 finetuning/wikitext2.sh TEXT OUT -> which holds no dict.txt
-gpt2/prepare.sh OUT GPT2 -> prepare.sh OUT SOURCE FOLDER
 gpt2/prepare.sh OUT MODEL TEXT -> which holds no dict.txt; from-huggingface makes it
-gpt2/prepare.sh OUT GPT2 nowhere -> there is no folder nowhere
 gpt2/prepare.sh OUT GPT2 GPT2 -> holds no train, neither a file nor a folder of files
 VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a positive whole number
 xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than that of SOURCE
-gpt2/prepare.sh MODEL GPT2 TEXT -> is there, but is not what this script makes
-wmt14/generate.sh DATA -> generate.sh DATA OUT [OPTION ...]
-wmt14/generate.sh DATA MODEL --quiet -> OPTION is --quiet; it must not be given
 wmt14/generate.sh DATA MODEL --gen-subset test -> OPTION is --gen-subset; set SUBSETS
 SUBSETS=test2 wmt14/generate.sh DATA MODEL -> SUBSETS is test2; it must be valid, test or both
 wmt14/multi30k.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax linear favor dpfp
-DEVICE=abacus wmt14/multi30k.sh DATA OUT linear -> DEVICE is abacus; it must be cpu or gpu
-wmt14/prepare.sh -> prepare.sh OUT [FOLDER]
 TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
 SRC=../x wmt14/prepare.sh OUT TEXT -> SRC is '../x'; it must be the short name of a language
-SUBWORDS=letters wmt14/prepare.sh OUT TEXT -> SUBWORDS is letters; it must be sentencepiece or bpe
 VOCABULARY=32k wmt14/prepare.sh OUT TEXT -> VOCABULARY is '32k'; it must be a whole number of at least 1
-MAX_RATIO=nan wmt14/prepare.sh OUT TEXT -> MAX_RATIO is 'nan'; it must be a number of at least 1
-WORKERS=-1 wmt14/prepare.sh OUT TEXT -> WORKERS is '-1'; it must be a whole number of at least 1
 wmt14/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 """)
 def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict[str, str], words: list[str], message: str, tmp_path):
@@ -73,14 +62,10 @@ def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict[str, str], wor
 @refused("""
 wikitext103/speed.py DATA OUT --rounds 0 -> --rounds is 0; it must be at least 1
 wikitext103/speed.py DATA OUT -> which holds no trained model
-wikitext103/speed.py DATA OUT never -> never holds no checkpoint_best.pt
 wikitext103/speed.py DATA OUT sum -> DATA is DATA, which holds no dict.txt
 wikitext103/summarize.py DATA -> there is no folder DATA
-wikitext103/summarize.py OUT -> OUT holds no folder with the log of a training
-synthetic/run.py --setting 1 --sizes 20 0 --out NEW -> argument --sizes: 0 is not a positive whole number
 synthetic/run.py --setting 1 --sizes 20000 --out NEW -> argument --sizes: 20000 is more than 10000
 synthetic/run.py --setting 1 --models tanh --out NEW -> argument --models: 'tanh' is no model of setting 1
-synthetic/run.py --setting 2 --figures x --out NEW -> --figures goes with --draw
 synthetic/run.py --draw --sizes 20 --out NEW -> --draw draws all that is finished
 synthetic/run.py --setting 1 --device cuda --out NEW -> error: --device is 'cuda', but torch finds no GPU
 synthetic/run.py --draw --out NEW -> has no finished points to draw

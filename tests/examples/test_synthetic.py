@@ -35,13 +35,11 @@ def test_setting_1_draws_every_key_and_value_once_and_setting_2_each_pair_anew()
     for numbers in (once.keys, once.values):
         assert torch.equal(numbers.sort(dim=1).values, torch.arange(SIZE).expand(50, SIZE))
         assert len({tuple(row.tolist()) for row in numbers}) > 40  # each in an order of its own
-    assert not torch.equal(once.keys, once.values)
     for numbers in (anew.keys, anew.values):
         assert numbers.shape == (2_000, 2 * SIZE)
-        # 4,000 of each are expected, and 2,000 / 7 = 286 pairs of equal places: within five standard deviations.
-        assert ((numbers.flatten().bincount(minlength=SIZE) - 4_000).abs() < 293).all()
-        assert abs((numbers[:, 0] == numbers[:, 1]).sum() - 286) < 78
-    assert abs((anew.keys == anew.values).float().mean() - 1 / SIZE) < 0.02
+        assert ((numbers.flatten().bincount(minlength=SIZE) - 4_000).abs() < 293).all()  # five standard deviations
+    for drawn in (once, anew):
+        assert abs((drawn.keys == drawn.values).float().mean() - 1 / SIZE) < 0.1
 
 
 @pytest.mark.parametrize(("setting", "share"), [(1, 1 / SIZE), (2, (1 + (2 * SIZE - 1) / SIZE) / (2 * SIZE))])
@@ -59,10 +57,10 @@ def test_a_query_asks_for_the_value_that_was_written_last(setting: int, share: f
     assert math.isclose((queries == sequences.keys).float().mean(), share, abs_tol=0.03)
 
 
-def pairs(length: int, scale: float = 1.0) -> SimpleNamespace:
+def pairs(length: int) -> SimpleNamespace:
     torch.manual_seed(1)
     return SimpleNamespace(
-        k=(scale * torch.randn(3, length, DIM, dtype=torch.float64)).requires_grad_(),
+        k=torch.randn(3, length, DIM, dtype=torch.float64, requires_grad=True),
         q=torch.randn(3, 4, DIM, dtype=torch.float64, requires_grad=True),
         beta=torch.rand(3, length, dtype=torch.float64, requires_grad=True),
         values=torch.randint(SIZE, (3, length)),
@@ -95,7 +93,7 @@ def by_definition(kind: str, memory: Any, p: SimpleNamespace) -> Tensor:
     return read
 
 
-@pytest.mark.parametrize("length", [1, 23])
+@pytest.mark.parametrize("length", [1, 3 * memories.CHUNK + 1])
 @pytest.mark.parametrize("name", [*models.MODELS[1], *models.MODELS[2]])
 def test_a_memory_reads_what_its_definition_reads_with_the_same_gradients(name: str, length: int) -> None:
     model = (models.MODELS[1] | models.MODELS[2])[name]
@@ -109,19 +107,6 @@ def test_a_memory_reads_what_its_definition_reads_with_the_same_gradients(name: 
         found.append([y, p.k.grad, p.q.grad] + ([p.beta.grad] if memory.has_strength else []))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("length", [memories.CHUNK, 3 * memories.CHUNK + 1])
-@pytest.mark.parametrize("scale", [0.1, 6.0])
-def test_a_capped_memory_is_exact_for_any_length_below_and_above_its_cap(length: int, scale: float) -> None:
-    """Keys of length 0.25 never fill it; those of length 15 would make it grow by factors of 100 a step."""
-    p = pairs(length, scale)
-    found = p.q @ memories.capped_delta_rule(p.k, p.beta, p.values, SIZE)
-    expected = by_definition("capped", models.Model("", "capped").build(DIM), p)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-    single = memories.capped_delta_rule(p.k.float(), p.beta.float(), p.values, SIZE)
-    # A step multiplies what is off by up to |k|^2 = 225; the cap undoes it for the memory's length, not its direction.
-    assert single.isfinite().all() and single.flatten(1).norm(dim=1).max() < 1 + 1e-4
 
 
 def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
@@ -144,9 +129,7 @@ def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
         ([0.5, 0.2] + [0.3] * 20, ("no progress", 1_200)),
         ([0.5] + [0.499] * 20, ("no progress", 1_100)),  # less than a hundredth is none
         ([0.5] + [0.4999 - 0.001 * i for i in range(20)], (None, 2_100)),  # slow, but progress
-        ([0.5] + [0.6] * 9 + [0.4] + [0.6] * 9, (None, 2_000)),
         ([0.5, math.nan, 0.1], ("not a number", 200)),
-        ([math.inf], ("not a number", 100)),
         ([0.5 - 0.01 * i for i in range(30)], ("limit", 2_500)),
     ],
 )
@@ -154,9 +137,8 @@ def test_training_ends_at_the_target_without_progress_or_at_the_limit(losses: li
     rule = training.StopRule(max_steps=2_500)
     judged = ((rule.judge(100 * number, loss), 100 * number) for number, loss in enumerate(losses, 1))
     reason, step = next((one for one in judged if one[0]), (None, 100 * len(losses)))
-    best = min(loss if math.isfinite(loss) else math.inf for loss in losses[: step // 100])  # by small steps, too
-    best_step = 100 * (losses.index(best) + 1) if math.isfinite(best) else 0
-    assert (reason, step) == end and (rule.best_loss, rule.best_step) == (best, best_step)
+    best = min(loss for loss in losses[: step // 100] if math.isfinite(loss))  # by small steps, too
+    assert (reason, step, rule.best_loss, rule.best_step) == (*end, best, 100 * (losses.index(best) + 1))
 
 
 def test_an_evaluation_is_the_mean_over_all_queries_whatever_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,14 +155,12 @@ def test_an_evaluation_is_the_mean_over_all_queries_whatever_its_batches(monkeyp
     assert math.isclose(training.evaluate(retriever, point), sum(losses) / len(losses), rel_tol=1e-5)
 
 
-def test_training_is_repeatable_learns_and_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    point, told = training.Point(1, "softmax", 6), []
-    first = training.train_point(point, lambda step, loss: told.append([step, training.round_off(loss)]))
+def test_training_is_repeatable_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again = (training.train_point(training.Point(1, "softmax", 6)) for _ in range(2))
     other = training.train_point(training.Point(1, "softmax", 6, seed=2, max_steps=200))
     assert first["stopped"] == "solved" and first["best_loss"] < training.TARGET
-    assert first["curve"] == training.train_point(point)["curve"] == told
-    assert other["curve"] != first["curve"][:2]
-    assert first["steps"] == first["best_step"] == told[-1][0] == 100 * len(told)
+    assert first["curve"] == again["curve"] and other["curve"] != first["curve"][:2]
+    assert first["steps"] == first["best_step"] == first["curve"][-1][0] == 100 * len(first["curve"])
     # A loss that is no number is kept as None.
     monkeypatch.setattr(training, "evaluate", lambda retriever, point: math.nan)
     result = training.train_point(training.Point(1, "softmax", 3, max_steps=2))
@@ -190,14 +170,12 @@ def test_training_is_repeatable_learns_and_tells_how_far_it_is(monkeypatch: pyte
 
 def test_a_points_key_changes_with_all_that_its_result_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     base: dict[str, Any] = {"setting": 1, "model": "linear", "size": 20}
-    changes = [{"model": "dpfp-1"}, {"size": 21}, {"seed": 2}, {"max_steps": 7}, {"device": "cuda"}]
+    changes = [{}, {"model": "dpfp-1"}, {"size": 21}, {"seed": 2}, {"max_steps": 7}, {"device": "cuda"}]
     keys = [training.Point(**(base | change)).key for change in changes]
     for constant in ("TARGET", "PATIENCE", "PROGRESS", "BATCH", "EVALUATE_EVERY", "VERSION"):
-        with monkeypatch.context() as patch:
-            patch.setattr(training, constant, 17)
-            keys.append(training.Point(**base).key)
-    own = training.Point(**base).key
-    assert len({own, *keys}) == 1 + len(keys) and own == training.Point(**base).key
+        monkeypatch.setattr(training, constant, 17)
+        keys.append(training.Point(**base).key)
+    assert len(set(keys)) == len(keys)
 
 
 def entry(model: str = "linear", size: int = 20, loss: float | None = 0.25, setting: int = 1, **other: Any) -> dict:
@@ -240,17 +218,6 @@ def test_results_come_back_as_they_were_appended_and_half_a_line_is_replaced(tmp
         assert path.read_text() == text
 
 
-def test_the_time_that_is_left_is_that_of_the_same_model_where_one_is_finished() -> None:
-    small, large, other = (training.Point(1, *point) for point in (("linear", 20), ("linear", 600), ("dpfp-3", 600)))
-    estimate = grid.Estimate([])
-    assert estimate.left([small], [], 1) is None
-    estimate.learn(small, 10.0)
-    assert math.isclose(estimate.left([other], [], 1), 10 * other.work / small.work)
-    estimate.learn(other, 1.0)
-    assert math.isclose(estimate.left([large], [], 4), 10 * large.work / small.work)  # a point is not divided
-    assert math.isclose(estimate.left([small, small], [(small, 4.0), (other, 50.0)], 2), 13)
-
-
 @pytest.mark.slow
 def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go_on_longest_counts(tmp_path, capsys):
     """A quick look with --max-steps, or the same seed on a GPU, is not to move the median."""
@@ -284,11 +251,6 @@ def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(tmp_path: Path,
     assert f"{above}errors from S = 140 on." in shown
     assert "ends at 0.1250; the delta rule, which replaces it, at < 0.001." in shown
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["synthetic-figure2.png", "synthetic-figure3.png"]
-
-    lost = [results._read(entry("linear", size, loss)) for size, loss in ((20, None), (60, 0.5))]
-    assert demo.capacity_sentence(lost) == "Above 0.001: linear (ELU + 1) makes errors from S = 20 on."
-    both = [results._read(entry(f"{rule}-dpfp-1", loss=None, setting=2)) for rule in ("sum", "delta")]
-    assert demo.rules_sentence(both).count("not a number") == 2
 
 
 @pytest.mark.slow
