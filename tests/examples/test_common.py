@@ -120,13 +120,9 @@ def test_an_interrupted_step_goes_on_if_it_can(tmp_path: Path, case: str) -> Non
 
 
 def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path) -> None:
-    arguments = ["it's", "--b", "(1, 2)", *(f"folder/file {i}" for i in range(20)), *(f"--flag-{i}" for i in range(20))]
-    script = "import sys; print(*sys.argv[1:], sep='|')"
-    step = steps.Step("a", tmp_path, [sys.executable, "-c", script, *arguments], lambda log: {})
-    shown = step.shell_command({"A": "b c"})
-    assert max(map(len, shown.splitlines())) <= 110 and shown.count("\n") > 2
-    typed = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout
-    assert typed.strip().split("|") == arguments
+    command = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "it's", *(f"--flag-{i}" for i in range(20))]
+    shown = steps.Step("a", tmp_path, command, lambda log: {}).shell_command({"A": "b c"})
+    assert subprocess.run(["bash", "-c", shown], capture_output=True, text=True).stdout == f"{command[3:]}\n"
 
 
 # A fork that takes its time leaves a gap between itself and the new process's first steps, in which a signal comes.

@@ -53,12 +53,8 @@ def test_make_starts_the_demos_with_a_folder_of_any_name() -> None:
         make, how = ["make", "--no-print-directory", "-n", *arguments], {"cwd": ROOT, "env": {**env, **variables}}
         return shlex.split(subprocess.run(make, **how, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])[1:]
 
-    for target, program in (
-        ("", "demo/run"),
-        ("-translation", "demo_translation/run"),
-        ("-synthetic", "synthetic/demo"),
-    ):
-        assert words(f"demo{target}") == [f"examples/{program}.py"]
+    assert words("demo") == ["examples/demo/run.py"] and words("demo-synthetic") == ["examples/synthetic/demo.py"]
+    assert words("demo-translation") == ["examples/demo_translation/run.py"]
     name = """/tmp/it's two words $HOME a$b "quoted" back\\slash a,b;c&d"""
     assert words("demo", f"DATA={name}") == words("demo", DATA=name) == ["examples/demo/run.py", "--data", name]
 
@@ -77,17 +73,6 @@ def test_the_splits_of_the_english_hold_all_of_it_and_share_nothing() -> None:
     names = list(corpora.topics)
     random.Random(0).shuffle(names)
     assert corpora.split_english({name: corpora.topics[name] for name in names}) == english
-
-
-def test_articles_with_a_common_paragraph_stay_together_and_repeat_nothing() -> None:
-    paragraphs = {name: " ".join(f"{name}{i}" for i in range(20)) for name in "abcdefghijklmnopqrstuvwxyz"}
-    articles = {name: f"Title {name}\n\n{paragraph}" for name, paragraph in paragraphs.items()}
-    articles["a"] += f"\n\n{paragraphs['b']}\n\n{paragraphs['c']}"
-    splits = corpora.split_english(articles)
-    lines = [line for split in splits.values() for line in split]
-    assert lines.count(paragraphs["b"]) == lines.count(paragraphs["c"]) == 1
-    [home] = [texts for texts in splits.values() if paragraphs["a"] in texts]
-    assert {paragraphs["b"], paragraphs["c"], "Title b", "Title c"} <= set(home)
 
 
 def test_texts_are_found_by_their_usual_names_and_what_cannot_be_used_is_named(tmp_path: Path, capsys) -> None:

@@ -46,6 +46,7 @@ wmt14/multi30k.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax li
 TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
 SRC=../x wmt14/prepare.sh OUT TEXT -> SRC is '../x'; it must be the short name of a language
 VOCABULARY=32k wmt14/prepare.sh OUT TEXT -> VOCABULARY is '32k'; it must be a whole number of at least 1
+wmt14/prepare.sh OUT nowhere -> there is no folder
 wmt14/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 """)
 def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict[str, str], words: list[str], message: str, tmp_path):

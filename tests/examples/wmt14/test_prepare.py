@@ -19,8 +19,7 @@ from tests.examples.wmt14.conftest import PREPARE, Programs, contents, corpus, s
 
 def test_a_clean_line_has_single_spaces_and_no_control_characters() -> None:
     assert corpus.clean(" \ufeffa\tb  c\u2028d\u00a0e\u3000f\x85g\x00h\x1fi ") == "a b c d e f g h i"
-    assert corpus.clean(" \u2003\x0b") == ""
-    assert corpus.clean("naïve – „日本“ & <b>") == "naïve – „日本“ & <b>"
+    assert corpus.clean(" \u2003\x0b") == "" and corpus.clean(text := "naïve – „日本“ & <b>") == text
 
 
 def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path: Path) -> None:
@@ -34,7 +33,7 @@ def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path
     assert corpus.survey(parallel, "de", "en").digest != whole.digest
 
 
-def test_text_that_is_not_right_is_refused_and_nothing_is_made(parallel: Path, tmp_path: Path, programs) -> None:
+def test_text_that_is_not_right_is_refused(parallel: Path, tmp_path: Path) -> None:
     for name, content, message in (
         ("valid.de", None, "holds neither valid.de nor valid.de.gz"),
         ("valid.de.gz", b"", "holds both valid.de and valid.de.gz; one of them must go"),
@@ -45,9 +44,6 @@ def test_text_that_is_not_right_is_refused_and_nothing_is_made(parallel: Path, t
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(TextError, match=message):
             corpus.survey(path.parent, "en", "de")
-    result = programs.prepare(tmp_path / "out", tmp_path / "nowhere")
-    assert result.returncode == 1 and result.stderr == f"prepare.sh: there is no folder {tmp_path / 'nowhere'}\n"
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.unfinished").exists()
 
 
 @pytest.mark.slow
@@ -68,13 +64,11 @@ def test_what_was_cut_into_subwords_is_put_together_again(parallel: Path) -> Non
 @pytest.mark.slow
 @refused(r"""
 VOCABULARY=100000 -> VOCABULARY is 100000; this text gives at most \d+ subwords
-VOCABULARY=40 -> VOCABULARY is 40; it must be at least \d+, for the text's characters and bytes
 VOCABULARY=100000 SUBWORDS=bpe -> VOCABULARY is 100000; this text gives at most \d+ merges
 """)
 def test_a_vocabulary_is_refused_and_the_possible_one_works(env, words, message, parallel, tmp_path, programs):
     result = programs.prepare(tmp_path / "out", parallel, **env)
-    assert result.returncode == 1 and re.search(message, result.stderr), result.stderr
-    assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+    assert result.returncode == 1 and re.search(message, result.stderr) and not (tmp_path / "out").exists()
     possible = int(re.findall(r"\d+", result.stderr.split(";")[1])[0])
     again = programs.prepare(tmp_path / "out", parallel, **{**env, "VOCABULARY": possible})
     assert again.returncode == 0 and "cleaning" not in again.stdout, again.stderr
@@ -89,9 +83,7 @@ def test_prepared_data_hold_the_subwords_of_all_pairs_and_the_text_as_it_came(st
         else:
             assert list(map(model.decode, cut)) == list(map(corpus.clean, raw))
             assert corpus.read_text(stub_data / "raw" / name) == raw
-    record = json.loads((stub_data / "preparation.json").read_text())
-    assert record["made from"]["text"] == corpus.survey(parallel, "en", "de").digest
-    assert record["pairs"]["test"] == {"kept": 4} and not stub_data.with_name("data.unfinished").exists()
+    assert not stub_data.with_name("data.unfinished").exists()
 
 
 def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: Programs) -> None:
@@ -104,10 +96,8 @@ def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: P
     def prepare(name: str, **env: object) -> Result:  # each letter a subword, with the space before it
         return programs.prepare(tmp_path / name, tmp_path / "text", **{"VOCABULARY": 268, "MAX_LENGTH": 5, **env})
 
-    assert (
-        "train: 20 of 28 pairs kept; fell out: 3 with an empty line, 3 of more than 5 subwords, 2 with a ratio above "
-        "1.5; valid: 28, test: 28\n"
-    ) in prepare("out").stdout
+    reasons = "3 with an empty line, 3 of more than 5 subwords, 2 with a ratio above 1.5; valid: 28, test: 28\n"
+    assert f"train: 20 of 28 pairs kept; fell out: {reasons}" in prepare("out").stdout
     assert len(corpus.read_text(tmp_path / "out" / "train.en")) == 20
     assert "train: 22 of 28 pairs kept" in prepare("wide", MAX_RATIO=3).stdout
     result = prepare("none", MAX_LENGTH=1)
