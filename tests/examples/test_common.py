@@ -35,9 +35,9 @@ def make_step(folder: Path, code: str, **others: Any) -> Any:
     return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **others)
 
 
-def work(*wanted: Any, keep_open: tuple[int, ...] = ()) -> str:
+def work(*wanted: Any) -> str:
     """Runs steps; returns what was shown."""
-    steps.Runner(ROOT, 2, output := io.StringIO(), {}, keep_open).run(wanted)
+    steps.Runner(ROOT, 2, output := io.StringIO(), {}).run(wanted)
     return output.getvalue()
 
 
@@ -68,27 +68,6 @@ def test_a_failed_step_is_shown_and_not_marked_as_done(tmp_path: Path, end: str,
     with pytest.raises(steps.StepError, match=rf"a failed: .*{reason}.*\n.*what went wrong\n.*log\.txt"):
         work(step)
     assert step.result() is None
-
-
-WAIT_FOR_OTHER = """
-import sys, pathlib, time
-log = pathlib.Path(sys.argv[1]).parent / "slow" / "log.txt"
-while not log.read_text(): time.sleep(0.01)
-sys.exit(1)
-"""
-WORKER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-
-
-def test_a_failure_ends_the_steps_beside_it_and_what_they_started(tmp_path: Path) -> None:
-    """Workers of a loader keep the folder claimed while they live and notice their parent's end late."""
-    out = tmp_path / "out"
-    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WORKER!r}], close_fds=False)"
-    slow, failing = make_step(out / "slow", starts), make_step(out / "failing", WAIT_FOR_OTHER)
-    with pytest.raises(steps.StepError, match="failing failed"), steps.claim(out, MARK) as claimed:
-        work(slow, failing, keep_open=(claimed,))
-    assert slow.result() is None
-    with steps.claim(out, MARK):
-        pass
 
 
 HALF_THEN_WHOLE = """

@@ -46,13 +46,9 @@ def test_setting_1_draws_every_key_and_value_once_and_setting_2_each_pair_anew()
 def test_a_query_asks_for_the_value_that_was_written_last(setting: int, share: float) -> None:
     sequences = retrieval.draw_sequences(setting, SIZE, 300)
     queries, targets = retrieval.draw_queries(sequences)
-    everything, all_targets, possible = retrieval.all_queries(sequences)
-    assert torch.equal(everything, torch.arange(SIZE).expand(300, SIZE))
     for row in range(300):
         memory = dict(zip(sequences.keys[row].tolist(), sequences.values[row].tolist(), strict=True))
         assert memory[queries[row].item()] == targets[row].item()
-        assert possible[row].tolist() == [key in memory for key in range(SIZE)]
-        assert [all_targets[row, key].item() for key in memory] == list(memory.values())
     # A key is chosen as often as the sequence has it.
     assert math.isclose((queries == sequences.keys).float().mean(), share, abs_tol=0.03)
 

@@ -73,30 +73,25 @@ def test_the_delta_rule_is_better_than_the_papers_other_rules_of_which_the_sum_f
         assert at_20 < TARGET < at_60 < 2 * TARGET and min(rest) > 0.49
 
 
-def weights(steps: int, size: int) -> list[tuple[float, float]]:
-    """What FAVOR+ with 64 features, trained for `steps`, and exact attention of its queries and keys weigh values with:
-    of each the weight of the right value and the sum of all weights' squares, means over all queries.
-    """
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "size"), [(0, 300), (600, 20)])
+def test_favor_weighs_wrong_values_and_does_not_find_what_exact_attention_of_its_keys_would(steps: int, size: int):
+    """Of both, after `steps` of training: the weight of the right value, and the sum of all weights' squares."""
     point = training.Point(1, "favor-64", size)
     torch.manual_seed(point.seed)
     retriever = models.Retriever(models.MODELS[1][point.model], size)
     optimizer = torch.optim.Adam(retriever.parameters(), lr=training.LEARNING_RATE)
     for _ in range(steps):
         training.train_step(retriever, optimizer, point)
+    queries, values, _ = retrieval.all_queries(sequences := retrieval.draw_sequences(1, size, training.EVALUATED))
     found = []
     for memory in (retriever.memory, models.MODELS[1]["softmax"].build()):
         retriever.memory = memory
-        torch.manual_seed(1)
-        queries, values, _ = retrieval.all_queries(sequences := retrieval.draw_sequences(1, size, training.EVALUATED))
         with torch.no_grad():  # values are one-hot, and each is there once: what is read are the weights
             read = retriever.eval()(sequences, queries)
-        found.append((read.gather(2, values[..., None]).mean().item(), read.square().sum(2).mean().item()))
-    return found
-
-
-@pytest.mark.slow
-def test_favor_weighs_wrong_values_and_does_not_find_what_exact_attention_of_its_keys_would() -> None:
-    (favor, favor_square), (_, exact_square) = weights(0, 300)
-    assert 0.3 < favor_square < 0.5 and 0.2 < exact_square < 0.35 and favor < 0.005
-    (favor, _), (exact, _) = weights(600, 20)
-    assert exact > 0.95 and 0.4 < favor < 0.6
+        found += [read.gather(2, values[..., None]).mean().item(), read.square().sum(2).mean().item()]
+    favor, favor_square, exact, exact_square = found
+    if steps:
+        assert exact > 0.95 and 0.4 < favor < 0.6
+    else:
+        assert 0.3 < favor_square < 0.5 and 0.2 < exact_square < 0.35 and favor < 0.005

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from common.files import TextError
 
-from tests.examples.conftest import Result, options, refused
+from tests.examples.conftest import Result, options
 from tests.examples.wmt14.conftest import PREPARE, Programs, contents, corpus, subwords, write_pairs
 
 
@@ -53,24 +53,15 @@ def test_what_was_cut_into_subwords_is_put_together_again(parallel: Path) -> Non
     for line in ("", "Straße – „Ideen“!", "日本 ½ ﬁ 😀 <unk> <s> <0xE2>", "a-b c--d @-@ & &amp;"):
         (cut,) = pieces.encode([line])
         assert set(cut.split()) <= set(pieces.dictionary) and pieces.decode(cut) == line
-    bpe = subwords.MosesBpe(subwords.MosesBpe.learn(subwords.prepare_lines("bpe", "de", text), 60), "de")
-    for line in ("", "grüne Hunde (oft) schlafen!", "hoch-moderne Straße & mehr: 12,50 €", 'er "sagt" a'):
-        tokens = subwords.prepare_lines("bpe", "de", [line])
-        (cut,) = bpe.encode(tokens)
-        assert ("@@" in cut or not line) and bpe.decode(cut) == line
-        assert ("@-@" in tokens[0]) == ("-" in line)
 
 
 @pytest.mark.slow
-@refused(r"""
-VOCABULARY=100000 -> VOCABULARY is 100000; this text gives at most \d+ subwords
-VOCABULARY=100000 SUBWORDS=bpe -> VOCABULARY is 100000; this text gives at most \d+ merges
-""")
-def test_a_vocabulary_is_refused_and_the_possible_one_works(env, words, message, parallel, tmp_path, programs):
-    result = programs.prepare(tmp_path / "out", parallel, **env)
-    assert result.returncode == 1 and re.search(message, result.stderr) and not (tmp_path / "out").exists()
-    possible = int(re.findall(r"\d+", result.stderr.split(";")[1])[0])
-    again = programs.prepare(tmp_path / "out", parallel, **{**env, "VOCABULARY": possible})
+@pytest.mark.parametrize("kind", ["sentencepiece", "bpe"])
+def test_a_vocabulary_is_refused_and_the_possible_one_works(kind, parallel, tmp_path, programs) -> None:
+    result = programs.prepare(tmp_path / "out", parallel, VOCABULARY=100_000, SUBWORDS=kind)
+    assert result.returncode == 1 and not (tmp_path / "out").exists()
+    [possible] = re.findall(r"VOCABULARY is 100000; this text gives at most (\d+)", result.stderr)
+    again = programs.prepare(tmp_path / "out", parallel, VOCABULARY=possible, SUBWORDS=kind)
     assert again.returncode == 0 and "cleaning" not in again.stdout, again.stderr
 
 

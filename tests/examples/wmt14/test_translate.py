@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -181,8 +180,6 @@ def test_a_row_runs_from_raw_text_to_bleu_and_goes_on_where_it_stopped(data, rep
         values = json.loads((out / f"generate-{subset}.json").read_text())
         assert values["sentences"] == count and values["signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|")
         assert values["tokens_per_second"] > 0
-    log = (out / "generate-test.log").read_text()
-    assert {int(number) for number in re.findall(r"^H-(\d+)", log, re.MULTILINE)} == {0, 1, 2, 3}
     _, table, errors = run(SUMMARIZE, tmp_path)
     assert not errors and "| linear | " in table and "| 25.5 |" in table
 
@@ -193,6 +190,7 @@ def test_moses_tokens_and_bpe_become_text_again(parallel: Path, model: Path, tmp
     env = {"VOCABULARY": 60, "SUBWORDS": "bpe", "WORKERS": 1}
     result, [call] = programs.run(PREPARE, data, parallel, env=env)
     assert result.returncode == 0 and "--srcdict" not in call, result.stderr
+    assert (data / "test.de").read_text().count("@-@") == 2
     # A generation that repeats the references, of which fairseq does not know two characters.
     lines = [line.replace("日 本", "<unk> <unk>") for line in corpus.read_text(data / "test.de")]
     result, _ = programs.generate(data, model, [*(f"H-{n}\t0\t{line}\n" for n, line in enumerate(lines)), SUMMARY])
