@@ -162,6 +162,8 @@ def test_wmt14_is_downloaded_and_a_download_that_was_cut_off_goes_on(served, stu
     gone = programs.prepare(out, **{**served, "WMT14_URL": (tmp_path / "nowhere").as_uri()})
     assert gone.returncode == 1 and "cannot download" in gone.stderr and not out.exists()
     part = tmp_path / "out.unfinished" / "downloads" / f"{whole.name}.part"
+    damaged = programs.prepare(out, **{**served, "SUMS": "/dev/null"})
+    assert damaged.returncode == 1 and not out.exists() and not list(part.parent.glob("*"))
     part.parent.mkdir(parents=True, exist_ok=True)
     content = whole.read_bytes()
     part.write_bytes(content[:1000])
