@@ -3,9 +3,8 @@
     python tools/setup_environment.py [--torch VERSION] [--any-python] [--any-torch]
 
 The last thing that is written into a finished `.venv` is a stamp, which says what it was made from. A run that finds
-the stamp it would write is done at once; one that finds another, or none, has a set-up before it that is outdated or
-was interrupted, and makes it anew. Nothing else is changed or kept, but for the compiled kernels, which lie in the
-sources' folder: every run builds what of them changed (tools/native_build.py), which takes no time if nothing did.
+the stamp it would write is done at once; one that finds another, or none, makes it anew. Every run builds what changed
+of the compiled kernels, which lie in the sources' folder (tools/native_build.py).
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -51,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if not environment.is_finished(options.any_python, options.any_torch):
             environment.check_this_python()
-            with environment.lock():
-                # Whoever held the lock may have finished it meanwhile.
+            with Path(__file__).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # a second set-up waits until this one ends, however it ends
                 if not environment.is_finished(options.any_python, options.any_torch):
                     environment.remove_what_is_there()
                     environment.make()
@@ -75,7 +71,6 @@ class Environment:
         self.torch = torch
         self.folder = root / ".venv"
         self.python = self.folder / "bin" / "python"
-        self.inherited: tuple[int, ...] = ()
 
     def stamp(self) -> dict[str, str]:
         """What the environment is made from."""
@@ -84,72 +79,36 @@ class Environment:
             digest.update(source.encode() + b"\0" + (self.root / source).read_bytes() + b"\0")
         return {"python": platform.python_version(), "torch": self.torch, "sources": digest.hexdigest()}
 
-    def found_stamp(self) -> dict[str, str]:
-        """What the environment that is there was made from; empty if it is not finished."""
-        try:
-            stamp = json.loads((self.folder / STAMP).read_text())
-        except (OSError, ValueError):
-            return {}
-        return stamp if isinstance(stamp, dict) and os.access(self.python, os.X_OK) else {}
-
     def is_finished(self, any_python: bool, any_torch: bool) -> bool:
         """Whether a set-up ran to its end here and would not be another one today; says so."""
-        wanted, found = self.stamp(), self.found_stamp()
+        try:
+            found: dict[str, str] = json.loads((self.folder / STAMP).read_text())
+        except (OSError, ValueError):
+            return False
         free = {"python": any_python, "torch": any_torch}
-        if not found or any(found.get(key) != value for key, value in wanted.items() if not free.get(key)):
+        changed = (key for key, value in self.stamp().items() if found.get(key) != value and not free.get(key))
+        if not os.access(self.python, os.X_OK) or any(changed):
             return False
         print(f".venv is ready: Python {found.get('python')}, torch {found.get('torch')}")
         return True
 
     def check_this_python(self) -> None:
         """Raises `SetupError` if the Python that runs this cannot make the environment."""
-        version = sys.version_info[:2]
-        hint = "choose another one with `make setup PYTHON=...`"
-        if not (3, 10) <= version <= (3, 13):
-            raise SetupError(f"{sys.executable} is Python {platform.python_version()}; 3.10 to 3.13 will do: {hint}")
-        for module in ("venv", "ensurepip"):
-            if importlib.util.find_spec(module) is None:
-                raise SetupError(
-                    f"{sys.executable} lacks the module {module} (on Debian and Ubuntu it is in "
-                    f"the package python{version[0]}.{version[1]}-venv): install it, or {hint}"
-                )
-        if not os.access(base_python(), os.X_OK):
-            raise SetupError(f"{sys.executable} is of an environment whose Python, {base_python()}, is gone: {hint}")
-        if not re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", self.torch):
-            raise SetupError(f"TORCH={self.torch} is no version; it should be like 2.13.0")
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keeps a second set-up of this checkout waiting until this one ends, however it ends.
-
-        The steps inherit the lock: one that outlives its killed parent still writes into `.venv`.
-        """
-        descriptor = os.open(self.root, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print("another set-up is at work in this checkout; waiting for it", flush=True)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            self.inherited = (descriptor,)
-            yield
-        finally:
-            os.close(descriptor)
+        version, hint = platform.python_version_tuple(), "choose another one with `make setup PYTHON=...`"
+        if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+            raise SetupError(f"{sys.executable} is Python {'.'.join(version)}; 3.10 to 3.13 will do: {hint}")
+        if lacking := [module for module in ("venv", "ensurepip") if importlib.util.find_spec(module) is None]:
+            package = f"on Debian and Ubuntu it is in the package python{version[0]}.{version[1]}-venv"
+            raise SetupError(f"{sys.executable} lacks the module {lacking[0]} ({package}): install it, or {hint}")
 
     def remove_what_is_there(self) -> None:
-        """Removes an environment that was interrupted or is outdated, and says which it was."""
-        if self.folder.is_symlink() or self.folder.is_file():
-            raise SetupError(f"{self.folder} is no folder; move it away")
-        if not self.folder.exists():
-            return
-        if found := self.found_stamp():
-            changed = [key for key, value in self.stamp().items() if found.get(key) != value]
-            print(f".venv is of another {' and '.join(changed)}: making it anew", flush=True)
-        elif (self.folder / "pyvenv.cfg").exists() or (self.folder / LOG).exists():
-            print(".venv was not finished: making it anew", flush=True)
-        else:
+        """Removes an environment that was interrupted or is outdated; nothing else."""
+        made_here = (self.folder / "pyvenv.cfg").exists() or (self.folder / LOG).exists()
+        if self.folder.is_symlink() or (self.folder.exists() and not made_here):
             raise SetupError(f"{self.folder} is no environment of Python; move it away")
-        shutil.rmtree(self.folder)
+        if self.folder.exists():
+            print(".venv was not finished, or is of other versions or sources: making it anew", flush=True)
+            shutil.rmtree(self.folder)
 
     def make(self) -> None:
         """Every step from an empty folder to the stamp."""
@@ -179,26 +138,19 @@ class Environment:
         print(f"  {title} ...", end=" ", flush=True)
         started = time.monotonic()
         print("$", *command, file=log, flush=True)
-        result = subprocess.run(command, cwd=self.root, stdout=log, stderr=subprocess.STDOUT, pass_fds=self.inherited)
+        result = subprocess.run(command, cwd=self.root, stdout=log, stderr=subprocess.STDOUT)
         if result.returncode == 0:
             print(f"{time.monotonic() - started:.0f} s", flush=True)
             return
         print("failed", flush=True)
-        output = Path(log.name).read_text(errors="replace")
-        print("\n".join(output.splitlines()[-30:]), file=sys.stderr)
-        reason = ""
-        if "from versions: none" in output or "NewConnectionError" in output:
-            reason = ": pip found no package index; is there a network?"
-        elif missing := re.search(r"No matching distribution found for (\S+)", output):
-            reason = f": there is no {missing[1]} for this Python and this kind of machine"
-        raise SetupError(f"could not install {title}{reason}; all output: {log.name}")
+        print("\n".join(Path(log.name).read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)
+        raise SetupError(f"could not install {title}; all output: {log.name}")
 
 
 def base_python() -> str:
     """What made this one's environment, which may be an outdated `.venv`; this one, if it is of none."""
-    if sys.prefix == sys.base_prefix:
-        return sys.executable
-    return os.path.join(sys.base_exec_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    own = os.path.join(sys.base_exec_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    return sys.executable if sys.prefix == sys.base_prefix else own
 
 
 if __name__ == "__main__":
