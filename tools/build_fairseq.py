@@ -36,7 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--constraint", type=Path, metavar="FILE", help="pip's constraints for what fairseq requires")
     parser.add_argument("--force", action="store_true", help="build and install even where a fairseq works")
     options = parser.parse_args(arguments)
-    before = installed_version()
     try:
         if not (3, 10) <= sys.version_info[:2] <= (3, 13):
             version = platform.python_version()
@@ -47,9 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.force or must_install():
             build(options)
     except (BuildError, UnexpectedSourceError, OSError) as error:
-        now = installed_version()
-        changed = f"fairseq {before}, which was there, is removed" if now is None else f"fairseq {now} is installed now"
-        print(f"error: {error}; {'nothing was installed' if now == before else changed}", file=sys.stderr)
+        print(f"error: {error}; fairseq that is installed now: {installed_version()}", file=sys.stderr)
         return 1
     return 0
 
@@ -59,16 +56,12 @@ def must_install() -> bool:
     version = installed_version()
     if version is None:
         return True
-    failure = import_failure()
-    if failure is not None:
+    if failure := import_failure():
         print(f"fairseq {version} is installed and cannot be imported ({failure}); replacing it")
         return True
-    if version == VERSION:
-        print(f"fairseq {version} is installed and can be imported: nothing to install")
-    elif tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= (0, 12):
-        print(f"fairseq {version} is installed and works: left as it is (--force replaces it)")
-    else:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 12):
         raise BuildError(f"fairseq {version} is installed, and 0.12 or newer is needed (--force replaces it)")
+    print(f"fairseq {version} is installed and works: left as it is (--force replaces it)")
     return False
 
 
@@ -94,17 +87,13 @@ def build(options: argparse.Namespace) -> None:
     """Everything from the sdist to the check of what was installed."""
     with tempfile.TemporaryDirectory(prefix="fairseq-") as folder:
         work = Path(folder)
-        if options.sdist is None:
-            print("downloading the source of fairseq 0.12.2")
         source = unpack(options.sdist or download(work), work / "source")
         apply_cures(source)
-        print("building the wheel (about a minute)")
+        print(f"building and installing fairseq {VERSION} (about a minute)")
         # In isolation: where setup.py finds torch it asks for more C++ files than the sdist has.
         needs = "this needs a C++ compiler and Python's header files"
         pip("wheel", "--no-deps", "--wheel-dir", folder, str(source), doing=f"build fairseq ({needs})")
-        (wheel,) = work.glob("fairseq-*.whl")
-        print(f"installing fairseq {VERSION}")
-        install(wheel, options.constraint)
+        install(next(work.glob("fairseq-*.whl")), options.constraint)
         print(f"fairseq {VERSION} is installed")
 
 
@@ -137,13 +126,12 @@ def unpack(sdist: Path, folder: Path) -> Path:
 
 def install(wheel: Path, constraint: Path | None) -> None:
     """Installs the wheel with what it requires; takes it out again if it does not work."""
-    was_there = installed_version() is not None
     constraints = [] if constraint is None else ["--constraint", str(constraint)]
+    was_there = installed_version() is not None
     pip("install", *constraints, str(wheel), doing="install what fairseq requires")
     if was_there:  # pip takes a wheel of the version that is installed for done
         pip("install", "--no-deps", "--force-reinstall", str(wheel), doing="install fairseq")
-    failure = import_failure()
-    if failure is not None:
+    if failure := import_failure():
         pip("uninstall", "--yes", "fairseq", doing="remove fairseq again")
         raise BuildError(f"the fairseq that was built cannot be imported: {failure}")
 

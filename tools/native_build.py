@@ -5,7 +5,7 @@
 They go beside the package's modules with ``_native_build.json``, the record that `fairseq_fastweights.ops.libraries`
 reads. FASTWEIGHTS_BUILD says what is built: ``auto`` (the default: what can be; a part that cannot leaves one line that
 says why and how to mend it), ``cpu`` or ``cuda`` (that, and cuda includes cpu; what cannot be built is an error) or
-``none``. MAX_JOBS is how many compilers run at a time, by default one for each core and at most four.
+``none``. MAX_JOBS is how many compilers run at a time, by default one for each core.
 
 Objects are kept in build/native, under names made from all that went into them: only what changed is compiled again.
 """
@@ -31,7 +31,6 @@ from native_toolchain import HostCompiler, Nvcc, Torch, Unavailable, generate_co
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = {"auto": (), "cpu": ("cpu",), "cuda": ("cpu", "cuda"), "none": ()}
 """What FASTWEIGHTS_BUILD may say, and the parts without which that fails."""
-OBJECTS_LAST = 14 * 24 * 3600  # seconds that an object which no build uses is kept
 
 CPU_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -Wall -DNDEBUG -O3 -fno-math-errno -ffp-contract=fast".split()
 VARIANTS = {
@@ -101,13 +100,8 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
         for source in sorted(folder.glob("*.cpp"))
         for title, more, also in special.get(source.stem, [(source.stem, (), "")])
     ]
-    link = [*compiler.command, "-shared"]
-    if sanitize:
-        link += SANITIZERS
-    elif sys.platform == "linux":
-        link += ["-Wl,-z,defs", "-s"]
-    if sys.platform == "darwin":
-        link += ["-undefined", "dynamic_lookup"]
+    system = {"linux": ("-Wl,-z,defs", "-s"), "darwin": ("-undefined", "dynamic_lookup")}.get(sys.platform, ())
+    link = [*compiler.command, "-shared", *(SANITIZERS if sanitize else system)]
     libraries = [f"-L{torch.library_folder}", "-lc10", "-ltorch_cpu", "-ltorch"]
     libraries += [str(torch.openmp_library or "-fopenmp")] if openmp else []
     facts = {"compiler": f"{compiler.name}: {compiler.version}", "flags": " ".join(flags)}
@@ -117,9 +111,7 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
 def plan_cuda(torch: Torch) -> Plan:
     """Raises `Unavailable` if it cannot be built."""
     if torch.cuda is None:
-        raise Unavailable(
-            f"torch {torch.version} has no CUDA; for a GPU of NVIDIA, install one that has and build again"
-        )
+        raise Unavailable(f"torch {torch.version} has no CUDA; for a GPU, install one that has and build again")
     folder = ROOT / "cuda"
     kernels = sorted(folder.rglob("*.cu"))
     if not kernels:
@@ -136,9 +128,8 @@ def plan_cuda(torch: Torch) -> Plan:
     binding = (*compiler.command, *"-O2 -fPIC -fvisibility=hidden -Wall -DNDEBUG".split())
     binding += ("-isystem", str(nvcc.include_folder), *torch.include_flags, *torch.compile_flags)
     compilations = [Compilation(source, command, identity, source.stem) for source in kernels]
-    compilations += [
-        Compilation(source, binding, f"{identity}\n{torch.version}", source.stem) for source in folder.glob("*.cpp")
-    ]
+    identity += f"\n{torch.version}"
+    compilations += [Compilation(source, binding, identity, source.stem) for source in folder.glob("*.cpp")]
     # nvcc links, for it knows where its own libraries are; its runtime is the one that torch has loaded.
     link = [nvcc.command, "-shared", "-cudart=shared", *host]
     libraries = [f"-L{torch.library_folder}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch"]
@@ -169,21 +160,15 @@ def build_part(part: str, choice: str, sanitize: bool) -> str | None:
         # Until the new library is in place, the record must not speak of the old one as if it were this one.
         write_record(part, {"state": "missing", "reason": "the build did not finish; build again"})
         started, wanting = time.monotonic(), [target for target in objects if not target.exists()]
-        if wanting:
-            titles = "; ".join(objects[target].title for target in wanting)
-            kernels = f"{LIBRARIES.PARTS[part]} kernels"
-            print(f"{kernels}: compiling {len(wanting)} of {len(objects)} objects ({titles})", flush=True)
+        titles = "; ".join(objects[target].title for target in wanting)
+        name = f"{LIBRARIES.PARTS[part]} kernels"
+        print(f"{name}: compiling {len(wanting)} of {len(objects)} objects ({titles or 'all are there'})", flush=True)
         with ThreadPoolExecutor(jobs()) as pool:
             commands = ([*objects[target].command, "-c", str(objects[target].source)] for target in wanting)
             # The first that fails calls off those that have not begun.
             list(pool.map(run, commands, wanting, [LIBRARIES.log(part)] * len(wanting)))
         run([*plan.link, *map(str, objects), *plan.link_libraries], library, LIBRARIES.log(part))
-        for target in objects:
-            os.utime(target)
-        for path in cache.glob("*.o*"):
-            if path.stat().st_mtime < time.time() - OBJECTS_LAST:
-                path.unlink(missing_ok=True)
-        print(f"{LIBRARIES.PARTS[part]} kernels: built in {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{name}: built in {time.monotonic() - started:.0f} s", flush=True)
     except Unavailable as reason:
         library.unlink(missing_ok=True)
         entry = {"state": "missing", "reason": str(reason)}
@@ -208,14 +193,13 @@ def run(command: list[str], target: Path, log: Path) -> None:
     text, compiler = result.stdout, command[0]
     lines = [line.strip() for line in text.splitlines()] or ["no output"]
     said = next((line for line in lines if re.search(r"error|undefined reference|cannot find", line)), lines[-1])
-    if "unsupported GNU version" in text or "unsupported clang version" in text:
-        raise Unavailable(
-            f"nvcc cannot use this host compiler ({said}); name an older one with CXX=... and build again"
-        )
-    if "Killed" in text or "out of memory" in text.lower():
-        raise Unavailable(f"{compiler} ran out of memory; build again with MAX_JOBS=1")
-    missing = "cannot find -l" in text or "No such file" in text
-    remedy = "install what it misses" if missing else "try another compiler with CXX=..."
+    remedies = {
+        "unsupported (GNU|clang) version": "name an older host compiler with CXX=...",
+        "Killed|[Oo]ut of memory": "let MAX_JOBS be 1",
+        "cannot find -l|No such file": "install what it misses",
+        "": "try another compiler with CXX=...",
+    }
+    remedy = next(remedy for pattern, remedy in remedies.items() if re.search(pattern, text))
     raise Unavailable(f"{compiler} failed ({said}); {remedy} and build again")
 
 
@@ -231,10 +215,8 @@ def digest(*texts: str) -> str:
 
 
 def jobs() -> int:
-    """How many compilers run at a time; more than four may want more memory than there is."""
-    asked = os.environ.get("MAX_JOBS", "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(asked)) if asked.isdigit() else min(4, cores)
+    """How many compilers run at a time."""
+    return int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,8 +1,7 @@
 """What the kernels are compiled with and for: the torch that is installed, a C++ compiler, nvcc.
 
-Each is found without importing torch, so that a build with nothing to do takes no time; what is missing raises
-`Unavailable`. `torch.utils.cpp_extension` is not used: importing it takes seconds and needs setuptools, and it neither
-compiles a source for several instruction sets nor keeps to the architectures that the nvcc at hand knows.
+What is missing raises `Unavailable`. `torch.utils.cpp_extension` is not used: importing it takes seconds, also where
+there is nothing to do, needs setuptools, and does not keep to the architectures that the nvcc at hand knows.
 """
 
 from __future__ import annotations
@@ -96,19 +95,16 @@ class HostCompiler:
 
     @classmethod
     def find(cls) -> HostCompiler:
-        named = os.environ.get("CXX", "").split()
-        command = next((c for c in ([named] if named else [["c++"], ["g++"], ["clang++"]]) if shutil.which(c[0])), None)
+        named = os.environ.get("CXX")
+        commands = (candidate.split() for candidate in ([named] if named else ["c++", "g++", "clang++"]))
+        command = next((command for command in commands if shutil.which(command[0])), None)
         if command is None:
-            raise Unavailable(
-                f"there is no C++ compiler{f' {named[0]}, which CXX names' if named else ''}; install one (on Debian "
-                "and Ubuntu: apt install g++) and build again"
-            )
+            what = f"C++ compiler {named}, which CXX names" if named else "C++ compiler"
+            raise Unavailable(f"there is no {what}; install one (Debian and Ubuntu: apt install g++) and build again")
         version = first_line([*command, "--version"])
         if "clang" not in version and numbers(first_line([*command, "-dumpfullversion"]))[0] < OLDEST_GCC:
-            raise Unavailable(
-                f"{' '.join(command)} is {version or 'no compiler that runs'}; install g++ {OLDEST_GCC} or later or "
-                "clang, name it with CXX=... and build again"
-            )
+            what = f"{' '.join(command)} is {version or 'no compiler that runs'}"
+            raise Unavailable(f"{what}; name g++ {OLDEST_GCC} or later or clang with CXX=... and build again")
         return cls(tuple(command), version)
 
     @property
@@ -138,10 +134,8 @@ class Nvcc:
             wanted = f" {major} (torch is for CUDA {cuda})" if cuda else ""
             raise Unavailable(f"{what}; install the CUDA toolkit{wanted} and build again")
         if cuda and major != numbers(release[1])[0]:
-            raise Unavailable(
-                f"{command} is of CUDA {release[1]} and torch is for CUDA {cuda}; let CUDA_HOME name a CUDA {major} "
-                "toolkit and build again"
-            )
+            what = f"{command} is of CUDA {release[1]} and torch is for CUDA {cuda}"
+            raise Unavailable(f"{what}; let CUDA_HOME name a CUDA {major} toolkit and build again")
         # nvcc may be a script that starts another one: it alone knows where its headers are.
         dry_run = output([command, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
         top = re.search(r"^#\$ TOP=(.+)$", dry_run, re.MULTILINE)
@@ -159,19 +153,17 @@ class Nvcc:
 
         Returns names like "sm_80" for machine code and "compute_90" for PTX.
         """
-        architectures: list[str] = []
+        listed: list[str] = []
         for name in re.findall(r"[^;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "")):
             found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
             if found is None or int(found[1] + found[2]) not in self.supported:
                 known = ", ".join(f"{number // 10}.{number % 10}" for number in self.supported)
-                raise Unavailable(
-                    f"TORCH_CUDA_ARCH_LIST names {name!r}; let it name some of {known}, as in '8.0;9.0+PTX', and "
-                    "build again"
-                )
+                asked = f"TORCH_CUDA_ARCH_LIST names {name!r}; let it name some of {known}, as in '8.0;9.0+PTX',"
+                raise Unavailable(f"{asked} and build again")
             number = found[1] + found[2] + found[3]
-            architectures += [f"sm_{number}"] + ([f"compute_{number}"] if found[4] else [])
-        if architectures:
-            return architectures
+            listed += [f"sm_{number}"] + ([f"compute_{number}"] if found[4] else [])
+        if listed:
+            return listed
         present = torch.capabilities()
         if present and set(present) <= set(self.supported):
             return [f"sm_{capability}" for capability in present]

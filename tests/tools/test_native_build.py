@@ -78,99 +78,61 @@ def recorded(root: Path) -> dict[str, dict[str, object]]:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("source", "compiled"), [("binding.cpp", 1), ("kernels.cpp", len(VARIANTS)), ("kernels.h", len(VARIANTS) + 2)]
-)
 def test_what_changed_is_built_recorded_and_loads_and_an_interrupted_build_is_not_taken_for_the_one_before(
-    root: Path, source: str, compiled: int, monkeypatch: pytest.MonkeyPatch, capsys
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    whole = native_build.run
+    whole, interrupted = native_build.run, False
 
     def run(command: list[str], target: Path, log: Path) -> None:
-        """It is interrupted where something was changed, and links."""
         made.append(target.suffix)
-        if changed and target.suffix == ".so":
+        if interrupted and target.suffix == ".so":
             raise KeyboardInterrupt
         whole(command, target, log)
 
-    changed = False
     monkeypatch.setattr(native_build, "run", run)
     assert native_build.main([]) == 0
-    assert "CPU kernels: ready" in capsys.readouterr().out
     assert ctypes.CDLL(str(root / LIBRARY)).answer() == 40 + len(VARIANTS)
     entry = recorded(root)["cpu"]
     assert entry["state"] == "built" and entry["torch"] == THIS_TORCH and entry["variants"] == VARIANTS
-    assert entry["sources"] == real_libraries.source_digest(root / "cpu")
     assert re.search(r"\d+\.\d+", str(entry["compiler"])) and "-O3" in str(entry["flags"])
-    assert "march=native" not in str(entry["flags"])
-    made.clear()
-    assert native_build.main([]) == 0 and not made
-    with (root / "cpu" / source).open("a") as file:
-        file.write("// changed\n")
-    changed = True
-    with pytest.raises(KeyboardInterrupt):
-        native_build.main([])
-    assert made.count(".o") == compiled and made.count(".so") == 1
-    assert "did not finish" in libraries_of(root).load("cpu")
-    changed = False
-    assert native_build.main([]) == 0 and libraries_of(root).load("cpu") is None
+    for source, compiled in {"binding.cpp": 1, "kernels.cpp": len(VARIANTS), "kernels.h": len(VARIANTS) + 2}.items():
+        made.clear()
+        assert native_build.main([]) == 0 and not made
+        with (root / "cpu" / source).open("a") as file:
+            file.write("// changed\n")
+        interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            native_build.main([])
+        assert made.count(".o") == compiled and made.count(".so") == 1
+        assert "did not finish" in libraries_of(root).load("cpu")
+        interrupted = False
+        assert native_build.main([]) == 0 and libraries_of(root).load("cpu") is None
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("dispatch", "says"),
-    [
+def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(root: Path, monkeypatch, capsys) -> None:
+    log, dispatch = root / LOG, root / "cpu/dispatch.cpp"
+    native_build.main([])
+    for text, says in (
         ("int variants() { return no_such_thing; }\n", "no_such_thing"),
         ("int somewhere_else();\nint variants() { return somewhere_else(); }\n", "somewhere_else"),
-        (None, "x.cpp:1: error: boom"),  # while others wait
-    ],
-)
-def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(
-    root: Path, dispatch: str | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    if "somewhere" in says and sys.platform != "linux":
-        pytest.skip("another linker takes what is undefined")
-    native_build.main([])
-    capsys.readouterr()
-    log = root / LOG
-    if dispatch is None:
-        answers = f'*" --version "*|*" -dumpfullversion "*|*" -fsyntax-only "*) exec {COMPILER} "$@" ;;'
-        failing = f'case " $* " in\n{answers}\nesac\nsleep 0.3; echo "{says}"; exit 1'
-        monkeypatch.setenv("CXX", str(script(tmp_path / "failing-c++", failing)))
-        monkeypatch.setenv("MAX_JOBS", "1")
-    else:
-        (root / "cpu/dispatch.cpp").write_text(dispatch)
-    assert native_build.main([]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
-    reason = libraries_of(root).load("cpu")
-    for text in (line, reason):
-        assert says in text and str(log) in text and "build again" in text and "\n" not in text
-    assert says in log.read_text() and log.read_text().count("boom\n") < len(VARIANTS) + 2
-    assert recorded(root)["cpu"]["state"] == "missing" and not list(root.glob(f"{LIBRARY}*"))
+    ):
+        if "somewhere" in says and sys.platform != "linux":
+            continue  # another linker takes what is undefined
+        dispatch.write_text(text)
+        capsys.readouterr()
+        assert native_build.main([]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
+        for told in (line, libraries_of(root).load("cpu")):
+            assert says in told and str(log) in told and "build again" in told and "\n" not in told
+        assert says in log.read_text() and not list(root.glob(f"{LIBRARY}*"))
     # A build that compiles nothing does not show what an earlier one said.
     monkeypatch.setenv("FASTWEIGHTS_BUILD", "none")
     assert native_build.main([]) == 0 and not log.exists()
-    assert log.name not in capsys.readouterr().out and log.name not in libraries_of(root).load("cpu")
-    for name in ("CXX", "FASTWEIGHTS_BUILD"):
-        monkeypatch.delenv(name, raising=False)
-    (root / "cpu/dispatch.cpp").write_text(SOURCES["dispatch.cpp"])
-    assert native_build.main([]) == 0 and not log.exists()
-    assert libraries_of(root).load("cpu") is None
-
-
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        ("#error -- unsupported GNU version! gcc versions later than 15", "name an older one with CXX="),
-        ("c++: fatal error: Killed signal terminated program cc1plus", "MAX_JOBS=1"),
-        ("ld: cannot find -lc10", "install what it misses"),
-    ],
-)
-def test_the_likely_remedy_is_named(root: Path, said: str, remedy: str, tmp_path: Path) -> None:
-    failing = script(tmp_path / "compiler", f"echo '{said}'; exit 1")
-    with pytest.raises(Unavailable, match=f"{remedy}.* ?build again|build again.*{remedy}"):
-        native_build.run([str(failing)], tmp_path / "x.o", tmp_path / "log")
+    monkeypatch.delenv("FASTWEIGHTS_BUILD")
+    dispatch.write_text(SOURCES["dispatch.cpp"])
+    assert native_build.main([]) == 0 and libraries_of(root).load("cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -178,9 +140,9 @@ def test_the_likely_remedy_is_named(root: Path, said: str, remedy: str, tmp_path
     [
         ({}, 0, r"CPU kernels: not built: .*no C\+\+ compiler.*apt install g\+\+"),
         ({"CXX": "no-such-c++"}, 0, r"CPU .*no-such-c\+\+"),
-        ({"CXX": "{old}"}, 0, r"CPU .*old is old \(GCC\) 8.5.0; install g\+\+ 9 or later"),
+        ({"CXX": "{old}"}, 0, r"CPU .*old is old \(GCC\) 8.5.0; name g\+\+ 9 or later"),
+        ({"CXX": "{broken}"}, 0, r"CPU .*broken failed \(Killed signal\); let MAX_JOBS be 1"),
         ({"FASTWEIGHTS_BUILD": "none"}, 0, "(?s)CPU .*FASTWEIGHTS_BUILD was none.*CUDA .*FASTWEIGHTS_BUILD was none"),
-        ({"FASTWEIGHTS_BUILD": "cpu"}, 1, r"CPU .*no C\+\+ compiler"),
         ({"FASTWEIGHTS_BUILD": "cuda"}, 1, r"CPU .*no C\+\+ compiler"),
         ({"FASTWEIGHTS_BUILD": "gpu"}, 2, "error: .*'gpu'"),
     ],
@@ -189,16 +151,15 @@ def test_without_a_compiler_only_what_was_asked_for_is_an_error(
     root: Path, environment: dict[str, str], status: int, says: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     (root / LIBRARY).touch()
-    old = script(tmp_path / "old", 'if [ "$1" = --version ]; then echo "old (GCC) 8.5.0"; else echo 8.5.0; fi')
+    version = 'if [ "$1" = --version ]; then echo "{0} (GCC) {1}"; elif [ "$1" = -dumpfullversion ]; then echo {1}; '
+    old = script(tmp_path / "old", version.format("old", "8.5.0") + "fi")
+    broken = script(tmp_path / "broken", version.format("new", "14.1") + "else echo Killed signal; exit 1; fi")
     for name, value in {"PATH": str(tmp_path / "empty"), **environment}.items():
-        monkeypatch.setenv(name, value.format(old=old))
+        monkeypatch.setenv(name, value.format(old=old, broken=broken))
     assert native_build.main([]) == status
     printed = capsys.readouterr()
     assert re.search(says, printed.err if status == 2 else printed.out)
     assert ((root / LIBRARY).exists(), (root / "build").exists()) == (status == 2, status != 2)
-    for line in printed.out.splitlines():
-        part, _, reason = line.partition(" kernels: not built: ")
-        assert reason and reason in libraries_of(root).load(part.lower())
 
 
 def test_a_torch_that_is_missing_or_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,16 +171,12 @@ def test_a_torch_that_is_missing_or_too_old_is_named(tmp_path: Path, monkeypatch
             Torch.find()
 
 
-OTHER = THIS_TORCH.partition("+")[0] + "+other"
-
-
 @pytest.mark.parametrize(
     ("gone", "facts", "says"),
     [
         ((RECORD, LIBRARY), {}, ["python {root}/tools/native_build.py"]),  # a bare clone
         ((RECORD, "tools"), {}, ["pip install"]),  # an installed package
-        ((), {"torch": "2.4.1"}, ["torch 2.4.1 ", THIS_TORCH, "native_build.py"]),
-        ((), {"torch": OTHER}, [f"torch {OTHER} ", THIS_TORCH, "native_build.py"]),
+        ((), {"torch": f"{THIS_TORCH}other"}, [f"torch {THIS_TORCH}other ", f"{THIS_TORCH};", "native_build.py"]),
         ((), {"sources": "others"}, ["outdated", "native_build.py"]),
         (("tools", "cpu"), {"sources": "others"}, ["could not be loaded"]),  # they do not matter where there are none
         ((LIBRARY,), {}, ["_native_cpu.so is gone"]),
@@ -250,12 +207,10 @@ def nvcc(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "cuda/kernel.cu").write_text("__global__ void kernel() {}\n")
     return script(
         tmp_path / "cuda/bin/nvcc",
-        'case "$1" in\n'
-        '--version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;\n'
-        '--dryrun) echo "#$ TOP=/opt/the-toolkit" >&2 ;;\n'
-        f"--list-gpu-arch) cat {tmp_path}/architectures 2>/dev/null || printf 'compute_%s\\n' 75 80 90 100 103 120 ;;\n"
-        "*) exit 1 ;;\n"
-        "esac",
+        f"""case "$1" in
+        --version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;
+        --list-gpu-arch) cat {tmp_path}/architectures || printf 'compute_%s\\n' 75 80 90 100 103 120 ;;
+        esac 2>/dev/null""",
     )
 
 
@@ -313,8 +268,7 @@ def project(root: Path) -> Path:
 
 def setup(project: Path, *arguments: str, **environment: str) -> None:
     command = [sys.executable, "setup.py", "-q", *arguments]
-    result = subprocess.run(command, cwd=project, env=os.environ | environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    subprocess.run(command, cwd=project, env=os.environ | environment, capture_output=True, check=True)
 
 
 @needs_compiler

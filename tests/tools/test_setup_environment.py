@@ -103,7 +103,7 @@ def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
 def test_a_step_that_fails_shows_its_output(root: Path, capsys) -> None:
     environment = Environment(root, "9.9")
     environment.folder.mkdir()
-    with (environment.folder / "setup.log").open("w") as log:
-        with pytest.raises(SetupError, match=r"could not install torch 9\.9; .*setup.log"):
-            environment.step("torch 9.9", ["sh", "-c", "echo none found; exit 3"], log)
+    log = (environment.folder / "setup.log").open("w")
+    with log, pytest.raises(SetupError, match=r"could not install torch 9\.9; .*setup.log"):
+        environment.step("torch 9.9", ["sh", "-c", "echo none found; exit 3"], log)
     assert "none found" in capsys.readouterr().err
