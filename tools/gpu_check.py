@@ -57,7 +57,6 @@ def stages() -> list[Stage]:
     # The reference that results are held against takes cores; but each process takes memory of the GPU for itself.
     parallel = ["-n", str(min(10, cores))] if importlib.util.find_spec("xdist") else []
     tests = [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel]
-    build = {"FASTWEIGHTS_BUILD": "cuda", "MAX_JOBS": os.environ.get("MAX_JOBS", str(cores))}
     on_gpu = {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     exercise = [python, "tools/gpu_exercise.py"]
     # compute-sanitizer lies beside nvcc, which need not be on PATH.
@@ -72,7 +71,7 @@ def stages() -> list[Stage]:
     benchmark = [python, "benchmarks/kernels.py", "--device", "cuda", "--out", str(kernels)]
     return [
         # For one architecture it takes 10 to 20 minutes of one core, which may be all there is: twice that.
-        Stage("build", [python, "tools/native_build.py"], 2400, build),
+        Stage("build", [python, "tools/native_build.py"], 2400, {"FASTWEIGHTS_BUILD": "cuda"}),
         Stage("environment", [python, "-m", "fairseq_fastweights.env", "--json"], 60),
         # What auto takes, and then the tensor cores wherever they can, which for small sizes it would not.
         Stage("tests", tests, 1200, on_gpu),
@@ -188,8 +187,7 @@ def check(plan: Sequence[Stage], results: Path, seconds: float) -> dict[str, str
         text = log.read_text(errors="replace")
         if status != "passed":
             print("\n".join(f"    {line[:300]}" for line in text.splitlines()[-25:]), flush=True)
-        with whole_log.open("a") as file:
-            file.write(f"== {stage.name}: {status}\n{text}\n")
+        whole_log.write_text(f"{whole_log.read_text()}== {stage.name}: {status}\n{text}\n")
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         new = {stage.name: json.loads(stage.output.read_text())} if stage.output and stage.output.is_file() else {}
         merge(results, stage.name, {"date": date, **outcome}, new)
@@ -218,11 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
     name = device_name()
     results = RESULTS / f"{slug(name)}.json"
     print(f"{name}: results go to {results.relative_to(ROOT)}", flush=True)
-    started = time.monotonic()
-    statuses = check(chosen, results, 60 * options.minutes)
-    bad = [name for name, status in statuses.items() if status != "passed"]
-    told = f"not passed: {', '.join(bad)}" if bad else "all passed"
-    print(f"{len(statuses)} stages in {time.monotonic() - started:.0f} s, {told}")
+    bad = [name for name, status in check(chosen, results, 60 * options.minutes).items() if status != "passed"]
+    print(f"{len(chosen)} stages, {'not passed: ' + ', '.join(bad) if bad else 'all passed'}")
     return 1 if bad else 0
 
 

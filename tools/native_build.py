@@ -216,7 +216,8 @@ def digest(*texts: str) -> str:
 
 def jobs() -> int:
     """How many compilers run at a time."""
-    return int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return int(os.environ.get("MAX_JOBS") or cores or 1)
 
 
 def main(arguments: list[str] | None = None) -> int:
