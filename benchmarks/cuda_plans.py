@@ -1,0 +1,171 @@
+"""The ways in which the CUDA kernels can do a call, against each other: what their choice by estimate loses.
+
+    python benchmarks/cuda_plans.py [--shapes LIST] [--rules LIST] [--budget 60] [--out plans.json]
+
+At each shape, rule and pass every plan of the chunked kernels, the one that they choose with other numbers of segments,
+and the recurrent kernels take turns (A B C A B C ...). What the estimates in cuda/choice.cu and cuda/chunked_plan.h
+should say can be read off the results.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from harness import records
+from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs
+from harness.pages import markdown, median, milliseconds, ratio
+from harness.program import make_parser
+from harness.timing import Budget, CudaClock, first_calls, time_in_turns
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.ops import native
+
+ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
+PASSES = ("forward", "backward")
+# What the chunked kernels are for comes first.
+ORDER = ("retnet", "long", "mt-big", "baevski-64", "attention", "mt-big-256", "mt-big-512", "gpt2-32", "lm-medium")
+# What may be asked for; what is no plan of a call is left out.
+CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages": (1, 2), "threads": (128, 256)}
+SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to do a call: the plan in full, None for step by step, and what asks for it."""
+
+    plan: dict[str, int] | None
+    environment: dict[str, str]
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return "recurrent"
+        text = "{chunk} steps x {columns} values, stages {stages}, threads {threads}, segments {segments}"
+        return text.format(**self.plan).removesuffix(", segments 1")
+
+
+@contextmanager
+def asking(environment: dict[str, str]) -> Iterator[None]:
+    """Asks the kernels for a way, and for none afterwards."""
+    before = {name: os.environ.pop(name) for name in (ALGORITHM, PLAN) if name in os.environ}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in environment:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator: its name, and batch, time, heads, key_dim, value_dim and steps between kept states."""
+
+    operation: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    rule: str
+    run: Callable[[], Any]
+
+
+def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
+    """The operator that a pass of a rule comes down to, with the states that training keeps."""
+    operation = ops.OPERATIONS[rule]
+    if (reason := operation.why_not_native(inputs.v.device.type, inputs.v.dtype, shape.key_dim)) is not None:
+        raise ops.BackendUnavailable(reason)
+    interval = native._interval(inputs.k, inputs.v)
+    assert operation.kernel is not None
+    given = operation.kernel.given(inputs.q, inputs.k, inputs.v, inputs.gates[rule])
+    operators = torch.ops.fairseq_fastweights
+    run = partial(operators.rule_forward, *given, None, interval)
+    if kind == "backward":
+        states = run()[2]
+        run = partial(operators.rule_backward, inputs.d_out, None, *given, None, states, interval)
+    sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, interval)
+    return Call(f"{'delta' if rule == 'delta' else 'diagonal'}_{kind}", sizes, inputs.v.dtype, rule, run)
+
+
+def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
+    """The ways to do a call, first the one that is taken if nobody asks; other segments for the ordinary plan alone."""
+    kind = {"gated": call.rule == "gated", "separate_decays": call.rule == "decay"}
+
+    def found(**environment: str) -> Way:
+        with asking(environment):
+            return Way(native.cuda_plan(call.operation, call.sizes, call.dtype, capability, **kind), environment)
+
+    ways = [found(), found(**{ALGORITHM: "recurrent"}), found(**{ALGORITHM: "chunked"})]
+    plans = [dict(zip(CHOICES, numbers, strict=True)) for numbers in itertools.product(*CHOICES.values())]
+    if (ordinary := ways[2].plan) is not None:
+        plans += [{**{name: ordinary[name] for name in CHOICES}, "segments": segments} for segments in SEGMENTS]
+    # What cannot be had falls back to step by step, which is there already.
+    texts = [" ".join(f"{name}={number}" for name, number in plan.items()) for plan in plans]
+    ways += [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
+    unique: dict[str, Way] = {}
+    for way in ways:
+        unique.setdefault(str(way), way)
+    return list(unique.values())
+
+
+def measure(name: str, rule: str, kind: str, dtype: torch.dtype, rounds: int, allowed: float) -> list[Row]:
+    """A row for each way to do a call."""
+    call = call_of(SHAPES[name], rule, kind, draw_inputs(SHAPES[name], dtype, "cuda"))
+    ways = {str(way): way for way in ways_of(call, torch.cuda.get_device_capability())}
+    # As a decorator, it asks whenever the call is made.
+    calls = {label: asking(way.environment)(call.run) for label, way in ways.items()}
+    first = {label: first_calls(make, torch.cuda.synchronize) for label, make in calls.items()}
+    warm, hosts = ({label: seconds[i] for label, seconds in first.items()} for i in (1, 2))
+    measured, _ = time_in_turns(calls, warm, CudaClock(), hosts=hosts, rounds=rounds, allowed=allowed)
+    sizes = dict(zip(("batch", "time", "heads", "key_dim", "value_dim", "interval"), call.sizes, strict=True))
+    common = {"shape": name, "rule": rule, "operation": call.operation, "sizes": sizes}
+    return [
+        {**common, "way": label, "plan": way.plan, "chosen": not number, "seconds": measured[label]}
+        for number, (label, way) in enumerate(ways.items())
+    ]
+
+
+def render(rows: list[Row]) -> str:
+    """By call: what is chosen, what is the fastest, and how many times as long the former takes."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['shape']}, {row['rule']}, {row['operation'].partition('_')[2]}", []).append(row)
+    lines = []
+    for call, ways in groups.items():
+        pair = next(row for row in ways if row["chosen"]), min(ways, key=median)
+        times = [median(row) for row in pair]
+        lines.append([call, *(row["way"] for row in pair), *map(milliseconds, times), ratio(times[0] / times[1])])
+    return markdown(["call", "chosen", "fastest", "chosen", "fastest", "chosen over fastest"], lines, left=3)
+
+
+def main() -> None:
+    shapes = [name for name, shape in SHAPES.items() if not shape.steps]  # of whole sequences
+    shapes.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, shapes=shapes, rules=RULES)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU, and there is nothing to choose on a CPU")
+
+    budget = Budget(options.budget)
+    rows: list[Row] = []
+    cases = list(itertools.product(options.shapes, options.rules, PASSES))
+    for number, (name, rule, kind) in enumerate(cases):
+        if budget.left <= 0:
+            budget.cut.append(f"{name}, {rule}, {kind}: not measured")
+            continue
+        rows += measure(name, rule, kind, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number))
+        if options.out is not None:
+            records.write(records.describe_run("cuda_plans", "cuda", cut=budget.cut, rows=rows), options.out)
+    print(render(rows))
+    for line in budget.cut:
+        print(f"- cut to keep to the budget: {line}")
+
+
+if __name__ == "__main__":
+    main()
