@@ -56,13 +56,14 @@ class Kind:
 
 def memory(update_rule: str) -> Kind:
     """Fast weight attention with a rule of `UPDATE_RULES`."""
-    return Kind(partial(FastWeightAttention, update_rule=update_rule), _MEMORY, heads="fast_weight_heads")
+    build = partial(FastWeightAttention, update_rule=update_rule)
+    return Kind(build, (*_MEMORY, "projections"), heads="fast_weight_heads")
 
 
 MIXERS: dict[str, Kind] = {
     **{rule: memory(rule) for rule in UPDATE_RULES},
     "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
-    "softmax": Kind(SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base")),
+    "softmax": Kind(SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base", "rotary_scaling", "projections")),
     "local": Kind(LocalAttention, ("dropout", "bias")),
     "linformer": Kind(Linformer, ("dropout", "bias", "max_positions")),
     "abc": Kind(ABCMLP, ("dropout", "bias")),

@@ -17,6 +17,7 @@ from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.llama_layers import use_rms_norms, use_swiglu
 from fairseq_fastweights.models.mixer_layers import (
     MixerBuilder,
     MixerDecoderLayer,
@@ -67,6 +68,8 @@ class FastWeightDecoder(TransformerDecoder):
         self._builders = iter([build for _, build in mixers])
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
         del self._builders
+        if args.rms_norm_eps is not None:
+            use_rms_norms(self, args.rms_norm_eps)
         settings = describe(args, dictionary, list(zip(self._names, self.mixers, strict=True)))
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
         masked = (dictionary.bos(), dictionary.pad(), dictionary.unk()) if args.mask_special_symbols else ()
@@ -117,9 +120,13 @@ class FastWeightDecoder(TransformerDecoder):
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
         cfg, build = TransformerConfig.from_namespace(args), next(self._builders)
-        if self.args.parallel_residual:
-            return wrap_layer(ParallelDecoderLayer(cfg, build), cfg)
-        return wrap_layer(MixerDecoderLayer(cfg, build, no_encoder_attn=True), cfg)
+        parallel = self.args.parallel_residual
+        layer = ParallelDecoderLayer(cfg, build) if parallel else MixerDecoderLayer(cfg, build, no_encoder_attn=True)
+        if self.args.swiglu:
+            use_swiglu(layer)
+        if self.args.rms_norm_eps is not None:
+            use_rms_norms(layer, self.args.rms_norm_eps)
+        return wrap_layer(layer, cfg)
 
     def forward(
         self,
@@ -291,4 +298,6 @@ def describe(args: Any, dictionary: Dictionary, mixers: Sequence[tuple[str, nn.M
     settings = checkpoint_settings.describe_dictionary(dictionary)
     if args.parallel_residual:
         settings["parallel residual"] = True
+    if args.rms_norm_eps is not None:
+        settings["rms norm eps"] = args.rms_norm_eps
     return settings | checkpoint_settings.describe_mixers(mixers, heads=args.decoder_attention_heads)

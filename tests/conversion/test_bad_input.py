@@ -85,7 +85,7 @@ BAD: list[tuple[str, Spoil, str]] = [
     ("gpt2", lambda f: (f / SAFETENSORS).unlink(), "there are no weights; it must hold one of model.safetensors, "),
     ("gpt2", lambda f: (f / "tokenizer.json").unlink(), "there is no tokenizer; it must hold tokenizer.json, or"),
     # Its configuration.
-    ("gpt2", setting(model_type="llama"), "model_type is 'llama'; it must be one of gpt2, gpt_neox"),
+    ("gpt2", setting(model_type="bert"), "model_type is 'bert'; it must be one of gpt2, gpt_neox, llama"),
     ("gpt2", setting(n_layer=None), "n_layer is None; it must be a positive whole number"),
     ("gpt2", setting(n_head=5), "n_head is 5; it must be a divisor of n_embd, 12"),
     ("gpt2", setting(scale_attn_by_inverse_layer_idx=True), "_layer_idx is True; only False is supported"),
@@ -103,7 +103,7 @@ BAD: list[tuple[str, Spoil, str]] = [
     ("neox", setting(**{ROPE: {"partial_rotary_factor": 0.375}}), "is 0.375; of 8 dimensions a head it must take an"),
     ("neox", setting(**{ROPE: {"rope_theta": 0}}), "rotary_emb_base is 0; it must be more than 0"),
     ("gpt2", setting(eos_token_id=272), "eos_token_id is 272; it must be one number, from 0 to .* 271"),
-    ("gpt2", setting(eos_token_id=[1, 2]), r"eos_token_id is \[1, 2\]; it must be one number"),
+    ("gpt2", setting(eos_token_id=[5, 271]), "eos_token_id is 5, which in tokenizer.json is .* a piece of text"),
     ("gpt2", setting(eos_token_id=5), "eos_token_id is 5, which in tokenizer.json is .* a piece of text"),
     # Its tokenizer.
     ("gpt2", setting(vocab_size=280), "json: the tokenizer has 272 word types, but the model, in .*vocab_size, 280"),
