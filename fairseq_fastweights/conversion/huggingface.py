@@ -18,6 +18,7 @@ from fairseq_fastweights.conversion import tokenizer as tokenizers
 from fairseq_fastweights.conversion.families import Family, buffers, read_family
 from fairseq_fastweights.conversion.folders import check_target, new_folder
 from fairseq_fastweights.conversion.weight_files import WeightFiles, load_safely, read_json
+from fairseq_fastweights.conversion.whole_tokenizer import read_whole_tokenizer
 from fairseq_fastweights.mixers.registry import build_mixer
 from fairseq_fastweights.models import checkpoint_settings, fast_weight_decoder, fast_weight_lm
 from fairseq_fastweights.models.fast_weight_options import mixer_settings
@@ -26,15 +27,15 @@ _ORIGINALS = "huggingface"
 _RECORD = "conversion.json"
 
 
-def from_huggingface(source: Path, target: Path) -> Family:
-    """Makes a folder for fairseq of a Hugging Face folder with a GPT-2 or GPT-NeoX (Pythia) language model.
+def from_huggingface(source: Path, target: Path) -> str:
+    """Makes a folder for fairseq of a Hugging Face folder with a language model of `families.FAMILIES`.
 
     In it are `model.pt`, a checkpoint of `fast_weight_lm` with softmax attention in all layers, in the types that the
-    weights had; `dict.txt`; `encoder.json`, `vocab.bpe` and `byte_level.json` for `--bpe`; and, for the way back,
-    `conversion.json` and the folder `huggingface`.
+    weights had; `dict.txt`; for `--bpe` `encoder.json`, `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and
+    `tokenizer_words.json`; and, for the way back, `conversion.json` and the folder `huggingface`.
 
     Returns:
-        What was read.
+        The options of fairseq's commands that name the tokenizer.
 
     Raises:
         ValueError: for anything that is missing, broken, unsafe or unsupported, naming it, before anything is written.
@@ -42,10 +43,10 @@ def from_huggingface(source: Path, target: Path) -> Family:
     """
     check_target(target)
     if not source.is_dir():
-        raise ValueError(f"{source}: SOURCE must be a folder")
+        raise ValueError(f"{source}: SOURCE must be a folder, or a model's name on the hub")
     config = read_json(source / "config.json")
-    read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
-    tokenizer = tokenizers.read_tokenizer(source)
+    family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
+    tokenizer = tokenizers.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
     files = WeightFiles(source)
     family = read_family(config, set(files.shapes), end_of_text=tokenizer.end_of_text)
     tokenizer.check(family.vocabulary, family.end_of_text)
@@ -82,7 +83,7 @@ def from_huggingface(source: Path, target: Path) -> Family:
         for name in ("config.json", "generation_config.json", *tokenizers.FILES):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / _ORIGINALS / name)
-    return family
+    return tokenizer.options(target, family.end_of_text)
 
 
 def to_huggingface(source: Path, target: Path, checkpoint: Path | None = None) -> None:

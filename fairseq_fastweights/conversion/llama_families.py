@@ -16,6 +16,7 @@ from fairseq_fastweights.conversion.source_config import (
     sizes,
 )
 from fairseq_fastweights.conversion.source_weights import embedding, plain
+from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 
 
 def llama(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
@@ -143,4 +144,9 @@ def _rotary(config: dict[str, Any], positions: int) -> tuple[float, str]:
     if kind not in needed:
         raise ValueError(f"config.json: rope_type is {kind!r}; it must be one of default, {', '.join(needed)}")
     values = (positive(parameters, name, positions if "max" in name else None) for name in needed[kind])
-    return base, f"{kind}:{','.join(f'{value:g}' for value in values)}"
+    scaling = f"{kind}:{','.join(f'{value:g}' for value in values)}"
+    try:
+        parse_scaling(scaling)
+    except ValueError as error:
+        raise ValueError(f"config.json: {str(error).replace('rotary_scaling', 'rope_parameters', 1)}") from None
+    return base, scaling

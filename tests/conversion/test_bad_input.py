@@ -149,7 +149,7 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     spoil(Path("source"))
     before = sorted(tmp_path.iterdir())
     command = "to-huggingface" if base == "converted" else "from-huggingface"
-    assert main([command, "source", "target"]) == 2
+    assert main([command, "./source", "target"]) == 2
     error = capsys.readouterr().err
     assert f"{command}: error: " in error and "Traceback" not in error
     assert re.search(message, error), error
