@@ -59,7 +59,8 @@ def _how_to_use(target: Path, tokenizer: str) -> str:
     return (
         f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;\n"
         f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict;\n"
-        f"its tokenizer is {tokenizer}"
+        f"its tokenizer is {tokenizer}\n"
+        f"{target}/options.txt has the options of fairseq-train for its shape: $(cat {target}/options.txt)"
     )
 
 

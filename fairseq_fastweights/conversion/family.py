@@ -35,6 +35,11 @@ class Family:
     output_name: str
     input_name: str
 
+    def flags(self, without: tuple[str, ...] = ()) -> list[str]:
+        """The options as words of a command, but for some."""
+        said = {name: value for name, value in self.options.items() if value is not False and name not in without}
+        return [f"--{name}" if value is True else f"--{name}={value}" for name, value in said.items()]
+
     def words(self) -> list[str]:
         """The dictionary's words after the special ones: the source's numbers but that of the end of text."""
         return [str(i) for i in range(self.vocabulary) if i != self.end_of_text]

@@ -31,8 +31,9 @@ def from_huggingface(source: Path, target: Path) -> str:
     """Makes a folder for fairseq of a Hugging Face folder with a language model of `families.FAMILIES`.
 
     In it are `model.pt`, a checkpoint of `fast_weight_lm` with softmax attention in all layers, in the types that the
-    weights had; `dict.txt`; for `--bpe` `encoder.json`, `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and
-    `tokenizer_words.json`; and, for the way back, `conversion.json` and the folder `huggingface`.
+    weights had; `options.txt`, those of fairseq-train for a model of its shape; `dict.txt`; for `--bpe` `encoder.json`,
+    `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and `tokenizer_words.json`; and, for the way back,
+    `conversion.json` and the folder `huggingface`.
 
     Returns:
         The options of fairseq's commands that name the tokenizer.
@@ -78,6 +79,9 @@ def from_huggingface(source: Path, target: Path) -> str:
         # fairseq-preprocess and the tasks take the order of the lines; the numbers are counts, of which there are none.
         (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in words), encoding="ascii")
         tokenizer.write(folder, family.vocabulary, family.end_of_text)
+        # Of a model with other mixers, to which the weights are to go.
+        flags = family.flags(without=("softmax-attention-layers", "tokens-per-sample"))
+        (folder / "options.txt").write_text(f"--arch=fast_weight_lm {' '.join(flags)}\n", encoding="ascii")
         (folder / _RECORD).write_text(json.dumps({"weights": sorted(names), "end_of_text": family.end_of_text}))
         (folder / _ORIGINALS).mkdir()
         for name in ("config.json", "generation_config.json", *tokenizers.FILES):
@@ -153,13 +157,8 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
 
 def _configuration(family: Family) -> Any:
     """What fairseq-train makes of the options that the family's model has."""
-    flags = [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in family.options.items()
-        if value is not False
-    ]
     parser = options.get_training_parser("language_modeling")
-    args = options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm", *flags])
+    args = options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm", *family.flags()])
     with warnings.catch_warnings():  # fairseq calls hydra in old ways that still work
         warnings.simplefilter("ignore", UserWarning)
         return convert_namespace_to_omegaconf(args)

@@ -44,8 +44,8 @@ def check_swap(attention: Mixer) -> None:
         )
     if attention.feature_map.key_dim < attention.head_dim and not isinstance(attention.q_norm, nn.Identity):
         raise ValueError(
-            f"feature_dim is {attention.feature_map.key_dim}; with qk_norm it must be the {attention.head_dim} numbers "
-            "that are normalised in each head"
+            f"feature_dim is {attention.feature_map.key_dim}; with query_key_norm_eps it must be the "
+            f"{attention.head_dim} numbers that are normalised in each head"
         )
     if attention.update_rule == "delta" and _gate(attention, "beta").bias is None:
         raise ValueError(
