@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fairseq_fastweights.conversion.source import Source
 from fairseq_fastweights.mixers.mixer import Mixer, State
-from fairseq_fastweights.mixers.projections import Projections
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
 
@@ -102,9 +101,10 @@ def build_attention(source: Source, layer: int) -> SoftmaxAttention:
         rotary_dim=options.get("rotary_dim", 0),
         rotary_base=options.get("rotary_base", 10000.0),
         rotary_scaling=options.get("rotary_scaling", ""),
-        projections=Projections(
-            len(weights["k_proj.weight"]) // head_dim, head_dim, biases, options.get("query_key_norm_eps")
-        ),
+        kv_heads=len(weights["k_proj.weight"]) // head_dim,
+        head_dim=head_dim,
+        projection_bias=biases,
+        query_key_norm_eps=options.get("query_key_norm_eps"),
     )
     attention.load_state_dict(weights)
     return attention.requires_grad_(False).eval()

@@ -112,9 +112,9 @@ def _family(
     if scaling:
         options["rotary-scaling"] = scaling
     if kv_heads != heads:
-        options["decoder-kv-heads"] = kv_heads
+        options["kv-heads"] = kv_heads
     if head_dim * heads != width:
-        options["decoder-head-dim"] = head_dim
+        options["head-dim"] = head_dim
     if normed:
         options["query-key-norm-eps"] = eps
     return Family(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.feature_maps import Scales, build_feature_map, sum_normalize
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.projections import PLAIN, Projections, shared
+from fairseq_fastweights.mixers.projections import Projections, shared
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class MemoryAttention(Mixer):
 
     Args:
         embed_dim: width of the queries and of the output.
-        num_heads: number of heads, a divisor of `embed_dim` unless `projections` has a head_dim. Values have head_dim
+        num_heads: number of heads, a divisor of `embed_dim` unless `shape` has a head_dim. Values have head_dim
             numbers.
         source_dim: width of what keys and values are made from; None for `embed_dim`.
         feature_map: a key of `feature_maps.FEATURE_MAPS`.
@@ -37,7 +37,8 @@ class MemoryAttention(Mixer):
         bias: whether the projections have biases. Decay gates always have.
         scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
         dropout: of the read-out, before the output projection: there are no attention weights to drop.
-        projections: how they are otherwise. Heads that share keys and values have memories of their own.
+        shape: how the projections are otherwise, the arguments of `Projections`. Heads that share keys and values have
+            memories of their own.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -57,8 +58,9 @@ class MemoryAttention(Mixer):
         bias: bool = True,
         scale_read_out: bool = False,
         dropout: float = 0.0,
-        projections: Projections = PLAIN,
+        **shape: Any,
     ) -> None:
+        projections = Projections(**shape)
         super().__init__(embed_dim, num_heads, projections.head_dim)
         self.source_dim = embed_dim if source_dim is None else source_dim
         self.normalization = normalization
@@ -90,7 +92,10 @@ class MemoryAttention(Mixer):
         self.dropout_module = nn.Dropout(dropout)
 
         key_dim, kv_heads = self.feature_map.key_dim, projections.count_kv_heads(num_heads)
-        inputs_biased, output_biased = bias and projections.biases != "none", bias and projections.biases == "all"
+        inputs_biased, output_biased = (
+            bias and projections.projection_bias != "none",
+            bias and projections.projection_bias == "all",
+        )
         self.q_proj = nn.Linear(embed_dim, num_heads * key_dim, bias=inputs_biased)
         self.k_proj = nn.Linear(self.source_dim, kv_heads * key_dim, bias=inputs_biased)
         self.v_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, bias=inputs_biased)

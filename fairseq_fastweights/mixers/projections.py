@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 
@@ -17,8 +17,9 @@ class Projections:
         kv_heads: heads of keys and values, each of which serves as many heads of queries in turn (Ainslie et al. 2023);
             0 for as many as there are of queries.
         head_dim: of each head; 0 for the width over the heads of queries.
-        biases: which projections have biases: "all", "qkv" (not that of the output: Qwen2), or "none" (Llama).
-        norm_eps: queries and keys have an RMS norm in each head, with this under the root (Qwen3); None for none.
+        projection_bias: which projections have biases: "all", "qkv" (not that of the output: Qwen2), or "none" (Llama).
+        query_key_norm_eps: queries and keys have an RMS norm in each head, with this under the root (Qwen3); None: they
+            have none.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -26,14 +27,16 @@ class Projections:
 
     kv_heads: int = 0
     head_dim: int = 0
-    biases: str = "all"
-    norm_eps: float | None = None
+    projection_bias: str = "all"
+    query_key_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        if self.biases not in PROJECTION_BIASES:
-            raise ValueError(f"projection_bias is {self.biases!r}; it must be one of {', '.join(PROJECTION_BIASES)}")
-        if self.norm_eps is not None and not self.norm_eps >= 0:
-            raise ValueError(f"norm_eps is {self.norm_eps}; it must be at least 0")
+        if self.projection_bias not in PROJECTION_BIASES:
+            raise ValueError(
+                f"projection_bias is {self.projection_bias!r}; it must be one of {', '.join(PROJECTION_BIASES)}"
+            )
+        if self.query_key_norm_eps is not None and not self.query_key_norm_eps >= 0:
+            raise ValueError(f"query_key_norm_eps is {self.query_key_norm_eps}; it must be at least 0")
 
     def count_kv_heads(self, num_heads: int) -> int:
         """How many there are for so many heads of queries.
@@ -49,11 +52,11 @@ class Projections:
 
     def norm(self, head_dim: int) -> nn.Module:
         """That of queries or of keys, (..., head_dim)."""
-        return nn.Identity() if self.norm_eps is None else nn.RMSNorm(head_dim, eps=self.norm_eps)
+        return nn.Identity() if self.query_key_norm_eps is None else nn.RMSNorm(head_dim, eps=self.query_key_norm_eps)
 
 
-PLAIN = Projections()
-"""As many heads of keys and values as of queries, with biases, as in fairseq."""
+SETTINGS = tuple(setting.name for setting in fields(Projections))
+"""The names of its arguments, by which mixers take them too."""
 
 
 def shared(x: Tensor, num_heads: int, dim: int) -> Tensor:

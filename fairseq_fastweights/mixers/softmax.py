@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor, nn
 
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.projections import PLAIN, Projections
+from fairseq_fastweights.mixers.projections import Projections
 
 
 class ReadsBySoftmax(Mixer):
@@ -17,7 +18,7 @@ class ReadsBySoftmax(Mixer):
         embed_dim, num_heads: width of the input and of the output, and how many heads share it.
         dropout: of the attention weights.
         bias: whether the projections have biases.
-        projections: how they are otherwise.
+        shape: how the projections are otherwise, the arguments of `Projections`.
     """
 
     def __init__(
@@ -27,16 +28,21 @@ class ReadsBySoftmax(Mixer):
         *,
         dropout: float = 0.0,
         bias: bool = True,
-        projections: Projections = PLAIN,
+        **shape: Any,
     ) -> None:
+        projections = Projections(**shape)
         super().__init__(embed_dim, num_heads, projections.head_dim)
         self.dropout_module = nn.Dropout(dropout)
         inner, kv_inner = (heads * self.head_dim for heads in (num_heads, projections.count_kv_heads(num_heads)))
-        inputs_biased, output_biased = bias and projections.biases != "none", bias and projections.biases == "all"
+        inputs_biased, output_biased = (
+            bias and projections.projection_bias != "none",
+            bias and projections.projection_bias == "all",
+        )
         self.k_proj = nn.Linear(embed_dim, kv_inner, bias=inputs_biased)
         self.v_proj = nn.Linear(embed_dim, kv_inner, bias=inputs_biased)
         self.q_proj = nn.Linear(embed_dim, inner, bias=inputs_biased)
         self.out_proj = nn.Linear(inner, embed_dim, bias=output_biased)
+        self.q_norm, self.k_norm = projections.norm(self.head_dim), projections.norm(self.head_dim)
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does, in its order."""

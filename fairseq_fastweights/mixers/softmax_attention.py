@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.mixer import State
-from fairseq_fastweights.mixers.projections import PLAIN, Projections, shared
+from fairseq_fastweights.mixers.projections import shared
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling, rotate, turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
@@ -29,7 +31,7 @@ class SoftmaxAttention(ReadsBySoftmax):
         rotary_base: the slowest pair of dimensions turns about once in 2 pi x base positions.
         rotary_scaling: as `parse_scaling` reads it.
         dropout: of the attention weights.
-        projections: how they are, beyond fairseq's.
+        shape: how the projections are, beyond fairseq's: the arguments of `Projections`.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -49,10 +51,9 @@ class SoftmaxAttention(ReadsBySoftmax):
         rotary_base: float = 10000.0,
         rotary_scaling: str = "",
         dropout: float = 0.0,
-        projections: Projections = PLAIN,
+        **shape: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, dropout=dropout, projections=projections)
-        self.q_norm, self.k_norm = projections.norm(self.head_dim), projections.norm(self.head_dim)
+        super().__init__(embed_dim, num_heads, dropout=dropout, **shape)
         if rotary_dim % 2 or not 0 <= rotary_dim <= self.head_dim:
             raise ValueError(
                 f"rotary_dim is {rotary_dim}; it must be an even number from 2 to the head dim, {self.head_dim}, or 0 "

@@ -79,16 +79,16 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
             "linear:FACTOR, or llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3"
         },
     )
-    decoder_kv_heads: Optional[int] = field(
-        default=None,
+    kv_heads: int = field(
+        default=0,
         metadata={
             "help": "heads of keys and values, each of which serves as many heads of queries, in softmax attention and "
-            "memories (default: as many as of queries)"
+            "memories (0: as many as of queries)"
         },
     )
-    decoder_head_dim: Optional[int] = field(
-        default=None,
-        metadata={"help": "dimension of each head, as --decoder-kv-heads (default: the width over the heads)"},
+    head_dim: int = field(
+        default=0,
+        metadata={"help": "dimension of each head in softmax attention and memories (0: the width over the heads)"},
     )
     projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = field(  # type: ignore[valid-type]
         default="all",
@@ -207,14 +207,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
 
 def _check_shape(args: Any) -> None:
     """Checks the options by which models after the first Transformer differ from it."""
-    kv_heads, heads = args.decoder_kv_heads, args.decoder_attention_heads
-    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
-        raise ValueError(f"decoder_kv_heads is {kv_heads}; it must be a divisor of decoder_attention_heads, {heads}")
-    if args.decoder_head_dim is not None and args.decoder_head_dim < 1:
-        raise ValueError(f"decoder_head_dim is {args.decoder_head_dim}; it must be positive")
-    for name in ("rms_norm_eps", "query_key_norm_eps"):
-        if (eps := getattr(args, name)) is not None and not eps >= 0:
-            raise ValueError(f"{name} is {eps}; it must be at least 0")
+    if args.rms_norm_eps is not None and not args.rms_norm_eps >= 0:
+        raise ValueError(f"rms_norm_eps is {args.rms_norm_eps}; it must be at least 0")
     if args.swiglu and args.quant_noise_pq:
         raise ValueError(f"quant_noise_pq is {args.quant_noise_pq}; with swiglu it must be 0")
 

@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.projections import Projections
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import parse_normalization
 
@@ -124,12 +123,10 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
         "rotary_dim": getattr(args, "rotary_dim", 0),
         "rotary_base": getattr(args, "rotary_base", 10000.0),
         "rotary_scaling": getattr(args, "rotary_scaling", ""),
-        "projections": Projections(
-            kv_heads=getattr(args, "decoder_kv_heads", None) or 0,
-            head_dim=getattr(args, "decoder_head_dim", None) or 0,
-            biases=str(getattr(args, "projection_bias", "all")),
-            norm_eps=getattr(args, "query_key_norm_eps", None),
-        ),
+        "kv_heads": getattr(args, "kv_heads", 0),
+        "head_dim": getattr(args, "head_dim", 0),
+        "projection_bias": str(getattr(args, "projection_bias", "all")),
+        "query_key_norm_eps": getattr(args, "query_key_norm_eps", None),
         "max_positions": args.max_target_positions,
     }
 

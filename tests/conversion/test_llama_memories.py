@@ -14,30 +14,29 @@ from fairseq_fastweights.conversion.attention_transfer import AttentionTransfer,
 from fairseq_fastweights.conversion.source import read_source
 from fairseq_fastweights.conversion.swap import ADDITIVE_SCALE, check_swap, fold_map, swap
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.mixers.projections import Projections
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from tests.conftest import QUIET, TASK, binarise, command, import_plugin
 from tests.conversion import llamas, sources
 
 WIDTH, HEADS, KV_HEADS, DIM = 24, 4, 2, 8
-SHAPE = Projections(KV_HEADS, DIM, "none", 1e-3)
+SHAPE = {"kv_heads": KV_HEADS, "head_dim": DIM, "projection_bias": "none", "query_key_norm_eps": 1e-3}
 
 
 @pytest.fixture
 def attention() -> SoftmaxAttention:
     torch.manual_seed(0)
-    made = SoftmaxAttention(WIDTH, HEADS, projections=SHAPE)
+    made = SoftmaxAttention(WIDTH, HEADS, **SHAPE)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return made
 
 
-def swapped(attention: SoftmaxAttention, projections: Projections = SHAPE, **options) -> FastWeightAttention:
+def swapped(attention: SoftmaxAttention, **options) -> FastWeightAttention:
     torch.manual_seed(1)
-    new = FastWeightAttention(WIDTH, HEADS, projections=projections, **options)
+    new = FastWeightAttention(WIDTH, HEADS, **SHAPE | options)
     check_swap(new)
     weights = {n: p.detach() for n, p in attention.named_parameters() if not n.startswith("out_proj.")}
-    if projections.norm_eps is None:
+    if isinstance(new.q_norm, torch.nn.Identity):
         weights = {n: p for n, p in weights.items() if "norm" not in n}
     with torch.no_grad():
         for name, (values, _) in swap(new, weights).items():
@@ -63,7 +62,7 @@ def test_at_full_size_a_memory_reads_the_sources_grouped_projections(attention):
 def test_heads_that_share_keys_share_the_folded_map_and_values_the_mean_of_what_gates_let_in(attention):
     q, k = attention.q_proj.weight.detach(), attention.k_proj.weight.detach()
     fold = fold_map(q, k, HEADS, 3)
-    new = swapped(attention, Projections(KV_HEADS, DIM, "none"), update_rule="decay", feature_dim=3)
+    new = swapped(attention, query_key_norm_eps=None, update_rule="decay", feature_dim=3)
     for shared in range(KV_HEADS):
         queries = [q[head * DIM : (head + 1) * DIM] for head in range(HEADS) if head // 2 == shared]
         both = torch.cat([*queries, k[shared * DIM : (shared + 1) * DIM]], dim=1).double()
@@ -161,8 +160,8 @@ def test_each_layer_is_compared_on_what_the_sources_own_layer_reads(converted):
         (["--criterion", "attention_transfer", "--transfer", OWN], "transfer is .* it must be all"),
         (["--criterion", "attention_transfer", "--carry-over-state"], "carry_over_state is set; with criterion att"),
         (["--criterion", "attention_transfer", "--softmax-attention-layers", "all"], "a mixer other than softmax"),
-        (["--decoder-kv-heads", "3"], "decoder_kv_heads is 3; it must be a divisor of decoder_attention_heads, 4"),
-        (["--decoder-head-dim", "-2"], "decoder_head_dim is -2; it must be positive"),
+        (["--kv-heads", "3"], "kv_heads is 3; it must be a divisor of the 4 heads"),
+        (["--head-dim", "-2"], "head_dim is -2; it must be positive"),
         (["--rms-norm-eps=-1"], "rms_norm_eps is -1.0; it must be at least 0"),
         (["--quant-noise-pq", "0.1"], "quant_noise_pq is 0.1; with swiglu it must be 0"),
         (["--rms-norm-eps", "0.5"], "other option +rms_norm_eps +1e-06 +0.5"),

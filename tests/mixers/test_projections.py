@@ -10,16 +10,15 @@ from torch import Tensor
 
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.projections import PLAIN, Projections
 from fairseq_fastweights.mixers.registry import build_mixer
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling, turns
 
 WIDTH, HEADS, DIM = 24, 4, 6
 
 
-def build(name: str, projections: Projections, **settings: Any) -> Mixer:
+def build(name: str, **settings: Any) -> Mixer:
     torch.manual_seed(0)
-    common = {"num_heads": HEADS, "fast_weight_heads": HEADS, "projections": projections, "rotary_dim": 4}
+    common = {"num_heads": HEADS, "fast_weight_heads": HEADS, "rotary_dim": 4}
     return build_mixer(name, WIDTH, common | settings).double().eval()
 
 
@@ -37,7 +36,7 @@ def whole_and_in_parts(mixer: Mixer) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["softmax", "sum", "gated", "decay", "delta"])
 @torch.no_grad()
 def test_heads_that_share_keys_and_values_are_as_heads_that_have_the_same(name, kv_heads):
-    grouped, full = build(name, Projections(kv_heads=kv_heads)), build(name, PLAIN)
+    grouped, full = build(name, kv_heads=kv_heads), build(name)
     for parameter, values in grouped.named_parameters():
         if parameter.startswith(("k_proj.", "v_proj.")):
             heads = values.unflatten(0, (kv_heads, DIM))
@@ -52,7 +51,7 @@ def test_heads_that_share_keys_and_values_are_as_heads_that_have_the_same(name, 
 @pytest.mark.parametrize("name", ["softmax", "gated", "delta"])
 @torch.no_grad()
 def test_heads_of_another_size_with_norms_and_fewer_biases(name):
-    mixer = build(name, Projections(2, 10, "qkv", 0.1))
+    mixer = build(name, kv_heads=2, head_dim=10, projection_bias="qkv", query_key_norm_eps=0.1)
     biases = {parameter.split("_")[0] for parameter, _ in mixer.named_parameters() if parameter.endswith("proj.bias")}
     assert biases - {"gate", "beta"} == {"q", "k", "v"} and mixer.out_proj.weight.shape == (WIDTH, 40)
     whole, parts = whole_and_in_parts(mixer)
@@ -67,7 +66,7 @@ def test_heads_of_another_size_with_norms_and_fewer_biases(name):
         projection.bias *= 1e4
     assert torch.allclose(mixer(torch.ones(3, 1, WIDTH, dtype=torch.float64))[0], large, rtol=1e-6)
     # Gates keep their biases where projections have none.
-    bare = FastWeightAttention(WIDTH, HEADS, projections=Projections(biases="none"))
+    bare = FastWeightAttention(WIDTH, HEADS, projection_bias="none")
     assert [parameter for parameter, _ in bare.named_parameters() if "bias" in parameter] == ["beta_proj.bias"]
 
 
@@ -92,8 +91,8 @@ def test_other_scalings_are_refused(text):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"biases": "some"}, "projection_bias is 'some'; it must be one of all, qkv, none"),
-        ({"norm_eps": -1.0}, "norm_eps is -1.0; it must be at least 0"),
+        ({"projection_bias": "some"}, "projection_bias is 'some'; it must be one of all, qkv, none"),
+        ({"query_key_norm_eps": -1.0}, "query_key_norm_eps is -1.0; it must be at least 0"),
         ({"kv_heads": 3}, "kv_heads is 3; it must be a divisor of the 4 heads"),
         ({"kv_heads": -1}, "kv_heads is -1; it must be a divisor"),
         ({"head_dim": -1}, "head_dim is -1; it must be positive"),
@@ -102,4 +101,4 @@ def test_other_scalings_are_refused(text):
 def test_projections_that_there_are_not_are_refused(options, message):
     for name in ("softmax", "delta"):
         with pytest.raises(ValueError, match=message):
-            build(name, Projections(**options))
+            build(name, **options)
