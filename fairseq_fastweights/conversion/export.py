@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,18 +13,27 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
 from fairseq_fastweights.conversion.fairseq_options import config_of
-from fairseq_fastweights.conversion.tokenizers_of_runs import find_pieces, make_tokenizer
+from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.groups import count_layers
+from fairseq_fastweights.conversion.huggingface import RECORD
+from fairseq_fastweights.conversion.originals import restore_original
+from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, find_pieces, make_tokenizer
 from fairseq_fastweights.conversion.weight_files import load_safely
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
+from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 
 _CHECKPOINTS = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
 """What is taken of a folder, in the order in which it is looked for."""
+
+FOR_FAIRSEQ = "fairseq"
+"""The folder in an exported one that holds what the way back needs."""
 
 _PREFIXES = {"decoder.output_projection.": "lm_head.", "decoder.adaptive_softmax.": "lm_head.", "decoder.": "model."}
 """What parameters' names begin with, in fairseq and here."""
@@ -66,6 +76,51 @@ def load_for_causal_lm(
     run = find_run(Path(path), data, tokenizer)
     model, dictionary = read_model(run)
     return model, make_tokenizer(dictionary, run.pieces, model.config)
+
+
+def to_huggingface(
+    source: Path,
+    target: Path,
+    *,
+    checkpoint: Path | None = None,
+    data: Path | None = None,
+    tokenizer: str | Path | None = None,
+) -> None:
+    """Makes a Hugging Face folder: config.json, model.safetensors, generation_config.json and a tokenizer.
+
+    A folder that `from_huggingface` made, with softmax attention still in all layers, becomes one of the class that it
+    was; all others are of `FastWeightForCausalLM`. Their subfolder `fairseq` holds what the way back needs.
+
+    Args:
+        source: as `path` of `load_for_causal_lm`.
+        target: the new folder.
+        checkpoint: in the place of the one in `source`, whose dictionary and tokenizer it has.
+        data, tokenizer: as for `load_for_causal_lm`.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it, before anything is written.
+        OSError: naming the target, if it cannot be written. Nothing is left of it.
+    """
+    check_target(target)
+    if (source / RECORD).is_file() and _is_softmax(source / "model.pt" if checkpoint is None else checkpoint):
+        restore_original(source, target, checkpoint)
+        return
+    if data is None and checkpoint is not None and (source / "dict.txt").is_file():
+        data = source
+    run = find_run(source if checkpoint is None else checkpoint, data, tokenizer)
+    model, dictionary = read_model(run)
+    made = make_tokenizer(dictionary, run.pieces, model.config)
+    with new_folder(target) as folder:
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:
+            raise OSError(f"model.safetensors: {error}") from error
+        made.save_pretrained(folder)
+        (folder / FOR_FAIRSEQ).mkdir()
+        shutil.copyfile(run.dictionary, folder / FOR_FAIRSEQ / "dict.txt")
+        for file in () if run.pieces is None else map(run.pieces.joinpath, PIECES):
+            if file.is_file():
+                shutil.copyfile(file, folder / FOR_FAIRSEQ / file.name)
 
 
 def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:
@@ -140,7 +195,10 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         ours.to(next(iter(types)))
         config.dtype = next(iter(types))
     ours.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        suppress_tokens=[config.pad_token_id],  # as fairseq's generator never writes it
     )
     return ours.eval(), task.dictionary
 
@@ -163,6 +221,20 @@ def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[s
     own = set(model.state_dict())
     if different := sorted(own ^ set(weights)):
         raise ValueError(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
+
+
+def _is_softmax(checkpoint: Path) -> bool:
+    """Whether the model in a checkpoint has softmax attention in all layers, as far as it says."""
+    if not checkpoint.is_file():
+        return True
+    weights = read_state(checkpoint)["model"]
+    checkpoint_settings.rename_former(weights, "decoder")
+    settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
+    if settings is None:
+        return True
+    return (
+        checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"] == "softmax"
+    )
 
 
 def _check_kind(model: Any, task: Any) -> None:
