@@ -185,8 +185,8 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         names = decoder.mixer_names if isinstance(decoder, FastWeightDecoder) else ["softmax"] * len(decoder.layers)
         config = config_of(decoder.args, names, task.dictionary, final_norm=decoder.layer_norm is not None)
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{run.checkpoint}: {first[0]}") from error
+        lines = str(error).split("\n")[:2]  # of torch's lists of weights that do not fit: what it is, and the first
+        raise ValueError(f"{run.checkpoint}: {' '.join(map(str.strip, lines)) or type(error).__name__}") from error
     with no_init_weights():
         ours = FastWeightForCausalLM(config)
     ours.load_state_dict(weights_of(theirs), strict=False)

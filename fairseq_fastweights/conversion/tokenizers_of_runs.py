@@ -123,11 +123,12 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
         for piece, number in numbers.items()
         if set(piece) <= printable and (known is None or number in known)
     }
-    lacking = sum(number == dictionary.unk() for number in vocabulary.values())
-    if lacking > len(vocabulary) / 2:
+    lacking = [piece for piece, number in vocabulary.items() if number == dictionary.unk()]
+    if lacking:  # transformers' tokenizers cannot make <unk> of a piece
         raise ValueError(
-            f"{folder / 'encoder.json'}: of {len(vocabulary)} pieces the dictionary lacks {lacking}; it must be the "
-            "BPE that the dictionary has the numbers of"
+            f"{folder / 'encoder.json'}: of {len(vocabulary)} pieces dict.txt lacks {len(lacking)}, {lacking[0]!r} for "
+            f"one; it must have all, as by fairseq-preprocess --srcdict. With --tokenizer {WORDS} the numbers are the "
+            "words, and texts are to be encoded before"
         )
     for first, second in merges:
         if first + second not in vocabulary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,24 @@ import torch
 import transformers
 from torch import nn
 
+from fairseq_fastweights.conversion.export import weights_of
+from fairseq_fastweights.conversion.fairseq_options import config_of
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM, FastWeightModel
-from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
+from fairseq_fastweights.huggingface.vocabulary import sinusoidal_positions
+from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT
 from tests.conftest import ROOT
 from tests.huggingface.test_generation import SIZES, build, draw
 
 BANDS = {"adaptive_input_cutoffs": [10, 25], "adaptive_softmax_cutoffs": [10, 25]}
 BANDS |= {"adaptive_input_factor": 2.0, "adaptive_softmax_factor": 2.0}
+FLAGS = "--adaptive-input --adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25"
+SIZES_THERE = "--decoder-embed-dim 64 --decoder-input-dim 64 --decoder-output-dim 64 --decoder-ffn-embed-dim 48"
+
+
+def said(config: FastWeightConfig) -> dict:
+    """What a configuration says of the model, and not of where it was and in which type."""
+    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
 
 
 @pytest.mark.parametrize(
@@ -36,11 +47,11 @@ def test_what_is_saved_is_what_is_loaded(mixers, settings, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()) and type(loaded) is FastWeightForCausalLM
-    assert loaded.config.to_dict() | {"dtype": None} == model.config.to_dict() | {"dtype": None}
+    assert said(loaded.config) == said(model.config)
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     tied = model.config.tie_word_embeddings
     shared = {id(x) for x in loaded.lm_head.parameters()} & {id(x) for x in loaded.model.embed_tokens.parameters()}
-    assert len(shared) == ((5 if settings else 1) if tied else 0)  # 3 bands, and the projections of 2
+    assert len(shared) == ((5 if "adaptive_input_cutoffs" in settings else 1) if tied else 0)  # 3 bands, 2 projections
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     assert (half(tokens).logits - model(tokens).logits).norm() <= 0.1 * model(tokens).logits.norm()
@@ -51,8 +62,6 @@ def test_what_is_saved_is_what_is_loaded(mixers, settings, tmp_path):
 def test_the_configuration_says_everything(tmp_path):
     config = FastWeightConfig(**SIZES, mixers="delta,local:2", mixer_settings={"normalization": ["sum"]})
     config.save_pretrained(tmp_path)
-    import json
-
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (
         saved["format_version"] == 1 and saved["mixers"] == ["delta", "local"] and saved["model_type"] == "fast_weight"
@@ -60,28 +69,31 @@ def test_the_configuration_says_everything(tmp_path):
     assert {"pre_norm", "hidden_act", "dropout", "layerdrop", "max_position_embeddings"} <= set(
         saved
     )  # all as by default
-    assert transformers.AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+    assert said(transformers.AutoConfig.from_pretrained(tmp_path)) == said(config)
 
 
-@pytest.mark.parametrize("mixers", MIXERS)
-def test_new_weights_start_as_those_of_the_mixers(mixers):
-    """Drawn by `_init_weights` alone, as where some weights of a model are not in a checkpoint."""
-    for std in (None, 0.02):
-        config = FastWeightConfig(**{**SIZES, "hidden_size": 64}, mixers=mixers, initializer_range=std)
-        model = FastWeightForCausalLM.from_pretrained(None, config=config, state_dict={})
-        own, expected = model.model.layers[0].self_attn, build_mixer(mixers, 64, config.mixer_arguments())
-        for (name, x), y in zip(own.named_parameters(), expected.parameters(), strict=True):
-            linear = name.endswith("proj.weight") and isinstance(own.get_submodule(name[:-7]), nn.Linear)
-            special = mixers == "mamba" and name == "dt_proj.weight"
-            wanted = std if std and linear and not special else y.std().item() if y.numel() > 1 else 0.0
-            # Six standard errors of a standard deviation; of few numbers little can be said.
-            assert abs(x.std().item() - wanted) <= 6 * wanted / (2 * x.numel()) ** 0.5 + 1e-7 or x.numel() < 32, name
-        embeddings = model.get_input_embeddings().weight
-        assert not embeddings[1].any() and abs(embeddings[2:].std() / (std or 64**-0.5) - 1) < 0.1
+@pytest.mark.parametrize("flags", ["", "--init-std 0.02", FLAGS])
+def test_new_weights_start_as_fairseqs(flags, fairseq):
+    """Drawn by `_init_weights` alone, as those of a model are that are not in a checkpoint."""
+    for name in MIXERS if "adaptive" not in flags else ("sum",):
+        theirs = fairseq.build(f"--mixers {name} {SIZES_THERE} {flags}")
+        names = theirs.decoder.mixer_names
+        config = config_of(theirs.decoder.args, names, theirs.decoder.dictionary, final_norm=True)
+        ours = FastWeightForCausalLM.from_pretrained(None, config=config, state_dict={})
+        for key, expected in weights_of(theirs).items():
+            x = ours.state_dict()[key]
+            if x.numel() < 64:  # so few say little
+                assert x.isfinite().all() and x.abs().max() < 20, f"{name}: {key}"
+                continue
+            # Six standard errors of the difference between two samples' means and deviations.
+            error = 6 * (2 / x.numel()) ** 0.5 * expected.std() + 1e-7
+            assert abs(x.mean() - expected.mean()) <= error and abs(x.std() - expected.std()) <= error, f"{name}: {key}"
+    embeddings = [x for x in ours.modules() if isinstance(x, nn.Embedding)]
+    assert all(not x.weight[1].any() and x.weight[2:].all() for x in embeddings)
     # What is loaded stays, beside what is drawn.
-    state = {name: x for name, x in model.state_dict().items() if "layers.1" not in name and "beta" not in name}
+    state = {key: x for key, x in ours.state_dict().items() if "layers.1" not in key and "q_proj" not in key}
     again = FastWeightForCausalLM.from_pretrained(None, config=config, state_dict=dict(state))
-    assert all(torch.equal(x, again.state_dict()[name]) for name, x in state.items())
+    assert all(torch.equal(x, again.state_dict()[key]) for key, x in state.items())
 
 
 def test_the_vocabulary_can_be_resized(tmp_path):
@@ -140,8 +152,6 @@ def test_layers_are_dropped_in_training_alone():
     whole, cut = model(tokens).logits, model.train()(tokens).logits
     assert not torch.allclose(whole, cut)
     x = model.model.embed_scale * model.get_input_embeddings()(tokens)
-    from fairseq_fastweights.huggingface.vocabulary import sinusoidal_positions
-
     x = model.model.layer_norm(x + sinusoidal_positions(torch.arange(6), 16, torch.float32))
     assert torch.allclose(model.lm_head(x), cut, atol=1e-6)
 
