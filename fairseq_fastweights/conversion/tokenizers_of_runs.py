@@ -12,6 +12,7 @@ from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from fairseq_fastweights.conversion.tokenizer import END_OF_TEXT
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 
@@ -112,6 +113,8 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
         settings |= read_json(folder / PIECES[2])
     merges = _read_merges(folder / "vocab.bpe")
     end = settings["end_of_text"]
+    if end is None and dictionary.index(str(numbers.get(END_OF_TEXT))) == dictionary.unk():
+        end = numbers.get(END_OF_TEXT)  # which no text has, where fairseq has </s>
 
     def number_of(own: int) -> int:
         return dictionary.eos() if own == end else dictionary.index(str(own))

@@ -84,7 +84,7 @@ def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
 
 
 def test_the_pieces_must_be_those_of_the_dictionary(save, tmp_path):
-    """A dictionary of what a text has lacks pieces that only others are made of; `--bpe gpt2` has no byte_level.json."""
+    """A dictionary of a text lacks pieces that others are made of; `--bpe gpt2` has no byte_level.json."""
     sources.save(tmp_path / "theirs", sources.model(False))
     assert main(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0
     (tmp_path / "converted" / "byte_level.json").unlink()
