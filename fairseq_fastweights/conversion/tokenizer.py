@@ -25,7 +25,7 @@ FILES = (
 )
 """What may be there of a tokenizer."""
 
-END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tokenizer:
     @property
     def end_of_text(self) -> int | None:
         """The number of <|endoftext|>, if there is one."""
-        return self.added.get(END_OF_TEXT, self.vocabulary.get(END_OF_TEXT))
+        return self.added.get(_END_OF_TEXT, self.vocabulary.get(_END_OF_TEXT))
 
     def is_plain(self, end_of_text: int) -> bool:
         """Whether fairseq's `gpt2` gives the same numbers for any text without the end-of-text word in it."""
@@ -196,8 +196,8 @@ def _from_two_files(folder: Path) -> Tokenizer:
     added = {}
     if (folder / "added_tokens.json").is_file():
         added = _vocabulary(folder / "added_tokens.json", read_json(folder / "added_tokens.json"))
-    if END_OF_TEXT in vocabulary:
-        added[END_OF_TEXT] = vocabulary[END_OF_TEXT]
+    if _END_OF_TEXT in vocabulary:
+        added[_END_OF_TEXT] = vocabulary[_END_OF_TEXT]
     return Tokenizer(
         vocabulary=vocabulary,
         merges=[_merge(path, line.rstrip("\r").split(" ")) for line in lines],

@@ -12,7 +12,6 @@ from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from fairseq_fastweights.conversion.tokenizer import END_OF_TEXT
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 
@@ -24,6 +23,8 @@ PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
 
 # What stands for word types that no text has, where a byte-level BPE would take "<pad>" for a text.
 _PADDING, _UNKNOWN = "<|fairseq:pad|>", "<|fairseq:unk|>"
+
+_END_OF_TEXT = "<|endoftext|>"
 
 # Of Python's str.split(), by which fairseq splits lines, and not of \s in the regular expressions of tokenizers.
 _SPACES = r"[\s\x1c-\x1f\x85]+"
@@ -113,8 +114,8 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
         settings |= read_json(folder / PIECES[2])
     merges = _read_merges(folder / "vocab.bpe")
     end = settings["end_of_text"]
-    if end is None and dictionary.index(str(numbers.get(END_OF_TEXT))) == dictionary.unk():
-        end = numbers.get(END_OF_TEXT)  # which no text has, where fairseq has </s>
+    if end is None and dictionary.index(str(numbers.get(_END_OF_TEXT))) == dictionary.unk():
+        end = numbers.get(_END_OF_TEXT)  # which no text has, where fairseq has </s>
 
     def number_of(own: int) -> int:
         return dictionary.eos() if own == end else dictionary.index(str(own))
