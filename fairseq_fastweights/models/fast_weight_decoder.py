@@ -49,6 +49,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     Attributes:
         mixers: those of the layers, in order.
+        mixer_names: their names, in the same order.
         masked_symbols: numbers of the symbols that the model never predicts (mask_special_symbols); most have none.
         settings_version: a buffer that says what must be equal between a checkpoint and the model that loads it.
     """
@@ -64,13 +65,13 @@ class FastWeightDecoder(TransformerDecoder):
         *,
         mixers: Sequence[tuple[str, MixerBuilder]],
     ) -> None:
-        self._names = [name for name, _ in mixers]
+        self.mixer_names = [name for name, _ in mixers]
         self._builders = iter([build for _, build in mixers])
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
         del self._builders
         if args.rms_norm_eps is not None:
             use_rms_norms(self, args.rms_norm_eps)
-        settings = describe(args, dictionary, list(zip(self._names, self.mixers, strict=True)))
+        settings = describe(args, dictionary, list(zip(self.mixer_names, self.mixers, strict=True)))
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
         masked = (dictionary.bos(), dictionary.pad(), dictionary.unk()) if args.mask_special_symbols else ()
         self.masked_symbols: tuple[int, ...] = masked
@@ -87,7 +88,7 @@ class FastWeightDecoder(TransformerDecoder):
     def _layers_where(self, attribute: str, value: bool) -> str:
         """The layers whose mixers have this value of an attribute, in words; empty for none."""
         numbers: dict[str, list[str]] = {}
-        for number, (name, mixer) in enumerate(zip(self._names, self.mixers, strict=True), 1):
+        for number, (name, mixer) in enumerate(zip(self.mixer_names, self.mixers, strict=True), 1):
             if getattr(mixer, attribute) == value:
                 numbers.setdefault(name, []).append(str(number))
         return "; ".join(f"layers {', '.join(found)} ({name})" for name, found in numbers.items())
@@ -275,7 +276,7 @@ class FastWeightDecoder(TransformerDecoder):
     def check_takes_starts(self) -> None:
         """Raises a `ValueError` if there are layers that cannot keep the documents of a row apart."""
         if layers := self._layers_where("takes_starts", False):
-            unable = {name for name, mixer in zip(self._names, self.mixers, strict=True) if not mixer.takes_starts}
+            unable = {name for name, mixer in zip(self.mixer_names, self.mixers, strict=True) if not mixer.takes_starts}
             able = ", ".join(name for name, kind in MIXERS.items() if kind.takes_starts and name not in unable)
             raise ValueError(
                 f"separate_documents is set, but documents cannot be kept apart in {layers}; it must not be set, or "

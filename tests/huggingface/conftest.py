@@ -1,0 +1,49 @@
+"""fairseq's models, as checkpoints, and what `to-huggingface` makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
+
+from tests.models.conftest import Fairseq
+
+# Logits of models whose sums are taken in the same order but for a few: float32.
+LOGITS = 1e-5
+
+
+@pytest.fixture(scope="session")
+def fairseq(tmp_path_factory: pytest.TempPathFactory) -> Fairseq:
+    return Fairseq(tmp_path_factory.mktemp("fairseq"))
+
+
+@pytest.fixture(scope="session")
+def save(fairseq: Fairseq) -> Any:
+    """`save(folder, flags, arch)` writes a tiny model and its dictionary, and returns the model."""
+
+    def write(folder: Path, flags: str = "", arch: str = "fast_weight_lm", **how: Any) -> Any:
+        model = fairseq.build(flags, arch=arch, **how)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)  # none is zero, none are equal
+        words = {key: how[key] for key in how if key == "words"}
+        cfg = convert_namespace_to_omegaconf(fairseq.tiny(arch, flags, **words))
+        state = {
+            "args": None,
+            "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+            "model": model.state_dict(),
+            "optimizer_history": [{"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam"}],
+            "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+            "task_state": {},
+        }
+        state["optimizer_history"][0] |= {"lr_scheduler_state": {}, "num_updates": 0}
+        folder.mkdir(exist_ok=True)
+        torch.save(state, folder / "checkpoint_best.pt")
+        (folder / "dict.txt").write_bytes((fairseq.data(**words) / "dict.txt").read_bytes())
+        return model
+
+    return write
