@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.conversion import hub
+from fairseq_fastweights.conversion import hub, whole_tokenizer
 from fairseq_fastweights.conversion.families import FAMILIES
 from fairseq_fastweights.conversion.folders import check_target
 from fairseq_fastweights.conversion.huggingface import from_huggingface
@@ -82,6 +82,8 @@ def _convert(source: Path, target: Path) -> str:
     if _is_ours(source / "config.json"):
         if _with_transformers("exported").from_exported(source, target):
             lines.append(f"its tokenizer is --bpe byte_level --byte-level-folder {target}")
+        elif (target / whole_tokenizer.SETTINGS).is_file():
+            lines.append(f"its tokenizer is --bpe tokenizer_json --tokenizer-json-folder {target}")
     else:
         lines.append(f"its tokenizer is {from_huggingface(source, target)}")
         lines.append(f"{target}/options.txt has fairseq-train's options for its shape: $(cat {target}/options.txt)")

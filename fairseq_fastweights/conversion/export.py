@@ -23,7 +23,7 @@ from fairseq_fastweights.conversion.folders import check_target, new_folder
 from fairseq_fastweights.conversion.groups import count_layers
 from fairseq_fastweights.conversion.huggingface import RECORD
 from fairseq_fastweights.conversion.originals import restore_original
-from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, find_pieces, make_tokenizer
+from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE, find_pieces, make_tokenizer
 from fairseq_fastweights.conversion.weight_files import load_safely
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.models import checkpoint_settings
@@ -118,7 +118,7 @@ def to_huggingface(
         made.save_pretrained(folder)
         (folder / FOR_FAIRSEQ).mkdir()
         shutil.copyfile(run.dictionary, folder / FOR_FAIRSEQ / "dict.txt")
-        for file in () if run.pieces is None else map(run.pieces.joinpath, PIECES):
+        for file in () if run.pieces is None else map(run.pieces.joinpath, (*PIECES, *WHOLE)):
             if file.is_file():
                 shutil.copyfile(file, folder / FOR_FAIRSEQ / file.name)
 

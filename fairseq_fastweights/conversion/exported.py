@@ -16,7 +16,7 @@ from fairseq_fastweights.conversion.export import FOR_FAIRSEQ, new_name
 from fairseq_fastweights.conversion.fairseq_options import options_of
 from fairseq_fastweights.conversion.folders import check_target, new_folder
 from fairseq_fastweights.conversion.huggingface import check_weights
-from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES
+from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE
 from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.models import checkpoint_settings
@@ -59,7 +59,7 @@ def from_exported(source: Path, target: Path) -> bool:
 
     with new_folder(target) as folder:
         write_checkpoint(folder / "model.pt", cfg, weights)
-        for name in ("dict.txt", *PIECES):
+        for name in ("dict.txt", *PIECES, *WHOLE):
             if (source / FOR_FAIRSEQ / name).is_file():
                 shutil.copyfile(source / FOR_FAIRSEQ / name, folder / name)
     return (source / FOR_FAIRSEQ / PIECES[0]).is_file()

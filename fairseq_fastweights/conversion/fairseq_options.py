@@ -24,6 +24,8 @@ _SAME = {
     "hidden_act": "activation_fn",
     "pre_norm": "decoder_normalize_before",
     "parallel_residual": "parallel_residual",
+    "rms_norm_eps": "rms_norm_eps",
+    "swiglu": "swiglu",
     "embedding_norm": "layernorm_embedding",
     "adaptive_input_factor": "adaptive_input_factor",
     "adaptive_softmax_factor": "adaptive_softmax_factor",

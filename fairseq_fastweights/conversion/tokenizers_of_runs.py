@@ -12,6 +12,7 @@ from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from fairseq_fastweights.conversion import whole_tokenizer
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 
@@ -20,6 +21,9 @@ WORDS = "words"
 
 PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
 """The files of a byte-level BPE. Without the last it is that of fairseq's `--bpe gpt2`."""
+
+WHOLE = (whole_tokenizer.FILE, whole_tokenizer.SETTINGS)
+"""Those of any other tokenizer, as `from-huggingface` leaves it."""
 
 # What stands for word types that no text has, where a byte-level BPE would take "<pad>" for a text.
 _PADDING, _UNKNOWN = "<|fairseq:pad|>", "<|fairseq:unk|>"
@@ -45,12 +49,14 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
         if str(given) == WORDS:
             return None
         folder = Path(given)
+        if _has(folder, WHOLE):
+            return folder
         missing = [name for name in PIECES[:2] if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{folder}: {missing[0]} is missing; a byte-level BPE needs {' and '.join(PIECES[:2])}")
         return folder
     for folder in nearby:
-        if all((folder / name).is_file() for name in PIECES[:2]):
+        if _has(folder, PIECES[:2]) or _has(folder, WHOLE):
             return folder
     with dictionary.open(encoding="utf-8") as lines:
         numbers = [line.split(" ")[0].isdecimal() for line, _ in zip(lines, range(1000), strict=False)]
@@ -73,7 +79,10 @@ def make_tokenizer(dictionary: Dictionary, pieces: Path | None, config: FastWeig
     Raises:
         ValueError: naming the file, if its pieces are not those of the dictionary.
     """
-    made = _of_words(dictionary) if pieces is None else _of_pieces(dictionary, pieces)
+    if pieces is None:
+        made = _of_words(dictionary)
+    else:
+        made = (_of_whole if _has(pieces, WHOLE) else _of_pieces)(dictionary, pieces)
     names = {kind: _name(made, number) for kind, number in (("bos", config.bos_token_id), ("eos", dictionary.eos()))}
     made["post_processor"] = _begin_with(names["bos"], config.bos_token_id)
     tokenizer: Any = PreTrainedTokenizerFast(
@@ -87,6 +96,38 @@ def make_tokenizer(dictionary: Dictionary, pieces: Path | None, config: FastWeig
         model_input_names=["input_ids", "attention_mask"],
     )
     return tokenizer
+
+
+def _has(folder: Path, names: Iterable[str]) -> bool:
+    return all((folder / name).is_file() for name in names)
+
+
+def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
+    """The tokenizer in `folder`, each word with the number that its own has in the dictionary."""
+    made = read_json(folder / WHOLE[0])
+    end = read_json(folder / WHOLE[1]).get("end_of_text")
+    whole_tokenizer.open_tokenizer(folder / WHOLE[0])  # from here on its parts are what they should be
+
+    def number_of(own: int) -> int:
+        return dictionary.eos() if own == end else dictionary.index(str(own))
+
+    model = made["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise ValueError(f"{folder / WHOLE[0]}: model is {model.get('type')!r}; only 'BPE' is supported")
+    model["vocab"] = {word: number_of(number) for word, number in model["vocab"].items()}
+    for entry in made["added_tokens"]:
+        entry["id"] = number_of(entry["id"])
+    lacking = [word for word, number in model["vocab"].items() if number == dictionary.unk()]
+    if lacking:  # transformers' tokenizers cannot make <unk> of a piece
+        raise ValueError(
+            f"{folder / WHOLE[0]}: dict.txt lacks {len(lacking)} of its words, {lacking[0]!r} for one; it must have "
+            "all, as by fairseq-preprocess --srcdict"
+        )
+    special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}
+    made["added_tokens"] += [_added(number, name, special=True) for name, number in special.items()]
+    made["added_tokens"].sort(key=lambda entry: entry["id"])
+    model["vocab"] |= special
+    return made
 
 
 def _of_words(dictionary: Dictionary) -> dict[str, Any]:

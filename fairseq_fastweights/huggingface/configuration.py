@@ -67,6 +67,8 @@ class FastWeightConfig(PreTrainedConfig):
         pre_norm: whether layer norms come before what they serve, not after its sum with its input.
         final_norm: whether there is one more after the last layer.
         parallel_residual: whether a layer's mixer and feed-forward network read the same input (GPT-NeoX).
+        rms_norm_eps: norms are RMS norms, with this under the root (Llama); None for layer norms.
+        swiglu: whether feed-forward networks are W2 (silu(Wg x) * W1 x) without biases, whatever `hidden_act` is.
         embedding_norm: whether the embeddings are normalised.
         scale_embeddings: whether they are multiplied by the root of `hidden_size`.
         adaptive_input_cutoffs, adaptive_input_factor: bands of word types of embeddings that get smaller by the factor
@@ -111,6 +113,8 @@ class FastWeightConfig(PreTrainedConfig):
     pre_norm: bool = True
     final_norm: bool = True
     parallel_residual: bool = False
+    rms_norm_eps: float | None = None
+    swiglu: bool = False
     embedding_norm: bool = False
     scale_embeddings: bool = True
     adaptive_input_cutoffs: list[int] | None = None
@@ -176,7 +180,10 @@ class FastWeightConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}; it must be a probability")
-        if self.hidden_size % self.num_attention_heads:
+        eps = self.rms_norm_eps
+        if eps is not None and (not _is_number(eps) or eps < 0):
+            raise ValueError(f"rms_norm_eps is {eps!r}; it must be a number of at least 0, or None")
+        if self.hidden_size % self.num_attention_heads and not (self.mixer_settings or {}).get("head_dim"):
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}; it must be a divisor of hidden_size, "
                 f"{self.hidden_size}"

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fairseq_fastweights.huggingface.cache import FastWeightCache
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.mixers.registry import build_mixer
+from fairseq_fastweights.models.llama_layers import use_rms_norms, use_swiglu
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -53,6 +54,10 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
         self.fc2 = nn.Linear(between, width)
         self.final_layer_norm = nn.LayerNorm(width)
         self.activation_fn = activation(config.hidden_act)
+        if config.swiglu:
+            use_swiglu(self)
+        if config.rms_norm_eps is not None:
+            use_rms_norms(self, config.rms_norm_eps)
         self.dropout_module = nn.Dropout(config.dropout)
         self.activation_dropout_module = nn.Dropout(config.activation_dropout)
 

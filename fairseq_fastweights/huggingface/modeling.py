@@ -21,6 +21,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
     tied_bands,
 )
 from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.models.llama_layers import use_rms_norms
 
 MASKED_LOGIT = -1e4
 """The logit of a word type that is never predicted, as `models.fast_weight_decoder` has it, and why it is finite."""
@@ -94,6 +95,8 @@ class FastWeightModel(FastWeightPreTrainedModel):
         self.dropout_module = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList([FastWeightDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.layer_norm = nn.LayerNorm(width) if config.pre_norm and config.final_norm else None
+        if config.rms_norm_eps is not None:
+            use_rms_norms(self, config.rms_norm_eps)
         tied_adaptively = config.adaptive_softmax_cutoffs is not None and config.tie_word_embeddings
         projected = config.output_size != width and not tied_adaptively
         self.project_out_dim = nn.Linear(width, config.output_size, bias=False) if projected else None

@@ -32,7 +32,7 @@ def use_swiglu(layer: Any) -> None:
 def use_rms_norms(module: nn.Module, eps: float) -> None:
     """Puts RMS norms (Zhang and Sennrich 2019) in the place of a module's own layer norms, not of its parts' norms."""
     for name, norm in list(module.named_children()):
-        if name.endswith(_NORMS):
+        if name.endswith(_NORMS) and norm is not None:
             setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=eps))
 
 

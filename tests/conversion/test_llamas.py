@@ -80,7 +80,7 @@ def test_text_becomes_the_tokenizers_numbers_and_comes_back(tmp_path, pieces):
             assert bpe.decode(bpe.encode(text)) == text
     assert bpe.encode("a<|end|>") == f"{bpe.encode('a')} </s>" and bpe.decode("</s> <unk>") == "<|end|>"
     starts = [bpe.is_beginning_of_word(str(number)) for number in real.encode("the mat").ids]
-    assert starts[0] is pieces and any(starts[1:]) and not bpe.is_beginning_of_word("</s>")
+    assert starts[0] is pieces and (pieces or any(starts[1:])) and not bpe.is_beginning_of_word("</s>")
 
 
 def rope(**changes: object):
