@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq import options, tasks
 
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.attention_transfer import AttentionTransfer, build_attention
 from fairseq_fastweights.conversion.source import read_source
 from fairseq_fastweights.conversion.swap import ADDITIVE_SCALE, check_swap, fold_map, swap
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from tests.conftest import QUIET, TASK, binarise, command, import_plugin
 from tests.conversion import llamas, sources
@@ -79,12 +81,14 @@ def test_heads_that_share_keys_share_the_folded_map_and_values_the_mean_of_what_
         swapped(attention, update_rule="gated", feature_dim=3)
 
 
-@pytest.fixture(scope="module", params=["Llama", "Qwen2", "Qwen3"])
-def converted(request, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    source = llamas.model(request.param, tie_word_embeddings=request.param == "Qwen2", head_dim=DIM)
-    assert main(["from-huggingface", str(llamas.save(folder / "theirs", source)), str(folder / "ours")]) == 0
-    return folder / "ours"
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> dict[str, Path]:
+    folder, made = tmp_path_factory.mktemp("converted"), {}
+    for kind in ("Llama", "Qwen2", "Qwen3"):
+        source = llamas.model(kind, tie_word_embeddings=kind == "Qwen2", head_dim=DIM)
+        made[kind] = folder / kind
+        assert main(["from-huggingface", str(llamas.save(folder / f"{kind}-theirs", source)), str(made[kind])]) == 0
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -99,59 +103,104 @@ def data(tmp_path_factory) -> Path:
     return binarise(folder, "--srcdict", str(folder / "dict.txt"))
 
 
-def train(data: Path, converted: Path, save_dir: Path, *flags: str) -> tuple[str, list[float]]:
-    """The log, and the losses of training by update."""
+def words(data: Path, converted: Path, *flags: str) -> list[str]:
+    """Those of a call of fairseq-train, which starts from a converted model."""
     shape = (converted / "options.txt").read_text().split()
     settings = "--optimizer adam --tokens-per-sample 16 --batch-size 4 --max-update 4 --disable-validation".split()
-    settings += ["--lr", "0.003", "--save-dir", str(save_dir), "--transfer-from", str(converted)]
-    log = command("train", str(data), *TASK, *shape, *QUIET, *settings, *flags)
-    return log, [float(loss) for loss in re.findall(r'"loss": "([^"]+)"', log)]
+    return [str(data), *TASK, *shape, *QUIET, *settings, "--lr", "0.003", "--transfer-from", str(converted), *flags]
+
+
+def train(data: Path, converted: Path, save_dir: Path, *flags: str) -> list[float]:
+    """The losses of training by update."""
+    log = command("train", *words(data, converted, *flags), "--save-dir", str(save_dir))
+    return [float(loss) for loss in re.findall(r'"loss": "([^"]+)"', log)]
 
 
 OWN = "embeddings,output,feed-forward"
-CONVERSIONS = [
-    ("gated", ["--update-rule", "gated", "--scale-read-out"]),
-    ("decay", ["--mixers", "decay:1,softmax:2"]),
-    ("delta", ["--update-rule", "delta"]),
-    ("gated delta", ["--mixers", "gated-delta", "--gated-delta-key-heads", "2", "--transfer", OWN]),
-]
 
 
-@pytest.mark.parametrize("flags", [flags for _, flags in CONVERSIONS], ids=[name for name, _ in CONVERSIONS])
-def test_a_converted_model_trains(converted, data, tmp_path, flags):
-    log, losses = train(data, converted, tmp_path, *flags)
-    assert "transfer from" in log and len(losses) == 4 and all(map(math.isfinite, losses))
-    assert losses[-1] < losses[0]
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("Llama", ["--update-rule", "gated", "--scale-read-out", "--feature-dim", "4"]),
+        ("Qwen2", ["--mixers", "decay:1,softmax:2"]),
+        ("Qwen3", ["--update-rule", "delta"]),
+        ("Qwen3", ["--mixers", "gated-delta", "--gated-delta-key-heads", "2", "--transfer", OWN]),
+    ],
+    ids=["gated", "decay", "delta", "gated-delta"],
+)
+def test_a_converted_model_trains(converted, data, tmp_path, kind, flags):
+    losses = train(data, converted[kind], tmp_path, *flags)
+    assert len(losses) == 4 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
     state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
-    k = state.get("decoder.layers.0.self_attn.k_proj.weight")
-    assert k.shape[0] == (12 if "gated-delta" in flags else KV_HEADS * DIM)
+    rows = state["decoder.layers.0.self_attn.k_proj.weight"].shape[0]
+    assert rows == {"gated": KV_HEADS * 4, "gated-delta": KV_HEADS * WIDTH // HEADS}.get(flags[1], KV_HEADS * DIM)
 
 
-def test_attention_transfer_trains_the_memories_alone_towards_the_attention(converted, data, tmp_path):
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_attention_transfer_trains_the_memories_alone_towards_the_attention(converted, data, tmp_path, kind):
     flags = ["--update-rule", "sum", "--feature-map", "relu", "--normalization", "attention", "--criterion"]
-    _, losses = train(data, converted, tmp_path, *flags, "attention_transfer", "--max-update", "12", "--lr", "0.01")
+    flags += ["attention_transfer", "--max-update", "12", "--lr", "0.01"]
+    losses = train(data, converted[kind], tmp_path, *flags)
     assert losses[-1] < 0.7 * losses[0]
-    before = torch.load(converted / "model.pt", weights_only=False)["model"]
+    before = torch.load(converted[kind] / "model.pt", weights_only=False)["model"]
     after = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
     moved = {n for n, x in after.items() if n in before and "version" not in n and not torch.equal(x, before[n])}
     assert moved and all(".self_attn." in name for name in moved)
 
 
 @torch.no_grad()
-def test_each_layer_is_compared_on_what_the_sources_own_layer_reads(converted):
-    """With the source itself for a model, whose attentions pass for mixers, nothing is left to learn."""
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_each_layer_is_compared_on_what_the_sources_own_layer_reads(converted, kind):
+    """With the source itself for a model, each attention is that of the source, and there is nothing to learn."""
     import_plugin()
-    source = read_source(converted / "model.pt")
-    model, _, _ = sources.load(converted, llamas.model("Llama"))
+    source = read_source(converted[kind] / "model.pt")
+    model, dictionary, _ = sources.load(converted[kind], llamas.model(kind))
     tokens = torch.randint(4, 400, (2, 9))
-    tokens[0, 7:] = model.decoder.padding_idx
+    tokens[0, 7:] = dictionary.pad()
     hidden = model.decoder.extract_features(tokens)[1]["inner_states"]
-    inputs = [layer.self_attn_layer_norm(x) for layer, x in zip(model.decoder.layers, hidden, strict=False)]
-    given = [mixer(x)[0] for mixer, x in zip(model.decoder.mixers, inputs, strict=True)]
-    for number, (x, y) in enumerate(zip(inputs, given, strict=True)):
-        assert torch.allclose(build_attention(source, number)(x)[0], y, atol=1e-6)
+    for number, layer in enumerate(model.decoder.layers):
+        x = layer.self_attn_layer_norm(hidden[number])
+        assert torch.allclose(build_attention(source, number)(x)[0], layer.self_attn(x)[0], atol=1e-6)
     with pytest.raises(ValueError, match="the model must have a mixer other than softmax"):
         AttentionTransfer(source, model.decoder)
+
+
+class Constant(Mixer):
+    """Gives the same number everywhere, and notes what it reads."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(WIDTH)
+        self.value, self.read = torch.nn.Parameter(torch.tensor(value)), []
+
+    def forward(self, x, state=None, padding=None, **options):
+        self.read.append(x)
+        return self.value.expand(x.shape), {"state": x}
+
+
+def test_errors_are_relative_without_padding_and_layers_read_what_the_attentions_give(converted):
+    import_plugin()
+    source = read_source(converted["Llama"] / "model.pt")
+    model, dictionary, _ = sources.load(converted["Llama"], llamas.model("Llama"))
+    tokens = torch.randint(4, 400, (2, 9))
+    tokens[0, 7:] = dictionary.pad()
+    with torch.no_grad():
+        hidden = model.decoder.extract_features(tokens)[1]["inner_states"]
+        inputs = [layer.self_attn_layer_norm(x) for layer, x in zip(model.decoder.layers, hidden, strict=False)]
+        targets = [m(x, None, tokens.eq(1))[0] for m, x in zip(model.decoder.mixers, inputs, strict=True)]
+    for layer, value in zip(model.decoder.layers, (0.0, 0.5), strict=True):
+        layer.self_attn = Constant(value)
+    mixers = model.decoder.mixers
+    errors = AttentionTransfer(source, model.decoder).errors(model, {"src_tokens": tokens})
+    real = tokens.t().ne(1)
+    for mixer, x, target, error in zip(mixers, inputs, targets, errors, strict=True):
+        assert torch.allclose(mixer.read[0][real], x[real], atol=1e-5)
+        expected = (mixer.value - target[real]).square().sum() / target[real].square().sum()
+        assert torch.allclose(error, expected, rtol=1e-4)
+    errors.sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {f"decoder.layers.{i}.self_attn.value" for i in (0, 1)}
+    assert mixers[0](inputs[0])[0].sum() == 0  # they are themselves again
 
 
 @pytest.mark.parametrize(
@@ -159,17 +208,22 @@ def test_each_layer_is_compared_on_what_the_sources_own_layer_reads(converted):
     [
         (["--criterion", "attention_transfer", "--transfer", OWN], "transfer is .* it must be all"),
         (["--criterion", "attention_transfer", "--carry-over-state"], "carry_over_state is set; with criterion att"),
-        (["--criterion", "attention_transfer", "--softmax-attention-layers", "all"], "a mixer other than softmax"),
         (["--kv-heads", "3"], "kv_heads is 3; it must be a divisor of the 4 heads"),
         (["--head-dim", "-2"], "head_dim is -2; it must be positive"),
         (["--rms-norm-eps=-1"], "rms_norm_eps is -1.0; it must be at least 0"),
         (["--quant-noise-pq", "0.1"], "quant_noise_pq is 0.1; with swiglu it must be 0"),
         (["--rms-norm-eps", "0.5"], "other option +rms_norm_eps +1e-06 +0.5"),
         (["--mixers", "softmax", "--rotary-scaling", "linear:2"], "other option +rotary_scaling +linear:2"),
+        (["--kv-heads", "1"], r"wrong shape +decoder.layers.0.self_attn.k_proj.weight +16 x 24 +8 x 24"),
+        (["--projection-bias", "qkv"], r"missing +decoder.layers.0.self_attn.q_proj.bias"),
     ],
 )
-def test_options_that_do_not_fit_are_named(data, tmp_path, flags, message):
-    source = llamas.save(tmp_path / "theirs", llamas.model("Llama"))
-    assert main(["from-huggingface", str(source), str(tmp_path / "ours")]) == 0
+def test_options_that_do_not_fit_are_named(converted, flags, message):
+    args = options.parse_args_and_arch(
+        options.get_training_parser("fast_weight_language_modeling"),
+        words(converted["Llama"], converted["Llama"], *flags),
+    )
     with pytest.raises(ValueError, match=message):
-        train(data, tmp_path / "ours", tmp_path / "run", *flags)
+        task = tasks.setup_task(args)
+        task.build_model(args)
+        task.build_criterion(args)
