@@ -219,10 +219,8 @@ def test_errors_are_relative_without_padding_and_layers_read_what_the_attentions
     ],
 )
 def test_options_that_do_not_fit_are_named(converted, flags, message):
-    args = options.parse_args_and_arch(
-        options.get_training_parser("fast_weight_language_modeling"),
-        words(converted["Llama"], converted["Llama"], *flags),
-    )
+    call = words(converted["Llama"], converted["Llama"], *flags)
+    args = options.parse_args_and_arch(options.get_training_parser("fast_weight_language_modeling"), call)
     with pytest.raises(ValueError, match=message):
         task = tasks.setup_task(args)
         task.build_model(args)
