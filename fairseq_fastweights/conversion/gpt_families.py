@@ -11,6 +11,7 @@ from fairseq_fastweights.conversion.source_config import (
     activation,
     check,
     check_heads,
+    count_layers,
     flag,
     number,
     probability,
@@ -25,7 +26,7 @@ _PADDING = 1
 
 def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Positions that are learnt, one matrix for queries, keys and values."""
-    width, layers, heads = (number(config, name) for name in ("n_embd", "n_layer", "n_head"))
+    width, layers, heads = number(config, "n_embd"), count_layers(config, "n_layer"), number(config, "n_head")
     between = number(config, "n_inner") if config.get("n_inner") is not None else 4 * width
     positions, vocabulary = number(config, "n_positions"), number(config, "vocab_size")
     check_heads("n_embd", width, "n_head", heads)
@@ -81,10 +82,10 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
 
 def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Rotary positions of a part of each head, attention and feed-forward network side by side."""
-    width, between, layers, heads = (
-        number(config, name)
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    width, between, heads = (
+        number(config, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
+    layers = count_layers(config, "num_hidden_layers")
     positions, vocabulary = number(config, "max_position_embeddings"), number(config, "vocab_size")
     check_heads("hidden_size", width, "num_attention_heads", heads)
     check(config, "attention_bias", True)

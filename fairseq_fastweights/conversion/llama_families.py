@@ -8,7 +8,9 @@ from fairseq_fastweights.conversion.family import Family
 from fairseq_fastweights.conversion.source_config import (
     check,
     check_heads,
+    count_layers,
     flag,
+    mapping,
     number,
     positive,
     probability,
@@ -47,18 +49,19 @@ def qwen3(config: dict[str, Any], names: set[str], end_of_text: int | None) -> F
 
 def _check_full_attention(config: dict[str, Any]) -> None:
     check(config, "use_sliding_window", False)
-    kinds = set(config.get("layer_types") or []) - {"full_attention"}
-    if kinds:
-        raise ValueError(f"config.json: layer_types holds {min(kinds)!r}; only 'full_attention' is supported")
+    kinds = config.get("layer_types") or []
+    other = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+    if other:
+        raise ValueError(f"config.json: layer_types holds {other[0]!r}; only 'full_attention' is supported")
 
 
 def _family(
     config: dict[str, Any], names: set[str], end_of_text: int | None, *, biases: str, normed: bool = False
 ) -> Family:
-    width, between, layers, heads = (
-        number(config, name)
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    width, between, heads = (
+        number(config, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
+    layers = count_layers(config, "num_hidden_layers")
     positions, vocabulary = number(config, "max_position_embeddings"), number(config, "vocab_size")
     kv_heads = heads if config.get("num_key_value_heads") is None else number(config, "num_key_value_heads")
     check_heads("num_attention_heads", heads, "num_key_value_heads", kv_heads)
@@ -131,8 +134,8 @@ def _family(
 
 def _rotary(config: dict[str, Any], positions: int) -> tuple[float, str]:
     """The base, and the scaling as `parse_scaling` reads it; older and newer files write them differently."""
-    parameters = {"rope_theta": config.get("rope_theta", 10000.0)} | (config.get("rope_scaling") or {})
-    parameters |= config.get("rope_parameters") or {}
+    parameters = {"rope_theta": config.get("rope_theta", 10000.0)} | mapping(config, "rope_scaling")
+    parameters |= mapping(config, "rope_parameters")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     base = positive(parameters, "rope_theta", 10000.0)
     if kind == "default":

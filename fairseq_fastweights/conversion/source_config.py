@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_MOST_LAYERS = 10_000
+
 
 def sizes(layers: int, width: int, heads: int, between: int, positions: int, tied: bool) -> dict[str, Any]:
     """The options that models of all families have."""
@@ -30,6 +32,22 @@ def number(config: dict[str, Any], name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {name} is {value!r}; it must be a positive whole number")
     return value
+
+
+def count_layers(config: dict[str, Any], name: str) -> int:
+    """A number of layers, of which each is described before a weight is looked at."""
+    layers = number(config, name)
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"config.json: {name} is {layers}; it must be at most {_MOST_LAYERS}")
+    return layers
+
+
+def mapping(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Settings within a setting; empty where there are none."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"config.json: {name} is {value!r}; it must be an object")
+    return value or {}
 
 
 def flag(config: dict[str, Any], name: str, default: bool) -> bool:
@@ -81,7 +99,7 @@ def activation(config: dict[str, Any], name: str, default: str) -> str:
 
 def rotary(config: dict[str, Any]) -> tuple[float, float]:
     """The fraction of each head that is turned, and the base; older and newer files write them differently."""
-    parameters = config.get("rope_parameters") or {}
+    parameters = mapping(config, "rope_parameters")
     scaling = config.get("rope_scaling")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default" or scaling:

@@ -124,6 +124,7 @@ def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
             "all, as by fairseq-preprocess --srcdict"
         )
     special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}
+    made |= {"truncation": None, "padding": None}
     made["added_tokens"] += [_added(number, name, special=True) for name, number in special.items()]
     made["added_tokens"].sort(key=lambda entry: entry["id"])
     model["vocab"] |= special

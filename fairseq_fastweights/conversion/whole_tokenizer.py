@@ -80,7 +80,7 @@ def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
         path=path,
         size=1 + max(numbers.values()),
         special=frozenset(entry["id"] for entry in added),
-        end_of_text=numbers.get(word),
+        end_of_text=numbers.get(word) if isinstance(word, str) else None,
     )
 
 
@@ -95,6 +95,9 @@ def open_tokenizer(path: Path) -> Any:
     except ImportError:
         raise ValueError(f"{path}: reading it needs the package tokenizers: pip install tokenizers") from None
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # of Rust, which has no type of its own
         raise ValueError(f"{path}: this is no tokenizer ({str(error).splitlines()[0]})") from None
+    tokenizer.no_truncation()  # some files still say how they were last used
+    tokenizer.no_padding()
+    return tokenizer

@@ -56,5 +56,8 @@ def save(folder: Path, made: nn.Module, *, pieces: bool = False, shards: int = 1
     folder.mkdir(parents=True)
     size = sum(p.numel() * p.element_size() for p in made.parameters())
     made.save_pretrained(folder, max_shard_size=size // shards + 1 if shards > 1 else "1GB")
-    tokenizer(pieces).save(str(folder / "tokenizer.json"))
+    words = tokenizer(pieces)
+    words.enable_truncation(3)  # as somebody last used it
+    words.enable_padding(length=9)
+    words.save(str(folder / "tokenizer.json"))
     return folder

@@ -88,6 +88,9 @@ def rope(**changes: object):
 
 
 BAD = [
+    ("Llama", setting(num_hidden_layers=10**12), "num_hidden_layers is 1000000000000; it must be at most 10000"),
+    ("Llama", setting(rope_parameters=[1]), r"rope_parameters is \[1\]; it must be an object"),
+    ("Llama", setting(eos_token_id=None), "eos_token_id is None; it must be one number"),
     ("Llama", setting(attention_bias=True), "attention_bias is True; only False is supported"),
     ("Llama", setting(mlp_bias=True), "mlp_bias is True; only False"),
     ("Llama", setting(num_key_value_heads=3), "num_key_value_heads is 3; it must be a divisor of num_attention_heads"),
@@ -105,6 +108,7 @@ BAD = [
     ("Llama", setting(model_type="qwen2"), r"self_attn.q_proj.bias +missing +\(24,\)"),
     ("Mistral", setting(sliding_window=8), "sliding_window is 8; only None is supported"),
     ("Qwen2", setting(use_sliding_window=True), "use_sliding_window is True; only False"),
+    ("Qwen2", setting(layer_types=7), "layer_types holds 7; only 'full_attention'"),
     ("Qwen2", setting(layer_types=["sliding_attention"]), "layer_types holds 'sliding_attention'; only 'full_att"),
     ("Qwen3", setting(attention_bias=True), "attention_bias is True; only False"),
 ]
