@@ -10,6 +10,7 @@ from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import FairseqDataclass
 from fairseq.logging import metrics
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_fastweights.conversion.attention_transfer import AttentionTransfer
 from fairseq_fastweights.conversion.source import find_files, read_source
@@ -37,7 +38,7 @@ class AttentionTransferCriterion(FairseqCriterion):
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
         """The loss, summed over the tokens as fairseq has it, their number, and what is logged."""
-        plain = getattr(model, "module", model)
+        plain = _unwrapped(model)
         if self._transfer is None:
             self._transfer = AttentionTransfer(read_source(find_files(self._source)[0]), plain.decoder)
         tokens = sample["ntokens"]
@@ -55,3 +56,16 @@ class AttentionTransferCriterion(FairseqCriterion):
     def logging_outputs_can_be_summed() -> bool:
         """They can."""
         return True
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model in what adds up the gradients of several processes.
+
+    Raises:
+        ValueError: if that would not see the gradients, as it waits for a pass through the whole model.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError("criterion is attention_transfer; with several processes ddp_backend must be legacy_ddp")
+    return model

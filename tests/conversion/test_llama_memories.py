@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq import options, tasks
+from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.attention_transfer import AttentionTransfer, build_attention
@@ -201,6 +203,18 @@ def test_errors_are_relative_without_padding_and_layers_read_what_the_attentions
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained == {f"decoder.layers.{i}.self_attn.value" for i in (0, 1)}
     assert mixers[0](inputs[0])[0].sum() == 0  # they are themselves again
+
+
+def test_gradients_of_several_processes_are_added_up_or_it_is_refused(converted):
+    import_plugin()
+    from fairseq_fastweights.tasks.attention_transfer_criterion import AttentionTransferCriterion
+
+    call = words(converted["Llama"], converted["Llama"], "--criterion", "attention_transfer")
+    args = options.parse_args_and_arch(options.get_training_parser("fast_weight_language_modeling"), call)
+    criterion = AttentionTransferCriterion(tasks.setup_task(args))
+    waiting = SimpleNamespace(module=DistributedDataParallel.__new__(DistributedDataParallel))
+    with pytest.raises(ValueError, match="with several processes ddp_backend must be legacy_ddp"):
+        criterion(waiting, {})
 
 
 @pytest.mark.parametrize(
