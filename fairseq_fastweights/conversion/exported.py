@@ -84,7 +84,7 @@ def _read_dictionary(path: Path, config: FastWeightConfig) -> Dictionary:
     try:
         dictionary = Dictionary.load(str(path))
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}: this is not a dictionary of fairseq's ({error})") from error
+        raise ValueError(f"{path}: this is not a dictionary of fairseq's ({' '.join(str(error).split())})") from error
     if len(dictionary) != config.vocab_size:
         raise ValueError(
             f"{path}: it has {len(dictionary)} word types, the four special ones included; vocab_size in config.json "
