@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,22 @@ from torch import Tensor
 
 
 def configuration(settings: Mapping[str, Any]) -> Any:
-    """What fairseq-train makes of options of `fast_weight_lm`: by name, without dashes before it; True for flags."""
-    flags = [
-        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
-        for name, value in settings.items()
-        if value is not False
-    ]
+    """What fairseq-train makes of options of `fast_weight_lm`, by name, without dashes before it."""
+    cfg = copy.deepcopy(_defaults())
+    for name, value in settings.items():
+        option = name.replace("-", "_")
+        groups = [group for group in (cfg.model, cfg.task) if option in group]
+        assert groups, option
+        for group in groups:
+            group[option] = value
+    return cfg
+
+
+@cache
+def _defaults() -> Any:
+    """What it makes of none, which takes it a second."""
     parser = options.get_training_parser("language_modeling")
-    args = options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm", *flags])
+    args = options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm"])
     with warnings.catch_warnings():  # fairseq calls hydra in old ways that still work
         warnings.simplefilter("ignore", UserWarning)
         return convert_namespace_to_omegaconf(args)

@@ -84,7 +84,7 @@ def _read_dictionary(path: Path, config: FastWeightConfig) -> Dictionary:
     try:
         dictionary = Dictionary.load(str(path))
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}: this is not a dictionary of fairseq's ({error})") from error
+        raise ValueError(f"{path}: this is not a dictionary of fairseq's ({' '.join(str(error).split())})") from error
     if len(dictionary) != config.vocab_size:
         raise ValueError(
             f"{path}: it has {len(dictionary)} word types, the four special ones included; vocab_size in config.json "
@@ -110,9 +110,12 @@ def _read_weights(source: Path, files: WeightFiles, model: FastWeightLanguageMod
     weights: dict[str, Tensor] = {}
     for same in names.values():
         there = [new_name(name) for name in same if new_name(name) in found]
-        weight = files.read(there[0])
-        for other in there[1:]:
-            if not torch.equal(files.read(other), weight):
+        try:
+            weight, *others = (files.read(name) for name in there)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        for other, copy in zip(there[1:], others, strict=True):
+            if not torch.equal(copy, weight):
                 raise ValueError(f"{source}: config.json ties {other} to {there[0]}, which is not equal to it")
         weights |= dict.fromkeys(same, weight)
     return weights

@@ -261,7 +261,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         if module is self and isinstance(self.lm_head, nn.Linear) and self.config.initializer_range is None:
             nn.init.normal_(self.lm_head.weight, std=self.lm_head.in_features**-0.5)
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *others: Any, **options: Any) -> nn.Module:
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *others: Any, **options: Any) -> nn.Embedding:
         """transformers'; refused where embeddings or output layer are in bands of word types."""
         for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
             if new_num_tokens is not None and (cutoffs := getattr(self.config, name)) is not None:

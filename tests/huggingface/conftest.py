@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,28 @@ def fairseq(tmp_path_factory: pytest.TempPathFactory) -> Fairseq:
 def save(fairseq: Fairseq) -> Any:
     """`save(folder, flags, arch)` writes a tiny model and its dictionary, and returns the model."""
 
+    @cache
+    def configuration(kind: str) -> dict[str, Any]:
+        """What fairseq-train makes of no options, which takes it a second."""
+        cfg = convert_namespace_to_omegaconf(fairseq.tiny(kind))
+        return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+
     def write(folder: Path, flags: str = "", arch: str = "fast_weight_lm", **how: Any) -> Any:
         model = fairseq.build(flags, arch=arch, **how)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)  # none is zero, none are equal
         words = {key: how[key] for key in how if key == "words"}
-        cfg = convert_namespace_to_omegaconf(fairseq.tiny(arch, flags, **words))
+        args = vars(fairseq.tiny(arch, flags, **words))
+        kind = "transformer_lm" if arch == "transformer_lm" else "fast_weight_lm"
+        cfg = {
+            group: {name: args.get(name, value) for name, value in defaults.items()} | {"_name": defaults["_name"]}
+            for group, defaults in configuration(kind).items()
+            if isinstance(defaults, dict)
+        }
         state = {
             "args": None,
-            "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+            "cfg": cfg,
             "model": model.state_dict(),
             "optimizer_history": [{"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam"}],
             "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},

@@ -9,6 +9,7 @@ from fairseq.data import Dictionary
 
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.export import load_for_causal_lm
+from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES
 from fairseq_fastweights.huggingface import FastWeightForCausalLM
 from tests.conversion import sources
 from tests.conversion.test_tokenizer import byte_level
@@ -79,8 +80,8 @@ def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
 
     assert main(["from-huggingface", str(tmp_path / "folder"), str(tmp_path / "back")]) == 0
     assert f"--byte-level-folder {tmp_path / 'back'}" in capsys.readouterr().out
-    for name in ("dict.txt", "encoder.json", "vocab.bpe", "byte_level.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "converted" / name).read_bytes()
+    for name, place in (("dict.txt", "run"), *((name, "converted") for name in PIECES)):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / place / name).read_bytes()
 
 
 def test_the_pieces_must_be_those_of_the_dictionary(save, tmp_path):
