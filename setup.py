@@ -86,7 +86,7 @@ setup(
     python_requires=">=3.10,<3.14",
     # fairseq is required too, and left out on purpose: pip cannot install the release on PyPI,
     # 0.12.2, and would try to. tools/build_fairseq.py makes one that it can.
-    install_requires=["torch>=2.4", "numpy"],
+    install_requires=["torch>=2.6", "numpy"],
     extras_require={
         "conversion": ["safetensors"],
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],

@@ -5,15 +5,12 @@
 Wants a machine with nothing else to do.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from harness.contestants import DEFAULT_FOLDER
 from harness.program import duration, make_parser, positive
 from report import PAGE, RESULTS
 
@@ -27,26 +24,24 @@ PROGRAMS = {
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    text = "for measuring (default: %(default)s)"
-    parser.add_argument("--budget", type=duration, default=960, metavar="SECONDS", help=text)
+    parser = make_parser(__doc__, "--peers")
+    parser.add_argument("--budget", type=duration, default=960, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")
-    parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, metavar="FOLDER", help="default: build/peers")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="default: benchmarks/results")
     parser.add_argument("--page", type=Path, metavar="FILE", help="default: docs/performance.md")
     text = "tiny cases, to see that the programs run; nothing is kept but in --results and --page"
     parser.add_argument("--quick", action="store_true", help=text)
     options = parser.parse_args()
+    quick = ["--quick"] if options.quick else []
     with tempfile.TemporaryDirectory() as scratch:
         # What tiny cases take is not to replace what was measured.
-        results, page = (Path(scratch), Path(scratch) / PAGE.name) if options.quick else (RESULTS, PAGE)
+        results, page = (Path(scratch), Path(scratch) / PAGE.name) if quick else (RESULTS, PAGE)
         results, page = (options.results or results).resolve(), options.page or page
         for program, (share, name, peers, figure) in PROGRAMS.items():
             arguments = ["--budget", str(share * options.budget), "--threads", str(options.threads)]
             arguments += ["--out", str(results / f"{name}.json")]
             arguments += ["--figure", str(results / f"{name}.png")] if figure else []
-            arguments += ["--peers", str(options.peers)] if peers else []
-            run(f"{program}.py", *arguments, *(["--quick"] if options.quick else []))
+            run(f"{program}.py", *arguments, *(["--peers", str(options.peers)] if peers else []), *quick)
         run("report.py", "--results", str(results), "--page", str(page))
 
 

@@ -8,8 +8,6 @@ look for it; nothing is installed. Needs this Python's torch, setuptools and nin
 minute. FOLDER/fast_transformers/BUILD.json says how it was built.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -24,8 +22,7 @@ from harness.contestants import BUILD_FLAGS, BUILD_RECORD, DEFAULT_FOLDER
 from harness.program import make_parser
 from torch.utils import cpp_extension
 
-PACKAGE = "pytorch-fast-transformers"
-VERSION = "0.4.0"
+PACKAGE, VERSION, NAME = "pytorch-fast-transformers", "0.4.0", "causal_product_cpu"
 
 
 def download(folder: Path) -> Path:
@@ -42,27 +39,23 @@ def download(folder: Path) -> Path:
     return folder / f"{PACKAGE}-{VERSION}" / "fast_transformers"
 
 
-def build(package: Path, target: Path) -> None:
-    """Puts the package's Python files and the compiled kernel into target/fast_transformers."""
-    folder = package / "causal_product"
-    name = "causal_product_cpu"
-    with tempfile.TemporaryDirectory() as compiled:
-        flags = {"extra_cflags": list(BUILD_FLAGS), "extra_ldflags": ["-fopenmp"], "with_cuda": False}
-        cpp_extension.load(name, [str(folder / f"{name}.cpp")], build_directory=compiled, verbose=True, **flags)
-        shutil.copy(Path(compiled) / f"{name}.so", folder)
-    compiler = subprocess.check_output([os.environ.get("CXX", "c++"), "--version"], text=True).splitlines()[0]
-    record = {"flags": list(BUILD_FLAGS), "compiler": compiler, "torch": torch.__version__}
-    (package / BUILD_RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    shutil.rmtree(target / package.name, ignore_errors=True)
-    shutil.copytree(package, target / package.name)
-
-
 def main() -> None:
+    """Puts the package's Python files and the compiled kernel into FOLDER/fast_transformers."""
     parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="default: %(default)s")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        build(download(Path(name)), options.folder.resolve())
+    with tempfile.TemporaryDirectory() as sources, tempfile.TemporaryDirectory() as compiled:
+        package = download(Path(sources))
+        folder = package / "causal_product"
+        flags = {"extra_cflags": list(BUILD_FLAGS), "extra_ldflags": ["-fopenmp"], "with_cuda": False}
+        cpp_extension.load(NAME, [str(folder / f"{NAME}.cpp")], build_directory=compiled, verbose=True, **flags)
+        shutil.copy(Path(compiled) / f"{NAME}.so", folder)
+        compiler = subprocess.check_output([os.environ.get("CXX", "c++"), "--version"], text=True).splitlines()[0]
+        record = {"flags": list(BUILD_FLAGS), "compiler": compiler, "torch": torch.__version__}
+        (package / BUILD_RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        target = options.folder.resolve() / package.name
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(package, target)
     print(f"{options.folder}: {PACKAGE} {VERSION}'s causal_product, compiled with {' '.join(BUILD_FLAGS)}")
 
 

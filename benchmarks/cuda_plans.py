@@ -7,8 +7,6 @@ and the recurrent kernels take turns (A B C A B C ...). What the estimates in cu
 should say can be read off the results.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from harness import records
 from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs
-from harness.pages import markdown, milliseconds, ratio
+from harness.pages import markdown, median, milliseconds, ratio
 from harness.program import make_parser
 from harness.timing import Budget, CudaClock, first_calls, time_in_turns
 
@@ -91,8 +89,7 @@ def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
         states = run()[2]
         run = partial(operators.rule_backward, inputs.d_out, None, *given, None, states, interval)
     sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, interval)
-    family = "delta" if rule == "delta" else "diagonal"
-    return Call(f"{family}_{kind}", sizes, inputs.v.dtype, rule, run)
+    return Call(f"{'delta' if rule == 'delta' else 'diagonal'}_{kind}", sizes, inputs.v.dtype, rule, run)
 
 
 def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
@@ -112,26 +109,16 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     ways += [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
     unique: dict[str, Way] = {}
     for way in ways:
-        unique.setdefault(str(way.plan), way)
+        unique.setdefault(str(way), way)
     return list(unique.values())
-
-
-def shapes_in_order() -> list[str]:
-    """All shapes of whole sequences."""
-    shapes = [name for name, shape in SHAPES.items() if not shape.steps]
-    return sorted(shapes, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
 
 def measure(name: str, rule: str, kind: str, dtype: torch.dtype, rounds: int, allowed: float) -> list[Row]:
     """A row for each way to do a call."""
     call = call_of(SHAPES[name], rule, kind, draw_inputs(SHAPES[name], dtype, "cuda"))
     ways = {str(way): way for way in ways_of(call, torch.cuda.get_device_capability())}
-
-    def asked(way: Way) -> Any:
-        with asking(way.environment):
-            return call.run()
-
-    calls = {label: partial(asked, way) for label, way in ways.items()}
+    # As a decorator, it asks whenever the call is made.
+    calls = {label: asking(way.environment)(call.run) for label, way in ways.items()}
     first = {label: first_calls(make, torch.cuda.synchronize) for label, make in calls.items()}
     warm, hosts = ({label: seconds[i] for label, seconds in first.items()} for i in (1, 2))
     measured, _ = time_in_turns(calls, warm, CudaClock(), hosts=hosts, rounds=rounds, allowed=allowed)
@@ -150,17 +137,16 @@ def render(rows: list[Row]) -> str:
         groups.setdefault(f"{row['shape']}, {row['rule']}, {row['operation'].partition('_')[2]}", []).append(row)
     lines = []
     for call, ways in groups.items():
-        chosen = next(row for row in ways if row["chosen"])
-        best = min(ways, key=lambda row: row["seconds"]["median"])
-        medians = [row["seconds"]["median"] for row in (chosen, best)]
-        times = [milliseconds(median) for median in medians]
-        lines.append([call, chosen["way"], best["way"], *times, ratio(medians[0] / medians[1])])
+        pair = next(row for row in ways if row["chosen"]), min(ways, key=median)
+        times = [median(row) for row in pair]
+        lines.append([call, *(row["way"] for row in pair), *map(milliseconds, times), ratio(times[0] / times[1])])
     return markdown(["call", "chosen", "fastest", "chosen", "fastest", "chosen over fastest"], lines, left=3)
 
 
 def main() -> None:
-    lists = {"shapes": shapes_in_order(), "rules": RULES}
-    parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, **lists)
+    shapes = [name for name, shape in SHAPES.items() if not shape.steps]  # of whole sequences
+    shapes.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, shapes=shapes, rules=RULES)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -6,11 +6,8 @@ with a gate for each key dimension (Kimi delta attention). Needs transformers:
     .venv/bin/python benchmarks/gated_delta.py [--threads 1] [--rounds 5] [--out results.json]
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from harness.turns import Calls, Comparison, run
@@ -44,12 +41,7 @@ def rules(batch: int, time: int, dim: int) -> Calls:
         "transformers": partial(call, q, k, v, g=by_head, beta=beta, **peer),
     }
     # One step alone would pay for what the contestant before it left in the cache.
-    return calls if time > 1 else {name: partial(_repeated, call) for name, call in calls.items()}
-
-
-def _repeated(call: Callable[[], Any]) -> None:
-    for _ in range(STEPS):
-        call()
+    return calls if time > 1 else {name: lambda c=c: [c() for _ in range(STEPS)] for name, c in calls.items()}
 
 
 def comparisons(sizes: dict[str, tuple[int, int, int]]) -> Iterator[Comparison]:

@@ -12,7 +12,6 @@ and values. A fast weight model's state has the size that it has after any token
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from harness import figures, records
 from harness.memory import held, peak
 from harness.models import build_model, fill_cache
 from harness.program import COMMON, finish, make_parser, parse
-from harness.timing import FEWEST_ROUNDS, TOKENS_OF_A_TURN, Budget, Call, time_tokens
+from harness.timing import FEWEST_ROUNDS, TOKENS_OF_A_TURN, Budget, time_tokens
 from torch import Tensor
 
 TRANSFORMER = "transformer"
@@ -33,8 +32,6 @@ QUICK_LENGTHS = (16, 32)
 MOST_READ = 500
 SETTINGS = {"layers": 6, "width": 512, "heads": 8, "feed-forward": 2048, "words": 10_000, "batch": 8}
 QUICK_SETTINGS = {"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20, "batch": 2}
-
-Row = dict[str, Any]
 
 
 def build(name: str, settings: dict[str, int], backend: str, longest: int) -> Any:
@@ -95,21 +92,18 @@ def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> d
 
     A cache that has been replaced by a longer one is gone, as it is in generation.
     """
-    size = held(generation_after(model, name, tokens, length).state)
-    most = peak(lambda: generation_after(model, name, tokens, length), Generation.advance, device)
-    return {"state bytes": size, "peak bytes": most}
+    prepare = partial(generation_after, model, name, tokens, length)
+    return {"state bytes": held(prepare().state), "peak bytes": peak(prepare, Generation.advance, device)}
 
 
 def tokens_ahead(rounds: int) -> int:
     """How far before a length its stretch begins: by a turn that does not count and half of the rounds."""
-    turn = TOKENS_OF_A_TURN + 1
-    return turn + rounds * turn // 2
+    return (2 + rounds) * (TOKENS_OF_A_TURN + 1) // 2
 
 
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, "--backend", "--figure", rules=RULES)
     options = parse(parser)
-
     lengths, settings = (QUICK_LENGTHS, QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
     ahead = tokens_ahead(options.rounds)
     if ahead >= min(lengths):
@@ -121,14 +115,15 @@ def main() -> None:
     models = {name: build(name, settings, options.backend, longest).to(options.device) for name in names}
     tokens = torch.randint(4, settings["words"], (settings["batch"], longest), device=options.device)
     # All sizes come before all times, again for the sake of the memory that a cache finds.
-    cases = itertools.product(names, lengths)
-    rows: dict[tuple[str, int], Row] = {
-        (name, length): memory(models[name], name, tokens, length, options.device) for name, length in cases
+    rows: dict[tuple[str, int], dict[str, Any]] = {
+        (name, length): memory(models[name], name, tokens, length, options.device)
+        for name, length in itertools.product(names, lengths)
     }
     generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
 
-    def timed(calls: dict[Any, Callable[[], Call]], parts: int, what: str) -> dict[Any, dict[str, float]]:
-        seconds, made = time_tokens(calls, options.device, options.rounds, Budget(budget.share(parts)))
+    def timed(going: dict[Any, Generation], parts: int, what: str) -> dict[Any, dict[str, float]]:
+        calls = {name: lambda g=g: g.advance for name, g in going.items()}
+        seconds, made = time_tokens(calls, options.device, options.rounds, budget.share(parts))
         budget.note(what, made, options.rounds)
         return seconds
 
@@ -137,21 +132,20 @@ def main() -> None:
         for name, generation in generations.items():
             generation.go_on(name, begin, MOST_READ)
         parts = len(lengths) + len(options.rules) - number
-        seconds = timed({name: lambda g=g: g.advance for name, g in generations.items()}, parts, f"after {length:,}")
+        seconds = timed(generations, parts, f"after {length:,}")
         for name, generation in generations.items():
             # After the turn that does not count, and the first token of the next.
             stretch = {"first": begin + TOKENS_OF_A_TURN + 2, "last": generation.length - 1}
             rows[name, length] |= {"model": name, "length": length, **stretch, "seconds": seconds[name]}
         # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
         cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
-        moved, _ = time_tokens(cache, options.device, FEWEST_ROUNDS, Budget(budget.share(parts)))
+        moved, _ = time_tokens(cache, options.device, FEWEST_ROUNDS, budget.share(parts))
         rows[TRANSFORMER, length]["cache seconds"] = moved["cache"]
     generations.clear()  # and their caches
     for number, name in enumerate(options.rules):
         # A rule's lengths one beside the other.
         growth = {n: generation_after(models[name], name, tokens, n - ahead) for n in lengths}
-        calls = {n: lambda g=g: g.advance for n, g in growth.items()}
-        for n, found in timed(calls, len(options.rules) - number, f"{name}, its lengths in turns").items():
+        for n, found in timed(growth, len(options.rules) - number, f"{name}, its lengths in turns").items():
             rows[name, n]["seconds beside other lengths"] = found
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     facts = {"settings": settings, "backend": options.backend, "parameters": parameters, "cut": budget.cut}

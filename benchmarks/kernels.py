@@ -9,9 +9,8 @@ causal_product, an optional peer on the CPU, is built by benchmarks/build_causal
 optional one on a GPU, comes from PyPI. Who cannot take part is listed with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 from functools import partial
 
 from harness import records
@@ -31,9 +30,9 @@ DTYPES_ON_GPU = ("bfloat16", "float32", "float16")
 def cases_of(options: argparse.Namespace) -> list[Case]:
     """In the order in which they are measured; on a CPU, unless it is asked for, few are in another dtype."""
     on_cpu = options.device == "cpu"
-    shapes = list(QUICK_SHAPES) if options.quick else [SHAPES[name] for name in options.shapes]
+    shapes = QUICK_SHAPES if options.quick else [SHAPES[name] for name in options.shapes]
     dtypes = options.dtypes or (("float32",) if on_cpu else DTYPES_ON_GPU)
-    pairs = [(shape, dtype) for shape in shapes for dtype in dtypes]
+    pairs = list(itertools.product(shapes, dtypes))
     if on_cpu and options.dtypes is None and not options.quick:
         pairs.append((shapes[0], "bfloat16"))
     cases = [

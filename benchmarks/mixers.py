@@ -7,8 +7,6 @@ ABC take turns with softmax attention. Ratios are of medians. Needs transformers
     .venv/bin/python benchmarks/mixers.py [--threads 1] [--rounds 5] [--out results.json]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -22,8 +20,7 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.registry import build_mixer
 
-SIZES = {"batch": 4, "channels": 512, "state": 16}
-QUICK_SIZES = {"batch": 1, "channels": 16, "state": 4}
+SIZES, QUICK_SIZES = {"batch": 4, "channels": 512, "state": 16}, {"batch": 1, "channels": 16, "state": 4}
 PEER = "transformers"
 # Its backward pass goes over all steps as often as there are steps, which for many takes minutes.
 LONGEST_BACKWARD_OF_PEER = 64

@@ -5,8 +5,7 @@
 --check writes nothing and fails where the page is not what the results say.
 """
 
-from __future__ import annotations
-
+import json
 import os
 import re
 import sys
@@ -30,13 +29,9 @@ SECTIONS = {
 
 def find_records(folder: Path) -> list[tuple[Path, Record]]:
     """The results in a folder, by program, device and date. A file is a record, or an object that holds some."""
-    known = [
-        (path, record)
-        for path in sorted(folder.glob("*.json"))
-        for content in [records.read(path)]
-        for record in (content, *content.values())
-        if isinstance(record, dict) and record.get("program") in SECTIONS
-    ]
+    files = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    found = [(path, record) for path, content in files for record in (content, *content.values())]
+    known = [(path, x) for path, x in found if isinstance(x, dict) and x.get("program") in SECTIONS]
     order = list(SECTIONS)
     return sorted(known, key=lambda item: (order.index(item[1]["program"]), item[1]["device"], item[1]["date"]))
 
@@ -53,24 +48,19 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
             was = f"[what it measured on {record['date'][:10]}]({link}) says something else"
             parts.append(f"Not measured as {program}.py measures now; {was}.\n")
             continue
-        parts += [f"{text}\n", f"Measured on: {_machine(record)}. ([JSON]({link}))\n", pages.render(record)]
+        machine, versions = record["machine"], record["versions"]
+        gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
+        load = f", load before the run {machine['load before']:g}" if "load before" in machine else ""
+        measured_on = (
+            f"Measured on: {gpu}{machine['cpu']} ({machine['capability']}), {count(record['threads'], 'thread')} on "
+            f"{count(machine['cores'], 'core')}, torch {versions['torch']}, Python {versions['python']}, "
+            f"{record['date'][:10]}{load}. ([JSON]({link}))\n"
+        )
+        parts += [f"{text}\n", measured_on, pages.render(record)]
         figure = path.with_suffix(".png")
         if figure.exists():
             parts.append(f"![{title}, {where}]({os.path.relpath(figure, page.parent)})\n")
     return "\n".join(parts)
-
-
-def _machine(record: Record) -> str:
-    machine, versions = record["machine"], record["versions"]
-    parts = [machine["gpu"]] if "gpu" in machine else []
-    parts += [
-        f"{machine['cpu']} ({machine['capability']})",
-        f"{count(record['threads'], 'thread')} on {count(machine['cores'], 'core')}",
-        f"torch {versions['torch']}, Python {versions['python']}, {record['date'][:10]}",
-    ]
-    if "load before" in machine:
-        parts.append(f"load before the run {machine['load before']:g}")
-    return ", ".join(parts)
 
 
 def main() -> None:

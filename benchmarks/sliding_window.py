@@ -7,8 +7,6 @@ nothing but the environment that `make setup` makes:
     .venv/bin/python benchmarks/sliding_window.py [--tokens 4000] [--rounds 3] [--batch-size 64]
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -51,12 +49,9 @@ def measure(data: Path, checkpoint: Path, task: str, batch: int, window: bool) -
 
 def main() -> None:
     parser = make_parser(__doc__)
-    for option, default, text in (
-        ("--tokens", 4000, "tokens to score"),
-        ("--rounds", 3, "times that each is measured"),
-        ("--batch-size", 64, "windows per batch"),
-    ):
-        parser.add_argument(option, type=positive, default=default, help=f"{text} (default: %(default)s)")
+    texts = {"tokens": (4000, "to score"), "rounds": (3, "of measuring each"), "batch-size": (64, "windows per batch")}
+    for option, (default, text) in texts.items():
+        parser.add_argument(f"--{option}", type=positive, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     losses: dict[str, float] = {}
@@ -71,10 +66,8 @@ def main() -> None:
     fairseqs, ours = (statistics.median(seconds[peer]) for peer in TASKS)
     figures = {
         **{"tokens": options.tokens, "batch size": options.batch_size, "loss (base 2)": losses},
-        "CPU seconds, whole process": seconds,
-        "CPU seconds of a process that reads each token once": start,
-        "ratio, whole process": fairseqs / ours,
-        "ratio, without that": (fairseqs - start) / (ours - start),
+        **{"CPU seconds, whole process": seconds, "CPU seconds of a process that reads each token once": start},
+        **{"ratio, whole process": fairseqs / ours, "ratio, without that": (fairseqs - start) / (ours - start)},
     }
     text = json.dumps(figures, indent=2)
     print(text)

@@ -8,9 +8,8 @@ random. The commands take turns, and a command's speed is the median of what fai
     python benchmarks/training.py --device cuda [--precision bf16] [--out results.json]
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import json
 import os
 import random
@@ -40,8 +39,7 @@ def prepare(folder: Path, settings: dict[str, int]) -> Path:
     words = [f"w{i}" for i in range(settings["types"])]
     size = settings["batch"] * settings["length"] * (settings["updates"] + 1)
     # Word frequencies as in a language: by Zipf's law, without which the adaptive softmax would have no use.
-    frequencies = [1 / (rank + 1) for rank in range(len(words))]
-    text = random.Random(1).choices(words, weights=frequencies, k=size)
+    text = random.Random(1).choices(words, weights=[1 / (rank + 1) for rank in range(len(words))], k=size)
     return binarise(folder, train=[*text, "\n", *words], valid=text[: settings["length"]])  # fairseq-train opens it
 
 
@@ -79,7 +77,6 @@ def main() -> None:
         settings["batch"] = options.batch_size
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
-
     budget = Budget(options.budget)
     speeds: dict[str, list[float]] = {model: [] for model in (SOFTMAX, *options.models)}
 
@@ -90,16 +87,15 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), settings)
-        for number in range(options.rounds):
-            for model in speeds:
-                if number and budget.left <= 0:
-                    budget.cut.append(f"{model}: {count(number, 'round')} of {options.rounds}")
-                    continue
-                log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
-                speeds[model] += words_per_second(log, settings["warm-up"])
-                print(f"{model}: {speeds[model][-1]:,.0f} words/s", file=sys.stderr, flush=True)
-                if options.out is not None:  # one that fails, or is stopped, leaves what was measured before it
-                    records.write(make_record(), options.out)
+        for number, model in itertools.product(range(options.rounds), speeds):
+            if number and budget.left <= 0:
+                budget.cut.append(f"{model}: {count(number, 'round')} of {options.rounds}")
+                continue
+            log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
+            speeds[model] += words_per_second(log, settings["warm-up"])
+            print(f"{model}: {speeds[model][-1]:,.0f} words/s", file=sys.stderr, flush=True)
+            if options.out is not None:  # one that fails, or is stopped, leaves what was measured before it
+                records.write(make_record(), options.out)
     finish(make_record(), options)
 
 

@@ -6,8 +6,6 @@ lengths come one after the other: what else the machine does may come between th
     python benchmarks/training_length.py [--device cuda] [--out results.json] [--figure figure.png]
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from harness import figures, records

@@ -6,10 +6,8 @@ their logits are compared first. Needs transformers:
     .venv/bin/python benchmarks/transformers_models.py --threads 2 [--rounds 5] [--out results.json]
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,14 +17,11 @@ from harness.turns import Calls, Comparison, run
 
 from fairseq_fastweights.integrations import transformers as fast
 
-SIZES: dict[str, Any] = {
-    **{"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12},
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 3,
-}
-QUICK_SIZES = {
-    **{"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4},
-    "layer_types": SIZES["layer_types"][:4],
-}
+FOUR_LAYERS = [*["linear_attention"] * 3, "full_attention"]
+SIZES: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
+SIZES["layer_types"] = FOUR_LAYERS * 3
+QUICK_SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
+QUICK_SIZES["layer_types"] = FOUR_LAYERS
 BOTH = {"num_attention_heads": 8, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 BOTH |= {"num_experts_per_tok": 2, "moe_intermediate_size": 352}
 # By model its class and what its configuration has beside the sizes and `BOTH`.
@@ -64,19 +59,18 @@ def calls_of(model: Any, prompt: int) -> tuple[Calls, Calls]:
             first = model(text, use_cache=True)
         logits.append(first.logits)
         # To put functions in their places takes microseconds; all that `install` does, milliseconds.
-        prefill[name] = partial(_with, module, functions, partial(model, text))
+        prefill[name] = partial(_with, module, functions, model, text)
         # One more token, which joins the cache: it grows alike in both.
-        one_more = partial(model, text[:, :1], past_key_values=first.past_key_values)
-        token[name] = partial(_with, module, functions, one_more)
+        token[name] = partial(_with, module, functions, model, text[:, :1], past_key_values=first.past_key_values)
     error = float((logits[0] - logits[1]).abs().max())
     if not error <= 1e-3:
         raise RuntimeError(f"logits differ by {error:g}: what is measured is not the same")
     return prefill, token
 
 
-def _with(module: Any, functions: dict[str, Any], call: Callable[[], Any]) -> Any:
+def _with(module: Any, functions: dict[str, Any], model: Any, text: torch.Tensor, **options: Any) -> Any:
     vars(module).update(functions)
-    return call().logits
+    return model(text, **options).logits
 
 
 def comparisons(sizes: dict[str, Any]) -> Iterator[Comparison]:

@@ -62,11 +62,8 @@ def build_generator(model: Any, dictionary: Dictionary, beam: int, length: int) 
 class Hypotheses:
     """What the generator holds between two tokens, for an ensemble of one model.
 
-    Attributes:
-        tokens: (rows, tokens so far and the symbol before them); those of a sentence are `beam` rows one by one.
-        scores: (rows, tokens so far), the sums of their logarithmic probabilities.
-        order: (rows,), which of the rows before each continues.
-        encoder_outs, states: the encoder's output and the decoder's state of each model.
+    `tokens` are (rows, tokens so far and the symbol before them), those of a sentence `beam` rows one by one; `scores`,
+    the sums of their logarithmic probabilities; `order` says which of the rows before each continues.
     """
 
     tokens: Tensor
@@ -86,10 +83,7 @@ class Hypotheses:
 
 
 def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, length: int, rows: int) -> Hypotheses:
-    """What the generator of the model `name` holds after `length` tokens, of random values, in so many hypotheses.
-
-    All sentences have the one source, which is encoded once.
-    """
+    """What it holds after `length` tokens, of random values, in so many hypotheses of one source, encoded once."""
     ensemble, device = generator.model, source.device
     tokens = torch.randint(4, generator.vocab_size, (rows, length + 1), device=device)
     scores = -torch.rand(rows, length, device=device).cumsum(dim=1)
@@ -105,23 +99,14 @@ def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, le
 
 
 def draw_order(rows: int, beam: int) -> Tensor:
-    """Which hypothesis of the same sentence each row continues.
-
-    In a beam of more than one some of them change places, always: an order that keeps all of them where they are is
-    rare, and may cost nothing.
-    """
+    """Which hypothesis of the same sentence each row continues; in a beam of more than one, some change places."""
     kept = torch.arange(rows)
-    while True:
-        order = kept // beam * beam + torch.randint(beam, (rows,))
-        if beam == 1 or not torch.equal(order, kept):
-            return order
+    order = kept // beam * beam + torch.randint(beam, (rows,))
+    return order if beam == 1 or not torch.equal(order, kept) else draw_order(rows, beam)
 
 
 def advance(generator: SequenceGenerator, hypotheses: Hypotheses) -> Any:
-    """What the generator does for the next token with the model, and its search.
-
-    What it does afterwards, to put tokens and scores in order, is the same small work for all models.
-    """
+    """What the generator does for the next token, but for small work that is the same for all models."""
     ensemble, beam = generator.model, generator.beam_size
     rows, step = hypotheses.scores.shape
     with torch.no_grad():
@@ -147,7 +132,6 @@ def main() -> None:
     text = f"of a whole translation (default: {SETTINGS['whole']})"
     parser.add_argument("--whole", type=positive, metavar="TOKENS", help=text)
     options = parse(parser)
-
     lengths, settings = ((4, 8), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
     if options.whole is not None:
         settings = settings | {"whole": options.whole}
@@ -167,7 +151,7 @@ def main() -> None:
             for name, (model, dictionary) in models.items()
         }
         for what, cases in sources.items():
-            allowed, take_ups, found = Budget(budget.share(parts)), {}, {}
+            own, take_ups, found = Budget(budget.share(parts)), {}, {}
             for source_length, length in cases:
                 source = draw_source(settings, source_length, device)
                 for name, generator in generators.items():
@@ -178,7 +162,7 @@ def main() -> None:
                     take_ups[key] = lambda step=step, before=hypotheses: partial(step, before.clone())
                     found[key] = {"model": name, "beam": beam, "source": source_length, "length": length}
                     found[key] |= {**hypotheses.sizes(), "peak bytes": peak(hypotheses.clone, step, device)}
-            seconds, made = time_tokens(take_ups, device, options.rounds, allowed)
+            seconds, made = time_tokens(take_ups, device, options.rounds, own.left)
             rows += [row | {"seconds": seconds[key]} for key, row in found.items()]
             parts -= 1
             budget.note(f"beam {beam}, {what}", made, options.rounds)

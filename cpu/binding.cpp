@@ -46,6 +46,13 @@ void check_sizes(const char* name, const Tensor& x, at::IntArrayRef sizes) {
     TORCH_CHECK(x.sizes() == sizes, name, " has shape ", x.sizes(), "; it must be ", sizes);
 }
 
+// A state: what the kernels read in the type of states, whatever it has.
+void check_state(const char* name, const Tensor& x, const Tensor& input, at::IntArrayRef sizes) {
+    check_sizes(name, x, sizes);
+    TORCH_CHECK(x.scalar_type() == state_type(input), name, " is of type ", x.scalar_type(), "; it must be ",
+                state_type(input), " for inputs of ", input.scalar_type());
+}
+
 // The parts of the recurrence, as the operators take them.
 struct Rule {
     const Tensor &q, &k, &v;
@@ -204,7 +211,9 @@ struct Call {
         TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval,
                     "; it must be a multiple of 16, or 0");
         p.time = rule.v.size(1), p.columns = p.values, p.interval = interval;
-        if (initial_state) check_sizes("initial_state", *initial_state, {p.batch, p.heads, p.keys, p.values});
+        if (initial_state) {
+            check_state("initial_state", *initial_state, rule.v, {p.batch, p.heads, p.keys, p.values});
+        }
         p.group = heads_together(p, rule.v.scalar_type() == at::kDouble ? 8 : 4);
         p.initial_state = data_of(initial);
     }
@@ -230,11 +239,11 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
     Problem& p = call.p;
     const Tensor& v = rule.v;
     TORCH_CHECK(p.interval > 0, "the forward pass kept no states (interval 0)");
-    check_sizes("states", states, {p.batch, p.heads, kept_states(p), p.keys, p.values});
+    check_state("states", states, v, {p.batch, p.heads, kept_states(p), p.keys, p.values});
     const Blocks blocks(p);
     const Tensor dy = d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous();
     check_sizes("d_out", d_out, v.sizes());
-    if (d_final_state) check_sizes("d_final_state", *d_final_state, {p.batch, p.heads, p.keys, p.values});
+    if (d_final_state) check_state("d_final_state", *d_final_state, v, {p.batch, p.heads, p.keys, p.values});
     const Tensor d_final = contiguous_state(d_final_state), kept = states.contiguous();
     // Of what is absent an empty tensor is the gradient. Columns of v and of the decays of values are no block's but one's.
     const auto room = [&](const optional<Tensor>& x, Sequence& where, const char* name, int64_t sharing = 1) {
@@ -267,10 +276,9 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
             d_initial};
 }
 
-// Of a step: what is changed where it lies.
-void check_state(const Tensor& state, const Tensor& x) {
-    TORCH_CHECK(state.scalar_type() == state_type(x), "state is of type ", state.scalar_type(), "; it must be ",
-                state_type(x), " for inputs of ", x.scalar_type());
+// The state of a step, which is changed where it lies.
+void check_own_state(const Tensor& state, const Tensor& input, at::IntArrayRef sizes) {
+    check_state("state", state, input, sizes);
     TORCH_CHECK(state.size(-1) <= 1 || state.stride(-1) == 1, "state has strides ", state.strides(),
                 "; its last dimension must be contiguous");
 }
@@ -286,11 +294,10 @@ void mark_changed(const Tensor& state) {
 Tensor step(const Rule& rule, const Tensor& state) {
     const Tensor& v = rule.v;
     TORCH_CHECK(v.size(1) == 1, "v has shape ", v.sizes(), "; a step takes one token");
-    check_state(state, v);
     Tensor out = at::empty_like(v);
     Step p;
     const Tensor starts = rule.fill(p);
-    check_sizes("state", state, {p.batch, p.heads, p.keys, p.values});
+    check_own_state(state, v, {p.batch, p.heads, p.keys, p.values});
     p.out = sequence("out", out), p.state = state.data_ptr();
     p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
     const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.keys * p.values));
@@ -339,6 +346,12 @@ struct ScanCall {
                     "; it must be a multiple of 16, or 0");
         p.batch = u.size(0), p.time = u.size(1), p.channels = u.size(2), p.states = A.size(1);
         p.interval = interval;
+        check_sizes("delta", delta, u.sizes());
+        check_sizes("A", A, {p.channels, p.states});
+        check_sizes("B", B, {p.batch, p.time, p.states});
+        check_sizes("C", C, B.sizes());
+        if (d) check_sizes("D", D, {p.channels});
+        if (initial_state) check_state("initial_state", *initial_state, u, {p.batch, p.channels, p.states});
         p.u = rows_of("u", u), p.delta = rows_of("delta", delta), p.B = rows_of("B", B), p.C = rows_of("C", C);
         p.A = data_of(A), p.D = data_of(D), p.initial_state = data_of(initial);
     }
@@ -378,8 +391,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_sca
     ScanCall call(u, delta, A, B, C, D, initial_state, interval);
     Scan& p = call.p;
     TORCH_CHECK(interval > 0, "the forward pass kept no states (interval 0)");
-    TORCH_CHECK(states.size(1) == call.kept_states(), "states has shape ", states.sizes(), "; an interval of ",
-                interval, " makes ", call.kept_states(), " states of each row");
+    check_state("states", states, u, {p.batch, call.kept_states(), p.states, p.channels});
+    check_sizes("d_out", d_out, u.sizes());
+    if (d_final_state) check_state("d_final_state", *d_final_state, u, {p.batch, p.channels, p.states});
     const auto options = u.options().dtype(state_type(u));
     const Tensor dy = d_out.size(2) <= 1 || d_out.stride(2) == 1 ? d_out : d_out.contiguous();
     const Tensor d_final = contiguous_state(d_final_state), kept = states.contiguous();
@@ -401,10 +415,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_sca
 Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
                            const optional<Tensor>& D, const Tensor& state) {
     TORCH_CHECK(u.size(1) == 1, "u has shape ", u.sizes(), "; a step takes one token");
-    check_state(state, u);
     Tensor out = at::empty_like(u);
     ScanCall call(u, delta, A, B, C, D, {}, 0);
     Scan& p = call.p;
+    check_own_state(state, u, {p.batch, p.channels, p.states});
     p.out = rows_of("out", out);
     p.state = state.data_ptr(), p.state_batch = state.stride(0), p.state_channel = state.stride(1);
     call.run(kernels().scan_step, std::max<int64_t>(1, SMALLEST_SHARE / (Scan::GROUP * p.states)));

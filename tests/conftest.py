@@ -10,6 +10,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -23,6 +24,21 @@ SMALL_MODEL = """--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32
     --decoder-output-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2 --share-decoder-input-output-embed
     --dropout 0""".split()
 QUIET = "--cpu --num-workers 0 --no-progress-bar --log-format json --log-interval 1".split()
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Names of dtypes, of rows of a table by their `name`, and of tuples, lists and dicts of these and plain values."""
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
+    if isinstance(val, dict):
+        return pytest_make_parametrize_id([f"{name}={pytest_make_parametrize_id(x) or x}" for name, x in val.items()])
+    if isinstance(val, (set, frozenset)):  # whose order differs from process to process
+        val = sorted(val, key=str)
+    if isinstance(val, (tuple, list)):
+        plain = (str, int, float, type(None))
+        names = [str(x) if isinstance(x, plain) else pytest_make_parametrize_id(x) for x in val]
+        return None if None in names else "x".join(map(str, names))
+    return val.name if is_dataclass(val) and isinstance(getattr(val, "name", None), str) else None
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,7 +1,5 @@
 """The Markdown files: what they link to is there, and nothing is left to be filled in. Examples in docstrings work."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import subprocess

@@ -11,15 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from fairseq_fastweights.feature_maps import FEATURE_MAPS, build_feature_map, orthogonal_features, sum_normalize
 
 BATCH, TIME, HEADS, DIM = 2, 5, 3, 4
-
-# Two ways to round the same few float64 operations: some units of 2e-16, with room for a sum of 10.
-FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}
-# How many standard errors an estimate may be off: a normal deviate passes 5 with probability 6e-7.
-STANDARD_ERRORS = 5
+FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}  # two ways to round a few operations
+STANDARD_ERRORS = 5  # that an estimate may be off: a normal deviate passes them with probability 6e-7
 
 
 def build(name, **options):
-    return build_feature_map(name, **{"num_heads": HEADS, "head_dim": DIM, **options})
+    return build_feature_map(name, **{"num_heads": HEADS, "head_dim": DIM} | options)
 
 
 def queries_and_keys(dim, dtype=torch.float64):
@@ -39,14 +36,12 @@ def dpfp(feature_map, head, x):
     return torch.stack([z[i] * z[i - j] for j in range(1, feature_map.nu + 1) for i in range(len(z))])
 
 
-CASES = [
-    # A map, its options, and what it makes of a vector, in a head.
+CASES = [  # a map, its options, and what it makes of a vector, in a head
     ("identity", {}, lambda feature_map, head, x: x),
     ("elu", {}, lambda feature_map, head, x: torch.where(x > 0, x + 1, x.exp())),
     ("tanh", {}, lambda feature_map, head, x: 1 - 2 / (torch.exp(2 * x) + 1)),
     ("relu", {"feature_dim": 6}, lambda feature_map, h, x: F.relu(feature_map.weight[h] @ x + feature_map.bias[h])),
-    ("favor", {"favor_features": 1}, favor),
-    ("favor", {"favor_features": 9}, favor),
+    *(("favor", {"favor_features": count}, favor) for count in (1, 9)),
     *(("dpfp", {"dpfp_nu": nu}, dpfp) for nu in (1, 2, 3, 2 * DIM - 1)),
 ]
 maps = pytest.mark.parametrize(("name", "options", "equation"), CASES, ids=lambda x: "" if callable(x) else str(x))
@@ -72,26 +67,6 @@ def test_map_is_its_equation_for_every_vector(name, options, equation):
     assert feature_map.sum_eps == (1e-5 if feature_map.may_vanish else 0)
 
 
-def test_dpfp_listing_is_equation_37_with_each_block_rotated():
-    x, _ = queries_and_keys(DIM)
-    z = F.relu(torch.cat([x, -x], dim=-1))
-    blocks = build("dpfp", dpfp_nu=7)(x, x)[0].unflatten(-1, (7, 2 * DIM))
-    for j in range(1, 8):
-        equation = torch.stack([z[..., i] * z[..., (i + j) % (2 * DIM)] for i in range(2 * DIM)], dim=-1)
-        # The same two factors in the other order: exactly equal.
-        assert torch.equal(blocks[..., j - 1, :], equation.roll(j, dims=-1))
-
-
-def test_dpfp_of_the_plane_has_one_feature_for_each_quadrant():
-    signs = [(a, b) for a in (1, -1) for b in (1, -1)]
-    quadrants = torch.tensor([(0.5 * a, 2.0 * b) for a, b in signs])
-    phi, _ = build("dpfp", head_dim=2)(*[quadrants.view(1, 4, 1, 2)] * 2)
-    for x, features in zip(quadrants.tolist(), phi.squeeze().tolist(), strict=True):
-        # Eq. 33 to 36. Products of powers of two: exact. The paper's example numbers the features in another order.
-        assert sorted(features) == sorted(max(0.0, a * x[0]) * max(0.0, b * x[1]) for a, b in signs) == [0, 0, 0, 1]
-    assert torch.equal(phi.squeeze() @ phi.squeeze().t(), torch.eye(4))
-
-
 @pytest.mark.parametrize("num_features", [1, 6])
 def test_favor_is_an_unbiased_estimate_of_the_softmax_kernel(num_features):
     torch.manual_seed(1)
@@ -105,48 +80,33 @@ def test_favor_is_an_unbiased_estimate_of_the_softmax_kernel(num_features):
     assert (standard_error < 0.1 * kernel).all(), "the bound above says nothing"
 
 
-@pytest.mark.parametrize(("num_features", "dim"), [(3, 5), (5, 5), (13, 5), (2, 1), (1, 64)])
-def test_rows_within_a_block_are_orthogonal(num_features, dim):
-    torch.manual_seed(3)
-    features = orthogonal_features(num_features, dim, dtype=torch.float64)
-    assert features.shape == (num_features, dim)
-    for block in features.split(dim):
-        gram = F.normalize(block, dim=-1) @ F.normalize(block, dim=-1).t()
-        torch.testing.assert_close(gram, torch.eye(len(block), dtype=torch.float64), **FLOAT64)
-    first, second = F.normalize(orthogonal_features(10, 5), dim=-1).split(5)
-    assert (first @ second.t()).abs().max() > 0.1, "blocks are drawn independently"
-
-
 def test_every_row_of_a_block_is_a_standard_normal_vector():
     torch.manual_seed(5)
     dim, count = 4, 20000
     blocks = orthogonal_features(count * dim, dim, dtype=torch.float64).view(count, dim, dim)
-
-    def check(samples, expected):
+    squared_norms = blocks.square().sum(-1)
+    for samples, expected in (
+        (blocks, 0),  # position by position: a QR whose signs are left as they come fails here
+        (blocks.unsqueeze(-1) * blocks.unsqueeze(-2), torch.eye(dim, dtype=torch.float64)),
+        (squared_norms, dim),  # chi-squared: mean dim, variance 2 dim
+        ((squared_norms - dim).square(), 2 * dim),
+    ):
         standard_error = samples.std(0) / math.sqrt(count)
         assert ((samples.mean(0) - expected).abs() < STANDARD_ERRORS * standard_error).all()
 
-    # Position by position: a QR whose signs are left as they come fails the first of these.
-    check(blocks, 0)
-    check(blocks.unsqueeze(-1) * blocks.unsqueeze(-2), torch.eye(dim, dtype=torch.float64))
-    # The squared norm is chi-squared: mean dim, variance 2 dim.
-    squared_norms = blocks.square().sum(-1)
-    check(squared_norms, dim)
-    check((squared_norms - dim).square(), 2 * dim)
 
-
-@pytest.mark.parametrize("training", [True, False])
-def test_favor_uses_orthogonal_features(training):
-    feature_map = build("favor", favor_features=DIM).train(training)
+@pytest.mark.parametrize(("training", "count"), [(True, 3), (True, 9), (False, 9)])
+def test_favor_uses_features_that_are_orthogonal_in_blocks(training, count):
+    feature_map = build("favor", favor_features=count).train(training)
     axes = DIM**0.25 * torch.eye(DIM, dtype=torch.float64).view(1, DIM, 1, DIM)
-    positive, negative = feature_map(axes, axes)[0].squeeze().split(DIM, dim=-1)
-    # R times each axis, from exp(R x) / exp(-R x).
-    features = F.normalize((positive / negative).log().t(), dim=-1)
-    # The buffer is drawn in float32.
-    torch.testing.assert_close(features @ features.t(), torch.eye(DIM).double(), rtol=0, atol=1e-5)
+    positive, negative = feature_map(axes, axes)[0].squeeze().split(count, dim=-1)
+    first, *others = F.normalize((positive / negative).log().t(), dim=-1).split(DIM)  # of exp(R x) / exp(-R x)
+    for block in (first, *others):  # the buffer is drawn in float32
+        torch.testing.assert_close(block @ block.t(), torch.eye(len(block)).double(), rtol=0, atol=1e-5)
+        assert block is first or (first @ block.t()).abs().max() > 0.1, "blocks are drawn independently"
 
 
-def test_favor_draws_anew_in_training_only():
+def test_favor_draws_anew_in_training_only_once_for_queries_keys_and_heads():
     feature_map, other, inputs = build("favor"), build("favor").eval(), queries_and_keys(DIM)
     before = feature_map.features.clone()
     assert not torch.equal(feature_map.train()(*inputs)[0], feature_map(*inputs)[0])
@@ -156,7 +116,7 @@ def test_favor_draws_anew_in_training_only():
     other.load_state_dict(feature_map.state_dict())
     assert torch.equal(other(*inputs)[0], feature_map(*inputs)[0])
     x = inputs[0][:, :, :1].expand_as(inputs[0])
-    for training in (True, False):  # queries, keys and heads have one draw
+    for training in (True, False):
         phi_q, phi_k = feature_map.train(training)(x, x)
         assert torch.equal(phi_q, phi_k) and torch.equal(phi_q, phi_q[:, :, :1].expand_as(phi_q))
 
@@ -165,18 +125,15 @@ def test_favor_draws_anew_in_training_only():
 def test_favor_gradients_are_the_same_under_activation_checkpointing(use_reentrant):
     feature_map = build("favor").train()
 
-    def loss(q, k):
-        phi_q, phi_k = feature_map(q, k)
-        return (phi_q * phi_k).sum(-1).square().sum()
-
     def gradients(seed, run):
         torch.manual_seed(seed)
         inputs = [x.requires_grad_() for x in queries_and_keys(DIM)]
-        run(*inputs).backward()
+        torch.linalg.vecdot(*run(*inputs)).square().sum().backward()
         return torch.cat([x.grad for x in inputs])
 
-    again = gradients(8, partial(checkpoint, loss, use_reentrant=use_reentrant))
-    assert torch.equal(gradients(8, loss), again) and not torch.equal(gradients(9, loss), again)
+    again = gradients(8, partial(checkpoint, feature_map, use_reentrant=use_reentrant))
+    expected = gradients(8, feature_map)
+    assert torch.equal(expected, again) and not torch.equal(gradients(9, feature_map), again)
 
 
 def test_favor_of_long_vectors_neither_overflows_nor_vanishes_where_its_factor_is_free():
@@ -197,9 +154,9 @@ def test_half_precision_inputs_are_mapped_in_float32_and_meta_tells_the_shapes(n
     inputs = queries_and_keys(DIM, dtype)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     expected = feature_map(*(x.to(compute) for x in inputs))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = feature_map(*inputs)
-    for outputs in (feature_map(*inputs), under_autocast):
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            outputs = feature_map(*inputs)
         for phi, reference in zip(outputs, expected, strict=True):
             assert phi.dtype == (dtype if name == "identity" else compute)
             assert torch.equal(phi.to(compute), reference)
@@ -241,62 +198,47 @@ def test_sum_normalisation_of_small_numbers():
     torch.testing.assert_close(sum_normalize(phi, eps=0.0), torch.softmax(x, dim=-1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "key_dim", "output_dim"),
-    [
-        ("identity", {}, 4, 4),
-        ("elu", {"feature_dim": 7}, 7, 7),
-        ("tanh", {"feature_dim": 2}, 2, 2),
-        ("relu", {"feature_dim": 7}, 4, 7),
-        ("dpfp", {"dpfp_nu": 3, "feature_dim": 24}, 4, 24),
-        ("dpfp", {"dpfp_nu": 3, "head_dim": 64}, 64, 384),  # Table 6
-        ("favor", {}, 4, 12),  # 2 round(4 ln 4)
-        ("favor", {"head_dim": 64}, 64, 532),  # the paper's m = 266, Sec. 6.2
-        ("favor", {"head_dim": 1}, 1, 2),  # at least one feature, though ln 1 = 0
-        ("favor", {"feature_dim": 10}, 4, 10),
-        ("favor", {"favor_features": 3, "feature_dim": 6}, 4, 6),
-    ],
-)
-def test_sizes(name, options, key_dim, output_dim):
-    feature_map = build(name, **options)
-    assert type(feature_map) is FEATURE_MAPS[name]
-    assert (feature_map.key_dim, feature_map.output_dim) == (key_dim, output_dim)
+SIZES = [
+    *[("identity", {}, 4, 4), ("elu", {"feature_dim": 7}, 7, 7), ("tanh", {"feature_dim": 2}, 2, 2)],
+    *[("relu", {"feature_dim": 7}, 4, 7), ("dpfp", {"dpfp_nu": 3, "feature_dim": 24}, 4, 24)],
+    ("dpfp", {"dpfp_nu": 3, "head_dim": 64}, 64, 384),  # Table 6
+    *[("favor", {}, 4, 12), ("favor", {"head_dim": 64}, 64, 532)],  # 2 round(4 ln 4); the paper's m = 266, Sec. 6.2
+    ("favor", {"head_dim": 1}, 1, 2),  # at least one feature, though ln 1 = 0
+    *[("favor", {"feature_dim": 10}, 4, 10), ("favor", {"favor_features": 3, "feature_dim": 6}, 4, 6)],
+]
 
 
-def test_relu_map_starts_with_features_at_the_scale_of_its_input():
-    feature_map = build("relu", head_dim=64, feature_dim=512)
-    assert feature_map.weight.shape == (HEADS, 512, 64) and feature_map.bias.shape == (HEADS, 512)
-    phi, _ = feature_map(*queries_and_keys(64, torch.float32))
+def test_sizes_and_the_scale_that_relu_starts_with():
+    for name, options, key_dim, output_dim in SIZES:
+        feature_map = build(name, **options)
+        assert type(feature_map) is FEATURE_MAPS[name]
+        assert (feature_map.key_dim, feature_map.output_dim) == (key_dim, output_dim), (name, options)
+    phi, _ = build("relu", head_dim=64, feature_dim=512)(*queries_and_keys(64, torch.float32))
     # 30 vectors of 64 numbers estimate a mean square of 1 to 3 %, the 512 features to about 2 %.
     assert phi.square().mean().item() == pytest.approx(1, abs=0.15)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("softmax", {}, r"feature map 'softmax'.* identity, elu, relu, favor, dpfp, tanh"),
-        ("elu", {"num_heads": 0}, r"num_heads is 0; .*positive"),
-        ("elu", {"head_dim": -4}, r"head_dim is -4; .*positive"),
-        ("elu", {"feature_dim": 2.5}, r"feature_dim is 2\.5; .*positive integer"),
-        ("dpfp", {"dpfp_nu": 0}, r"dpfp_nu is 0; .*head_dim 4 .*from 1 to 7"),
-        ("dpfp", {"dpfp_nu": 8}, r"dpfp_nu is 8; .*head_dim 4 .*from 1 to 7"),
-        ("dpfp", {"dpfp_nu": 2, "feature_dim": 8}, r"feature_dim is 8; .*dpfp_nu = 16"),
-        ("favor", {"favor_features": 0}, r"favor_features is 0; .*positive"),
-        ("favor", {"feature_dim": 7}, r"feature_dim is 7; .*favor .*even"),
-        ("favor", {"favor_features": 4, "feature_dim": 6}, r"feature_dim is 6; with favor_features 4 it must be 8"),
-    ],
-)
-def test_impossible_maps_are_refused_by_name(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(name, **options)
+IMPOSSIBLE = [
+    ("softmax", {}, r"feature map 'softmax'.* identity, elu, relu, favor, dpfp, tanh"),
+    *[("elu", {"num_heads": 0}, "num_heads is 0; .*positive"), ("elu", {"head_dim": -4}, "head_dim is -4; .*positive")],
+    ("elu", {"feature_dim": 2.5}, r"feature_dim is 2\.5; .*positive integer"),
+    *(("dpfp", {"dpfp_nu": nu}, f"dpfp_nu is {nu}; .*head_dim 4 .*from 1 to 7") for nu in (0, 8)),
+    ("dpfp", {"dpfp_nu": 2, "feature_dim": 8}, "feature_dim is 8; .*dpfp_nu = 16"),
+    ("favor", {"favor_features": 0}, "favor_features is 0; .*positive"),
+    ("favor", {"feature_dim": 7}, "feature_dim is 7; .*favor .*even"),
+    ("favor", {"favor_features": 4, "feature_dim": 6}, "feature_dim is 6; with favor_features 4 it must be 8"),
+]
 
 
-@pytest.mark.parametrize("name", FEATURE_MAPS)
-def test_inputs_of_another_size_are_refused(name):
+def test_impossible_maps_and_inputs_of_another_size_are_refused_by_name():
+    for name, options, message in IMPOSSIBLE:
+        with pytest.raises(ValueError, match=message):
+            build(name, **options)
     good = torch.zeros(BATCH, TIME, HEADS, DIM)
-    for q, k, argument in ((good[..., :3], good, "q"), (good, good[0], "k")):
-        with pytest.raises(ValueError, match=rf"{argument} has shape .*\(batch, time, heads, 4\)"):
-            build(name)(q, k)
+    for name in FEATURE_MAPS:
+        for q, k, argument in ((good[..., :3], good, "q"), (good, good[0], "k")):
+            with pytest.raises(ValueError, match=rf"{argument} has shape .*\(batch, time, heads, 4\)"):
+                build(name)(q, k)
 
 
 @maps

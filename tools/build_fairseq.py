@@ -2,18 +2,16 @@
 
     python tools/build_fairseq.py [--constraint FILE] [--sdist FILE] [--force]
 
-fairseq's last release cannot be installed on today's Python, and its repository is archived. This
-takes the release's own source from the package index, checks it by its hash, cures it, builds a
-wheel of version `0.12.2+fastweights.3` and installs that with its requirements into the
-environment of the Python that runs this file. It needs pip, a C++ compiler and Python's header
-files.
+fairseq's last release cannot be installed on today's Python, and its repository is archived. This takes the release's
+own source from the package index, checks it by its hash, cures it, builds a wheel of version `0.12.2+fastweights.4` and
+installs that with its requirements for the Python that runs this file. It needs pip, a C++ compiler and Python's
+headers.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -25,7 +23,6 @@ from pathlib import Path
 from fairseq_cures import BUILD_REQUIREMENTS, VERSION, UnexpectedSourceError, apply_cures
 
 SDIST_SHA256 = "34f1b18426bf3844714534162f065ab733e049597476daa35fffb4d06a92b524"
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 
 
 class BuildError(Exception):
@@ -34,26 +31,22 @@ class BuildError(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     """Builds and installs fairseq unless a working one is there; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description="Builds fairseq 0.12.2 for today's Python and PyTorch, and installs it."
-    )
+    parser = argparse.ArgumentParser(description="Builds fairseq 0.12.2 for today's Python, and installs it.")
     parser.add_argument("--sdist", type=Path, metavar="FILE", help="fairseq-0.12.2.tar.gz; default: download it")
     parser.add_argument("--constraint", type=Path, metavar="FILE", help="pip's constraints for what fairseq requires")
     parser.add_argument("--force", action="store_true", help="build and install even where a fairseq works")
     options = parser.parse_args(arguments)
     before = installed_version()
     try:
-        if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
-            raise BuildError(
-                f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, and fairseq can be built for Python "
-                "3.10 to 3.13"
-            )
+        if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+            version = platform.python_version()
+            raise BuildError(f"this is Python {version}, and fairseq can be built for Python 3.10 to 3.13")
         for option, file in (("--constraint", options.constraint), ("--sdist", options.sdist)):
             if file is not None and not file.is_file():
                 raise BuildError(f"{option} {file}: there is no such file")
         if options.force or must_install():
             build(options)
-    except (BuildError, UnexpectedSourceError) as error:
+    except (BuildError, UnexpectedSourceError, OSError) as error:
         now = installed_version()
         changed = f"fairseq {before}, which was there, is removed" if now is None else f"fairseq {now} is installed now"
         print(f"error: {error}; {'nothing was installed' if now == before else changed}", file=sys.stderr)
@@ -103,15 +96,13 @@ def build(options: argparse.Namespace) -> None:
         work = Path(folder)
         if options.sdist is None:
             print("downloading the source of fairseq 0.12.2")
-        source = unpack(options.sdist or download(work / "download"), work / "source")
+        source = unpack(options.sdist or download(work), work / "source")
         apply_cures(source)
         print("building the wheel (about a minute)")
         # In isolation: where setup.py finds torch it asks for more C++ files than the sdist has.
-        pip(
-            *("wheel", "--no-deps", "--wheel-dir", str(work / "wheel"), str(source)),
-            doing="build fairseq (this needs a C++ compiler and Python's header files)",
-        )
-        (wheel,) = (work / "wheel").glob("fairseq-*.whl")
+        needs = "this needs a C++ compiler and Python's header files"
+        pip("wheel", "--no-deps", "--wheel-dir", folder, str(source), doing=f"build fairseq ({needs})")
+        (wheel,) = work.glob("fairseq-*.whl")
         print(f"installing fairseq {VERSION}")
         install(wheel, options.constraint)
         print(f"fairseq {VERSION} is installed")
@@ -119,16 +110,15 @@ def build(options: argparse.Namespace) -> None:
 
 def download(folder: Path) -> Path:
     """Fetches the sdist through pip, which knows this machine's mirrors and proxies."""
-    folder.mkdir()
     requirement = folder / "fairseq.txt"
     requirement.write_text(f"fairseq==0.12.2 --hash=sha256:{SDIST_SHA256}\n")
-    # pip also runs the source's setup.py for its metadata, in an environment for builds: what is
-    # installed there is pinned too, in the two ways that old and new releases of pip understand.
+    # pip also runs the source's setup.py for its metadata, in an environment for builds: what is installed there is
+    # pinned too, in the two ways that old and new releases of pip understand.
     pins = folder / "build.txt"
     pins.write_text("\n".join(BUILD_REQUIREMENTS))
     pip(
-        *("download", "--no-deps", "--no-binary", "fairseq", "--require-hashes"),
-        *("--dest", str(folder), "--requirement", str(requirement)),
+        *("download", "--no-deps", "--no-binary", "fairseq", "--require-hashes", "--dest", str(folder)),
+        *("--requirement", str(requirement)),
         doing="download the source of fairseq 0.12.2 (--sdist FILE takes a copy)",
         environment={"PIP_CONSTRAINT": str(pins), "PIP_BUILD_CONSTRAINT": str(pins)},
     )
@@ -137,10 +127,7 @@ def download(folder: Path) -> Path:
 
 def unpack(sdist: Path, folder: Path) -> Path:
     """Unpacks `sdist` into `folder`, and returns the root of the source; the released one, bit by bit, or none."""
-    try:
-        found = hashlib.sha256(sdist.read_bytes()).hexdigest()
-    except OSError as error:
-        raise BuildError(f"cannot read {sdist}: {error.strerror}") from error
+    found = hashlib.sha256(sdist.read_bytes()).hexdigest()
     if found != SDIST_SHA256:
         raise BuildError(f"{sdist} is not the sdist of fairseq 0.12.2: its sha256 is {found}, not {SDIST_SHA256}")
     with tarfile.open(sdist) as archive:

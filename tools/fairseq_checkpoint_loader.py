@@ -1,20 +1,17 @@
 """Loads checkpoint files without running code that they may contain.
 
-`tools/fairseq_cures.py` puts this module into fairseq as `fairseq/checkpoint_loader.py`, where
-every read of a checkpoint goes through it. It imports nothing of fairseq.
+`tools/fairseq_cures.py` puts this module into fairseq as `fairseq/checkpoint_loader.py`, where every read of a
+checkpoint goes through it. It imports nothing of fairseq.
 
-A checkpoint is a pickle, and a pickle may name any function for the unpickler to call. PyTorch's
-safe loader (`torch.load(..., weights_only=True)`) calls only what is on a list. The checkpoints of
-fairseq need a little more than that list has:
+A checkpoint is a pickle, and a pickle may name any function for the unpickler to call. PyTorch's safe loader
+(`torch.load(..., weights_only=True)`) calls only what is on a list. Checkpoints of fairseq need a little more:
 
-- `argparse.Namespace`, the options of the run: in every checkpoint before fairseq 0.10, in many
-  since;
+- `argparse.Namespace`, the options of the run: in every checkpoint before fairseq 0.10, in many since;
 - the meters of a run, whole objects before fairseq 0.9, which nothing reads any more;
 - NumPy numbers and arrays, which validation with `--eval-bleu` leaves among the metrics.
 
-The last two are read by the stand-ins below instead of the classes that the pickle names. NumPy's
-own unpickling believes what the file says about its data types, and with that about raw memory;
-the stand-ins accept plain numbers only.
+The last two are read by stand-ins for the classes that the pickle names: NumPy's own unpickling believes what the file
+says about its data types, and with that about raw memory; the stand-ins accept plain numbers only.
 """
 
 import argparse
@@ -40,9 +37,8 @@ class _PickledDtype:
         self.dtype = dtype
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        byte_order = state[1]
-        if byte_order in ("<", ">"):
-            self.dtype = self.dtype.newbyteorder(byte_order)
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
 
 
 class _PickledArray(np.ndarray[Any, Any]):
@@ -91,15 +87,11 @@ def _named(path: str, stand_in: Any) -> Any:
 
 _ALLOWED: list[Any] = [
     argparse.Namespace,
-    _named("fairseq.meters.AverageMeter", _OldMeter),
-    _named("fairseq.meters.StopwatchMeter", _OldMeter),
-    _named("fairseq.meters.TimeMeter", _OldMeter),
-    _named("_codecs.encode", _bytes),  # which PyTorch 2.4 does not allow by itself
+    *(_named(f"fairseq.meters.{name}Meter", _OldMeter) for name in ("Average", "Stopwatch", "Time")),
+    _named("_codecs.encode", _bytes),
     # NumPy 1 and 2 have two names for one module, and each writes its own into a checkpoint.
-    _named("numpy.core.multiarray._reconstruct", _new_array),
-    _named("numpy._core.multiarray._reconstruct", _new_array),
-    _named("numpy.core.multiarray.scalar", _number),
-    _named("numpy._core.multiarray.scalar", _number),
+    *(_named(f"numpy.{core}.multiarray._reconstruct", _new_array) for core in ("core", "_core")),
+    *(_named(f"numpy.{core}.multiarray.scalar", _number) for core in ("core", "_core")),
     _named("numpy.dtype", _PickledDtype),
     # The array itself is named, never called: `_reconstruct` gets it as an argument.
     _named("numpy.ndarray", object),
@@ -109,7 +101,7 @@ _ALLOWED: list[Any] = [
 
 @contextmanager
 def _only_allowing(allowed: list[Any]) -> Iterator[None]:
-    """`torch.serialization.safe_globals`, which PyTorch 2.4 lacks, without what others allowed."""
+    """`torch.serialization.safe_globals`, without what others allowed."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(allowed)
@@ -123,8 +115,8 @@ def _only_allowing(allowed: list[Any]) -> Iterator[None]:
 def load_checkpoint_file(file: BinaryIO, path: str) -> dict[str, Any]:
     """The content of the open checkpoint `file`, known to the user as `path`, tensors on the CPU.
 
-    Raises `ValueError`, naming `path`, when the file is empty, cut short or damaged, when it holds
-    an object that no checkpoint of fairseq needs, and when it is no checkpoint of fairseq.
+    Raises `ValueError`, naming `path`, when the file is empty, cut short or damaged, when it holds an object that no
+    checkpoint of fairseq needs, and when it is no checkpoint of fairseq.
     """
     if not file.read(1):
         raise ValueError(f"checkpoint {path} is empty (0 bytes)")

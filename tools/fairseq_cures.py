@@ -1,23 +1,23 @@
 """What keeps fairseq 0.12.2 from running on today's Python and PyTorch, and a cure for each.
 
-A cure is a list of edits of an unpacked source; the comment above it says why it must be. Each edit
-checks that it finds what it expects, and raises `UnexpectedSourceError` otherwise: a cure that
-silently did nothing would be noticed long after, in somebody's training run.
+A cure is a list of edits of an unpacked source; the comment above it says why it must be. Each edit checks that it
+finds what it expects: a cure that silently did nothing would be noticed long after, in somebody's training run.
 """
 
-from __future__ import annotations
-
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-VERSION = "0.12.2+fastweights.3"
+VERSION = "0.12.2+fastweights.4"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
-"""What builds the wheel, pinned so that next year's wheel is this year's. An extension that was
-compiled against NumPy 2 also runs with NumPy 1; the converse does not hold."""
+"""What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy
+2 also runs with NumPy 1; the converse does not hold."""
 
-CHECKPOINT_LOADER = Path(__file__).with_name("fairseq_checkpoint_loader.py")
+ADDED = {"fairseq_checkpoint_loader.py": "checkpoint_loader.py", "fairseq_settings.py": "settings.py"}
+"""Files beside this one, and their names in fairseq."""
 
 
 class UnexpectedSourceError(Exception):
@@ -35,20 +35,12 @@ class Edit(NamedTuple):
     new: str
 
     def apply(self, root: Path, cure: str) -> None:
-        paths = sorted(root.glob(self.file))
-        if not paths:
-            raise UnexpectedSourceError(f"{self.file}: {cure} finds no such file")
-        for path in paths:
-            file = path.relative_to(root).as_posix()
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UnexpectedSourceError(f"{file}: {cure} cannot read it: {error}") from error
+        for path in sorted(root.glob(self.file)) or [root / self.file]:
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
             if text.count(self.old) != 1:
-                raise UnexpectedSourceError(
-                    f"{file}: {cure} expects {self.old.strip()!r} once and finds it "
-                    f"{text.count(self.old)} times; is this the source of fairseq 0.12.2?"
-                )
+                found = f"finds it {text.count(self.old)} times; is this the source of fairseq 0.12.2?"
+                file = path.relative_to(root).as_posix()
+                raise UnexpectedSourceError(f"{file}: {cure} expects {self.old.strip()!r} once and {found}")
             path.write_text(text.replace(self.old, self.new.replace("FOLDER", path.parent.name)), encoding="utf-8")
 
 
@@ -57,6 +49,7 @@ def _factory(file: str, field: str, config: str, default: str = "{}()") -> Edit:
     return Edit(file, f"{start}{default.format(config)}\n", f"{start}field(default_factory={config})\n")
 
 
+_EVAL = re.compile(r"(?<![\w.])eval\(")
 _CONFIGS = "fairseq/dataclass/configs.py"
 _TRANSFORMER = "fairseq/models/transformer/transformer_config.py"
 _INITIALIZE = "fairseq/dataclass/initialize.py"
@@ -65,28 +58,25 @@ _NGRAMS = "fairseq/ngram_repeat_block.py"
 _MASK = "                encoder_padding_mask if encoder_padding_mask is not None else attn_mask,\n"
 
 CURES: dict[str, list[Edit]] = {
-    # fairseq pins omegaconf 2.0, whose metadata pip >= 24.1 rejects, and hydra-core 1.0, which
-    # Python >= 3.11 cannot import. It works with the releases named here.
+    # fairseq pins omegaconf 2.0, whose metadata pip >= 24.1 rejects, and hydra-core 1.0, which Python >= 3.11 cannot
+    # import. It works with the releases named here.
     "living_hydra": [
         Edit("setup.py", '"hydra-core>=1.0.7,<1.1"', '"hydra-core>=1.3,<1.4"'),
         Edit("setup.py", '"omegaconf<2.1"', '"omegaconf>=2.3,<2.4"'),
     ],
     # Text never uses torchaudio, and one that was not built for the installed torch cannot be loaded.
     "no_torchaudio": [Edit("setup.py", '            "torchaudio>=0.8.0",\n', "")],
-    # Python >= 3.11 refuses a dataclass field whose default is an unhashable object, as every
-    # config object is, because all instances would share it. A factory makes one for each.
+    # Python >= 3.11 refuses a field whose default is an unhashable object, which all instances would share.
     "default_factories": [
-        _factory(_CONFIGS, "common", "CommonConfig"),
-        _factory(_CONFIGS, "common_eval", "CommonEvalConfig"),
-        _factory(_CONFIGS, "distributed_training", "DistributedTrainingConfig"),
-        _factory(_CONFIGS, "dataset", "DatasetConfig"),
-        _factory(_CONFIGS, "optimization", "OptimizationConfig"),
-        _factory(_CONFIGS, "checkpoint", "CheckpointConfig"),
-        _factory(_CONFIGS, "bmuf", "FairseqBMUFConfig"),
-        _factory(_CONFIGS, "generation", "GenerationConfig"),
-        _factory(_CONFIGS, "eval_lm", "EvalLMConfig"),
-        _factory(_CONFIGS, "interactive", "InteractiveConfig"),
-        _factory(_CONFIGS, "ema", "EMAConfig"),
+        *(
+            _factory(_CONFIGS, field, f"{config}Config")
+            for field, config in (
+                *(("common", "Common"), ("common_eval", "CommonEval"), ("dataset", "Dataset"), ("ema", "EMA")),
+                *(("distributed_training", "DistributedTraining"), ("optimization", "Optimization")),
+                *(("checkpoint", "Checkpoint"), ("bmuf", "FairseqBMUF"), ("generation", "Generation")),
+                *(("eval_lm", "EvalLM"), ("interactive", "Interactive")),
+            )
+        ),
         _factory(_TRANSFORMER, "encoder", "EncDecBaseConfig"),
         _factory(_TRANSFORMER, "decoder", "DecoderConfig"),
         _factory(_TRANSFORMER, "quant_noise", "QuantNoiseConfig", "field(default={}())"),
@@ -102,10 +92,9 @@ CURES: dict[str, list[Edit]] = {
             "        v = field.default_factory() if has_factory else field.default\n",
         ),
     ],
-    # fairseq-hydra-train fills a model in with its dataclass's defaults before the function of a named
-    # architecture runs, which keeps all that it finds: every architecture was trained as the model
-    # that it is one of. It runs first, on what was set; this includes other parts' settings that the
-    # model's defaults stand for (task.max_target_positions).
+    # fairseq-hydra-train fills a model in with its dataclass's defaults before the function of a named architecture
+    # runs, which keeps all that it finds: every architecture was trained as the model that it is one of. It runs first,
+    # on what was set, also by other parts that the model's defaults stand for (task.max_target_positions).
     "hydra_architectures": [
         Edit(
             _INITIALIZE,
@@ -152,9 +141,8 @@ def add_defaults(''',
         # False, which is no int to omegaconf.
         Edit("fairseq/models/transformer_lm.py", '"base_shuffle", False)', '"base_shuffle", 0)'),
     ],
-    # torch >= 2.6 refuses the `argparse.Namespace` in checkpoints of fairseq, and torch < 2.6 runs
-    # any code that a checkpoint holds. A loader that allows what such checkpoints need, and no more,
-    # serves both; `apply_cures` puts it there.
+    # torch refuses the `argparse.Namespace` in checkpoints of fairseq. A loader that allows what such checkpoints need,
+    # and no more, takes its place; `apply_cures` puts it there.
     "safe_checkpoints": [
         Edit(
             _CHECKPOINTS,
@@ -173,9 +161,8 @@ def add_defaults(''',
             "load_checkpoint_file(f, fpath)",
         ),
     ],
-    # A checkpoint is written beside the last one and renamed, but its copies, checkpoint_last.pt
-    # mostly, are written over the last ones: a training that is killed meanwhile leaves part of a
-    # file, from which it cannot go on. A copy is written beside and renamed, too.
+    # A checkpoint is written beside the last one and renamed, but its copies, checkpoint_last.pt mostly, are written
+    # over the last ones: a training that is killed meanwhile leaves part of a file, from which it cannot go on.
     "whole_copies": [
         Edit(
             _CHECKPOINTS,
@@ -193,8 +180,20 @@ def add_defaults(''',
 """,
         )
     ],
-    # The fused encoder layer of torch >= 2 asks what its mask is: 1 stands for padded keys, of
-    # shape (batch, time), and 0 for an attention mask, of shape (time, time).
+    # A finished command that was given once more trained an update beyond --max-update, and wrote its checkpoint over
+    # checkpoint_last.pt.
+    "finished_runs": [
+        Edit(
+            "fairseq_cli/train.py",
+            "    while epoch_itr.next_epoch_idx <= max_epoch:\n",
+            "    max_update = cfg.optimization.max_update or math.inf\n"
+            "    if trainer.get_num_updates() >= max_update:\n"
+            '        logger.info(f"nothing to train: {trainer.get_num_updates()} updates are done of {max_update}")\n'
+            "    while epoch_itr.next_epoch_idx <= max_epoch and trainer.get_num_updates() < max_update:\n",
+        )
+    ],
+    # The fused encoder layer of torch >= 2 asks what its mask is: 1 stands for padded keys, of shape (batch, time), and
+    # 0 for an attention mask, of shape (time, time).
     "mask_type": [
         Edit(
             "fairseq/modules/transformer_layer.py",
@@ -206,17 +205,15 @@ def add_defaults(''',
             "            )\n",
         )
     ],
-    # `np.int`, `np.float` and `np.compat` are gone from NumPy 1.24 and 2; the first two, and
-    # `np.compat.long`, were other names of Python's own types.
+    # `np.int`, `np.float` and `np.compat.long`, other names of Python's own types, are gone from NumPy 1.24 and 2.
     "builtin_numbers": [
         Edit("fairseq/data/data_utils.py", " np.int,\n", " int,\n"),
         Edit("fairseq/modules/dynamic_crf_layer.py", 'np.float("inf")', 'float("inf")'),
         Edit("fairseq/data/token_block_dataset.py", "np.compat.long", "int"),
         Edit("fairseq/data/language_pair_dataset.py", "np.compat.long", "int"),
     ],
-    # Of several processes the first loads the checkpoint, by the safe loader, and sends the others
-    # a pickle of it with fairseq's own classes, which torch >= 2.6 refuses to read. A process may
-    # trust another one of the same run.
+    # Of several processes the first loads the checkpoint, by the safe loader, and sends the others a pickle of it with
+    # fairseq's own classes, which torch >= 2.6 refuses to read. A process may trust another one of the same run.
     "broadcast_objects": [
         Edit(
             "fairseq/distributed/utils.py",
@@ -224,15 +221,14 @@ def add_defaults(''',
             'torch.load(buffer, map_location="cpu", weights_only=False)\n',
         )
     ],
-    # hydra >= 1.1 puts `model=transformer_lm/transformer_lm_gpt` into `model`, no longer into
-    # `model.transformer_lm`, from which fairseq took the name of the model. Now the file says it.
+    # hydra >= 1.1 puts `model=transformer_lm/transformer_lm_gpt` into `model`, no longer into `model.transformer_lm`,
+    # from which fairseq took the name of the model. Now the file says it.
     "named_models": [
         Edit("fairseq/config/model/*/*.yaml", "# @package _group_\n", "# @package _group_\n_name: FOLDER\n")
     ],
-    # --no-repeat-ngram-size looks for what comes after the last n - 1 tokens, and took them from the
-    # end of a buffer that is not full yet: nothing was forbidden. Now that something is, two things
-    # stay allowed: a token that is all there is to choose (of a prefix, the end at the maximal length),
-    # and for n = 1 the end of the sentence, which also stands at the beginning.
+    # --no-repeat-ngram-size looks for what comes after the last n - 1 tokens, and took them from the end of a buffer
+    # that is not full yet: nothing was forbidden. Now two things stay allowed: a token that is all there is to choose
+    # (of a prefix, the end at the maximal length), and for n = 1 the end, which also stands at the beginning.
     "repeated_ngrams": [
         Edit(_NGRAMS, "-(self.no_repeat_ngram_size - 1) :\n", "check_start_pos : step + 1\n"),
         Edit(
@@ -256,29 +252,39 @@ def add_defaults(''',
     ],
     # --bf16 implies --tpu, and every other machine fails for want of a TPU's library.
     "bfloat16_without_tpu": [Edit("fairseq/options.py", "    if args.bf16:\n        args.tpu = True\n", "")],
-    # The optimizer of --fp16 and --bf16 asks CUDA for the device that its parameters are on, which
-    # fails where they are on the CPU; they know it themselves.
+    # The optimizer of --fp16 and --bf16 asks CUDA where its parameters are, which fails on a CPU.
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    # A changed fairseq must not pass for the released one. It requires what it imports (cffi and
-    # cython it does not), and it is built by what was tried.
+    # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
         Edit("setup.py", '            "cffi",\n            "cython",\n', ""),
-        Edit("setup.py", '            "torch",\n', '            "torch>=2.4",\n'),
-        Edit(
-            "setup.py",
-            "        install_requires=[\n",
-            '        python_requires=">=3.10",\n        install_requires=[\n',
-        ),
-        Edit(
-            "pyproject.toml",
-            '"setuptools", "wheel", "cython"',
-            ", ".join(f'"{requirement}"' for requirement in BUILD_REQUIREMENTS),
-        ),
+        # In releases before, the safe loader runs code (CVE-2025-32434).
+        Edit("setup.py", '            "torch",\n', '            "torch>=2.6",\n'),
+        Edit("setup.py", "  install_requires=[\n", '  python_requires=">=3.10",\n        install_requires=[\n'),
+        Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
     ],
 }
+
+
+def read_settings_safely(root: Path) -> None:
+    """Puts `fairseq.settings.literal` in the place of every `eval`.
+
+    fairseq runs strings of a model's settings as Python. They come from the checkpoint, so that whoever wrote it could
+    run anything on the machine of whoever scores it.
+    """
+    paths = [path for folder in ("fairseq", "fairseq_cli") for path in sorted((root / folder).rglob("*.py"))]
+    evaluated = {path: text for path in paths if _EVAL.search(text := path.read_text(encoding="utf-8"))}
+    if not evaluated:
+        raise UnexpectedSourceError("fairseq/: no file reads a setting by eval; is this the source of fairseq 0.12.2?")
+    for path, text in evaluated.items():
+        first = re.search(r"^(?!from __future__)(import|from) ", text, re.MULTILINE)
+        if first is None:
+            raise UnexpectedSourceError(f"{path.relative_to(root).as_posix()}: it reads a setting and imports nothing")
+        start = first.start()
+        imports = "from fairseq.settings import literal\n"
+        path.write_text(text[:start] + imports + _EVAL.sub("literal(", text[start:]), encoding="utf-8")
 
 
 def apply_cures(root: Path) -> None:
@@ -286,4 +292,6 @@ def apply_cures(root: Path) -> None:
     for number, (name, edits) in enumerate(CURES.items(), start=1):
         for edit in edits:
             edit.apply(root, f"cure {number} ({name})")
-    shutil.copyfile(CHECKPOINT_LOADER, root / "fairseq/checkpoint_loader.py")
+    read_settings_safely(root)
+    for file, added in ADDED.items():
+        shutil.copyfile(Path(__file__).with_name(file), root / "fairseq" / added)

@@ -10,8 +10,6 @@ results go to ``benchmarks/results/<device>.json``, with whatever else that file
 OUT names a folder, there too, with the output of all stages. The exit status is 1 if a stage failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime
@@ -39,12 +37,10 @@ SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 
 @dataclass(frozen=True)
 class Stage:
-    """A command with a time limit.
+    """A command that may take `limit` seconds, or what is left if that is less.
 
-    Attributes:
-        limit: seconds that it may take; less where less are left.
-        output: a JSON file that it writes, whose content belongs to the results under `name`; such a stage takes
-            `--budget SECONDS`, and with it all the time that is left.
+    `output` is a JSON file that it writes, whose content belongs to the results under `name`; such a stage takes
+    `--budget SECONDS`, and with it all the time that is left.
     """
 
     name: str
@@ -61,64 +57,39 @@ def stages() -> list[Stage]:
     # The reference that results are held against takes cores; but each process takes memory of the GPU for itself.
     parallel = ["-n", str(min(10, cores))] if importlib.util.find_spec("xdist") else []
     tests = [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel]
-    jobs = os.environ.get("MAX_JOBS", str(cores))
+    build = {"FASTWEIGHTS_BUILD": "cuda", "MAX_JOBS": os.environ.get("MAX_JOBS", str(cores))}
     on_gpu = {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     exercise = [python, "tools/gpu_exercise.py"]
+    # compute-sanitizer lies beside nvcc, which need not be on PATH.
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), *(f"{home}/bin" for home in homes if home)])
+    sanitizer = [shutil.which("compute-sanitizer", path=places) or "compute-sanitizer", "--error-exitcode", "86"]
+    sanitizer += ["--print-limit", "20", "--tool"]
+    # Within a block of torch's own allocator nothing is out of bounds, and what one call left there is no longer new
+    # to the next: each tensor gets memory of its own.
+    own_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     kernels = WORK / "kernels.json"
-    plan = [
+    benchmark = [python, "benchmarks/kernels.py", "--device", "cuda", "--out", str(kernels)]
+    return [
         # For one architecture it takes 10 to 20 minutes of one core, which may be all there is: twice that.
-        Stage("build", [python, "tools/native_build.py"], 2400, {"FASTWEIGHTS_BUILD": "cuda", "MAX_JOBS": jobs}),
+        Stage("build", [python, "tools/native_build.py"], 2400, build),
         Stage("environment", [python, "-m", "fairseq_fastweights.env", "--json"], 60),
         # What auto takes, and then the tensor cores wherever they can, which for small sizes it would not.
         Stage("tests", tests, 1200, on_gpu),
         Stage("tests, chunked", [*tests, "-k", "native"], 900, {**on_gpu, "FASTWEIGHTS_CUDA_ALGORITHM": "chunked"}),
         Stage("CUDA graph", [*exercise, "graph"], 120),
         Stage("determinism", [*exercise, "determinism"], 180),
+        *(Stage(tool, [*sanitizer, tool, *exercise, "memory"], 900, own_memory) for tool in SANITIZERS),
+        Stage("kernels", benchmark, 900, output=kernels),
     ]
-    sanitizer = [find_sanitizer(), "--error-exitcode", "86", "--print-limit", "20", "--tool"]
-    # Within a block of torch's own allocator nothing is out of bounds, and what one call left there is no longer new
-    # to the next: each tensor gets memory of its own.
-    own_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    plan += [Stage(tool, [*sanitizer, tool, *exercise, "memory"], 900, own_memory) for tool in SANITIZERS]
-    benchmark = [python, "benchmarks/kernels.py", "--device", "cuda", "--out", str(kernels)]
-    return [*plan, Stage("kernels", benchmark, 900, output=kernels)]
 
 
-def find_sanitizer() -> str:
-    """compute-sanitizer's path; its name if it is not there. It lies beside nvcc, which need not be on PATH."""
-    name = "compute-sanitizer"
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    places = [Path(home) / "bin" / name for home in homes if home]
-    return shutil.which(name) or next((str(place) for place in places if place.is_file()), name)
+def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
+    """Runs a stage, its output in the file `log`, for no longer than `left` seconds; returns what came of it.
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a stage.
-
-    Attributes:
-        status: "passed", "failed" or "timed out".
-        summary: its last line of output.
-        failures: what pytest says failed, a line each; the first of them.
+    "status" is "passed", "failed" or "timed out", "summary" its last line of output, or "found" what that says where it
+    is JSON; "failures" has what pytest says failed, a line each.
     """
-
-    name: str
-    status: str
-    seconds: float
-    summary: str
-    failures: Sequence[str] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        known: dict[str, Any] = {"status": self.status, "seconds": round(self.seconds, 1)}
-        known |= {"failures": list(self.failures)} if self.failures else {}
-        try:
-            return {**known, "found": json.loads(self.summary)}
-        except ValueError:
-            return {**known, "summary": self.summary}
-
-
-def run(stage: Stage, left: float, log: Path) -> Outcome:
-    """Runs a stage, its output in the file `log`, for no longer than `left` seconds."""
     limit = min(stage.limit, left)
     command = list(stage.command)
     log.write_text("")
@@ -126,10 +97,11 @@ def run(stage: Stage, left: float, log: Path) -> Outcome:
         stage.output.unlink(missing_ok=True)
         # What is over is for starting, and for the last case, which no budget cuts short.
         command += ["--budget", f"{max(limit - 20, 1):.0f}"]
+    outcome: dict[str, Any] = {"status": "failed", "seconds": 0.0}
     if shutil.which(command[0]) is None:
-        return Outcome(stage.name, "failed", 0.0, f"{command[0]} is not on PATH")
+        return {**outcome, "summary": f"{command[0]} is not on PATH"}
     if limit <= 0:
-        return Outcome(stage.name, "failed", 0.0, "no time was left for it")
+        return {**outcome, "summary": "no time was left for it"}
     started = time.monotonic()
     with log.open("w") as file:
         print("$", *command, file=file, flush=True)
@@ -143,17 +115,22 @@ def run(stage: Stage, left: float, log: Path) -> Outcome:
             start_new_session=True,
         )
         try:
-            status = "passed" if process.wait(limit) == 0 else "failed"
+            outcome["status"] = "passed" if process.wait(limit) == 0 else "failed"
         except subprocess.TimeoutExpired:
-            status = "timed out"
+            outcome["status"] = "timed out"
         finally:
             # What it started may outlive it, and would disturb the stages that follow.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    lines = [line for line in log.read_text(errors="replace").splitlines()[1:] if line.strip()]
-    failures = [line[:300] for line in lines if line.startswith(("FAILED ", "ERROR "))][:MOST_FAILURES]
-    return Outcome(stage.name, status, time.monotonic() - started, lines[-1] if lines else "", failures)
+    outcome["seconds"] = round(time.monotonic() - started, 1)
+    lines = [line for line in log.read_text(errors="replace").splitlines()[1:] if line.strip()] or [""]
+    if failures := [line[:300] for line in lines if line.startswith(("FAILED ", "ERROR "))]:
+        outcome["failures"] = failures[:MOST_FAILURES]
+    try:
+        return {**outcome, "found": json.loads(lines[-1])}
+    except ValueError:
+        return {**outcome, "summary": lines[-1]}
 
 
 def device_name() -> str:
@@ -167,12 +144,11 @@ def device_name() -> str:
     if result.returncode:
         last = (result.stderr.strip().splitlines() or [""])[-1]
         raise SystemExit(f"error: {sys.executable} cannot import torch ({last}); name another with `make PYTHON=...`")
-    found: list[str | None] = json.loads(result.stdout.splitlines()[-1])
-    version, cuda, name = found
+    version, cuda, name = json.loads(result.stdout.splitlines()[-1])
     if not cuda or not name:
         lacks = "sees no GPU" if cuda else "has no CUDA"
         raise SystemExit(f"error: torch {version} {lacks}; there is nothing that this could check")
-    return name
+    return str(name)
 
 
 def slug(name: str) -> str:
@@ -182,13 +158,12 @@ def slug(name: str) -> str:
 
 def merge(path: Path, stage: str, outcome: dict[str, Any], new: dict[str, Any]) -> None:
     """Writes the outcome of a stage, in the place of an earlier one, and `new` into the JSON object of a file."""
-    try:
-        old = json.loads(path.read_text())
-    except FileNotFoundError:
-        old = {}
-    except ValueError:
-        path.replace(path.with_suffix(".unreadable"))
-        old = {}
+    old: dict[str, Any] = {}
+    if path.exists():
+        try:
+            old = json.loads(path.read_text())
+        except ValueError:
+            path.replace(path.with_suffix(".unreadable"))
     outcomes = {**old.get("gpu check", {}), stage: outcome}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
@@ -196,32 +171,32 @@ def merge(path: Path, stage: str, outcome: dict[str, Any], new: dict[str, Any]) 
     temporary.replace(path)
 
 
-def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[Outcome]:
+def check(plan: Sequence[Stage], results: Path, seconds: float) -> dict[str, str]:
     """Runs all stages within so many seconds; every outcome is in the file `results` before the next stage begins."""
     deadline = time.monotonic() + seconds
     WORK.mkdir(parents=True, exist_ok=True)
-    out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
-    outcomes: list[Outcome] = []
     whole_log = WORK / "gpu-check.log"
     whole_log.write_text("")
+    statuses = {}
     for stage in plan:
         print(f"{stage.name} ...", end=" ", flush=True)
         log = WORK / f"{slug(stage.name)}.log"
         outcome = run(stage, deadline - time.monotonic(), log)
-        outcomes.append(outcome)
-        print(f"{outcome.status}, {outcome.seconds:.0f} s: {outcome.summary[:300]}", flush=True)
+        statuses[stage.name] = status = outcome["status"]
+        told = str(outcome.get("summary", outcome.get("found")))
+        print(f"{status}, {outcome['seconds']:.0f} s: {told[:300]}", flush=True)
         text = log.read_text(errors="replace")
-        if outcome.status != "passed":
+        if status != "passed":
             print("\n".join(f"    {line[:300]}" for line in text.splitlines()[-25:]), flush=True)
         with whole_log.open("a") as file:
-            file.write(f"== {stage.name}: {outcome.status}\n{text}\n")
+            file.write(f"== {stage.name}: {status}\n{text}\n")
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         new = {stage.name: json.loads(stage.output.read_text())} if stage.output and stage.output.is_file() else {}
-        merge(results, stage.name, {"date": date, **outcome.as_json()}, new)
-        if out is not None:
-            shutil.copy(results, out / results.name)
-            shutil.copy(whole_log, out / whole_log.name)
-    return outcomes
+        merge(results, stage.name, {"date": date, **outcome}, new)
+        if out := os.environ.get("OUT"):
+            for path in (results, whole_log):
+                shutil.copy(path, out)
+    return statuses
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -244,10 +219,10 @@ def main(arguments: list[str] | None = None) -> int:
     results = RESULTS / f"{slug(name)}.json"
     print(f"{name}: results go to {results.relative_to(ROOT)}", flush=True)
     started = time.monotonic()
-    outcomes = check(chosen, results, 60 * options.minutes)
-    bad = [outcome.name for outcome in outcomes if outcome.status != "passed"]
+    statuses = check(chosen, results, 60 * options.minutes)
+    bad = [name for name, status in statuses.items() if status != "passed"]
     told = f"not passed: {', '.join(bad)}" if bad else "all passed"
-    print(f"{len(outcomes)} stages in {time.monotonic() - started:.0f} s, {told}")
+    print(f"{len(statuses)} stages in {time.monotonic() - started:.0f} s, {told}")
     return 1 if bad else 0
 
 

@@ -7,8 +7,6 @@ two runs. `graph` captures steps in a CUDA graph and replays them. The last line
 the exit status is 1 where it is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -28,13 +26,8 @@ from fairseq_fastweights import ops
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # (batch, heads, time, key_dim, value_dim): fewer steps than any chunk, one chunk, several and a part of one; sizes that
 # fit no tile, and ones that fill them; steps enough for one head to be divided in time.
-SMALL_SHAPES = [
-    Shape("small", *sizes)
-    for sizes in (
-        *((2, 3, 5, 7, 9), (1, 2, 64, 16, 16), (1, 1, 131, 33, 65)),
-        *((1, 1, 200, 64, 64), (2, 1, 2, 130, 5), (1, 1, 530, 12, 7)),
-    )
-]
+SMALL_SIZES = ((2, 3, 5, 7, 9), (1, 2, 64, 16, 16), (1, 1, 131, 33, 65), (1, 1, 200, 64, 64), (2, 1, 2, 130, 5))
+SMALL_SHAPES = [Shape("small", *sizes) for sizes in (*SMALL_SIZES, (1, 1, 530, 12, 7))]
 LARGE_SHAPES = [Shape("large", *sizes) for sizes in ((8, 8, 256, 16, 16), (2, 4, 1024, 64, 64), (1, 2, 4096, 64, 128))]
 ALGORITHMS = ("recurrent", "chunked")
 """Of the CUDA kernels: what FASTWEIGHTS_CUDA_ALGORITHM may ask for, where both can run."""
@@ -42,12 +35,13 @@ ALGORITHMS = ("recurrent", "chunked")
 Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
-def cases(dtypes: Iterable[torch.dtype], shapes: Sequence[Shape]) -> Iterator[tuple[str, torch.dtype, Shape]]:
-    """All of them with each algorithm, which the kernels are asked for meanwhile, and with none at the end."""
+def cases(dtypes: Iterable[torch.dtype], shapes: Sequence[Shape], device: str) -> Iterator[tuple[str, Shape, Any]]:
+    """Each rule with inputs and each algorithm, which the kernels are asked for meanwhile, and for none at the end."""
     for algorithm in ALGORITHMS:
         os.environ["FASTWEIGHTS_CUDA_ALGORITHM"] = algorithm
         for dtype, shape in itertools.product(dtypes, shapes):
-            yield algorithm, dtype, shape
+            for name, *call in calls(shape, dtype, device):
+                yield f"{name}, {algorithm}, {dtype}, {shape}", shape, call
     del os.environ["FASTWEIGHTS_CUDA_ALGORITHM"]
 
 
@@ -64,9 +58,9 @@ def calls(shape: Shape, dtype: torch.dtype, device: str) -> Iterator[tuple[str, 
         yield rule, getattr(ops, f"{rule}_rule"), tensors
 
 
-def state_for(shape: Shape, dtype: torch.dtype, device: str, more: tuple[int, int] = (0, 0)) -> Tensor:
+def state_for(shape: Shape, inputs: list[Tensor], more: tuple[int, int] = (0, 0)) -> Tensor:
     sizes = (shape.batch, shape.heads, shape.key_dim + more[0], shape.value_dim + more[1])
-    return torch.ones(sizes, dtype=ops.state_dtype(dtype)).to(device)
+    return torch.ones(sizes, dtype=ops.state_dtype(inputs[0].dtype)).to(inputs[0].device)
 
 
 def differentiated(rule: Rule, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
@@ -86,15 +80,14 @@ def step(rule: Rule, inputs: list[Tensor], state: Tensor) -> Tensor:
 def memory(device: str) -> dict[str, Any]:
     """Calls every operator, forward, backward and step."""
     count = 0
-    for _, dtype, shape in cases(DTYPES, SMALL_SHAPES):
-        for _, rule, inputs in calls(shape, dtype, device):
-            differentiated(rule, inputs, state_for(shape, dtype, device))
-            with torch.no_grad():
-                rule(*inputs, backend="native")
-            # A state that is part of a wider one, as a model's cache of several layers is.
-            wide = state_for(shape, dtype, device, more=(1, 3))
-            step(rule, [x[:, :1] for x in inputs], wide[:, :, 1:, : shape.value_dim])
-            count += 3
+    for _, shape, (rule, inputs) in cases(DTYPES, SMALL_SHAPES, device):
+        differentiated(rule, inputs, state_for(shape, inputs))
+        with torch.no_grad():
+            rule(*inputs, backend="native")
+        # A state that is part of a wider one, as a model's cache of several layers is.
+        wide = state_for(shape, inputs, more=(1, 3))
+        step(rule, [x[:, :1] for x in inputs], wide[:, :, 1:, : shape.value_dim])
+        count += 3
     if device == "cuda":
         torch.cuda.synchronize()
     return {"calls": count, "right": True}
@@ -104,16 +97,15 @@ def determinism(device: str) -> dict[str, Any]:
     """Whether two runs give the same bits, over memory that held other things."""
     differing = []
     shapes = (*SMALL_SHAPES, *(LARGE_SHAPES if device == "cuda" else ()))
-    for algorithm, dtype, shape in cases(DTYPES[:3], shapes):
-        for name, rule, inputs in calls(shape, dtype, device):
-            first = [x.clone() for x in differentiated(rule, inputs, state_for(shape, dtype, device))]
-            poison = [torch.full_like(x, torch.nan) for x in first]
-            del poison
-            second = differentiated(rule, inputs, state_for(shape, dtype, device))
-            # As bytes: what is beyond float16 may be NaN, which is equal to nothing.
-            pairs = ((x.contiguous().view(torch.uint8) for x in pair) for pair in zip(first, second, strict=True))
-            if not all(torch.equal(*pair) for pair in pairs):
-                differing.append(f"{name}, {algorithm}, {dtype}, {shape}")
+    for title, shape, (rule, inputs) in cases(DTYPES[:3], shapes, device):
+        first = [x.clone() for x in differentiated(rule, inputs, state_for(shape, inputs))]
+        poison = [torch.full_like(x, torch.nan) for x in first]
+        del poison
+        second = differentiated(rule, inputs, state_for(shape, inputs))
+        # As bytes: what is beyond float16 may be NaN, which is equal to nothing.
+        pairs = ((x.contiguous().view(torch.uint8) for x in pair) for pair in zip(first, second, strict=True))
+        if not all(torch.equal(*pair) for pair in pairs):
+            differing.append(title)
     return {"differing": differing, "right": not differing}
 
 
@@ -123,7 +115,7 @@ def graph(device: str) -> dict[str, Any]:
     shape = Shape("step", 4, 8, 1, 64, 64)
     for dtype in DTYPES[:3]:
         for name, rule, inputs in calls(shape, dtype, device):
-            state = state_for(shape, dtype, device)
+            state = state_for(shape, inputs)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -132,7 +124,7 @@ def graph(device: str) -> dict[str, Any]:
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
                 out = step(rule, inputs, state)
-            expected_state = state.copy_(state_for(shape, dtype, device)).clone()
+            expected_state = state.copy_(state_for(shape, inputs)).clone()
             for scale in (1.0, 0.5, 0.25):
                 inputs[2].mul_(scale)
                 captured.replay()

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "fairseq_fastweights"
 WORK = ROOT / "build" / "mutation"
 TESTS = ("tests/ops", "tests/mixers", "tests/models", "tests/conversion", "tests/data", "tests/tasks",
-         "tests/test_feature_maps.py", "tests/test_env.py")  # fmt: skip
+         "tests/integrations", "tests/test_feature_maps.py", "tests/test_env.py")  # fmt: skip
 HEAVY = ("torch", "torch._dynamo", "numpy", "pytest", "fairseq", "fairseq.tasks", "fairseq.models", "transformers")
 LONGEST = {"fast": 60.0, "slow": 120.0}
 """Seconds of tests, by their own record, that a mutant is tried against; three times as long is a trial that hangs."""

@@ -3,16 +3,12 @@
     python tools/native_build.py [--into FOLDER] [--sanitize]
 
 They go beside the package's modules with ``_native_build.json``, the record that `fairseq_fastweights.ops.libraries`
-reads. The environment variable FASTWEIGHTS_BUILD says what is built: ``auto`` (the default: what can be; a part that
-cannot be built leaves one line that says why and how to mend it, and the rest works without it), ``cpu`` or ``cuda``
-(that, and cuda includes cpu; what cannot be built is an error) or ``none``. MAX_JOBS is how many compilers run at a
-time, by default one for each core and at most four.
+reads. FASTWEIGHTS_BUILD says what is built: ``auto`` (the default: what can be; a part that cannot leaves one line that
+says why and how to mend it), ``cpu`` or ``cuda`` (that, and cuda includes cpu; what cannot be built is an error) or
+``none``. MAX_JOBS is how many compilers run at a time, by default one for each core and at most four.
 
-Compiled objects are kept in build/native, under names made from all that went into them, so only what changed is
-compiled again; where nothing did, this takes a fraction of a second and does not import torch.
+Objects are kept in build/native, under names made from all that went into them: only what changed is compiled again.
 """
-
-from __future__ import annotations
 
 import argparse
 import fcntl
@@ -35,8 +31,7 @@ from native_toolchain import HostCompiler, Nvcc, Torch, Unavailable, generate_co
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = {"auto": (), "cpu": ("cpu",), "cuda": ("cpu", "cuda"), "none": ()}
 """What FASTWEIGHTS_BUILD may say, and the parts without which that fails."""
-OBJECTS_LAST = 14 * 24 * 3600
-"""Seconds that an object which no build uses is kept."""
+OBJECTS_LAST = 14 * 24 * 3600  # seconds that an object which no build uses is kept
 
 CPU_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -Wall -DNDEBUG -O3 -fno-math-errno -ffp-contract=fast".split()
 VARIANTS = {
@@ -44,33 +39,25 @@ VARIANTS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
 }
-"""The instruction sets that cpu/kernels.cpp is compiled for; the last two on x86-64 alone. Which one runs is chosen at
-run time: nothing is compiled for the machine that compiles it."""
+"""The instruction sets that cpu/kernels.cpp is compiled for, two of them on x86-64 alone; which runs is seen later."""
 SANITIZERS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all".split()
+# Without -lineinfo, which makes the library three times as large; NVCC_APPEND_FLAGS=-lineinfo adds it.
 NVCC_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG")
-"""-lineinfo is not among them: it makes the library three times as large. NVCC_APPEND_FLAGS=-lineinfo adds it."""
 
-
-def load_libraries_module() -> Any:
-    """The package's own idea of names, records and digests; by path, since importing the package would import torch."""
-    spec = importlib.util.spec_from_file_location("native_libraries", ROOT / "fairseq_fastweights/ops/libraries.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-LIBRARIES = load_libraries_module()
+# The package's own idea of names, records and digests; by path, since importing the package would import torch.
+_spec = importlib.util.spec_from_file_location("native_libraries", ROOT / "fairseq_fastweights/ops/libraries.py")
+assert _spec is not None and _spec.loader is not None
+LIBRARIES: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(LIBRARIES)
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """One source to compile, and all that its object depends on."""
+    """One source to compile; `identity` is that of the compiler and, where its headers are used, torch."""
 
     source: Path
     command: tuple[str, ...]
     identity: str
-    """Of the compiler and, where its headers are used, torch."""
     title: str = ""
 
     def key(self) -> str:
@@ -82,13 +69,12 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a part is built: the command that links has objects and output put before the libraries."""
+    """How a part is built: objects and output come between `link` and its libraries; the record has the `facts`."""
 
     compilations: list[Compilation]
     link: list[str]
     link_libraries: list[str]
     facts: dict[str, Any]
-    """What the record says of it."""
 
 
 def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
@@ -97,27 +83,24 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
     if not (folder / "kernels.cpp").is_file():
         raise Unavailable("the folder cpu/ was not among the sources; build from a whole checkout")
     compiler = HostCompiler.find()
-    openmp = openmp_flags(compiler)
+    # A compiler without OpenMP makes kernels that run on one thread.
+    program = b"#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
+    command = [*compiler.command, *"-fopenmp -fsyntax-only -x c++ -".split()]
+    openmp = subprocess.run(command, input=program, capture_output=True).returncode == 0
     variants = VARIANTS if is_x86() else {"baseline": VARIANTS["baseline"]}
-    flags = [*CPU_FLAGS, *openmp, *(SANITIZERS if sanitize else ())]
+    flags = [*CPU_FLAGS, *(["-fopenmp"] if openmp else []), *(SANITIZERS if sanitize else ())]
     if len(variants) > 1:
         flags.append("-DFAST_WEIGHTS_HAVE_X86_VARIANTS=1")
-    command = (*compiler.command, *flags)
-    compilations = []
-    for source in sorted(folder.glob("*.cpp")):
-        if source.stem == "kernels":
-            compilations += [
-                Compilation(
-                    source, (*command, *more, f"-DFAST_WEIGHTS_ISA={name}"), compiler.version, f"kernels, {name}"
-                )
-                for name, more in variants.items()
-            ]
-        elif source.stem == "binding":
-            identity = f"{compiler.version}\n{torch.version}"
-            with_torch = (*command, *torch.include_flags, *torch.compile_flags)
-            compilations.append(Compilation(source, with_torch, identity, source.stem))
-        else:
-            compilations.append(Compilation(source, command, compiler.version, source.stem))
+    # By source the titles of its objects, with the flags of each and what else they depend on.
+    special = {
+        "kernels": [(f"kernels, {name}", (*more, f"-DFAST_WEIGHTS_ISA={name}"), "") for name, more in variants.items()],
+        "binding": [("binding", (*torch.include_flags, *torch.compile_flags), f"\n{torch.version}")],
+    }
+    compilations = [
+        Compilation(source, (*compiler.command, *flags, *more), compiler.version + also, title)
+        for source in sorted(folder.glob("*.cpp"))
+        for title, more, also in special.get(source.stem, [(source.stem, (), "")])
+    ]
     link = [*compiler.command, "-shared"]
     if sanitize:
         link += SANITIZERS
@@ -127,8 +110,8 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
         link += ["-undefined", "dynamic_lookup"]
     libraries = [f"-L{torch.library_folder}", "-lc10", "-ltorch_cpu", "-ltorch"]
     libraries += [str(torch.openmp_library or "-fopenmp")] if openmp else []
-    made_by = {"compiler": f"{compiler.name}: {compiler.version}", "flags": " ".join(flags)}
-    return Plan(compilations, link, libraries, made_by | {"variants": list(variants), "openmp": bool(openmp)})
+    facts = {"compiler": f"{compiler.name}: {compiler.version}", "flags": " ".join(flags)}
+    return Plan(compilations, link, libraries, facts | {"variants": list(variants), "openmp": openmp})
 
 
 def plan_cuda(torch: Torch) -> Plan:
@@ -152,9 +135,9 @@ def plan_cuda(torch: Torch) -> Plan:
     command = (nvcc.command, *NVCC_FLAGS, *host, *generate_code_flags(architectures))
     binding = (*compiler.command, *"-O2 -fPIC -fvisibility=hidden -Wall -DNDEBUG".split())
     binding += ("-isystem", str(nvcc.include_folder), *torch.include_flags, *torch.compile_flags)
-    compilations = [Compilation(source, command, identity) for source in kernels]
+    compilations = [Compilation(source, command, identity, source.stem) for source in kernels]
     compilations += [
-        Compilation(source, binding, f"{identity}\n{torch.version}") for source in sorted(folder.glob("*.cpp"))
+        Compilation(source, binding, f"{identity}\n{torch.version}", source.stem) for source in folder.glob("*.cpp")
     ]
     # nvcc links, for it knows where its own libraries are; its runtime is the one that torch has loaded.
     link = [nvcc.command, "-shared", "-cudart=shared", *host]
@@ -166,13 +149,6 @@ def plan_cuda(torch: Torch) -> Plan:
         "architectures": architectures,
     }
     return Plan(compilations, link, libraries, facts)
-
-
-def openmp_flags(compiler: HostCompiler) -> list[str]:
-    """["-fopenmp"], or nothing for a compiler without OpenMP: the kernels then run on one thread."""
-    program = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
-    command = [*compiler.command, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
-    return [] if subprocess.run(command, input=program, capture_output=True, text=True).returncode else ["-fopenmp"]
 
 
 def build_part(part: str, choice: str, sanitize: bool) -> str | None:
@@ -194,11 +170,9 @@ def build_part(part: str, choice: str, sanitize: bool) -> str | None:
         write_record(part, {"state": "missing", "reason": "the build did not finish; build again"})
         started, wanting = time.monotonic(), [target for target in objects if not target.exists()]
         if wanting:
-            print(
-                f"{LIBRARIES.PARTS[part]} kernels: compiling {len(wanting)} of {len(objects)} objects "
-                f"({'; '.join(objects[target].title or objects[target].source.stem for target in wanting)})",
-                flush=True,
-            )
+            titles = "; ".join(objects[target].title for target in wanting)
+            kernels = f"{LIBRARIES.PARTS[part]} kernels"
+            print(f"{kernels}: compiling {len(wanting)} of {len(objects)} objects ({titles})", flush=True)
         with ThreadPoolExecutor(jobs()) as pool:
             commands = ([*objects[target].command, "-c", str(objects[target].source)] for target in wanting)
             # The first that fails calls off those that have not begun.
@@ -223,15 +197,14 @@ def run(command: list[str], target: Path, log: Path) -> None:
     Raises `Unavailable` if it fails, with one line of what it said and the likely remedy; the log has the whole.
     """
     temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
-    result = subprocess.run(
-        [*command, "-o", str(temporary)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
+    command = [*command, "-o", str(temporary)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if result.returncode == 0:
         temporary.replace(target)
         return
     temporary.unlink(missing_ok=True)
     with log.open("a") as file:
-        file.write(f"$ {' '.join(command)} -o {target}\n{result.stdout}")
+        file.write(f"$ {' '.join(command)}\n{result.stdout}")
     text, compiler = result.stdout, command[0]
     lines = [line.strip() for line in text.splitlines()] or ["no output"]
     said = next((line for line in lines if re.search(r"error|undefined reference|cannot find", line)), lines[-1])

@@ -18,13 +18,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-OLDEST_TORCH = (2, 4)
+OLDEST_TORCH = (2, 6)
 OLDEST_GCC = 9
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)
-"""Compute capabilities that are built for where neither TORCH_CUDA_ARCH_LIST nor a GPU says which, as far as nvcc knows
-them: from the first with tensor cores on. Machine code for 8.6 also runs on 8.9, and so on within a first digit; later
-ones run the PTX of the newest."""
+"""Compute capabilities to build for where neither TORCH_CUDA_ARCH_LIST nor a GPU says which, as far as nvcc knows them:
+from the first with tensor cores on. Code for 8.6 also runs on 8.9, and so on within a first digit; later ones run the
+PTX of the newest."""
 
 
 class Unavailable(Exception):
@@ -33,12 +33,11 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch that this Python would import."""
+    """The torch that this Python would import; `cuda` is the version of CUDA that it is for, such as "13.0"."""
 
     folder: Path
     version: str
     cuda: str | None
-    """The version of CUDA that it is for, such as "13.0"."""
 
     @classmethod
     def find(cls) -> Torch:
@@ -49,7 +48,7 @@ class Torch:
         facts = runpy.run_path(str(folder / "version.py"))
         found = cls(folder, str(facts["__version__"]), facts.get("cuda"))
         if numbers(found.version) < OLDEST_TORCH:
-            raise Unavailable(f"torch is {found.version}; install 2.4 or later and build again")
+            raise Unavailable(f"torch is {found.version}; install 2.6 or later and build again")
         return found
 
     @property
@@ -73,8 +72,7 @@ class Torch:
 
     @property
     def openmp_library(self) -> Path | None:
-        """The libgomp that its wheels bring along under a name of its own: a second one would be a second set of
-        threads, and the idle ones of either set keep the cores of the other busy."""
+        """The libgomp of its wheels: a second one would have threads of its own, which keep the cores of these busy."""
         found = (*self.library_folder.glob("libgomp*.so*"), *self.folder.with_name("torch.libs").glob("libgomp*"))
         return min(found, default=None)
 
@@ -99,8 +97,7 @@ class HostCompiler:
     @classmethod
     def find(cls) -> HostCompiler:
         named = os.environ.get("CXX", "").split()
-        candidates = [named] if named else [["c++"], ["g++"], ["clang++"]]
-        command = next((command for command in candidates if shutil.which(command[0])), None)
+        command = next((c for c in ([named] if named else [["c++"], ["g++"], ["clang++"]]) if shutil.which(c[0])), None)
         if command is None:
             raise Unavailable(
                 f"there is no C++ compiler{f' {named[0]}, which CXX names' if named else ''}; install one (on Debian "
@@ -132,17 +129,18 @@ class Nvcc:
     def find(cls, cuda: str | None = None) -> Nvcc:
         """The one in CUDA_HOME, on PATH or where CUDA is installed by default; of the major version of `cuda`."""
         homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-        candidates = [*(str(Path(home) / "bin" / "nvcc") for home in homes if home), "nvcc", DEFAULT_NVCC]
-        command = next((found for candidate in candidates if (found := shutil.which(candidate))), None)
+        candidates = [*(f"{home}/bin/nvcc" for home in homes if home), "nvcc", DEFAULT_NVCC]
+        command = next(filter(None, map(shutil.which, candidates)), None)
         release = re.search(r"release (\d+\.\d+)", output([command, "--version"])) if command else None
+        major = numbers(cuda)[0] if cuda else None
         if command is None or release is None:
             what = f"{command} does not run" if command else "there is no nvcc in CUDA_HOME or on PATH"
-            wanted = f" {numbers(cuda)[0]} (torch is for CUDA {cuda})" if cuda else ""
+            wanted = f" {major} (torch is for CUDA {cuda})" if cuda else ""
             raise Unavailable(f"{what}; install the CUDA toolkit{wanted} and build again")
-        if cuda and numbers(cuda)[0] != numbers(release[1])[0]:
+        if cuda and major != numbers(release[1])[0]:
             raise Unavailable(
-                f"{command} is of CUDA {release[1]} and torch is for CUDA {cuda}; let CUDA_HOME name a CUDA "
-                f"{numbers(cuda)[0]} toolkit and build again"
+                f"{command} is of CUDA {release[1]} and torch is for CUDA {cuda}; let CUDA_HOME name a CUDA {major} "
+                "toolkit and build again"
             )
         # nvcc may be a script that starts another one: it alone knows where its headers are.
         dry_run = output([command, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])

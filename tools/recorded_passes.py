@@ -7,8 +7,6 @@
 passed. It is committed with a change of those files, so that `make test` need not run them again.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -26,7 +24,7 @@ RECORD = "tests/recorded_passes.json"
 
 
 class Check(NamedTuple):
-    """A command, and the files, as patterns below the repository's root, that decide how it ends."""
+    """A command, and patterns of the files below the repository's root that decide how it ends."""
 
     files: tuple[str, ...]
     command: tuple[str, ...]
@@ -57,15 +55,14 @@ def digest(root: Path, check: Check) -> str:
 def recorded(root: Path) -> dict[str, str]:
     """The digests by check. Raises `ValueError` if the file is none that this program writes."""
     try:
-        passes = json.loads((root / RECORD).read_text())
-        if isinstance(passes, dict) and set(passes) <= set(CHECKS):
-            return passes
-        reason: object = f"it must hold digests of {', '.join(CHECKS)}"
+        passes: dict[str, str] = json.loads((root / RECORD).read_text())
+        if not isinstance(passes, dict) or not set(passes) <= set(CHECKS):
+            raise ValueError(f"it must hold digests of {', '.join(CHECKS)}")
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        reason = error
-    raise ValueError(f"{RECORD} is damaged: {reason}; take it from git again, or delete it")
+        raise ValueError(f"{RECORD} is damaged: {error}; take it from git again, or delete it") from None
+    return passes
 
 
 def is_recorded(name: str, root: Path = ROOT) -> bool:

@@ -2,11 +2,10 @@
 
     python tools/setup_environment.py [--torch VERSION] [--any-python] [--any-torch]
 
-The last thing that is written into a finished `.venv` is a stamp, which says what it was made
-from. A run that finds the stamp it would write is done at once; one that finds another, or none,
-has a set-up before it that is outdated or was interrupted, and makes it anew. Nothing else is
-changed or kept, but for the compiled kernels, which lie in the sources' folder: every run builds
-what of them changed (tools/native_build.py), which takes no time if nothing did.
+The last thing that is written into a finished `.venv` is a stamp, which says what it was made from. A run that finds
+the stamp it would write is done at once; one that finds another, or none, has a set-up before it that is outdated or
+was interrupted, and makes it anew. Nothing else is changed or kept, but for the compiled kernels, which lie in the
+sources' folder: every run builds what of them changed (tools/native_build.py), which takes no time if nothing did.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
     *("constraints.txt", "pyproject.toml", "setup.py", "tools/build_fairseq.py", "tools/fairseq_checkpoint_loader.py"),
-    *("tools/fairseq_cures.py", "tools/setup_environment.py"),
+    *("tools/fairseq_cures.py", "tools/fairseq_settings.py", "tools/setup_environment.py"),
 )
 """The files that decide what is in the environment."""
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 STAMP, LOG = "setup-finished.json", "setup.log"
 
 
@@ -107,10 +105,8 @@ class Environment:
         """Raises `SetupError` if the Python that runs this cannot make the environment."""
         version = sys.version_info[:2]
         hint = "choose another one with `make setup PYTHON=...`"
-        if not OLDEST_PYTHON <= version <= NEWEST_PYTHON:
-            raise SetupError(
-                f"{sys.executable} is Python {platform.python_version()}; Python 3.10 to 3.13 will do: {hint}"
-            )
+        if not (3, 10) <= version <= (3, 13):
+            raise SetupError(f"{sys.executable} is Python {platform.python_version()}; 3.10 to 3.13 will do: {hint}")
         for module in ("venv", "ensurepip"):
             if importlib.util.find_spec(module) is None:
                 raise SetupError(
@@ -199,10 +195,7 @@ class Environment:
 
 
 def base_python() -> str:
-    """The interpreter that this one's environment was made from, or this one if it is of none.
-
-    Started from `.venv` itself, as by `make setup` where it is activated, this one goes with the outdated `.venv`.
-    """
+    """What made this one's environment, which may be an outdated `.venv`; this one, if it is of none."""
     if sys.prefix == sys.base_prefix:
         return sys.executable
     return os.path.join(sys.base_exec_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")

@@ -39,9 +39,9 @@ class Shape:
         return replace(self, batch=self.cpu_batch or self.batch) if device == "cpu" else self
 
 
-# In the order in which they are measured: what a target depends on comes before what may be cut.
-# They are those of Schlag et al. (small and medium language models, WMT14, with DPFP or FAVOR+ where keys are longer),
-# of Mao (GPT-2, and WikiText-103), of Choi's RetNet, of generation, and of contexts of 1024 and 16384 steps.
+# In the order in which they are measured: what a target depends on comes before what may be cut. They are those of
+# Schlag et al. (small and medium language models, WMT14, with DPFP or FAVOR+ where keys are longer), of Mao (GPT-2, and
+# WikiText-103), of Choi's RetNet, of generation, and of contexts of 1024 and 16384 steps.
 SHAPES = {
     name: Shape(name, *sizes)
     for name, *sizes in (
@@ -99,10 +99,7 @@ def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) ->
         sizes = (shape.batch, shape.time, shape.heads, *dims)
         return change(torch.randn(sizes, generator=generator, device=device)).to(dtype)
 
-    def decay(x: Tensor) -> Tensor:
-        return F.logsigmoid(x + 3)
-
-    keys, values = shape.key_dim, shape.value_dim
+    keys, values, decay = shape.key_dim, shape.value_dim, lambda x: F.logsigmoid(x + 3)
     q, k, v, d_out = normal(keys), normal(keys, change=partial(F.normalize, dim=-1)), normal(values), normal(values)
     gates = {"sum": [], "gated": [normal(change=decay)], "delta": [normal(change=torch.sigmoid)]}
     gates["decay"] = [normal(keys, change=decay), normal(values, change=decay)]

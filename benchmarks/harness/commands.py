@@ -1,7 +1,5 @@
 """fairseq's commands, each in a process of its own, and texts for them."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

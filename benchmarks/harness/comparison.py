@@ -1,8 +1,7 @@
 """Comparisons: all contestants at a shape, dtype and pass, in turns; one case after the other, within a budget."""
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -18,6 +17,7 @@ from harness import records
 from harness.cases import DTYPES, Pass, Shape, draw_inputs
 from harness.contestants import Contestant, Refusal, Work
 from harness.limits import limit_of, measure_rates
+from harness.memory import peak
 from harness.timing import Budget, Call, Clock, clock_for, first_calls, time_in_turns
 
 # Contestants that say they compute the same must agree to this, by norms: far above rounding, far below a mistake.
@@ -66,9 +66,8 @@ def compare(
 ) -> tuple[list[Row], int]:
     """Measures all contestants that can take part.
 
-    One that compiles is not begun after `compiling` seconds; one whose call takes longer than `longest_call` is left
-    out. Returns a row for each, with "status" "measured", "unavailable", "failed" or "left out", and the number of
-    rounds.
+    One that compiles is not begun after `compiling` seconds, one whose call takes longer than `longest_call` left out.
+    Returns a row for each, with "status" "measured", "unavailable", "failed" or "left out", and the number of rounds.
     """
     began = time.perf_counter()
     shape, both = case.shape, case.kind == "forward+backward"
@@ -116,22 +115,13 @@ def compare(
         limit = limit_of(shape, rows[label]["rule"], case.dtype, case.kind, inputs, rates)
         rows[label] |= {"status": "measured", "seconds": seconds, "limit": limit}
         if device == "cuda" and both:
-            rows[label]["memory"] = training_memory(ready[label][0])
+            # Bytes, "extra" beyond inputs, output and the gradients of both, "tensors" of all these. The output's
+            # gradient is there before, the output and the inputs' gradients come with the call.
+            work = ready[label][0]
+            new = sum(x.nbytes for x in (*work.inputs, work.d_out))
+            extra = peak(lambda work=work: work, Work.run_both, device) - new
+            rows[label]["memory"] = {"extra": max(0, extra), "tensors": 2 * new}
     return [rows[label] for label in labels], made
-
-
-def training_memory(work: Work) -> dict[str, int]:
-    """Bytes of a GPU: "extra", the peak beyond inputs, output and the gradients of both; "tensors", of all these."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients = work.run_both()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del gradients
-    # The output's gradient is there before, the output and the inputs' gradients come with the call.
-    given, out = sum(x.nbytes for x in work.inputs), work.d_out.nbytes
-    return {"extra": max(0, peak - given - out), "tensors": 2 * given + 2 * out}
 
 
 def measure_all(
@@ -163,18 +153,14 @@ def measure_all(
         limits = {"allowed": budget.share(parts), "compiling": compiling, "longest_call": longest_call}
         rows[number], made = compare(case, contestants, **setting, **limits)
         # The first call in this process is the one of the run before.
-        for row in rows[number]:
-            for old in before:
-                if (old["implementation"], old["rule"]) == (row["implementation"], row["rule"]):
-                    row |= {name: old[name] for name in ("first call", "second call") if name in old}
+        for row, old in itertools.product(rows[number], before):
+            if (old["implementation"], old["rule"]) == (row["implementation"], row["rule"]):
+                row |= {name: old[name] for name in ("first call", "second call") if name in old}
         cut.pop(number, None)
         if made < options.rounds:
             cut[number] = f"{case}: {made} rounds of {options.rounds}"
-        medians = (
-            f"{row['implementation']} {row['rule']} {row['seconds']['median'] * 1e3:.3g}"
-            for row in rows[number]
-            if row["status"] == "measured"
-        )
+        done = [row for row in rows[number] if row["status"] == "measured"]
+        medians = (f"{row['implementation']} {row['rule']} {row['seconds']['median'] * 1e3:.3g}" for row in done)
         print(f"{case}: {', '.join(medians)} ms", file=sys.stderr, flush=True)
         if options.out is not None:
             records.write(record_so_far(), options.out)

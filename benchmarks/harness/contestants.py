@@ -1,9 +1,6 @@
 """What takes part in a comparison: this project's rules and other implementations, each in the layout that suits it."""
 
-from __future__ import annotations
-
 import importlib
-import itertools
 import json
 import os
 import sys
@@ -52,10 +49,9 @@ class Work:
 class Contestant:
     """An implementation of a rule, one of `cases.RULES` or "softmax" for attention.
 
-    Attributes:
-        prepare: makes its work from a shape and its inputs; raises `Refusal` where it cannot take part.
-        same: whether it computes what the reference computes, so that outputs can be compared.
-        compiles: whether its first call at a shape takes long, so that under a budget the others are measured before.
+    `prepare` makes its work from a shape and its inputs, or raises `Refusal`; `same` says whether it computes what the
+    reference does, so that outputs can be compared, and `compiles`, whether its first call at a shape takes long, so
+    that under a budget the others are measured before.
     """
 
     name: str
@@ -91,8 +87,7 @@ BACKENDS = ("native", "chunkwise", "reference")
 
 def our_rules(rules: Iterable[str]) -> list[Contestant]:
     """Each rule on each backend of this project, backend by backend."""
-    pairs = itertools.product(BACKENDS, rules)
-    return [Contestant(backend, rule, partial(_prepare_ours, backend, rule)) for backend, rule in pairs]
+    return [Contestant(name, rule, partial(_prepare_ours, name, rule)) for name in BACKENDS for rule in rules]
 
 
 def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work:
@@ -109,8 +104,7 @@ def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work
     return Work(forward, tensors, inputs.d_out)
 
 
-# The peer that the rules replace: torch's causal attention. Its head dimension is value_dim, for keys too: what a
-# Transformer of the same width has.
+# The peer that the rules replace: torch's causal attention; heads of value_dim, as a Transformer of this width has.
 SOFTMAX = "SDPA"
 
 
@@ -125,9 +119,8 @@ def softmax_attention() -> list[Contestant]:
     return [Contestant(SOFTMAX, "softmax", _prepare_softmax, same=False)]
 
 
-# The peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. It is optional.
-# build_causal_product.py puts it into a folder of its own, compiled for this machine; an installed package is found as
-# well, but nobody knows what flags it was compiled with.
+# The optional peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. build_causal_product.py
+# puts it into a folder of its own; an installed package is found as well, compiled with nobody knows what flags.
 CAUSAL_PRODUCT = "causal_product"
 BUILD_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp")
 BUILD_RECORD = "BUILD.json"
@@ -161,11 +154,10 @@ def _prepare_causal_product(shape: Shape, inputs: Inputs) -> Work:
     return _heads_first(causal_dot_product, inputs.q, inputs.k, inputs)
 
 
-# The peer flash-linear-attention (Triton kernels on a GPU), optional, from PyPI: rule, module, function, the names of
-# the rule's gates that it takes ("": in its place), whether it is the rule. The gated rule is simple_gla with keys that
-# were multiplied by 1 - g. Of the decay rule chunk_gla has the key decays alone. retention, a gated rule whose gates
-# are fixed, does less than ours. Compiling them takes minutes: in the order in which they are missed where a budget
-# ends.
+# The optional peer flash-linear-attention (Triton kernels on a GPU): rule, module, function, the names of the rule's
+# gates that it takes ("": in its place), whether it is the rule. The gated rule is simple_gla with keys that were
+# multiplied by 1 - g. chunk_gla has the key decays alone; retention, a gated rule whose gates are fixed, does less than
+# ours. Compiling them takes minutes: in the order in which they are missed where a budget ends.
 FLASH_LINEAR_ATTENTION = "fla"
 _FUNCTIONS = (
     ("delta", "delta_rule", "chunk_delta_rule", [""], True),
@@ -183,13 +175,12 @@ _FUNCTIONS = (
 
 def flash_linear_attention(rules: Iterable[str]) -> list[Contestant]:
     """The functions that are this project's rules, or next to them."""
-    rules = set(rules)
+    chosen = [function for function in _FUNCTIONS if function[0] in set(rules)]
     return [
         Contestant(
             f"{FLASH_LINEAR_ATTENTION} {name}", rule, partial(_prepare_fla, rule, module, name, gates), same, True
         )
-        for rule, module, name, gates, same in _FUNCTIONS
-        if rule in rules
+        for rule, module, name, gates, same in chosen
     ]
 
 
@@ -199,7 +190,7 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
     except (ImportError, AttributeError) as error:
         raise Refusal("unavailable", f"{type(error).__name__}: {error}") from error
     tensors = _leaves(rule, inputs)[: 3 + len(gates)]
-    options: dict[str, Any] = {"normalize": False} if module == "linear_attn" else {}
+    options: dict[str, Any] = {"scale": 1.0} | ({"normalize": False} if module == "linear_attn" else {})
     if inputs.state is not None:
         options |= {"initial_state": inputs.state, "output_final_state": True}
 
@@ -207,9 +198,8 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
         q, k, v, *given = tensors
         if module == "simple_gla":
             k = k * -torch.expm1(given[0]).unsqueeze(-1)
-        if gates != [""]:
-            named = dict(zip(gates, given, strict=True))
-            return function(q, k, v, scale=1.0, **named, **options)[0]
-        return function(q, k, v, *given, scale=1.0, **options)[0]
+        if gates == [""]:
+            return function(q, k, v, *given, **options)[0]
+        return function(q, k, v, **dict(zip(gates, given, strict=True)), **options)[0]
 
     return Work(forward, tensors, inputs.d_out)

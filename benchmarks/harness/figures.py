@@ -1,7 +1,5 @@
 """Figures, drawn from records and from nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

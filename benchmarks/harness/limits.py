@@ -1,7 +1,5 @@
 """How fast a machine could be: what a case must move and compute, over the rates measured in the same run."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any
@@ -21,7 +19,6 @@ from harness.timing import Clock
 OPERATIONS = {"sum": (4, 10), "gated": (5, 14), "decay": (6, 17), "delta": (6, 16)}
 
 _COPY_BYTES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
-_MATRIX = {"cpu": 2048, "cuda": 8192}
 
 
 def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, quick: bool = False) -> dict[str, Any]:
@@ -30,14 +27,13 @@ def measure_rates(device: str, dtypes: dict[str, torch.dtype], clock: Clock, qui
     "copy": bytes per second of a copy, by its bytes read and written ("268435456"); "matmul": operations per second of
     a square matrix product by dtype, float32 in full precision.
     """
-    # On a GPU far beyond the cache.
-    sizes = _COPY_BYTES[:1] if quick else (4 << 30,) if device == "cuda" else _COPY_BYTES
+    sizes = _COPY_BYTES[:1] if quick else (4 << 30,) if device == "cuda" else _COPY_BYTES  # a GPU's: beyond its cache
     copies, products = {}, {}
     for size in sizes:
         source = torch.rand(size // 8, device=device)
         target = torch.empty_like(source)
         copies[str(size)] = size / _best(lambda s=source, t=target: t.copy_(s), clock, quick)
-    width = 128 if quick else _MATRIX[device]
+    width = 128 if quick else 8192 if device == "cuda" else 2048
     torch.set_float32_matmul_precision("highest")  # torch's default
     for name, dtype in dtypes.items():
         a, b = (torch.randn(width, width, device=device).to(dtype) for _ in "ab")

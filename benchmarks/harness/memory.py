@@ -1,7 +1,5 @@
 """How much memory a call takes, and memory that calls free, kept by the process for the calls after them."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -66,8 +64,8 @@ def held(state: Any) -> int:
 def keep_freed_memory() -> bool:
     """Tells glibc to give nothing back to the system; returns whether it was there to be told.
 
-    By default it gives large blocks back, and the system hands pages out again one by one, filled with zeros. To a call
-    that returns tens of megabytes this can add as much time as it takes itself, whenever others left no memory to it.
+    By default it gives large blocks back, and the system hands pages out again one by one, filled with zeros, which can
+    take a call that returns tens of megabytes as much time as it takes itself.
     """
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if not hasattr(library, "gnu_get_libc_version"):

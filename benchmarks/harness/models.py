@@ -1,7 +1,5 @@
 """Models as fairseq's command lines build them, without a corpus, and what their attention remembers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from typing import Any

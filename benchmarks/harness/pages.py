@@ -1,7 +1,5 @@
 """The results of every program as Markdown, from its record: tables by column, and what stands beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -80,17 +78,13 @@ def _kernels(record: Record) -> Iterator[str]:
     for dtype, kind in _unique((row["dtype"], row["pass"]) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["dtype"], row["pass"]) == (dtype, kind)]
         yield f"**{kind}, {dtype}**\n\n{_rules(rows)}"
-    copies, products = (
-        ", ".join(f"{significant(rate / 1e9)} {unit(of)}" for of, rate in record["rates"][what].items())
-        for what, unit in (
-            ("copy", lambda size: f"GB/s for {int(size) >> 20:,} MiB"),
-            ("matmul", lambda dtype: f"GFLOP/s in {dtype}"),
-        )
-    )
-    yield (
-        f"The machine, measured in the same run: a copy moves {copies} (read and written); a matrix product does "
-        f"{products}.\n"
-    )
+    rates = {
+        what: {of: significant(rate / 1e9) for of, rate in found.items()} for what, found in record["rates"].items()
+    }
+    copies = ", ".join(f"{rate} GB/s for {int(size) >> 20:,} MiB" for size, rate in rates["copy"].items())
+    products = ", ".join(f"{rate} GFLOP/s in {dtype}" for dtype, rate in rates["matmul"].items())
+    text = "The machine, measured in the same run: a copy moves {} (read and written); a matrix product does {}.\n"
+    yield text.format(copies, products)
     yield _absent(record["rows"])
     if record["cut"]:
         yield "Cut to keep to the budget:\n\n" + "".join(f"- {line}\n" for line in record["cut"])
@@ -122,51 +116,45 @@ def _times_as_long(name: str, own: Row, rows: Iterable[Row]) -> str:
     if not others:
         return "–"
     best = min(others, key=median)
-    function = best["implementation"].removeprefix(name).strip()
-    return ratio(median(best) / median(own)) + (f" ({function})" if function else "")
+    function = best["implementation"].removeprefix(name)
+    return ratio(median(best) / median(own)) + (f" ({function.strip()})" if function else "")
 
 
 def _absent(rows: Sequence[Row]) -> str:
     """Who took no part, why, and where, one line for each reason."""
-    places: dict[tuple[str, str, str], list[str]] = {}
+    places: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "measured":
-            key = row["implementation"], row["status"], row["message"]
-            places.setdefault(key, []).append(f"{row['rule']}, {row['shape']}, {row['dtype']}, {row['pass']}")
+            where = places.setdefault((f"{row['implementation']}, {row['status']}", row["message"]), [])
+            where.append(f"{row['rule']}, {row['shape']}, {row['dtype']}, {row['pass']}")
     every = len({(row["shape"], row["dtype"], row["pass"]) for row in rows})
     lines = []
-    for (implementation, status, message), where in places.items():
+    for (who, message), where in places.items():
         at = where[0] if len(where) == 1 else f"{len(where)} cases of {every} comparisons, such as {where[0]}"
-        lines.append(f"- {implementation}, {status} ({at}): {message}\n")
+        lines.append(f"- {who} ({at}): {message}\n")
     return "Who took no part:\n\n" + "".join(lines) if lines else ""
 
 
 def _generation(record: Record) -> Iterator[str]:
-    """Time and memory of the next token by model and length, and the Transformer's time over each.
-
-    Expected is what that would be if the Transformer's tokens took longer only by the time that its cache takes to be
-    copied and read, and the others' did not take longer. A median beside other lengths is of a stretch without the
-    Transformer, in which a model's lengths take turns.
-    """
+    """Time and memory of the next token by model and length, and the Transformer's time over each."""
     base = {row["length"]: row for row in record["rows"] if row["model"] == "transformer"}
     fewest = {row["model"]: median(row) for row in record["rows"] if row["length"] == min(base)}
 
     def expected(row: Row) -> str:
         moved = median(base[row["length"]], "cache seconds") - median(base[min(base)], "cache seconds")
-        return ratio((fewest["transformer"] + moved) / fewest[row["model"]])
+        return "–" if row["model"] == "transformer" else ratio((fewest["transformer"] + moved) / fewest[row["model"]])
 
-    def of_others(cell: Callable[[Row], str]) -> Callable[[Row], str]:
-        return lambda row: "–" if row["model"] == "transformer" else cell(row)
+    def beside(row: Row) -> str:
+        what = "seconds beside other lengths"
+        return significant(median(row, what) * 1e3) if what in row else "–"
 
     columns: Columns = {
         "model": lambda row: row["model"],
         "tokens before (first – last timed)": lambda row: f"{row['length']:,} ({row['first']:,} – {row['last']:,})",
         "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
         "Transformer over it": lambda row: ratio(median(base[row["length"]]) / median(row)),
-        "expected": of_others(expected),
-        "median beside other lengths, ms": of_others(
-            lambda row: significant(median(row, "seconds beside other lengths") * 1e3)
-        ),
+        "expected": expected,
+        "median beside other lengths, ms": beside,
         "state": lambda row: mebibytes(row["state bytes"]),
         "peak": lambda row: mebibytes(row["peak bytes"]),
     }

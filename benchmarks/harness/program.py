@@ -1,7 +1,5 @@
 """What the programs share: the options of their command lines, and what becomes of a record."""
 
-from __future__ import annotations
-
 import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
@@ -78,8 +76,7 @@ def add_list(parser: ArgumentParser, option: str, names: Sequence[str], default:
 def parse(parser: ArgumentParser) -> Namespace:
     """Parses, sets threads, and ends the program where the device that was asked for is not there."""
     options = parser.parse_args()
-    if options.quick:
-        options.rounds = min(options.rounds, 2)
+    options.rounds = min(options.rounds, 2) if options.quick else options.rounds
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -1,7 +1,5 @@
 """Results as JSON: what was measured, and on what."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -23,13 +21,19 @@ METHODS = {"generation": 3, "kernels": 2}
 
 def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
     """The head of a record: program, its method, date, machine, threads and versions, and `facts` after them."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command, where = ["git", "describe", "--always", "--dirty", "--exclude", "*"], Path(__file__).parent
+        versions["commit"] = subprocess.check_output(command, cwd=where, stderr=subprocess.DEVNULL, text=True).strip()
     return {
         **{"program": program, "method": METHODS.get(program, 1), "device": device},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": _machine(device),
-        "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), **_versions()},
-        **facts,
+        **{"machine": _machine(device), "threads": torch.get_num_threads(), "versions": versions, **facts},
     }
 
 
@@ -60,10 +64,6 @@ def replacing(path: Path) -> Iterator[Path]:
         new.unlink(missing_ok=True)
 
 
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
-
-
 def is_current(record: dict[str, Any]) -> bool:
     """Whether a record was measured in the way in which its program measures now."""
     return record.get("method", 1) == METHODS.get(record["program"], 1)
@@ -84,17 +84,3 @@ def _machine(device: str) -> dict[str, Any]:
         machine |= {"gpu": found.name, "gpu memory": found.total_memory}
         machine["compute capability"] = f"{found.major}.{found.minor}"
     return machine
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    if torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-        folder = Path(__file__).parent
-        versions["commit"] = subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, text=True).strip()
-    return versions

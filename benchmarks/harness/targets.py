@@ -12,8 +12,6 @@ The targets are those of benchmarks/targets.json, a list of what is asked of a p
     show: how a number is written.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics
@@ -60,8 +58,8 @@ def judge(sense: str, limit: float, show: Callable[[float], str], numbers: Seque
     what failed always does.
     """
     known = [(value, label) for label, value in numbers if not isinstance(value, str)]
-    missing = [(label, value) for label, value in numbers if isinstance(value, str) and not isinstance(value, Failure)]
     failed = [(label, value) for label, value in numbers if isinstance(value, Failure)]
+    missing = [(label, value) for label, value in numbers if type(value) is str]
     if not known and not failed:
         return ["–", f"unmeasured: {_reasons(missing) or 'there are no results'}"]
     least = sense == "at least"
@@ -94,8 +92,8 @@ def evaluate(records: Sequence[Record]) -> list[Verdict]:
 
 def evaluate_one(record: Record) -> list[Verdict]:
     """The targets that this record speaks of."""
-    own = [goals for goals in GOALS if (goals["program"], goals["device"]) == (record["program"], record["device"])]
-    return [verdict for goals in own for verdict in _evaluate(goals, record)]
+    about = record["program"], record["device"]
+    return [verdict for g in GOALS if (g["program"], g["device"]) == about for verdict in _evaluate(g, record)]
 
 
 def _evaluate(goals: dict[str, Any], record: Record | None) -> list[Verdict]:
@@ -108,10 +106,8 @@ def _evaluate(goals: dict[str, Any], record: Record | None) -> list[Verdict]:
     for target in goals["targets"]:
         [sense] = {"at least", "at most"} & set(target)
         show = getattr(pages, target.get("show", "ratio"))
-        numbers = (
-            [("", absent)] if record is None else _compare(target, goals["cases"] | target.get("cases", {}), record)
-        )
-        found = judge(sense, target[sense], show, numbers)
+        cases = goals["cases"] | target.get("cases", {})
+        found = judge(sense, target[sense], show, [("", absent)] if record is None else _compare(target, cases, record))
         verdicts.append(Verdict(where, target["what"].format(**span), f"{sense} {show(target[sense])}", *found))
     return verdicts
 
@@ -138,15 +134,15 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
 
     def number(case: Row) -> Number:
         if "number" in target and "model" in case:
-            return _OF_A_MODEL[target["number"]](record["rows"], case["model"])
+            return _of_a_model(target["number"], record["rows"], case["model"])
         fast = find(case, target.get("fast", {"implementation": "native"}))
         slow = find(case, target.get("slow", {"implementation": "native"}))
         if isinstance(fast, str) or isinstance(slow, str):
             return fast if isinstance(fast, str) else slow
         if "number" in target:
             return _OF_NATIVE[target["number"]](record["rows"], fast)
-        build = record.get("causal_product") or {"flags": []}
-        if slow.get("implementation") == "causal_product" and not set(BUILD_FLAGS) <= set(build["flags"]):
+        flags = (record.get("causal_product") or {"flags": []})["flags"]
+        if slow.get("implementation") == "causal_product" and not set(BUILD_FLAGS) <= set(flags):
             return "causal_product is not the build of build_causal_product.py: its flags are unknown"
         return median(slow) / median(fast)
 
@@ -164,8 +160,7 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
 
 def _why_not(row: Row) -> str | None:
     """Why a row has no time, if it has none."""
-    status = row.get("status", "measured")
-    reason = f"{row.get('implementation')}: {row.get('message')}"
+    status, reason = row.get("status", "measured"), f"{row.get('implementation')}: {row.get('message')}"
     return None if status == "measured" else Failure(reason) if status == "failed" else reason
 
 
@@ -186,20 +181,15 @@ def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
     return min(times) / median(own) if times else "no peer ran"
 
 
-def _longest_over_shortest(rows: Sequence[Row], model: str) -> Number:
+def _of_a_model(number: str, rows: Sequence[Row], model: str) -> Number:
+    if number == "speed over softmax":
+        speeds = {row["model"]: median(row, "words per second") for row in rows}
+        return speeds[model] / speeds["softmax"]
+    assert number == "longest over shortest"
     medians = [median(row, "seconds beside other lengths") for row in rows if row["model"] == model]
     return max(medians) / min(medians)
 
 
-def _speed_over_softmax(rows: Sequence[Row], model: str) -> Number:
-    speeds = {row["model"]: median(row, "words per second") for row in rows}
-    return speeds[model] / speeds["softmax"]
-
-
-_OF_A_MODEL: dict[str, Callable[[Sequence[Row], str], Number]] = {
-    "longest over shortest": _longest_over_shortest,
-    "speed over softmax": _speed_over_softmax,
-}
 _OF_NATIVE: dict[str, Callable[[Sequence[Row], Row], Number]] = {
     "best peer over it": _over_best_peer,
     "of the bandwidth": lambda rows, own: (

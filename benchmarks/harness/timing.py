@@ -1,7 +1,5 @@
 """Timing in turns: A B C A B C ..., so that whatever else the machine does falls on all of them alike."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -42,7 +40,7 @@ class CudaClock(Clock):
     """Events around a call, after flushes: writing more than the second-level cache holds, again and again.
 
     While the GPU writes, the host gives it the whole call: what is timed is the device's work, unless a call makes the
-    host wait for the device, or no lead is long enough (`flushes_ahead`).
+    host wait for the device, or no lead is long enough.
     """
 
     def __init__(self) -> None:
@@ -50,7 +48,10 @@ class CudaClock(Clock):
         self._flush_seconds = self._between_events(self._buffer.zero_, 10, flushes=1)
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
-        return self._between_events(call, repeats, flushes_ahead(repeats * host, self._flush_seconds))
+        flushes = max(1, math.ceil(LEAD_MARGIN * repeats * host / self._flush_seconds))
+        # A lead that ended within a call would leave a part of the host's time, of unknown size, in what is measured.
+        too_long = repeats * host > MOST_FLUSHES * self._flush_seconds
+        return self._between_events(call, repeats, 1 if too_long else min(flushes, MOST_FLUSHES))
 
     def _between_events(self, call: Call, repeats: int, flushes: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -86,16 +87,6 @@ class TurnClock(Clock):
         return TOKENS_OF_A_TURN
 
 
-def flushes_ahead(host: float, flush: float) -> int:
-    """How many flushes of so many seconds outlast `host` seconds with a margin; one where `MOST_FLUSHES` would not.
-
-    A lead that ended within a call would leave a part of the host's time, of unknown size, in what is measured.
-    """
-    if host > MOST_FLUSHES * flush:
-        return 1
-    return min(max(1, math.ceil(LEAD_MARGIN * host / flush)), MOST_FLUSHES)
-
-
 def clock_for(device: str) -> Clock:
     return CudaClock() if device == "cuda" else Clock()
 
@@ -105,12 +96,12 @@ class Budget:
 
     def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._end = None if seconds is None else now() + seconds
+        self._end = math.inf if seconds is None else now() + seconds
         self.cut: list[str] = []
 
     @property
     def left(self) -> float:
-        return math.inf if self._end is None else self._end - self._now()
+        return self._end - self._now()
 
     def share(self, parts: int) -> float:
         """What each of so many parts to come may take."""
@@ -161,24 +152,23 @@ def time_in_turns(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(clock.seconds(call, repeats[name], 0.0 if hosts is None else hosts[name]))
+            times[name].append(clock.seconds(call, repeats[name], (hosts or {}).get(name, 0.0)))
     return {name: summarize(measured) for name, measured in times.items()}, rounds
 
 
 def time_tokens(
-    take_ups: dict[str, Callable[[], Call]], device: str, rounds: int, budget: Budget
+    take_ups: dict[str, Callable[[], Call]], device: str, rounds: int, allowed: float
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Times a token of generations against each other: a turn of each that does not count, and then the rounds.
-
-    `take_ups` are what `TurnClock` calls; the budget is for the first turn too.
-    """
+    """Times a token of generations that `TurnClock` takes up: a turn of each that does not count, then the rounds."""
     clock = TurnClock(clock_for(device))
     warm = {}
+    began = time.perf_counter()
     for name, take_up in take_ups.items():
         start = time.perf_counter()
         clock.seconds(take_up, TOKENS_OF_A_TURN)
         warm[name] = (time.perf_counter() - start) / TOKENS_OF_A_TURN
-    return time_in_turns(take_ups, warm, clock, rounds=rounds, allowed=max(0.0, budget.left))
+    left = max(0.0, allowed - (time.perf_counter() - began))
+    return time_in_turns(take_ups, warm, clock, rounds=rounds, allowed=left)
 
 
 def summarize(times: Sequence[float]) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """Functions that compute the same on a CPU, pass by pass in turns, each with its time over that of the first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -37,10 +35,8 @@ def run(
 
 def compare(part: str, kind: str, time: int, calls: Calls, rounds: int) -> list[dict[str, Any]]:
     """Makes a comparison; prints and returns a row for each of its calls."""
-    if kind == "forward+backward":
-        calls = {name: partial(_backward_too, call) for name, call in calls.items()}
-    else:
-        calls = {name: torch.no_grad()(call) for name, call in calls.items()}
+    way = partial(partial, _backward_too) if kind == "forward+backward" else torch.no_grad()
+    calls = {name: way(call) for name, call in calls.items()}
     warm = {name: first_calls(call, lambda: None)[1] for name, call in calls.items()}
     seconds, _ = time_in_turns(calls, warm, Clock(), rounds=rounds)
     first, rows = next(iter(seconds)), []

@@ -261,7 +261,9 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             batch_sampler=streams.batches(num_shards),
             num_shards=num_shards,
             shard_id=shard_id,
-            num_workers=num_workers,
+            # The text is in memory. A worker would save nothing and, each time that a checkpoint ends a pass over the
+            # validation set, keep training waiting for five seconds.
+            num_workers=0,
             epoch=epoch,
             buffer_size=data_buffer_size,
         )

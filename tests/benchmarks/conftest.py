@@ -1,7 +1,5 @@
 """The programs of benchmarks/ import each other as scripts do: by their folder."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import import_module

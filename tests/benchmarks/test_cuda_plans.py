@@ -1,7 +1,5 @@
 """The ways to do a call on a GPU are found, told apart and asked for; here without a GPU."""
 
-from __future__ import annotations
-
 import os
 
 import cuda_plans

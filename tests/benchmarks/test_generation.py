@@ -1,7 +1,5 @@
 """What a generated token is measured from is what generation itself would have left."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 
@@ -14,8 +12,6 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = generation.QUICK_SETTINGS
 ROWS = SETTINGS["batch"]
-
-
 build = cache(partial(generation.build, settings=SETTINGS, backend="chunkwise", longest=40))
 
 

@@ -1,7 +1,5 @@
 """The programs run, on tiny cases, leave results that can be read, and refuse what makes no sense."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from argparse import Namespace
@@ -21,9 +19,7 @@ BOTH = ("forward", "forward+backward")
 
 
 @pytest.mark.slow
-def test_all_results_of_a_cpu_are_made_by_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatch, run: Run) -> None:
     monkeypatch.setattr("kernels.keep_freed_memory", lambda: True)  # of this process it is not to be kept
     monkeypatch.setattr(all_cpu, "run", lambda name, *arguments: run(name.removesuffix(".py"), *arguments))
     page = tmp_path / "page.md"
@@ -71,24 +67,22 @@ def test_on_a_gpu_the_rules_are_measured_in_three_dtypes_and_what_targets_speak_
         *(("step-8", 8, dtype, "step") for dtype in dtypes),
         *(("lm-small", 96, dtype, "forward") for dtype in dtypes),
     ]
-    cases = [
-        (case.shape.batch, case.dtype) for case in kernels.cases_of(Namespace(**vars(options) | {"device": "cpu"}))
-    ]
+    options.device = "cpu"
+    cases = [(case.shape.batch, case.dtype) for case in kernels.cases_of(options)]
     assert cases == [*[(48, "float32")] * 2, (8, "float32"), *[(48, "bfloat16")] * 2]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_rules_agree_in_half_precision(dtype: str, tmp_path: Path, monkeypatch, run: Run) -> None:
+def test_the_rules_agree_in_half_precision(tmp_path: Path, monkeypatch, run: Run) -> None:
     monkeypatch.setattr("kernels.keep_freed_memory", lambda: True)
-    assert run("kernels", "--quick", "--dtypes", dtype, "--threads", 1, "--out", tmp_path / "out.json") == ""
+    dtypes = ("float16", "bfloat16")
+    assert run("kernels", "--quick", "--dtypes", ",".join(dtypes), "--threads", 1, "--out", tmp_path / "out.json") == ""
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {(row["dtype"], row["status"]) for row in rows if row["implementation"] == "chunkwise"} == {
-        (dtype, "measured")
-    }
+    chunkwise = {(row["dtype"], row["status"]) for row in rows if row["implementation"] == "chunkwise"}
+    assert chunkwise == {(dtype, "measured") for dtype in dtypes}
     assert not [row for row in rows if row["status"] == "failed"]
 
 
-RULES_OF_DELTA = ("gated delta", "delta", "Kimi delta", "transformers")
+RULES_OF_DELTA, INSTALLED = ("gated delta", "delta", "Kimi delta", "transformers"), ("installed", "transformers")
 # Of programs that compare in turns: each part's passes and contestants.
 IN_TURNS = {
     "mixers": {
@@ -97,9 +91,7 @@ IN_TURNS = {
         "attention": (BOTH, ("softmax", "local", "abc")),
     },
     "gated_delta": dict.fromkeys(("heads of 128", "heads of 64"), ((*BOTH, "steps"), RULES_OF_DELTA)),
-    "transformers_models": dict.fromkeys(
-        ("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), ("installed", "transformers"))
-    ),
+    "transformers_models": dict.fromkeys(("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), INSTALLED)),
 }
 
 
@@ -110,20 +102,14 @@ def test_programs_take_turns_with_their_peers(program: str, tmp_path: Path, monk
     monkeypatch.setattr("harness.turns.keep_freed_memory", lambda: True)  # of this process it is not to be kept
     assert run(program, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    expected = [
-        (part, kind, name)
-        for part, (kinds, names) in IN_TURNS[program].items()
-        for kind, name in itertools.product(kinds, names)
-    ]
+    expected = [x for part, lists in IN_TURNS[program].items() for x in itertools.product([part], *lists)]
     assert [(row["part"], row["pass"], row["name"]) for row in rows] == expected
     assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in rows)
 
 
 @pytest.mark.parametrize("given", [[], ["--results"], ["--page"]])
 @pytest.mark.parametrize("quick", [True, False])
-def test_tiny_cases_never_replace_what_was_measured(
-    quick: bool, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_tiny_cases_never_replace_what_was_measured(quick: bool, given, tmp_path: Path, monkeypatch, run: Run) -> None:
     calls: dict[str, dict[str, Path]] = {}
 
     def note(name: str, *arguments: str) -> None:
@@ -166,9 +152,7 @@ def test_tiny_cases_never_replace_what_was_measured(
         ([("kernels", "--device"), ("generation", "--device")], ["cuda"], "torch sees no GPU"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    options: list[tuple[str, str]], values: list[str], message: str, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_what_makes_no_sense_is_refused(options, values: list[str], message: str, monkeypatch, run: Run) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for (name, option), value in itertools.product(options, values):
         assert message.format(option=option, value=value) in run(name, option, value), name

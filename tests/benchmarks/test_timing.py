@@ -1,29 +1,16 @@
 """Contestants take turns within a budget, and what is timed is a call, on a GPU without its launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import timing
-from harness.timing import TOKENS_OF_A_TURN, Budget, Clock, CudaClock, TurnClock, first_calls, time_in_turns
-
-
-class FakeClock(Clock):
-    """Calls take the time that they return."""
-
-    def seconds(self, call: Callable[[], Any], repeats: int, host: float = 0.0) -> float:
-        return sum(call() for _ in range(repeats)) / repeats
-
-    def repeats(self, seconds: float) -> int:
-        return 2 if seconds < 1 else 1
+from harness.timing import TOKENS_OF_A_TURN, Clock, CudaClock, TurnClock, first_calls, time_in_turns
 
 
 @pytest.mark.parametrize(
-    ("allowed", "rounds", "made"),
-    [(float("inf"), 20, 20), (100.0, 20, 20), (50.0, 20, 10), (1.0, 20, 3), (0.0, 20, 3), (0.0, 2, 2)],
+    ("allowed", "rounds", "made"), [(float("inf"), 20, 20), (50.0, 20, 10), (0.0, 20, 3), (0.0, 2, 2)]
 )
 def test_contestants_take_turns_that_are_cut_to_the_time_that_is_allowed_but_not_below_three_rounds(
     allowed: float, rounds: int, made: int
@@ -31,10 +18,15 @@ def test_contestants_take_turns_that_are_cut_to_the_time_that_is_allowed_but_not
     order: list[str] = []
     warm = {"a": 1.0, "b": 0.5, "c": 3.0}
     calls = {name: lambda name=name: order.append(name) or warm[name] for name in warm}
-    result = time_in_turns(calls, warm, FakeClock(), rounds=rounds, allowed=allowed)
-    assert order == ["a", "b", "b", "c"] * made and result[1] == made
-    assert {name: values["median"] for name, values in result[0].items()} == warm
-    assert {values["rounds"] for values in result[0].values()} == {made}
+    clock = SimpleNamespace(  # calls take the time that they return
+        seconds=lambda call, repeats, host: sum(call() for _ in range(repeats)) / repeats,
+        repeats=lambda seconds: 2 if seconds < 1 else 1,
+    )
+    seconds, rounds_made = time_in_turns(calls, warm, clock, rounds=rounds, allowed=allowed)
+    assert order == ["a", "b", "b", "c"] * made and rounds_made == made
+    assert {name: (values["median"], values["rounds"]) for name, values in seconds.items()} == {
+        name: (time, made) for name, time in warm.items()
+    }
 
 
 @pytest.mark.parametrize(("allowed", "rounds"), [(float("inf"), 5), (0.0, 3)])
@@ -50,7 +42,7 @@ def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
 
     monkeypatch.setattr(timing, "clock_for", lambda device: CountingClock())
     take_ups = {name: lambda name=name: made.append("taken up") or (lambda: made.append(name)) for name in "ab"}
-    seconds, rounds_made = timing.time_tokens(take_ups, "cpu", 5, Budget(allowed))
+    seconds, rounds_made = timing.time_tokens(take_ups, "cpu", 5, allowed)
     turns = [["taken up", name, "timed", *[name] * TOKENS_OF_A_TURN] for name in "ab"]
     assert made == (turns[0] + turns[1]) * (rounds + 1)
     assert rounds_made == rounds and [seconds[name]["rounds"] for name in "ab"] == [rounds] * 2
@@ -58,11 +50,8 @@ def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
 
 
 class SimulatedGpu:
-    """torch.cuda where launches take the host's time, kernels the device's, and these come in the order of launches.
-
-    `host` and `device` are the seconds when the host is ready for the next launch, and the device done with those
-    before it.
-    """
+    """torch.cuda where launches take the host's time, kernels the device's, and these come in the order of launches:
+    the seconds when the host is ready for the next launch, and the device done with those before it."""
 
     LAUNCH, FLUSH, RECORD = 10e-6, 65e-6, 1e-6
     uint8 = None
@@ -99,11 +88,9 @@ class SimulatedGpu:
 
 # Where no lead is long enough, the launches are timed too.
 @pytest.mark.parametrize(
-    ("launches", "each", "flushes"), [(1, 2e-6, 1), (14, 2e-6, 5), (300, 2e-6, 64), (1000, 10e-6, 1)]
+    ("launches", "each", "flushes"), [(1, 2e-6, 1), (14, 2e-6, 5), (300, 2e-6, 64), (1000, 1e-5, 1)]
 )
-def test_a_short_call_on_a_gpu_is_timed_without_its_launches(
-    launches: int, each: float, flushes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_call_on_a_gpu_is_timed_without_its_launches(launches, each, flushes, monkeypatch) -> None:
     gpu = SimulatedGpu()
     monkeypatch.setattr(timing, "torch", gpu)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)

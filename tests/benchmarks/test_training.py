@@ -1,7 +1,5 @@
 """What training.py measures is a training that fairseq-train makes, and what it has measured is not lost."""
 
-from __future__ import annotations
-
 import io
 import logging
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """What a translated token is measured from, and what is measured, is what fairseq's generator has and does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
@@ -14,14 +12,11 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch.utils._pytree import tree_map
 
 pytestmark = pytest.mark.slow
-
 SETTINGS = translation.QUICK_SETTINGS
 ROWS = SETTINGS["hypotheses"]
 SOURCE = torch.tensor([4, 9, 7])
 LENGTH = 5
 NAMES = (translation.TRANSFORMER, *translation.MAPS)
-
-
 built = cache(partial(translation.build, settings=SETTINGS, longest=8))
 
 

@@ -1,17 +1,19 @@
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import train
-from tests.models.conftest import Fairseq
+from tests.conversion.transfers import make_source
+from tests.models.conftest import fairseq, text  # noqa: F401
 
 
 @pytest.fixture(scope="session")
-def fairseq(tmp_path_factory: pytest.TempPathFactory) -> Fairseq:
-    return Fairseq(tmp_path_factory.mktemp("fairseq"))
+def source(fairseq, tmp_path_factory) -> tuple[Any, Path]:  # noqa: F811
+    """A pre-norm Transformer with tied embeddings, and its folder."""
+    folder = tmp_path_factory.mktemp("source")
+    return make_source(fairseq, folder), folder
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Tiny Hugging Face folders: the real implementations with random weights, and real tokenizers trained on a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,9 @@ def tokenizer(neox: bool) -> Any:
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=TYPES - (len(SPACES) if neox else 1),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>", "<|padding|>"] if neox else [],
-        show_progress=False,
-    )
+    size, special = (TYPES - len(SPACES), ["<|endoftext|>", "<|padding|>"]) if neox else (TYPES - 1, [])
+    settings = {"initial_alphabet": made.pre_tokenizer.alphabet(), "special_tokens": special, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=size, **settings)
     made.train_from_iterator(["the cat sat on the mat, and the other cats sat there: that is the theme"] * 3, trainer)
     if neox:
         made.normalizer = normalizers.NFC()
@@ -60,10 +55,8 @@ def model(neox: bool, seed: int = 0, **settings: Any) -> nn.Module:
     import transformers
 
     torch.manual_seed(seed)
-    if neox:
-        made = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**NEOX, **settings}))
-    else:
-        made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, **settings}))
+    config = transformers.GPTNeoXConfig(**NEOX | settings) if neox else transformers.GPT2Config(**GPT2 | settings)
+    made = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             scales = parameter.dim() == 1 and name.endswith("weight")  # of a layer norm
@@ -72,13 +65,7 @@ def model(neox: bool, seed: int = 0, **settings: Any) -> nn.Module:
 
 
 def save(folder: Path, made: nn.Module, *, in_bin: bool = False, shards: int = 1, two_files: bool = False) -> Path:
-    """Writes a model and its tokenizer.
-
-    Args:
-        in_bin: as transformers once did, with masks and tied copies, instead of safetensors.
-        shards: about how many files.
-        two_files: whether the tokenizer is vocab.json and merges.txt.
-    """
+    """Writes a model, in about `shards` files, and its tokenizer; `in_bin` as once, with masks and tied copies."""
     folder.mkdir(parents=True)
     neox = made.config.model_type == "gpt_neox"
     if in_bin:
@@ -91,7 +78,7 @@ def save(folder: Path, made: nn.Module, *, in_bin: bool = False, shards: int = 1
         save_bin(folder, state, shards)
     else:
         size = sum(p.numel() * p.element_size() for p in made.parameters())
-        made.save_pretrained(folder, max_shard_size=size // shards + 1 if shards > 1 else "1GB")
+        made.save_pretrained(folder, max_shard_size=size // shards + (shards == 1) * 10**6 + 1)
     save_tokenizer(folder, neox, two_files)
     return folder
 
@@ -104,6 +91,11 @@ def save_bin(folder: Path, state: dict[str, Tensor], shards: int = 1) -> None:
     for file in set(places.values()):
         torch.save({name: state[name] for name, place in places.items() if place == file}, folder / file)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def load(folder: Path, source: nn.Module) -> tuple[nn.Module, Any, Tensor]:

@@ -1,13 +1,10 @@
 """Text becomes the numbers that the real tokenizers give, and comes back whole, whatever it holds."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
 import unicodedata
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,61 +92,49 @@ def test_fairseqs_gpt2_does_where_the_tokenizer_is_plain(both):
         assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
 
 
-@pytest.mark.parametrize("folder", ["", "nowhere"])
-def test_a_folder_without_the_files_is_refused(folder):
-    with pytest.raises(ValueError, match=f"byte_level_folder is '{folder}'; it must be a folder with encoder.json"):
-        byte_level(folder)
-
-
-def put(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def apply(content: dict[str, Any]) -> None:
-        *path, last = place.split("/")
-        for name in path:
-            content = content[int(name) if name.isdigit() else name]
-        content[last] = value
-
-    return apply
-
-
+UNSET = {"dropout": 0.1, "byte_fallback": True, "ignore_merges": True, "end_of_word_suffix": "</w>"}
+UNSET |= {"continuing_subword_prefix": "##"}
+STRIPS = ("lstrip", "rstrip", "single_word")
 SPLIT = {"type": "Sequence", "pretokenizers": [{"type": "Split"}, {"type": "ByteLevel"}]}
 LOWER = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
 TEMPLATE = {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}
 
 
 @pytest.mark.parametrize(
-    ("alter", "message"),
+    ("place", "value", "message"),
     [
-        (put("normalizer", {"type": "NFKC"}), "normalizer is NFKC; only NFC, or none"),
-        (put("normalizer", LOWER), r"normalizer is Sequence \(NFC, Lowercase\)"),
-        (put("pre_tokenizer", {"type": "Whitespace"}), "pre_tokenizer is Whitespace; only ByteLevel"),
-        (put("pre_tokenizer", SPLIT), r"pre_tokenizer is Sequence \(Split, ByteLevel\)"),
-        (put("pre_tokenizer", "none"), "pre_tokenizer is 'none'"),
-        (put("pre_tokenizer", None), "pre_tokenizer is missing"),
-        (put("pre_tokenizer/add_prefix_space", True), "ByteLevel add_prefix_space true"),
-        (put("pre_tokenizer/use_regex", False), "use_regex false"),
-        (put("post_processor", TEMPLATE), "post_processor is TemplateProcessing"),
-        (put("model/type", "Unigram"), "model is 'Unigram'; only 'BPE'"),
-        (put("model", None), "model is missing"),
-        (put("model/dropout", 0.1), "dropout of the model is 0.1"),
-        (put("model/byte_fallback", True), "byte_fallback of the model is True"),
-        (put("model/ignore_merges", True), "ignore_merges of the model is True"),
-        (put("model/end_of_word_suffix", "</w>"), "end_of_word_suffix of the model is '</w>'"),
-        (put("model/merges", None), "merges of the model are missing"),
-        (put("model/merges", ["a b c"]), "merges hold .*'c'.*; each must be two pieces"),
-        (put("model/merges", [["x", "y"]]), "merges join 'x' and 'y', which the vocabulary lacks"),
-        (put("model/vocab", []), "the vocabulary must give each piece its number"),
-        (put("model/vocab/!", "1"), "the vocabulary must give each piece its number"),
-        (put("model/vocab/!", 2), "several pieces with the same number"),
-        (lambda content: content["model"]["vocab"].pop("!"), "1 of the 256 bytes have no piece, '!'"),
-        (put("added_tokens/0/lstrip", True), r"lstrip of the added token '<\|endoftext\|>' is set"),
-        (put("added_tokens/0/single_word", True), "single_word of the added token"),
-        (put("added_tokens/0/id", 3), r"3 is .* in the vocabulary and '<\|endoftext\|>' in added_tokens"),
-        (put("added_tokens/0/id", None), "added_tokens holds .*; it must have a content and an id"),
+        ("normalizer", {"type": "NFKC"}, "normalizer is NFKC; only NFC, or none"),
+        ("normalizer", LOWER, r"normalizer is Sequence \(NFC, Lowercase\)"),
+        ("pre_tokenizer", SPLIT, r"pre_tokenizer is Sequence \(Split, ByteLevel\)"),
+        ("pre_tokenizer", "none", "pre_tokenizer is 'none'"),
+        ("pre_tokenizer", None, "pre_tokenizer is missing"),
+        ("pre_tokenizer/add_prefix_space", True, "ByteLevel add_prefix_space true"),
+        ("pre_tokenizer/use_regex", False, "use_regex false"),
+        ("post_processor", TEMPLATE, "post_processor is TemplateProcessing"),
+        ("model/type", "Unigram", "model is 'Unigram'; only 'BPE'"),
+        ("model", None, "model is missing"),
+        *((f"model/{name}", value, f"{name} of the model is {value!r}") for name, value in UNSET.items()),
+        ("model/merges", None, "merges of the model are missing"),
+        ("model/merges", ["a b c"], "merges hold .*'c'.*; each must be two pieces"),
+        ("model/merges", [["x", "y"]], "merges join 'x' and 'y', which the vocabulary lacks"),
+        ("model/vocab", [], "the vocabulary must give each piece its number"),
+        ("model/vocab/!", "1", "the vocabulary must give each piece its number"),
+        ("model/vocab/!", 2, "several pieces with the same number"),
+        ("model/vocab/!", ..., "1 of the 256 bytes have no piece, '!'"),
+        *((f"added_tokens/0/{name}", True, rf"{name} of the added token '<\|endoftext\|>' is set") for name in STRIPS),
+        ("added_tokens/0/id", 3, r"3 is .* in the vocabulary and '<\|endoftext\|>' in added_tokens"),
+        ("added_tokens/0/id", None, "added_tokens holds .*; it must have a content and an id"),
     ],
 )
-def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, alter, message):
-    content = json.loads(sources.tokenizer(False).to_str())
-    alter(content)
+def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, place, value, message):
+    """With `value` in that place of tokenizer.json, or without what is there."""
+    part = content = json.loads(sources.tokenizer(False).to_str())
+    *path, last = place.split("/")
+    for name in path:
+        part = part[int(name) if name.isdigit() else name]
+    part[last] = value
+    if value is ...:
+        del part[last]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message) as error:
         read_tokenizer(tmp_path)
@@ -180,6 +165,9 @@ def test_added_words_may_be_in_the_vocabulary_as_they_are(tmp_path):
     content = json.loads(sources.tokenizer(True).to_str())
     content["model"]["vocab"] |= {word["content"]: word["id"] for word in content["added_tokens"]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    for folder in ("", str(tmp_path)):  # before the files are there
+        with pytest.raises(ValueError, match=f"byte_level_folder is '{folder}'; it must be a folder with encoder.json"):
+            byte_level(folder)
     read_tokenizer(tmp_path).write(tmp_path, 288, 0)
     for bpe in (fairseqs(tmp_path), byte_level(tmp_path)):
         assert all(bpe.decode(str(word["id"])) == word["content"] for word in content["added_tokens"])

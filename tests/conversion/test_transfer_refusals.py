@@ -1,7 +1,5 @@
 """What cannot be transferred is refused by name, before anything is copied."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -17,15 +15,8 @@ from tests.models.conftest import WORDS
 from tests.models.test_checkpoints import with_former_name
 
 SWAPPED = "--update-rule decay --feature-dim 4"
+HEADS = "--decoder-attention-heads 4"
 FFN = f"{2 * (2 * 16 * 32 + 32 + 16 + 32):,}"  # parameters of the feed-forward group
-
-
-@pytest.fixture(scope="module")
-def source(fairseq, tmp_path_factory) -> Path:
-    """The folder of a pre-norm Transformer with tied embeddings."""
-    folder = tmp_path_factory.mktemp("source")
-    make_source(fairseq, folder)
-    return folder
 
 
 def misfits(fairseq, folder: Path, flags: str) -> list[str]:
@@ -36,21 +27,17 @@ def misfits(fairseq, folder: Path, flags: str) -> list[str]:
 
 
 def test_all_that_does_not_fit_is_listed_at_once(fairseq, source, tmp_path):
-    state = torch.load(source / "model.pt", weights_only=True)
+    state = torch.load(shutil.copytree(source[1], tmp_path / "x") / "model.pt", weights_only=True)
     weights = state["model"]
     del weights["decoder.layers.1.fc1.bias"]
-    shapes = {
-        "layers.2.fc2.weight": (3, 4),
-        "embed_positions.weights": (1,),
-        "layers.0.self_attn.q_proj.weight": (16, 12),
-    }
+    shapes = {"layers.2.fc2.weight": (3, 4), "embed_positions.weights": (1,)}
+    shapes["layers.0.self_attn.q_proj.weight"] = (16, 12)
     weights |= {f"decoder.{name}": torch.zeros(shape) for name, shape in shapes.items()}
     weights |= {"encoder.version": torch.zeros(1), "encoder.embed_tokens.weight": torch.zeros(5, 6)}
     weights["decoder.output_projection.weight"] = weights["decoder.output_projection.weight"] + 1
     state["cfg"]["model"]["decoder_attention_heads"] = 4
-    torch.save(state, tmp_path / "model.pt")
-    shutil.copy(source / "dict.txt", tmp_path)
-    assert misfits(fairseq, tmp_path, f"{PRE_NORM} {SWAPPED}") == [
+    torch.save(state, tmp_path / "x" / "model.pt")
+    assert misfits(fairseq, tmp_path / "x", f"{PRE_NORM} {SWAPPED}") == [
         "other option decoder_attention_heads 4 2",
         "not tied decoder.embed_tokens.weight differs from decoder.output_projection.weight",
         "wrong shape decoder.layers.0.self_attn.q_proj.weight 16 x 12 16 x 16",
@@ -60,19 +47,19 @@ def test_all_that_does_not_fit_is_listed_at_once(fairseq, source, tmp_path):
     ]
     # Of weights that are tied, the first is named.
     weights["decoder.embed_tokens.weight"] = torch.zeros(44, 12)
-    torch.save(state, tmp_path / "model.pt")
+    torch.save(state, tmp_path / "x" / "model.pt")
     tied = "wrong shape decoder.embed_tokens.weight 44 x 12 44 x 16"
-    assert misfits(fairseq, tmp_path, f"{PRE_NORM} {SWAPPED}")[1] == tied
+    assert misfits(fairseq, tmp_path / "x", f"{PRE_NORM} {SWAPPED}")[1] == tied
     # What is not taken need not fit.
     flags = f"{PRE_NORM} {SWAPPED} --transfer output-projection"
-    assert misfits(fairseq, tmp_path, flags) == ["left over encoder.embed_tokens.weight 5 x 6 -"]
+    assert misfits(fairseq, tmp_path / "x", flags) == ["left over encoder.embed_tokens.weight 5 x 6 -"]
     # Norms stand elsewhere.
-    post_norm = misfits(fairseq, source, "--share-decoder-input-output-embed")
+    post_norm = misfits(fairseq, source[1], "--share-decoder-input-output-embed")
     assert post_norm[0] == "other option decoder_normalize_before True False"
 
 
 def test_a_group_that_the_source_lacks_is_named(fairseq, source, tmp_path):
-    lacking = changed(source, tmp_path, lambda s: {n: x for n, x in s.items() if ".fc" not in n and "final" not in n})
+    lacking = changed(source[1], tmp_path, lambda s: {n: s[n] for n in s if ".fc" not in n and "final" not in n})
     assert misfits(fairseq, lacking, PRE_NORM) == [f"missing group feed-forward none of it {FFN} parameters"]
     take(fairseq, lacking, f"{PRE_NORM} --transfer embeddings,attention,output,output-projection")
 
@@ -85,36 +72,24 @@ def test_a_group_that_the_source_lacks_is_named(fairseq, source, tmp_path):
         ("--no-token-positional-embeddings", "no_token_positional_embeddings False True"),
         ("--rotary-dim 4 --softmax-attention-layers 2", "rotary_dim 0 4"),
         ("--parallel-residual", "parallel_residual False True"),
+        # What the source masks has no trained output.
+        ("--mask-special-symbols", "mask_special_symbols False True"),
         # Heads cut queries, keys and values up.
-        ("--decoder-attention-heads 4", "decoder_attention_heads 2 4"),
+        (HEADS, "decoder_attention_heads 2 4"),
         ("--fast-weight-heads 4 --update-rule gated", "fast_weight_heads 2 4"),
         ("--fast-weight-heads 4 --softmax-attention-layers 2", "fast_weight_heads 2 4"),
         # Those of fast weight layers may be the source's where others are not.
-        ("--fast-weight-heads 2 --decoder-attention-heads 4", ""),
-        (
-            "--fast-weight-heads 2 --decoder-attention-heads 4 --softmax-attention-layers 2",
-            "decoder_attention_heads 2 4",
-        ),
+        (f"--fast-weight-heads 2 {HEADS}", ""),
+        (f"--fast-weight-heads 2 {HEADS} --softmax-attention-layers 2", "decoder_attention_heads 2 4"),
     ],
 )
 def test_options_that_give_weights_another_meaning_are_named(fairseq, source, flags, row):
-    name = "decoder.layers.1.self_attn.out_proj.weight"
+    (model, folder), name = source, "decoder.layers.1.self_attn.out_proj.weight"
     if row:
-        assert misfits(fairseq, source, f"{PRE_NORM} {flags}") == [f"other option {row}"]
-        flags += " --transfer output,output-projection"  # which do not depend on any of them
-    taken = take(fairseq, source, f"{PRE_NORM} {flags}")
-    assert torch.equal(taken.get_parameter(name), read_source(source / "model.pt").weights[name])
-
-
-@pytest.mark.parametrize("masked", [True, False], ids=["source", "model"])
-def test_a_mask_that_only_one_of_the_two_has_is_named(fairseq, tmp_path, masked):
-    """As in a transfer from a converted GPT-2 to --arch fast_weight_lm: what was masked has no trained output."""
-    common = f"{PRE_NORM} --softmax-attention-layers all"
-    same, other = (f"{common} --mask-special-symbols", common)[:: 1 if masked else -1]
-    make_source(fairseq, tmp_path, same, "fast_weight_lm")
-    assert misfits(fairseq, tmp_path, other) == [f"other option mask_special_symbols {masked} {not masked}"]
-    take(fairseq, tmp_path, f"{other} --transfer attention,feed-forward,output-projection")
-    take(fairseq, tmp_path, same)
+        assert misfits(fairseq, folder, f"{PRE_NORM} {flags}") == [f"other option {row}"]
+        flags += " --transfer output-projection"  # which does not depend on any of them
+    taken = take(fairseq, folder, f"{PRE_NORM} {flags}")
+    assert torch.equal(taken.get_parameter(name), model.get_parameter(name))
 
 
 ONE_WEIGHT = {"model": {"weight": torch.zeros(2)}, "args": None, "cfg": None}
@@ -132,11 +107,7 @@ NO_DECODER = {**ONE_WEIGHT, "extra_state": {"train_iterator": {}}, "optimizer_hi
         ({"optimizer": 1}, WORDS, "FOLDER/model.pt.*is not one of fairseq"),
         (ONE_WEIGHT, WORDS, "FOLDER/model.pt.*not a checkpoint that fairseq wrote"),
         (NO_DECODER, WORDS, "FOLDER/model.pt.*holds no Transformer language model"),
-        (
-            b"",
-            WORDS[:-1],
-            "43 types, that of the data 44.*published dictionary of the Baevski & Auli checkpoint, for one",
-        ),
+        (b"", WORDS[:-1], "43 types, that of the data 44.*published dictionary of the Baevski & Auli checkpoint"),
         (b"", (*WORDS[:-1], "other"), "type 43 is 'other' in .* 'w39'.*fairseq-preprocess --srcdict FOLDER/dict.txt"),
         (b"", (*WORDS[:5], "w6", "w5", *WORDS[7:]), "type 9 is 'w6' in FOLDER/dict.txt and 'w5' in that of the data"),
     ],
@@ -168,6 +139,8 @@ def test_models_with_fast_weights_are_no_source_and_those_without_are(fairseq, t
             take(fairseq, tmp_path / "changed", PRE_NORM)
 
 
+# With which weights cannot be held: they are not said to be frozen.
+NOT_HELD = ("fp16", "use-bmuf", "zero-sharding os", "ddp-backend slowmo", "tpu")
 UNFREEZE = "--freeze all --unfreeze-threshold 0.01 --unfreeze-interval 5"
 
 
@@ -175,23 +148,16 @@ UNFREEZE = "--freeze all --unfreeze-threshold 0.01 --unfreeze-interval 5"
     ("flags", "message"),
     [
         ("--transfer heads", "transfer is 'heads'; it must be all, none, or comma-separated: embeddings, output"),
-        ("--transfer none", "transfer is 'none'"),
-        ("--freeze everything", "freeze is 'everything'"),
+        ("--transfer none", "transfer is 'none'; with transfer_from it must name something"),
+        ("--freeze all,output", "freeze is 'all,output'"),
         ("--transfer output --freeze output,attention", "freeze is 'output,attention', but transfer is 'output'"),
         ("--unfreeze-threshold 0.01", "unfreeze_threshold is 0.01, but freeze is none"),
-        (f"{UNFREEZE} --unfreeze-threshold 0", "unfreeze_threshold is 0; it must be above 0"),
-        (f"{UNFREEZE} --unfreeze-threshold 1", "unfreeze_threshold is 1; .* below 1"),
+        *((f"{UNFREEZE} --unfreeze-threshold {x}", f"threshold is {x}; it must be above 0 and below 1") for x in "01"),
         ("--freeze all --unfreeze-threshold 0.01", "unfreeze_interval is None; with unfreeze_threshold"),
         (f"{UNFREEZE} --unfreeze-interval 0", "unfreeze_interval is 0"),
         (f"{UNFREEZE} --unfreeze-patience 0", "unfreeze_patience is 0; it must be at least 1"),
-        ("--freeze all --unfreeze-interval 5", "unfreeze_interval is 5; it needs unfreeze_threshold"),
-        ("--freeze all --unfreeze-patience 2", "unfreeze_patience is 2; it needs unfreeze_threshold"),
-        # Where weights cannot be held they are not said to be frozen.
-        (f"{UNFREEZE} --fp16", "fp16 is True; with unfreeze_threshold it must be with fp16_no_flatten_grads"),
-        (f"{UNFREEZE} --use-bmuf", "use_bmuf is True"),
-        (f"{UNFREEZE} --zero-sharding os", "zero_sharding is os"),
-        (f"{UNFREEZE} --ddp-backend slowmo", "ddp_backend is slowmo"),
-        (f"{UNFREEZE} --tpu", "tpu is True"),
+        *((f"--freeze all --unfreeze-{x} 5", f"{x} is 5; it needs unfreeze_thre") for x in ("interval", "patience")),
+        *((f"{UNFREEZE} --{x}", f"{x.replace('-', '_').replace(' ', ' is ')}.*; with unfreeze_thr") for x in NOT_HELD),
         ("--ddp-backend fully_sharded", "ddp_backend is fully_sharded; with transfer_from"),
         ("--update-rule gated --feature-dim 9", "feature_dim is 9.*at most the 8 numbers"),
         ("--update-rule delta --no-attention-bias", "no_attention_bias is set"),
@@ -201,18 +167,15 @@ UNFREEZE = "--freeze all --unfreeze-threshold 0.01 --unfreeze-interval 5"
 )
 def test_options_that_cannot_work_are_named(fairseq, source, flags, message):
     with pytest.raises(ValueError, match=message):
-        take(fairseq, source, f"{PRE_NORM} {flags}")
+        take(fairseq, source[1], f"{PRE_NORM} {flags}")
 
 
-@pytest.mark.parametrize("flags", ["--transfer output", "--freeze output", "--dry-run"])
-def test_options_of_a_transfer_need_one(fairseq, flags):
-    args = fairseq.tiny("fast_weight_lm", flags)
-    with pytest.raises(ValueError, match="it needs transfer_from, which is not set"):
-        tasks.setup_task(args).build_model(args)
-
-
-def test_a_model_that_is_loaded_takes_nothing_and_none_but_a_transformer_takes_anything(fairseq, source, tmp_path):
+def test_options_of_a_transfer_need_one_and_a_model_that_is_loaded_takes_nothing(fairseq, source, tmp_path):
+    for flags in ("--transfer output", "--freeze output", "--dry-run"):
+        args = fairseq.tiny("fast_weight_lm", flags)
+        with pytest.raises(ValueError, match="it needs transfer_from, which is not set"):
+            tasks.setup_task(args).build_model(args)
     args = fairseq.tiny("fast_weight_lm", f"{PRE_NORM} --transfer-from {tmp_path / 'gone'}")
     tasks.setup_task(args).build_model(args, from_checkpoint=True)
     with pytest.raises(ValueError, match="Linear is no Transformer; it must be fast_weight_lm"):
-        transfer(torch.nn.Linear(1, 1), read_source(source / "model.pt"), frozenset(GROUPS))
+        transfer(torch.nn.Linear(1, 1), read_source(source[1] / "model.pt"), frozenset(GROUPS))

@@ -1,7 +1,6 @@
 """Sources of a transfer: tiny Transformers of fairseq, saved as fairseq saved them in 2019 and saves them today."""
 
-from __future__ import annotations
-
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -44,9 +43,7 @@ def save_as_in_2019(model: Any, folder: Path, arch: str = "transformer_lm_wiki10
         start, _, kind = name.rpartition(".q_proj.")
         if start:
             weights[f"{start}.in_proj_{kind}"] = torch.cat([state[f"{start}.{part}_proj.{kind}"] for part in "qkv"])
-        elif not (
-            name == "decoder.version" or name.endswith("_float_tensor") or ".k_proj." in name or ".v_proj." in name
-        ):
+        elif not re.search(r"^decoder\.version$|_float_tensor$|\.[kv]_proj\.", name):
             name = name.replace("self_attn_layer_norm", "layer_norms.0").replace("final_layer_norm", "layer_norms.2")
             weights["decoder.embed_out" if name == "decoder.output_projection.weight" else name] = tensor
     options = model.decoder.args
@@ -62,8 +59,7 @@ def save_as_today(model: Any, folder: Path) -> Path:
     """Writes model.pt as the fairseq of today does."""
     args = model.decoder.args
     every = OmegaConf.to_container(args) if OmegaConf.is_config(args) else vars(args)
-    plain = {name: value for name, value in every.items() if isinstance(value, (bool, int, float, str))}
-    options = {name: value for name, value in plain.items() if "${" not in str(value)}
+    options = {name: x for name, x in every.items() if isinstance(x, (int, float, str)) and "${" not in str(x)}
     cfg = {"model": options, "task": {"_name": "language_modeling"}}
     return _save(folder, model.state_dict(), args=None, cfg=cfg, last_optimizer_state=None, task_state={})
 

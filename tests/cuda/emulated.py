@@ -1,7 +1,6 @@
 """The CUDA kernels, run by the emulator in emulation/, as functions of CPU tensors.
 
-Tensors are named as the arguments of a rule and as the fields of the structs in cuda/kernels.h. Outputs and workspaces
-are poisoned with NaN before each launch.
+Tensors are named as a rule's arguments and the fields in cuda/kernels.h; outputs and workspaces start as NaN.
 """
 
 from __future__ import annotations
@@ -18,21 +17,17 @@ import torch
 from torch import Tensor
 
 from tests.cuda.build import ROOT
-from tests.ops.rules import Inputs, Rule, assert_close, cotangents, definition, state_dtype
+from tests.ops.agreement import assert_close
+from tests.ops.results import cotangents, definition
+from tests.ops.rules import Inputs, Rule, mapped, state_dtype
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 OPERATIONS = ("diagonal_forward", "diagonal_backward", "delta_forward", "delta_backward")
 GATES = ("log_gate", "log_key_decay", "log_value_decay", "beta", "erase")  # what there need not be
 TOLERANCE = {
-    "recurrent": {
-        # What the project promises is 1e-5 up to T = 4096; what a step's rounding leaves of it at the lengths here.
-        torch.float32: 2e-6,
-        # Half a unit in the last place is 4e-3 and 5e-4; outputs and gradients are rounded once.
-        torch.bfloat16: 6e-3,
-        torch.float16: 2e-3,
-        torch.float64: 1e-13,
-    },
-    # Of design.md. float16 rounds its results to 2^-11, and a step's decay or write strength likewise.
+    # Promised is 1e-5 up to T = 4096; this is what the lengths here leave of it, and half a unit in the last place.
+    "recurrent": {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float64: 1e-13},
+    # Of float16 results are rounded to 2^-11, and a step's decay or write strength likewise.
     "chunked": {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
 }
 
@@ -88,34 +83,20 @@ class Emulator:
         finally:
             self.library.emulation_device(90, 227 * 1024)
 
-    def supports(
-        self, operation: str, sizes: tuple, dtype: torch.dtype, capability: int = 90, separate_decays: bool = False
-    ) -> bool:
+    def supports(self, operation, sizes, dtype, capability=90, separate_decays=False) -> bool:
         """Whether the chunked kernels take the sizes."""
         return bool(self._ask("chunked_supports", operation, sizes, dtype, separate_decays, capability))
 
-    def plan(
-        self,
-        operation: str,
-        sizes: tuple,
-        dtype: torch.dtype,
-        gated: bool = False,
-        separate_decays: bool = False,
-        capability: int = 90,
-    ) -> ctypes.Structure:
+    def plan(self, operation, sizes, dtype, gated=False, separate_decays=False, capability=90) -> ctypes.Structure:
         """How a chunked launch would divide the work: a ChunkedPlan."""
         self.library.fastweights_chunked_plan.restype = ChunkedPlan
         return self._ask("chunked_plan", operation, sizes, dtype, gated, separate_decays, capability)
 
-    def choose(
-        self, operation: str, sizes: tuple, dtype: torch.dtype, capability: int = 90, separate_decays: bool = False
-    ) -> str:
+    def choose(self, operation, sizes, dtype, capability=90, separate_decays=False) -> str:
         """The algorithm that the binding would run."""
         return ("recurrent", "chunked")[self._ask("choose", operation, sizes, dtype, separate_decays, capability)]
 
-    def workspace(
-        self, operation: str, algorithm: str, sizes: tuple, dtype: torch.dtype, gates: tuple[str, ...] = ()
-    ) -> int:
+    def workspace(self, operation, algorithm, sizes, dtype, gates=()) -> int:
         """The bytes that a launch would ask for; `gates` names those of the optional inputs that there are."""
         params = self._parameters(operation)(sizes=Sizes(*sizes))
         for name, kind in params._fields_:
@@ -136,9 +117,7 @@ class Emulator:
         ask = getattr(self.library, f"fastweights_{name}")
         return ask(OPERATIONS.index(operation), ctypes.byref(Sizes(*sizes)), DTYPES[dtype], *others)
 
-    def forward(
-        self, inputs: Inputs, interval: int, algorithm: str = "recurrent", complement: bool = True
-    ) -> dict[str, Tensor]:
+    def forward(self, inputs: Inputs, interval: int, algorithm="recurrent", complement=True) -> dict[str, Tensor]:
         """`out`, `final_state` and the `states` that are kept. `complement` is for a log_gate."""
         batch, time, heads, key_dim = inputs["k"].shape
         kept = -(-time // interval) - 1 if interval else 0
@@ -157,20 +136,12 @@ class Emulator:
         self._launch("step", None, inputs, made, 0, complement)
         return made["out"]
 
-    def run(
-        self,
-        inputs: Inputs,
-        *,
-        interval: int,
-        algorithm: str = "recurrent",
-        weights: tuple[Tensor | None, Tensor | None] | None = None,
-        complement: bool = True,
-    ) -> Inputs:
-        """Outputs and all gradients of a rule, named as `rules.definition` names them.
+    def run(self, inputs: Inputs, *, interval, algorithm="recurrent", weights=None, complement=True) -> Inputs:
+        """Outputs and all gradients of a rule, named as `definition` names them.
 
         `weights` are the gradients of out and final_state; None draws them.
         """
-        inputs = {name: None if x is None else x.detach() for name, x in inputs.items()}
+        inputs = mapped(inputs, Tensor.detach)
         outputs = self.forward(inputs, interval, algorithm, complement)
         d_out, d_final = weights_for(inputs) if weights is None else weights
         given = {"d_out": torch.zeros_like(outputs["out"]) if d_out is None else d_out, "d_final_state": d_final}
@@ -180,9 +151,7 @@ class Emulator:
         self._launch("backward", algorithm, inputs | given, made, interval, complement)
         return outputs | {f"gradient of {name}": made[field] for name, field in fields.items()}
 
-    def _launch(
-        self, way: str, algorithm: str | None, given: Inputs, made: Inputs, interval: int, complement: bool
-    ) -> None:
+    def _launch(self, way, algorithm, given: Inputs, made: Inputs, interval, complement) -> None:
         operation = f"{'delta' if 'beta' in given else 'diagonal'}_{way}"
         given, made = ({part_of(name, x): x for name, x in tensors.items()} for tensors in (given, made))
         params = self._parameters(operation)(sizes=Sizes(*given["k"].shape, given["v"].shape[3], interval))
@@ -193,15 +162,12 @@ class Emulator:
             tensor = made.get(name, given.get(name))
             if tensor is None:
                 continue
-            strides = tensor.stride()[:3]
+            value: object = tensor.data_ptr() or None
             if kind is StridedSequence:
-                setattr(params, name, StridedSequence(tensor.data_ptr(), *strides, DTYPES[tensor.dtype]))
-            else:
-                setattr(
-                    params,
-                    name,
-                    StepState(tensor.data_ptr(), *strides) if kind is StepState else tensor.data_ptr() or None,
-                )
+                value = StridedSequence(tensor.data_ptr(), *tensor.stride()[:3], DTYPES[tensor.dtype])
+            elif kind is StepState:
+                value = StepState(tensor.data_ptr(), *tensor.stride()[:3])
+            setattr(params, name, value)
         name = operation + (f"_{algorithm}" if algorithm else "")
         workspace, size, start = torch.empty(0), 0, 0
         if algorithm:
@@ -240,6 +206,6 @@ def expected(rule: Rule, inputs: Inputs) -> Inputs:
 
 def check(emulator: Emulator, rule: Rule, algorithm: str, interval: int, **shape: object) -> None:
     """Draws inputs of this shape and holds outputs and gradients against the reference."""
-    inputs = rule.inputs(**shape)  # type: ignore[arg-type]
+    inputs = rule.inputs(**shape)
     actual = emulator.run(inputs, interval=interval, algorithm=algorithm)
-    assert_close(actual, expected(rule, inputs), TOLERANCE[algorithm][inputs["v"].dtype])  # type: ignore[union-attr]
+    assert_close(actual, expected(rule, inputs), TOLERANCE[algorithm][inputs["v"].dtype])

@@ -11,16 +11,13 @@ import pytest
 from tests.cuda.build import ROOT
 
 # What takes the emulator longest.
-SLOW = (
-    "papers_sizes or heads_are_taken or where_they_lie or every_way_to_fill or large_states or rows_of_whole"
-    " or even_for_a_moment"
-)
+SLOW = "papers_sizes or every_way_to_fill or large_states or even_for_a_moment"
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("algorithm", ["", "chunked"], ids=["as-chosen", "chunked"])
 @pytest.mark.parametrize("file", ["test_backends", "test_checks", "test_divided", "test_documents", "test_native"])
-def test_operations_pass_their_tests_through_the_binding(cxx: str, file: str, algorithm: str) -> None:
+def test_operations_pass_their_tests_through_the_binding(cxx, file, algorithm):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.cuda.binding"]
     selected = ["-m", "not slow", "-k", f"(native or test_checks or test_divided) and not ({SLOW})"]
     result = subprocess.run(

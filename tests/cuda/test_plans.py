@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.cuda.emulated import OPERATIONS, Emulator
+from tests.cuda.emulated import OPERATIONS
 
 PLANS = [
     f"chunk={chunk} columns={columns} stages={stages} threads={threads}"
@@ -15,40 +15,33 @@ PLANS = [
 ]
 
 
-def asked(text: str) -> dict[str, int]:
-    return {name: int(number) for name, number in (word.split("=") for word in text.split())}
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_plan_is_what_was_asked_for_or_none(
-    emulator: Emulator, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
     sizes = (2, 300, 3, 40, 90, 128)
     chosen = emulator.plan(operation, sizes, torch.bfloat16)
     assert chosen.chunk in (32, 64) and chosen.columns in (48, 96) and chosen.segments >= 1
     for text in PLANS:
         monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
         plan = emulator.plan(operation, sizes, torch.bfloat16)
-        wanted = asked(text) | ({"stages": 1} if operation.endswith("backward") else {})
+        wanted = {name: int(number) for name, number in (word.split("=") for word in text.split())}
+        wanted |= {"stages": 1} if operation.endswith("backward") else {}
         assert {name: getattr(plan, name) for name in wanted} == wanted
         assert plan.blocks == -(-90 // plan.columns) and 0 < plan.shared <= 227 * 1024
     for text in ("chunk=24", "columns=64", "threads=512", "chunk=128"):
         monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
         assert emulator.plan(operation, sizes, torch.bfloat16).chunk == 0
-        assert emulator.choose(operation, (2, 300, 3, 40, 90, 128), torch.bfloat16) == "recurrent"
+        assert emulator.choose(operation, sizes, torch.bfloat16) == "recurrent"
 
 
 @pytest.mark.parametrize("segments", [1, 2, 5, 100])
-def test_as_many_segments_as_asked_for_or_as_there_are_chunks(
-    emulator: Emulator, segments: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_segments_as_asked_for_or_as_there_are_chunks(emulator, segments, monkeypatch):
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", f"chunk=32 segments={segments}")
     plan = emulator.plan("diagonal_forward", (2, 640, 3, 16, 16, 64), torch.float32)
     assert plan.segments == min(segments, 20)
 
 
 @pytest.mark.parametrize(("heads", "segments"), [(1, 16), (32, 8), (66, 4), (67, 7), (100, 5), (132, 1), (400, 1)])
-def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator: Emulator, heads: int, segments: int) -> None:
+def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator, heads, segments):
     """Of 132, on each of which two blocks work side by side in a quarter more time than one, into 4 of 64 chunks or
     more. With 67 to 100 heads it pays still, though the segments' first launch is half as much work again."""
     plan = emulator.plan("diagonal_forward", (1, 4096, heads, 64, 64, 128), torch.bfloat16)
@@ -56,9 +49,7 @@ def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator: Emulat
 
 
 @pytest.mark.parametrize(("dtype", "segments"), [(torch.bfloat16, 32), (torch.float32, 16)])
-def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(
-    emulator: Emulator, dtype: torch.dtype, segments: int
-) -> None:
+def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(emulator, dtype, segments):
     """8 heads on 132 multiprocessors, whose shared memory has room for two blocks of either type."""
     plan = emulator.plan("delta_backward", (1, 16384, 8, 64, 64, 128), dtype)
     assert plan.shared <= 113 * 1024 and plan.segments == segments

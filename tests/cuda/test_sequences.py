@@ -6,25 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.cuda.emulated import GATES, TOLERANCE, EmulationError, Emulator, check, expected, long, weights_for
+from tests.cuda.emulated import GATES, TOLERANCE, EmulationError, check, expected, long, weights_for
 from tests.cuda.test_plans import PLANS
-from tests.ops.rules import (
-    PRINCIPAL,
-    RULE,
-    RULES,
-    RULES_AND_REGIMES,
-    Inputs,
-    Rule,
-    assert_close,
-    assert_same,
-    deal,
-    definition,
-    label,
-    parts,
-    relative_error,
-)
+from tests.ops.agreement import assert_close, assert_same, parts, relative_error
+from tests.ops.results import definition
+from tests.ops.rules import PRINCIPAL, RULE, RULES, RULES_AND_REGIMES, deal
 
 BY_HEAD = [RULE[name] for name in ("sum", "gated", "delta", "gated delta")]
 DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
@@ -41,23 +28,17 @@ RECURRENT = [
     *[(1, 1, 1, 0), (2, 3, 5, 1), (17, 16, 16, 4), (67, 33, 20, 16), (20, 64, 64, 64), (40, 4, 70, 7)],
     *[(9, 130, 33, 3), (5, 512, 70, 4), (19, 5, 7, 8), (19, 16, 24, 8)],
 ]
-PAPERS = [
-    *[(4, 64), (16, 16), (16, 64), (32, 32), (32, 128), (64, 64), (64, 128), (256, 64), (512, 64), (256, 512)],
-]
+PAPERS = [(4, 64), (16, 16), (16, 64), (32, 32), (32, 128), (64, 64), (64, 128), (256, 64), (512, 64), (256, 512)]
 
 
 @pytest.mark.parametrize(
     ("rule", "sizes", "dtype"),
     long(
-        [
-            *product(RULES, RECURRENT, EVERY_DTYPE),
-            *product(PRINCIPAL, [(70, *size, 32) for size in PAPERS], [F32]),
-        ],
+        [*product(RULES, RECURRENT, EVERY_DTYPE), *product(PRINCIPAL, [(70, *size, 32) for size in PAPERS], [F32])],
         short=deal(RULES, RECURRENT, EVERY_DTYPE),
     ),
-    ids=label,
 )
-def test_every_shape_step_by_step(emulator: Emulator, rule: Rule, sizes: tuple, dtype: torch.dtype) -> None:
+def test_every_shape_step_by_step(emulator, rule, sizes, dtype):
     T, K, V, interval = sizes
     check(emulator, rule, "recurrent", interval, B=1, T=T, K=K, V=V, dtype=dtype)
 
@@ -71,9 +52,8 @@ WAYS_BY_CHUNKS = [
     *[((70, 20, 17, 32), "chunk=16 segments=3"), ((66, 16, 16, 64), "")],
 ]
 # Each chunk, number of columns, of buffers and of threads.
-FEW_PLANS = ["chunk=16 columns=96 stages=2 threads=256", "chunk=32 columns=16 stages=1 threads=256"] + [
-    f"chunk=64 columns={columns} stages=2 threads=128" for columns in (16, 48)
-]
+FEW_PLANS = ["chunk=16 columns=96 stages=2 threads=256", "chunk=32 columns=16 stages=1 threads=256"]
+FEW_PLANS += ["chunk=64 columns=16 stages=2 threads=128", "chunk=64 columns=48 stages=2 threads=128"]
 # About multiples of 16, 32 and 64 steps, intervals of one chunk, of several, and longer than the sequence.
 SHAPES = [
     *[(1, 1, 1, 64), (15, 3, 16, 64), (16, 16, 3, 16), (17, 33, 32, 16), (63, 32, 33, 64), (64, 64, 64, 64)],
@@ -95,22 +75,14 @@ LONG = [
     # 16 chunks to an interval: states are put down, taken up again, and marched from, the next chunk on its way.
     *product(CHUNKED, [((390, 16, 33, 256), plan) for plan in ("chunk=16", "chunk=16 segments=3")], [BF16]),
     *deal(BY_HEAD, [((131, 20, 90, 128), plan) for plan in [*PLANS, "segments=3"]], [BF16, F32]),
-    *product(
-        DECAYS, [((75, 20, 90, 32), plan) for plan in ("columns=16", "columns=48 segments=3", "columns=96")], [F32]
-    ),
+    *[(x, ((75, 20, 90, 32), f"columns={plan}"), F32) for x in DECAYS for plan in ("16", "48 segments=3", "96")],
 ]
 # With gates, the way back of so large a chunk of the delta rule does not fit in float32.
-LONG = [
-    (rule, (sizes, plan), dtype)
-    for rule, (sizes, plan), dtype in LONG
-    if not (rule.corrects and rule.name.startswith("gated") and "chunk=64 columns=96" in plan and dtype == F32)
-]
+LONG = [x for x in LONG if x[0].name != "gated delta" or "chunk=64 columns=96" not in x[1][1] or x[2] != F32]
 
 
-@pytest.mark.parametrize(("rule", "way", "dtype"), long(SHORT + LONG, short=SHORT), ids=label)
-def test_every_way_by_chunks_in_any_order_of_threads(
-    emulator: Emulator, rule: Rule, way: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("rule", "way", "dtype"), long(SHORT + LONG, short=SHORT))
+def test_every_way_by_chunks_in_any_order_of_threads(emulator, rule, way, dtype, monkeypatch):
     (T, K, V, interval), plan = way
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
     inputs = rule.inputs(B=1, T=T, H=1, K=K, V=V, dtype=dtype)
@@ -120,9 +92,9 @@ def test_every_way_by_chunks_in_any_order_of_threads(
         assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, "in another order")
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 @pytest.mark.parametrize(("T", "K", "V"), [(21, 20, 40), (21, 100, 36), (390, 3, 5)])
-def test_steps_in_any_order_of_threads(emulator: Emulator, rule: Rule, T: int, K: int, V: int) -> None:
+def test_steps_in_any_order_of_threads(emulator, rule, T, K, V):
     inputs = rule.inputs(B=1, T=T, H=1 if T > 300 else 2, K=K, V=V)
     first = emulator.run(inputs, interval=6)
     for seed in (1, 7):
@@ -143,50 +115,32 @@ REGIMES = [
 @pytest.mark.parametrize(
     ("algorithm", "rule", "sizes", "dtype"),
     long([*REGIMES, *product(["chunked"], CHUNKED, CHUNKS[1:], TWO_DTYPES)], short=REGIMES),
-    ids=label,
 )
-def test_every_regime(emulator: Emulator, algorithm: str, rule: Rule, sizes: tuple, dtype: torch.dtype) -> None:
+def test_every_regime(emulator, algorithm, rule, sizes, dtype):
     T, K, V, interval = sizes
     inputs = rule.in_regimes(rule.regimes, B=1, T=T, H=1, K=K, V=V, dtype=dtype, extras_dtype=torch.float32)
     actual, wanted = emulator.run(inputs, interval=interval, algorithm=algorithm), expected(rule, inputs)
     assert_close(parts(actual, rule.regimes), parts(wanted, rule.regimes), TOLERANCE[algorithm][dtype])
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], TWO_DTYPES)], ids=label
-)
-def test_retention_is_a_gate_whose_writes_are_whole(emulator: Emulator, algorithm: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("algorithm", "dtype"), [("recurrent", torch.float32), *product(["chunked"], TWO_DTYPES)])
+def test_retention_is_a_gate_whose_writes_are_whole(emulator, algorithm, dtype):
     """The same log decay for every key dimension."""
     rule = RULE["gated"]
     inputs = rule.in_regimes(rule.regimes, B=1, T=67, H=1, K=6, V=9, dtype=dtype, extras_dtype=torch.float32)
     actual = emulator.run(inputs, interval=64, algorithm=algorithm, complement=False)
-    gate = inputs["log_gate"].detach()[..., None].requires_grad_()  # type: ignore[union-attr]
+    gate = inputs["log_gate"].detach()[..., None].requires_grad_()
     arguments = {**inputs, "log_key_decay": gate, "log_value_decay": None}
     del arguments["log_gate"]
     wanted = expected(RULE["decay"], arguments)
-    wanted["gradient of log_gate"] = wanted.pop("gradient of log_key_decay").squeeze(-1)  # type: ignore[union-attr]
+    wanted["gradient of log_gate"] = wanted.pop("gradient of log_key_decay").squeeze(-1)
     wanted = {name: wanted[name] for name in actual}
     assert_close(parts(actual, rule.regimes), parts(wanted, rule.regimes), TOLERANCE[algorithm][dtype])
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "rule"),
-    [way for way in WAYS if "beta" in way[1].inputs(T=0) and way[1].name != "two gates"],
-    ids=label,
-)
-def test_write_strengths_may_be_two(emulator: Emulator, algorithm: str, rule: Rule) -> None:
-    """Which turns what a key of norm 1 retrieves into its opposite."""
-    regime = "zero, one or two" if "zero, one or two" in rule.regimes else "zero or one"
-    inputs = rule.inputs(B=1, T=67, H=1, K=6, V=9, regime=regime)
-    if regime == "zero or one":
-        inputs["beta"] = (2 * inputs["beta"].detach()).requires_grad_()  # type: ignore[union-attr]
-    actual = emulator.run(inputs, interval=64, algorithm=algorithm)
-    assert_close(actual, expected(rule, inputs), TOLERANCE[algorithm][F32])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=label)
-@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], *CORRECTING], ids=label)
-def test_gates_in_float32(emulator: Emulator, rule: Rule, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rule", [RULE["gated"], RULE["decay"], *CORRECTING])
+def test_gates_in_float32(emulator, rule, dtype):
     # The gates' own gradients are held to the inputs' tolerance: v and k are rounded to it.
     inputs = rule.inputs(T=19, K=9, V=12, dtype=dtype, extras_dtype=torch.float32)
     tolerance = 1e-6 if dtype == torch.float64 else TOLERANCE["recurrent"][dtype]
@@ -194,10 +148,8 @@ def test_gates_in_float32(emulator: Emulator, rule: Rule, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("use", ["out", "final_state"])
-@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
-def test_without_an_initial_state_and_with_either_gradient_alone(
-    emulator: Emulator, algorithm: str, rule: Rule, use: str
-) -> None:
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS)
+def test_without_an_initial_state_and_with_either_gradient_alone(emulator, algorithm, rule, use):
     inputs = rule.inputs(B=1, T=21, H=2, K=17, V=9, initial_state=False)
     d_out, d_final = weights_for(inputs)
     weights = (d_out, None) if use == "out" else (torch.zeros_like(d_out), d_final)
@@ -206,15 +158,13 @@ def test_without_an_initial_state_and_with_either_gradient_alone(
 
 
 @pytest.mark.parametrize("interval", [0, 1, 2, 16, 31, 40, 70])
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_every_interval(emulator: Emulator, rule: Rule, interval: int) -> None:
+@pytest.mark.parametrize("rule", PRINCIPAL)
+def test_every_interval(emulator, rule, interval):
     check(emulator, rule, "recurrent", interval, B=1, T=70, H=1, K=5, V=7)
 
 
-@pytest.mark.parametrize("rule", CHUNKED, ids=label)
-def test_how_many_states_are_kept_changes_no_bit(
-    emulator: Emulator, rule: Rule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("rule", CHUNKED)
+def test_how_many_states_are_kept_changes_no_bit(emulator, rule, monkeypatch):
     """Those that are computed again are those that the forward pass had."""
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16 segments=1")
     inputs = rule.inputs(B=1, T=150, H=1, K=9, V=10, dtype=torch.bfloat16)
@@ -223,8 +173,8 @@ def test_how_many_states_are_kept_changes_no_bit(
         assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, f"at interval {interval}")
 
 
-@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
-def test_kept_states_are_those_before_their_steps(emulator: Emulator, algorithm: str, rule: Rule) -> None:
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS)
+def test_kept_states_are_those_before_their_steps(emulator, algorithm, rule):
     T, interval = (23, 5) if algorithm == "recurrent" else (49, 16)
     inputs = rule.inputs(T=T, K=6, V=10, requires_grad=False)
     states = emulator.forward(inputs, interval, algorithm)["states"]
@@ -233,51 +183,36 @@ def test_kept_states_are_those_before_their_steps(emulator: Emulator, algorithm:
         prefix = {name: x if x is None or name == "initial_state" else x[:, :end] for name, x in inputs.items()}
         wanted.append(definition(rule, prefix, None)["final_state"])
     assert len(wanted) > 2
-    wanted_states: Inputs = {"states": torch.stack(wanted, dim=2)}  # type: ignore[arg-type]
-    assert_close({"states": states}, wanted_states, TOLERANCE[algorithm][torch.float32])
+    assert_close({"states": states}, {"states": torch.stack(wanted, dim=2)}, TOLERANCE[algorithm][torch.float32])
 
 
 # Steps of few heads, divided in time without being asked: for decays by dimension alone.
+FEW = [(T, 5, 7, interval, True) for T, interval in [(384, 128), (391, 64), (512, 96), (520, 5)]]
+FEW += [(400, 36, 40, 128, False)]  # states that several blocks share
 
 
-def check_divided(emulator: Emulator, rule: Rule, interval: int, **shape: object) -> None:
-    check(emulator, rule, "recurrent", interval, **shape)
-    assert emulator.workspaces["diagonal_forward"] > 0
-    assert emulator.workspaces["diagonal_backward"] > 0
-
-
-@pytest.mark.parametrize(
-    ("rule", "times", "dtype"), deal(DECAYS, [(384, 128), (391, 64), (512, 96), (520, 5)], EVERY_DTYPE), ids=label
-)
-def test_few_heads_are_divided_in_time(emulator: Emulator, rule: Rule, times: tuple, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("rule", "sizes", "dtype"), deal(DECAYS, FEW, EVERY_DTYPE))
+def test_few_heads_are_divided_in_time(emulator, rule, sizes, dtype):
     """One head leaves most of the emulated device's multiprocessors idle: its steps are worked on in segments."""
-    check_divided(emulator, rule, times[1], B=1, T=times[0], H=1, K=5, V=7, dtype=dtype)
-
-
-@pytest.mark.parametrize("rule", DECAYS, ids=label)
-def test_segments_of_states_that_several_blocks_share(emulator: Emulator, rule: Rule) -> None:
-    check_divided(emulator, rule, 128, B=1, T=400, H=1, K=36, V=40, initial_state=False)
+    T, K, V, interval, initial_state = sizes
+    shape = {"B": 1, "T": T, "H": 1, "K": K, "V": V, "dtype": dtype, "initial_state": initial_state}
+    check(emulator, rule, "recurrent", interval, **shape)
+    assert all(emulator.workspaces[f"diagonal_{way}"] > 0 for way in ("forward", "backward"))
 
 
 @pytest.mark.parametrize(
-    ("T", "heads", "interval", "forward", "backward"),
-    [(400, 1, 64, True, True), (380, 1, 64, False, False), (400, 1, 0, True, False), (384, 355, 64, False, False)],
+    ("T", "heads", "interval", "ways"),
+    [(400, 1, 64, ["forward", "backward"]), (380, 1, 64, []), (400, 1, 0, ["forward"]), (384, 355, 64, [])],
     ids=["divided", "too short", "no state to start the way back from", "enough heads"],
 )
-def test_nothing_is_divided_without_need(
-    emulator: Emulator, T: int, heads: int, interval: int, forward: bool, backward: bool
-) -> None:
-    for way, divided in (("forward", forward), ("backward", backward)):
+def test_nothing_is_divided_without_need(emulator, T, heads, interval, ways):
+    for way in ("forward", "backward"):
         sizes = (1, T, heads, 2, 2, interval)
-        assert divided == bool(emulator.workspace(f"diagonal_{way}", "recurrent", sizes, torch.float32, GATES[1:3])), (
-            way
-        )
+        size = emulator.workspace(f"diagonal_{way}", "recurrent", sizes, torch.float32, GATES[1:3])
+        assert bool(size) == (way in ways), way
 
 
-# Layouts, sizes and devices.
-
-
-def strided(x: Tensor | None, how: str) -> Tensor | None:
+def strided(x, how):
     """The values of a (batch, time, heads[, dim]) tensor within a larger one that is NaN elsewhere."""
     if x is None:
         return None
@@ -294,11 +229,9 @@ def strided(x: Tensor | None, how: str) -> Tensor | None:
 
 
 @pytest.mark.parametrize("how", ["time first", "padded", "odd"])
-@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=label)
-@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
-def test_strides_do_not_change_a_bit(
-    emulator: Emulator, algorithm: str, rule: Rule, dtype: torch.dtype, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("dtype", TWO_DTYPES)
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS)
+def test_strides_do_not_change_a_bit(emulator, algorithm, rule, dtype, how, monkeypatch):
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16")
     inputs = rule.inputs(B=2, T=35, H=2, K=8, V=16, dtype=dtype, requires_grad=False)
     d_out, d_final = weights_for(inputs)
@@ -309,10 +242,8 @@ def test_strides_do_not_change_a_bit(
 
 
 @pytest.mark.parametrize(("capability", "shared_memory"), [(70, 96), (75, 64), (80, 163), (86, 99)])
-@pytest.mark.parametrize(("algorithm", "rule"), WAYS, ids=label)
-def test_devices_with_less_shared_memory(
-    emulator: Emulator, algorithm: str, rule: Rule, capability: int, shared_memory: int
-) -> None:
+@pytest.mark.parametrize(("algorithm", "rule"), WAYS)
+def test_devices_with_less_shared_memory(emulator, algorithm, rule, capability, shared_memory):
     T, size, interval = (70, 64, 64) if algorithm == "recurrent" else (17, 128, 32)
     family, by_dimension = "delta" if rule.corrects else "diagonal", rule in DECAYS
     with emulator.device(capability, shared_memory * 1024):
@@ -326,27 +257,23 @@ def test_devices_with_less_shared_memory(
         check(emulator, rule, algorithm, interval, B=1, T=T, H=1, K=size, V=size)
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-def test_no_batch(emulator: Emulator, rule: Rule) -> None:
+@pytest.mark.parametrize("rule", PRINCIPAL)
+def test_no_batch_and_dimensions_beyond_the_kernels(emulator, rule):
     actual = emulator.run(rule.inputs(B=0, T=5), interval=2)
     assert all(x is None or x.numel() == 0 for x in actual.values())
+    for K, V in ((513, 4), (4, 513)):
+        with pytest.raises(EmulationError, match="returned 1"):
+            emulator.run(rule.inputs(B=1, T=2, K=K, V=V), interval=2)
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
-@pytest.mark.parametrize(("K", "V"), [(513, 4), (4, 513)])
-def test_dimensions_beyond_the_kernels_are_refused(emulator: Emulator, rule: Rule, K: int, V: int) -> None:
-    with pytest.raises(EmulationError, match="returned 1"):
-        emulator.run(rule.inputs(B=1, T=2, K=K, V=V), interval=2)
-
-
-@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=label)
-@pytest.mark.parametrize("rule", CHUNKED, ids=label)
-def test_a_nan_is_passed_on_in_its_column_alone(emulator: Emulator, rule: Rule, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", TWO_DTYPES)
+@pytest.mark.parametrize("rule", CHUNKED)
+def test_a_nan_is_passed_on_in_its_column_alone(emulator, rule, dtype):
     """The NaN that a GPU makes, whose bits are all ones: to round it as if it were a number would make it 0. (The steps
     before it in its chunk may get it too: it is multiplied by 0 there.)"""
     inputs = rule.inputs(B=1, T=35, H=1, K=16, V=16, dtype=dtype, initial_state=False, requires_grad=False)
     bits, integers = (0x7FFF, torch.int16) if dtype == torch.bfloat16 else (0x7FFFFFFF, torch.int32)
-    inputs["v"].view(integers)[0, 20, 0, 5] = bits  # type: ignore[union-attr]
+    inputs["v"].view(integers)[0, 20, 0, 5] = bits
     found = emulator.forward(inputs, 32, "chunked")["out"][0, :, 0].isnan()
     assert bool(found[20:, 5].all()) and not bool(found[:, :5].any()) and not bool(found[:, 6:].any())
 
@@ -357,9 +284,8 @@ def test_a_nan_is_passed_on_in_its_column_alone(emulator: Emulator, rule: Rule, 
         list(product(CHUNKED, [(40, 64, 64), (40, 128, 96), (64, 256, 128), (40, 512, 512)])),
         short=[(rule, (40, 64, 64)) for rule in CHUNKED],
     ),
-    ids=label,
 )
-def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator: Emulator, rule: Rule, shape: tuple) -> None:
+def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, rule, shape):
     """Results are rounded, which makes an error of 0.0017, and so is what products read of states and scores. States
     are read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it, and
     so do those of decays by dimension, which scale what is written."""
@@ -399,20 +325,8 @@ THOUSANDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "rule", "regime", "plan", "dtype", "results", "states"), long(THOUSANDS), ids=label
-)
-def test_thousands_of_steps(
-    emulator: Emulator,
-    algorithm: str,
-    rule: Rule,
-    regime: str,
-    plan: str,
-    dtype: torch.dtype,
-    results: float,
-    states: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(("algorithm", "rule", "regime", "plan", "dtype", "results", "states"), long(THOUSANDS))
+def test_thousands_of_steps(emulator, algorithm, rule, regime, plan, dtype, results, states, monkeypatch):
     """What tensor cores cut off a sum is always towards zero; in states it would add up to more than is allowed."""
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
     size, interval = (4, 64) if algorithm == "recurrent" else (16, 128)

@@ -1,7 +1,5 @@
 """What the data sets hand to a model: every token predicted once, and in which context."""
 
-from __future__ import annotations
-
 import itertools
 from unittest.mock import Mock, call
 
@@ -47,20 +45,16 @@ def test_a_corpus_is_its_lines_end_to_end_and_inputs_are_the_tokens_before():
 
 
 def test_targets_without_an_output_are_unknown_words_and_inputs_keep_them():
-    words = Dictionary()
-    for number in range(10):
-        words.add_symbol(f"w{number}")
+    words = Dictionary(extra_special_symbols=[f"w{number}" for number in range(10)])
     corpus = TokenCorpus(Lines(3, 3), EOS, "train", output_dictionary=TruncatedDictionary(words, 12))
     sample = SegmentStreams(corpus, 1, 6, PAD)[0]
     assert sample["target"].tolist() == [10, 11, *[words.unk()] * 4]
     assert sample["source"].tolist() == [EOS, 10, 11, 12, 13, 14]
 
 
-@pytest.mark.parametrize(
-    "reader", [lambda corpus: SegmentStreams(corpus, 2, 4, PAD), lambda corpus: SlidingWindows(corpus, 4, 4)]
-)
-def test_lines_that_must_be_prefetched_are_by_what_reads_them(reader):
-    data = reader(corpus_of(5, 0, 20, 7, supports_prefetch=True))
+@pytest.mark.parametrize(("reader", "options"), [(SegmentStreams, (2, 4, PAD)), (SlidingWindows, (4, 4))])
+def test_lines_that_must_be_prefetched_are_by_what_reads_them(reader, options):
+    data = reader(corpus_of(5, 0, 20, 7, supports_prefetch=True), *options)
     assert torch.cat([data[i]["target"] for i in range(len(data))]).sort()[0].tolist() == list(range(10, 42))
     assert data.collater([]) == {}
 
@@ -68,8 +62,7 @@ def test_lines_that_must_be_prefetched_are_by_what_reads_them(reader):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (corpus_of, "'train' holds no tokens"),
-        (lambda: corpus_of(0, 0), "'train' holds no tokens"),
+        *((lambda sizes=sizes: corpus_of(*sizes), "'train' holds no tokens") for sizes in ((), (0, 0))),
         (lambda: SegmentStreams(corpus_of(8), 9, 4, PAD), "batch size .* is 9, .* from 1 to 8"),
         (lambda: SegmentStreams(corpus_of(8), 2, 0, PAD), "tokens_per_sample is 0"),
         (lambda: SlidingWindows(corpus_of(8), 0, 3), "tokens_per_sample is 3 and context_window 3"),
@@ -108,29 +101,34 @@ def test_streams_cover_the_corpus_once_and_each_row_goes_on_where_it_was(tokens,
     assert sorted(seen) == list(range(10, 10 + tokens))
 
 
+def read_before(data: SlidingWindows) -> dict[int, list[int]]:
+    """Of each token that windows score, once, what is read before it."""
+    read: dict[int, list[int]] = {}
+    batches = data.batches(max_windows=4)
+    assert sorted(itertools.chain(*batches)) == list(range(len(data))) and max(map(len, batches)) <= 4
+    for batch in batches:
+        sample = data.collater([data[i] for i in batch])
+        inputs, targets = sample["net_input"]["src_tokens"].tolist(), sample["target"]
+        assert sample["net_input"]["last_positions"] == targets.shape[1] and sample["ntokens"] == targets.numel()
+        for row_in, row_out in zip(inputs, targets.tolist(), strict=True):
+            for left, target in enumerate(reversed(row_out)):
+                assert target not in read
+                read[target] = row_in[: len(row_in) - left]
+    return read
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 7, 8, 9, 40])
 @pytest.mark.parametrize(("new", "context"), [(1, 7), (1, 1), (3, 5), (4, 4), (7, 1)])
 def test_windows_score_every_token_once_in_the_context_that_fairseq_gives_it(tokens, new, context):
-    data = SlidingWindows(corpus_of(tokens), new, context)
-    scored = {}
-    for batch in data.batches(max_windows=4):
-        sample = data.collater([data[i] for i in batch])
-        inputs, targets = sample["net_input"]["src_tokens"], sample["target"]
-        assert sample["net_input"]["last_positions"] == targets.shape[1] and sample["ntokens"] == targets.numel()
-        for row_in, row_out in zip(inputs, targets, strict=True):
-            for offset, target in enumerate(row_out.tolist()):
-                read = row_in[: len(row_in) - len(row_out) + offset + 1]
-                assert target not in scored and read[-1] == (EOS if target == 10 else target - 1)
-                scored[target] = len(read)
-    assert sorted(scored) == list(range(10, 10 + tokens))
+    read = read_before(SlidingWindows(corpus_of(tokens), new, context))
+    text = [EOS, *range(10, 10 + tokens)]
     # fairseq: blocks of `new` tokens, each after as many of the tokens before it as fit into `context`.
-    for position, length in ((target - 10, length) for target, length in scored.items()):
-        assert length == position - max(0, position // new * new - context) + 1
+    assert read == {10 + i: text[max(0, i // new * new - context) : i + 1] for i in range(tokens)}
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(16, [[0], [1, 2]]), (15, [[0], [1], [2]]), (5, [[0]])])
-def test_windows_of_equal_length_are_read_together(tokens, expected):
-    assert SlidingWindows(corpus_of(tokens), new=4, context=4).batches(max_windows=4) == expected
+def test_windows_of_equal_length_are_read_together():
+    for tokens, expected in ((16, [[0], [1, 2]]), (15, [[0], [1], [2]]), (5, [[0]])):
+        assert SlidingWindows(corpus_of(tokens), new=4, context=4).batches(max_windows=4) == expected
 
 
 def iterate(carrier: Mock | None, rows=2, shards=1, shard=0, length=4, tokens=40) -> SegmentIterator:

@@ -10,12 +10,13 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -104,6 +105,35 @@ def run_script(script: Path, *arguments: object, env: Mapping[str, object] | Non
     return subprocess.run(words, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
 
 
+def interrupt(program: Path, arguments: Sequence[str], when: Callable[[list[str]], bool]) -> list[str]:
+    """Starts a program from another folder, and ends it with SIGTERM when its lines, which are returned, say so."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-u", program, *arguments], cwd=ROOT.parent, **pipes) as interrupted:
+        lines: list[str] = []
+        while not (lines and when(lines)):
+            lines.append(interrupted.stdout.readline())
+            assert lines[-1], "it ended by itself"
+        interrupted.send_signal(signal.SIGTERM)
+        _, error = interrupted.communicate(timeout=300)
+    assert interrupted.returncode == 130 and "goes on from here" in error
+    return lines
+
+
+STUB = """#!/bin/bash
+printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"
+for word; do
+    case ${before:-} in
+        --save-dir) save=$word ;;
+        --destdir) dest=$word ;;
+        --trainpref) encoded=${word%/*} ;;
+    esac
+    before=$word
+done
+"""
+INTERRUPTION = '[ -z "${INTERRUPT:-}" ] || { kill -"$INTERRUPT" $PPID; sleep 0.5; exit 1; }'
+"""Of the script that runs this, if the environment asks for it."""
+
+
 class Programs:
     """Runs scripts with programs that note how they were called; `bodies` are what they do besides, in bash."""
 
@@ -111,8 +141,7 @@ class Programs:
         self.folder = folder
         folder.mkdir()
         for name, body in bodies.items():
-            note = 'printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"'
-            (folder / name).write_text(f"#!/bin/bash\n{note}\n{body}\n")
+            (folder / name).write_text(f"{STUB}\n{body}\n")
             (folder / name).chmod(0o755)
 
     def run(self, script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> tuple[Result, list]:
@@ -200,16 +229,16 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def binarise_tokens(tokens: Path, out: Path, *flags: str) -> Path:
+def binarise_tokens(tokens: Path, factory: pytest.TempPathFactory, *flags: str) -> Path:
     texts = [w for split in ("train", "valid", "test") for w in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")]
-    command("preprocess", "--only-source", "--destdir", str(out), *texts, *flags)
-    return out
+    command("preprocess", "--only-source", "--destdir", out := str(factory.mktemp("data") / "bin"), *texts, *flags)
+    return Path(out)
 
 
 @pytest.fixture(scope="session")
 def data(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tokens` as prepare.sh leaves them."""
-    return binarise_tokens(tokens, tmp_path_factory.mktemp("data") / "bin")
+    return binarise_tokens(tokens, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -234,26 +263,20 @@ def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def numbered(published: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tokens` in the numbers of the published dictionary."""
-    return binarise_tokens(tokens, tmp_path_factory.mktemp("n") / "bin", "--srcdict", str(published / "dict.txt"))
+    return binarise_tokens(tokens, tmp_path_factory, "--srcdict", str(published / "dict.txt"))
 
 
-DOCUMENTS = {
-    "train": [
-        "the cat sat on the mat,\nand the other cats sat there:\n\n  that is the theme",
-        "naïve – 日本 👩‍🔬\ttabs, \r\nand an end of text <|endoftext|> in the midst",
-        "the theme of cats " * 40,
-    ],
-    "valid": ["the mat of the cats\n" * 20, "is it?"],
-}
+FIRST = "the cat sat on the mat,\nand the other cats sat there:\n\n  that is the theme"
+OTHERS = ["naïve – 日本 👩‍🔬\ttabs, \r\nand an end of text <|endoftext|> in the midst", "the theme of cats " * 40]
+DOCUMENTS = {"train": [FIRST, *OTHERS], "valid": ["the mat of the cats\n" * 20, "is it?"]}
 
 
 def prepare_documents(source: Path, folder: Path, script: str) -> Path:
     """`DOCUMENTS`, in two of the forms that prepare.sh takes, as it leaves them."""
     text = folder / "text"
     (text / "train").mkdir(parents=True)
-    first, *others = DOCUMENTS["train"]
-    (text / "train" / "00.txt").write_text(first + "\n", encoding="utf-8")
-    lines = [json.dumps({"text": document, "meta": {}}) + "\n" for document in others]
+    (text / "train" / "00.txt").write_text(FIRST + "\n", encoding="utf-8")
+    lines = [json.dumps({"text": document, "meta": {}}) + "\n" for document in OTHERS]
     (text / "train" / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
     (text / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
     result = run_script(EXAMPLES / script, folder / "bin", source, text, env={"WORKERS": 2})

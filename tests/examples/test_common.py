@@ -25,10 +25,7 @@ def test_a_folder_belongs_to_one_run_of_one_demo(tmp_path: Path) -> None:
         pass
     with steps.claim(out, MARK):
         pass
-    for folder, mark, message in (
-        (out, "another-mark", "out holds other files"),
-        (out / MARK, MARK, "for the results"),
-    ):
+    for folder, mark, message in ((out, "another", "out holds other files"), (out / MARK, MARK, "for the results")):
         with pytest.raises(steps.StepError, match=message), steps.claim(folder, mark):
             pass
     assert [path.name for path in out.iterdir()] == [MARK]
@@ -36,14 +33,13 @@ def test_a_folder_belongs_to_one_run_of_one_demo(tmp_path: Path) -> None:
 
 def make_step(folder: Path, code: str, **others: Any) -> Any:
     """A step that runs Python code in its folder, given as argument."""
-    settings = {"read_result": lambda log: {"log": log}, **others}
-    return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **settings)
+    others.setdefault("read_result", lambda log: {"log": log})
+    return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **others)
 
 
-def work(*wanted: Any, output: io.StringIO | None = None, keep_open: tuple[int, ...] = ()) -> str:
+def work(*wanted: Any, kind: type[io.StringIO] = io.StringIO, keep_open: tuple[int, ...] = ()) -> str:
     """Runs steps; returns what was shown."""
-    output = output or io.StringIO()
-    steps.Runner(ROOT, 2, output, {}, keep_open).run(wanted)
+    steps.Runner(ROOT, 2, output := kind(), {}, keep_open).run(wanted)
     return output.getvalue()
 
 
@@ -66,14 +62,10 @@ def test_a_finished_step_is_run_again_only_if_it_changed(tmp_path: Path, change:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("import sys; print('what went wrong'); sys.exit(3)", "exit status 3"),
-        ("import os; print('what went wrong', flush=True); os.abort()", "signal 6"),
-        ("print('what went wrong')", "its log has no result in it"),
-    ],
+    ("end", "reason"), [("exit(3)", "exit status 3"), ("os.abort()", "signal 6"), ("", "no result")]
 )
-def test_a_failed_step_is_shown_and_not_marked_as_done(tmp_path: Path, code: str, reason: str) -> None:
+def test_a_failed_step_is_shown_and_not_marked_as_done(tmp_path: Path, end: str, reason: str) -> None:
+    code = f"import os; print('what went wrong', flush=True); {end}"
     step = make_step(tmp_path / "a", code, read_result=lambda log: fairseq_logs.find_in(log, "result", "BLEU"))
     with pytest.raises(steps.StepError, match=rf"a failed: .*{reason}.*\n.*what went wrong\n.*log\.txt"):
         work(step)
@@ -146,16 +138,14 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_progress_is_a_line_that_changes_on_a_terminal_and_nothing_in_a_log(tmp_path: Path, kind: type) -> None:
-    """However long the step takes: on a terminal it takes until its progress was shown."""
+    """On a terminal the step takes until its progress was shown."""
     waiting = "import pathlib, sys, time\nwhile not (pathlib.Path(sys.argv[1]) / 'seen').exists(): time.sleep(0.01)"
-
-    def seen(log: str) -> str:
-        (tmp_path / "a" / "seen").touch()
-        return "halfway"
-
-    step = make_step(tmp_path / "a", waiting if kind is Terminal else "pass", describe_progress=seen)
-    shown = work(step, output=kind())
-    lines = shown.splitlines()
+    step = make_step(
+        tmp_path / "a",
+        waiting if kind is Terminal else "pass",
+        describe_progress=lambda log: (tmp_path / "a" / "seen").touch() or "halfway",
+    )
+    lines = (shown := work(step, kind=kind)).splitlines()
     assert lines[0] == "a" and re.search(r"a: done \(\d+ s\)$", lines[-1])
     assert ("> a: halfway" in lines) == ("\x1b[1F\x1b[J" in shown) == (kind is Terminal)
 
@@ -168,17 +158,10 @@ from common.processes import pool
 
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 fork = os.fork
-
-def late_fork():
-    made = fork()
-    if made == 0:
-        time.sleep(0.5)
-    return made
-
-if sys.argv[1] == "late":
-    os.fork = late_fork
+if sys.argv[1] == "at once":
+    os.fork = lambda: fork() or time.sleep(0.5) or 0
 with pool(2, int, "7") as processes:
-    if sys.argv[1] == "work":
+    if sys.argv[1] == "at work":
         print(processes.apply(os.getpid), flush=True)
         time.sleep(600)
 assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
@@ -186,19 +169,15 @@ assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 """
 
 
-@pytest.mark.parametrize("how", ["at once", "late", "work"])
+@pytest.mark.parametrize("how", ["at once", "at work"])
 def test_processes_end_with_what_started_them_even_at_once(how: str) -> None:
     words = [sys.executable, "-c", PROGRAM, how]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
-        if how == "work":
-            assert program.stdout is not None
+        if how == "at work":
             worker = int(program.stdout.readline())
             program.send_signal(signal.SIGTERM)
         _, errors = program.communicate(timeout=300)
-    if how == "work":
-        assert not Path(f"/proc/{worker}").exists()
-    else:
-        assert (program.returncode, errors) == (0, b"")
+    assert not Path(f"/proc/{worker}").exists() if how == "at work" else (program.returncode, errors) == (0, b"")
 
 
 TRAIN_LOG = """

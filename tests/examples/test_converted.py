@@ -69,20 +69,18 @@ def test_documents_are_what_stands_between_separators_or_on_lines_of_json(packed
 def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(source: Path, tmp_path: Path, capsys):
     (tmp_path / "train.jsonl").write_text('{"text": "abc"}\n' * 9)
     (tmp_path / "valid.jsonl").write_text('{"text": "de"}\n')
-    call = [str(source), str(tmp_path), str(tmp_path), "--train-tokens"]
-    assert encode.main([*call, "9"]) == 0
-    # Each has 3 subwords and an end: two have 8, three 12.
-    assert (tmp_path / "train.bpe").read_text() == "97 98 99\n" * 3
-    assert (tmp_path / "valid.bpe").read_text() == "100 101\n"
-    assert "3 documents, 12 tokens" in capsys.readouterr().out
 
+    def trained(most: str) -> str:
+        assert encode.main([str(source), str(tmp_path), str(tmp_path), "--train-tokens", most]) == 0
+        return (tmp_path / "train.bpe").read_text()
+
+    # Each has 3 subwords and an end: two have 8, three 12.
+    assert trained("9") == "97 98 99\n" * 3 and "3 documents, 12 tokens" in capsys.readouterr().out
+    assert (tmp_path / "valid.bpe").read_text() == "100 101\n"
     before = (tmp_path / "valid.bpe").stat()
-    assert encode.main([*call, "8"]) == 0
-    assert (tmp_path / "train.bpe").read_text() == "97 98 99\n" * 2
-    assert (tmp_path / "valid.bpe").stat() == before
+    assert trained("8") == "97 98 99\n" * 2 and (tmp_path / "valid.bpe").stat() == before
     (tmp_path / "train.jsonl").write_text('{"text": "f"}\n')
-    assert encode.main([*call, "8"]) == 0
-    assert (tmp_path / "train.bpe").read_text() == "102\n"
+    assert trained("8") == "102\n"
 
 
 def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Path, tmp_path: Path, capfd) -> None:
@@ -90,8 +88,7 @@ def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Pa
     damaged = "is damaged, or not what its name says"
     for name, content, message in (
         ("train.jsonl", b'{"text": "a"}\n{"texts": "b"}\n', "train.jsonl: line 2 is no JSON object with a text in it"),
-        ("train.jsonl", b'{"text": "a"}\n{"text": "b"\n', "line 2 is no JSON object"),
-        ("train.jsonl", b'{"text": 1}\n', "line 1 is no JSON object"),
+        *(("train.jsonl", line, "line 1 is no JSON object") for line in (b'{"text": "b"\n', b'{"text": 1}\n')),
         ("train.txt", b"a\n\xff\n", "train.txt is not text in UTF-8"),
         ("train.txt", b" \n<|endoftext|>\n", "there is no text"),
         ("train.txt.gz", b"no such thing", damaged),
@@ -100,8 +97,7 @@ def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Pa
     ):
         (tmp_path / name).write_bytes(content)
         assert encode.main([str(source), str(tmp_path), str(tmp_path)]) == 1
-        assert message in capfd.readouterr().err
-        assert not (tmp_path / "train.bpe").exists() and not (tmp_path / "train.json").exists()
+        assert message in capfd.readouterr().err and not [*tmp_path.glob("*.bpe"), *tmp_path.glob("*.json")]
         (tmp_path / name).unlink()
 
 
@@ -125,20 +121,18 @@ def test_last_words_are_scored_as_one_would_by_hand(pythia: Path, tmp_path: Path
     # The last passage ends as the model would have it.
     draw, words = random.Random(0), "the cat sat on mat and other cats there that is theme".split()
     word = ""
-    while not re.fullmatch(r" \w+", word):
-        text = " ".join(draw.choices(words, k=6))
-        with torch.no_grad():
+    with torch.no_grad():
+        while not re.fullmatch(r" \w+", word):
+            text = " ".join(draw.choices(words, k=6))
             word = tokenizer.decode([model(torch.tensor([tokenizer(text).input_ids])).logits[0, -1].argmax().item()])
-    passages = [*PASSAGES, text + word]
-    total, said = 0.0, 0
-    for text in passages:
-        context = tokenizer(text[: text.rindex(" ")].rstrip()).input_ids
-        whole = tokenizer(text).input_ids
-        with torch.no_grad():
+        passages = [*PASSAGES, text + word]
+        total, said = 0.0, 0
+        for text in passages:
+            context, whole = (tokenizer(part).input_ids for part in (text[: text.rindex(" ")].rstrip(), text))
             logits = model(torch.tensor([whole[:-1]])).logits[0].log_softmax(-1)
-        steps = range(len(context) - 1, len(whole) - 1)
-        total += sum(logits[t, whole[t + 1]].item() for t in steps)
-        said += all(logits[t].argmax().item() == whole[t + 1] for t in steps)
+            steps = range(len(context) - 1, len(whole) - 1)
+            total += sum(logits[t, whole[t + 1]].item() for t in steps)
+            said += all(logits[t].argmax().item() == whole[t + 1] for t in steps)
     assert said == 1
 
     shutil.copy(pythia / "model.pt", tmp_path / "checkpoint_best.pt")

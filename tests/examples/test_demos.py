@@ -10,16 +10,14 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import EXAMPLES, ROOT, refused
+from .conftest import EXAMPLES, ROOT, interrupt, refused
 
 comparison, corpora, run, steps = map(import_module, ("demo.comparison", "demo.corpora", "demo.run", "common.steps"))
 scores, number_text, pieces, translation, translations = (
@@ -28,49 +26,41 @@ scores, number_text, pieces, translation, translations = (
 grid, synthetic = map(import_module, ("synthetic.run", "synthetic.demo"))
 
 
-BOTH = pytest.mark.parametrize("demo", [run, translation])
-
-
-@BOTH
-def test_options_that_make_no_sense_and_a_missing_package_are_named_before_any_work(
-    demo: Any, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    out = ["--out", str(tmp_path / "out")]
-    for option, value in (("--updates", "0"), ("--updates", "x"), ("--seed", "-1"), ("--models", "lstm")):
-        with pytest.raises(SystemExit, match="2"):
-            demo.main([option, value, *out])
-        assert option in capsys.readouterr().err
-    monkeypatch.setattr("common.commands.find_spec", lambda name: None if name == "matplotlib" else name)
-    assert demo.main(out) == 1
-    assert "there is no package matplotlib" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("demo", [run, translation, grid, synthetic])
-def test_a_folder_with_other_files_is_left_alone(demo: Any, tmp_path: Path, capsys) -> None:
+def test_what_cannot_be_is_named_before_any_work(demo: Any, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Wrong options, a missing package, a folder of other files."""
+    out = [*["--setting", "1"] * (demo is grid), "--out", str(tmp_path)]
+    if demo in (run, translation):
+        for option, value in (("--updates", "0"), ("--updates", "x"), ("--seed", "-1"), ("--models", "lstm")):
+            with pytest.raises(SystemExit, match="2"):
+                demo.main([option, value, *out])
+            assert option in capsys.readouterr().err
+    if demo is not grid:
+        monkeypatch.setattr("common.commands.find_spec", lambda name: None if name == "matplotlib" else name)
+        assert demo.main(out) == 1 and "there is no package matplotlib" in capsys.readouterr().err
+        monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
     (tmp_path / "made-by-another-demo").write_text("years of work")
-    assert demo.main([*["--setting", "1"] * (demo is grid), "--out", str(tmp_path)]) == 1
-    assert "holds other files" in capsys.readouterr().err
+    assert demo.main(out) == 1 and "holds other files" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["years of work"]
-
-
-def words_of_make(*arguments: str, **variables: str) -> list[str]:
-    """The words of the command that `make` gives the shell, as from a shell, though make may have started the tests."""
-    env = {name: value for name, value in os.environ.items() if name not in ("DATA", "MAKEFLAGS", "MFLAGS")}
-    make = ["make", "--no-print-directory", "-n", *arguments]
-    shown = subprocess.run(make, cwd=ROOT, env={**env, **variables}, capture_output=True, text=True, check=True).stdout
-    return shlex.split(shown.splitlines()[-1])
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make on the PATH")
 def test_make_starts_the_demos_with_a_folder_of_any_name() -> None:
-    start = [".venv/bin/python", "examples/demo/run.py"]
-    assert words_of_make("demo") == words_of_make("demo", "DATA=") == start
+    """As from a shell, though make may have started the tests."""
+    env = {name: value for name, value in os.environ.items() if name not in ("DATA", "MAKEFLAGS", "MFLAGS")}
+
+    def words(*arguments: str, **variables: str) -> list[str]:
+        make, how = ["make", "--no-print-directory", "-n", *arguments], {"cwd": ROOT, "env": {**env, **variables}}
+        return shlex.split(subprocess.run(make, **how, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+    python = ".venv/bin/python"
+    assert words("demo") == words("demo", "DATA=") == [python, "examples/demo/run.py"]
     for name in ("it's", "two words", "$HOME a$b", '"quoted"', "back\\slash", "a,b;c&d"):
-        expected = [*start, "--data", f"/tmp/{name}"]
-        assert words_of_make("demo", f"DATA=/tmp/{name}") == words_of_make("demo", DATA=f"/tmp/{name}") == expected
-    assert words_of_make("demo-translation") == [start[0], "examples/demo_translation/run.py"]
-    assert words_of_make("demo-synthetic") == [start[0], "examples/synthetic/demo.py"]
+        expected = [python, "examples/demo/run.py", "--data", f"/tmp/{name}"]
+        assert words("demo", f"DATA=/tmp/{name}") == words("demo", DATA=f"/tmp/{name}") == expected
+    assert words("demo-translation") == [python, "examples/demo_translation/run.py"]
+    assert words("demo-synthetic") == [python, "examples/synthetic/demo.py"]
 
 
 def test_the_splits_of_the_english_hold_all_of_it_and_share_nothing() -> None:
@@ -101,12 +91,14 @@ def test_articles_with_a_common_paragraph_stay_together_and_repeat_nothing() -> 
 
 
 def test_wrapped_lines_are_put_together_and_words_and_marks_are_tokens() -> None:
-    article = (
-        "Title\n*****\n\n"
-        "These lines end where they don't because the next word was too long\n"
-        'for "them".  Not so the next ones:\n\n'
-        "   if x:\n       y\n   z = [1, ...]\n"
-    )
+    article = """Title\n*****\n
+These lines end where they don't because the next word was too long
+for "them".  Not so the next ones:
+
+   if x:
+       y
+   z = [1, ...]
+"""
     assert corpora.split_english({"article": article})["train"] == [
         "Title",
         'These lines end where they don\'t because the next word was too long for " them " . Not so the next ones :',
@@ -131,8 +123,7 @@ def test_texts_are_found_by_their_usual_names_and_what_cannot_be_used_is_named(t
         ({"valid.txt": b"\n \n"}, "valid.txt is empty"),
         ({"valid.txt": b"one two\n"}, "valid.txt holds 3 tokens; it must hold at least 100"),
         ({"valid.txt": text + "größer\n".encode("latin-1")}, "valid.txt, line 101: not UTF-8, byte 3 of the line"),
-        ({"valid.gz": gzip.compress(text)[:-10]}, "valid.gz is no whole gzip file: "),
-        ({"valid.gz": text}, "valid.gz is no whole gzip file: "),
+        *(({"valid.gz": x}, "valid.gz is no whole gzip file: ") for x in (gzip.compress(text)[:-10], text)),
     ):
         for name, content in files.items():
             (folder / name).write_bytes(content)
@@ -146,20 +137,20 @@ def test_texts_are_found_by_their_usual_names_and_what_cannot_be_used_is_named(t
 
 def test_a_row_of_a_table_has_its_numbers_in_their_columns() -> None:
     rows = [comparison.Row("b", 1_000, 9.0, 9.5, 8.25, 5_000.4), comparison.Row("c", 1_000, 9.0, 9.5)]
-    lines = [re.sub(" +", " ", line) for line in comparison.format_rows(rows).splitlines()[2:]]
-    assert lines == ["| b | 1,000 | 9.00 | 9.50 | 8.25 | 5,000 |", "| c | 1,000 | 9.00 | 9.50 | - | - |"]
-    row = scores.Row("b", 241_664, 1.2, 99.4, "nrefs:1", 992, 1_000, 12_345.6, 250.91)
-    line = re.sub(" +", " ", scores.format_rows([row]).splitlines()[2])
-    assert line == "| b | 241,664 | 99.40 | 992 of 1,000 | 12,346 | 251 |"
+    numbers = scores.Row("b", 241_664, 1.2, 99.4, "nrefs:1", 992, 1_000, 12_345.6, 250.91)
+    text = "\n".join([comparison.format_rows(rows), *scores.format_rows([numbers]).splitlines()[2:]])
+    assert re.sub(" +", " ", text).splitlines()[2:] == [
+        "| b | 1,000 | 9.00 | 9.50 | 8.25 | 5,000 |",
+        "| c | 1,000 | 9.00 | 9.50 | - | - |",
+        "| b | 241,664 | 99.40 | 992 of 1,000 | 12,346 | 251 |",
+    ]
 
 
 def test_the_unigram_model_knows_frequencies_only_and_the_window_moves_faster_over_a_long_text() -> None:
     unigram = comparison.Unigram(["a", "b"], ["a a b rare", "a"])
     # a 3, b 1, <unk> 1, </s> 2, each and one more, of 11
-    expected = (4 / 11 * 2 / 11 * 2 / 11 * 3 / 11) ** (-1 / 4)
-    assert math.isclose(unigram.perplexity(["b other a"]), expected)
-    assert run.window_step(8_000) == 1
-    assert 1 < run.window_step(100_000) < run.SEGMENT
+    assert math.isclose(unigram.perplexity(["b other a"]), (4 / 11 * 2 / 11 * 2 / 11 * 3 / 11) ** (-1 / 4))
+    assert run.window_step(8_000) == 1 < run.window_step(100_000) < run.SEGMENT
     assert run.window_step(10_000_000) == run.SEGMENT // 2
 
 
@@ -174,13 +165,7 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, capsys: pytest.Capt
     arguments = ["--data", str(folder), "--out", str(out), "--updates", "2", "--models", "transformer", "delta-network"]
 
     # Interrupted where two models are being trained, and nothing goes on behind its back.
-    words = [sys.executable, "-u", str(EXAMPLES / "demo" / "run.py"), *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=ROOT.parent, **pipes) as interrupted:  # it works from anywhere
-        next(line for line in interrupted.stdout if line.startswith("training the"))
-        interrupted.send_signal(signal.SIGTERM)
-        _, error = interrupted.communicate(timeout=300)
-    assert interrupted.returncode == 130 and "goes on from here" in error
+    interrupt(EXAMPLES / "demo" / "run.py", arguments, lambda lines: lines[-1].startswith("training the"))
     with steps.claim(out, run.MARK):  # a command that still ran would hold it
         pass
     assert not (out / "table.md").exists()
@@ -220,8 +205,7 @@ def test_numbers_are_drawn_once_and_for_all_and_written_in_the_same_line_of_both
     splits = number_text.split_numbers(number_text.SIZES)
     assert {split: len(numbers) for split, numbers in splits.items()} == number_text.SIZES
     numbers = [number for split in splits.values() for number in split]
-    assert len(set(numbers)) == len(numbers)
-    assert min(numbers) >= 1 and max(numbers) < 10**number_text.DIGITS
+    assert len(set(numbers)) == len(numbers) and min(numbers) >= 1 and max(numbers) < 10**number_text.DIGITS
     digits = [len(str(number)) for number in splits["test"]]
     # Of shorter ones there are too few, which may be used up.
     assert all(60 < digits.count(length) < 160 for length in range(4, number_text.DIGITS + 1))
@@ -256,7 +240,7 @@ def test_pieces_put_together_are_the_text_and_translations_come_in_the_order_of_
 number_text out --test 0 -> --test is 0; it must be at least 1
 number_text out --train 999999 -> are 1,001,499 together; they must be 1,000,000 at most
 number_text texts -> test.de is there already
-pieces train new.model latin-1 -> latin-1 is not UTF-8 text: .* at byte 2
+pieces train new.model latin-1 -> latin-1 is not UTF-8 text: .* at byte 0
 pieces train new.model good --pieces 100000 -> Vocabulary size too high
 pieces train good good -> good is there already
 pieces encode missing out good -> there is no model missing
@@ -267,26 +251,21 @@ translations generated two out -> there are 3 translations of 2 lines
 translations twice good out -> line 2 has two translations; generate with --nbest 1
 translations generated good texts/test.de -> test.de is there already
 """)
-def test_what_the_scripts_cannot_use_is_named_and_nothing_is_written(
-    env: dict[str, str], words: list[str], message: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_what_the_scripts_cannot_use_is_named_and_nothing_written(env, words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     files = {"good": "one\ntwo\nthree\n", "texts/good": "one\n", "texts/test.de": "years of work", "two": "one\ntwo\n"}
-    files |= {"four": "one\n" * 4, "generated": GENERATED, "twice": f"{GENERATED}D-1\t-0.5\tdrei\n"}
-    files |= {"latin-1": "größer\n"}
+    files |= {"four": "one\n" * 4, "generated": GENERATED, "twice": f"{GENERATED}D-1\t-0.5\tdrei\n", "latin-1": "ö\n"}
     for name, content in files.items():
         Path(name).write_text(content, encoding="latin-1")
-    script = import_module(f"demo_translation.{words[0]}")
-    assert script.main(words[1:]) == 1
+    assert import_module(f"demo_translation.{words[0]}").main(words[1:]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"{words[0]}.py: ") and error.count("\n") == 1 and re.search(message, error)
-    left = {str(path): path.read_text(encoding="latin-1") for path in Path().rglob("*") if path.is_file()}
-    assert left == files
+    assert {str(x): x.read_text(encoding="latin-1") for x in Path().rglob("*") if x.is_file()} == files
 
 
 def test_a_wrong_translation_is_shown_if_there_is_one() -> None:
-    source, reference = [f"s{i}" for i in range(8)], [f"r{i}" for i in range(8)]
+    source, reference = ([f"{side}{i}" for i in range(8)] for side in "sr")
     for wrong, expected in (
         ({}, ["- s2 - reference: r2 - A: r2 - B: r2", "", "No translation is wrong."]),
         ({"B": [2]}, ["- s2 - reference: r2 - A: r2 - B, wrong: ?"]),
@@ -327,12 +306,10 @@ def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, capsys, fai
     assert "fairseq-" not in shown_again and table in shown_again
 
     # The Transformer beside it differs in attention alone, which has the same projections.
-    other = translation.TranslationDemo(
-        translation._parse(["--out", str(out), "--updates", "1"]), translation.MODELS, 0
-    )
+    options = translation._parse(["--out", str(out), "--updates", "1"])
+    other = translation.TranslationDemo(options, translation.MODELS, 0)
     step = other.train("transformer", other.binarize(other.encode(text := other.make_text(), other.learn_pieces(text))))
     log = fairseq([*step.command, "--save-dir", str(tmp_path / "transformer")])
-    counted = re.search(r"num\. shared model params: ([\d,]+)", log)
-    assert counted is not None
+    [counted] = re.findall(r"num\. shared model params: ([\d,]+)", log)
     copies = scores.count_copies(tmp_path / "transformer" / "checkpoint_best.pt")
-    assert int(counted[1].replace(",", "")) - copies == row.parameters
+    assert int(counted.replace(",", "")) - copies == row.parameters

@@ -52,9 +52,8 @@ def test_all_rules_and_both_starts_are_run_if_none_is_named(tmp_path: Path, comm
     models += [f"{rule}-{m}-scaled" for rule in ("decay", "gated") for m in (4, 16)]
     updates = {Path(call["--save-dir"]).name: call["--max-update"] for call in calls if "--lr-scheduler" in call}
     assert updates == {"source": "8000", **dict.fromkeys(models, "800")}
-    memories = {
-        (call["--update-rule"], call["--feature-map"], call["--normalization"]) for call in calls[3:] if "--lr" in call
-    }
+    rule = ("--update-rule", "--feature-map", "--normalization")
+    memories = {tuple(call[option] for option in rule) for call in calls[3:] if "--lr" in call}
     assert memories == {("delta", "relu", "sum"), *((rule, "identity", "none") for rule in ("decay", "gated", "sum"))}
     assert sum("--transfer-from" in call for call in calls) == 2 * 12  # the start, and the training
     assert {Path(call["--save-dir"]).name for call in calls if "--scale-read-out" in call} == set(models[-4:])

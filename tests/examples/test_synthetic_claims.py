@@ -17,10 +17,9 @@ models, results, retrieval, training = map(
     import_module, ("synthetic.models", "synthetic.results", "synthetic.retrieval", "synthetic.training")
 )
 REQUIRED = {1: (20, 60, 100, 140, 200, 300, 400, 500, 600), 2: (20, 60, 100, 140, 180)}
-DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}
-"""The capacity of each."""
-FILES = [results.file_of(EXAMPLES / "synthetic" / "results", setting) for setting in REQUIRED]
-FINISHED = [result for file in FILES for result in results.read_results(file).values()]
+DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}  # their capacities
+FOLDER = EXAMPLES / "synthetic" / "results"
+FINISHED = [r for setting in REQUIRED for r in results.read_results(results.file_of(FOLDER, setting)).values()]
 FIRST = {(r.point.setting, r.point.model, r.point.size): r for r in FINISHED if r.point.seed == 1}
 TARGET = training.TARGET
 
@@ -43,22 +42,19 @@ def test_the_linear_model_holds_20_pairs_and_dpfp_three_quarters_of_its_capacity
     first, *rest = losses(1, "linear")
     assert first < TARGET and rest[0] > 10 * TARGET and rest[1] > 0.1 and rest == sorted(rest)
     for model, capacity in DPFP.items():
-        sizes = list(zip(REQUIRED[1], losses(1, model), strict=True))
-        assert all(loss < TARGET for size, loss in sizes if size <= 0.75 * capacity)
-        above = [loss for size, loss in sizes if size > capacity]
+        found = dict(zip(REQUIRED[1], losses(1, model), strict=True))
+        assert all(loss < TARGET for size, loss in found.items() if size <= 0.75 * capacity)
+        above = [loss for size, loss in found.items() if size > capacity]
         assert above[0] > 10 * TARGET and above == sorted(above)
 
 
 def test_a_larger_capacity_is_never_worse_and_no_memory_better_than_softmax() -> None:
     """Down to the target, where training ends. Softmax holds 400 pairs and struggles from 500 on."""
-    softmax, *others = (
-        [max(loss, TARGET) for loss in losses(1, model)] for model in ("softmax", "linear", *DPFP, *models.MODELS[1])
-    )
-    for worse, better in pairwise(others[:4]):
-        assert all(a >= b for a, b in zip(worse, better, strict=True))
-    assert all(a <= b for other in others for a, b in zip(softmax, other, strict=True))
     *held, at_500, at_600 = losses(1, "softmax")
     assert max(held) < TARGET < at_500 < at_600 < 0.1
+    for worse, better in (*pairwise(["linear", *DPFP]), *((model, "softmax") for model in models.MODELS[1])):
+        both = zip(losses(1, worse), losses(1, better), strict=True)
+        assert all(max(a, TARGET) >= max(b, TARGET) for a, b in both), (worse, better)
 
 
 def test_favor_never_comes_to_the_target_but_is_better_with_more_features() -> None:
@@ -78,9 +74,8 @@ def test_the_delta_rule_is_better_than_the_papers_other_rules_of_which_the_sum_f
 
 
 def weights(steps: int, size: int) -> list[tuple[float, float]]:
-    """What FAVOR+ with 64 features, trained for `steps`, and exact attention of its queries and keys weigh values with.
-
-    For each the weight of the right value and the sum of all weights' squares, means over all queries.
+    """What FAVOR+ with 64 features, trained for `steps`, and exact attention of its queries and keys weigh values with:
+    of each the weight of the right value and the sum of all weights' squares, means over all queries.
     """
     point = training.Point(1, "favor-64", size)
     torch.manual_seed(point.seed)
@@ -92,8 +87,7 @@ def weights(steps: int, size: int) -> list[tuple[float, float]]:
     for memory in (retriever.memory, models.MODELS[1]["softmax"].build()):
         retriever.memory = memory
         torch.manual_seed(1)
-        sequences = retrieval.draw_sequences(1, size, training.EVALUATED)
-        queries, values, _ = retrieval.all_queries(sequences)
+        queries, values, _ = retrieval.all_queries(sequences := retrieval.draw_sequences(1, size, training.EVALUATED))
         with torch.no_grad():  # values are one-hot, and each is there once: what is read are the weights
             read = retriever.eval()(sequences, queries)
         found.append((read.gather(2, values[..., None]).mean().item(), read.square().sum(2).mean().item()))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from tests.conftest import import_plugin
 
-from .conftest import EXAMPLES, PATH, refused, run_script, write_training
+from .conftest import EXAMPLES, INTERRUPTION, Programs, Result, run_script, write_training
 
 FOLDER = EXAMPLES / "wikitext103"
 PREPARE, WIKITEXT2 = FOLDER / "prepare.sh", FOLDER / "wikitext2.sh"
@@ -27,10 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of fairseq and
 def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path, monkeypatch, run) -> None:
     """As a person runs it, for one model."""
     out = tmp_path / "out"
-    result = run_script(WIKITEXT2, data, out, "sum-carried", env={"UPDATES": "2"})
-    assert result.returncode == 0, result.stderr
-    again = run_script(WIKITEXT2, data, out, "sum-carried", env={"UPDATES": "2"})
-    assert again.returncode == 0 and "training" not in again.stdout
+    for trains in (True, False):
+        result = run_script(WIKITEXT2, data, out, "sum-carried", env={"UPDATES": "2"})
+        assert result.returncode == 0 and ("training" in result.stdout) == trains, result.stderr
 
     status, shown, _ = run(SUMMARIZE, out, "--markdown", tmp_path / "t.md", "--figure", tmp_path / "t.png")
     assert status == 0 and shown == (tmp_path / "t.md").read_text()
@@ -66,37 +63,33 @@ def test_a_model_of_the_comparison_trains_and_is_scored(model: str, data: Path, 
 
 
 def test_a_summary_tells_the_best_validation_the_scores_and_what_was_measured(tmp_path: Path, run) -> None:
-    for name, updates in (("a", 40), ("b", 20)):
-        write_training(tmp_path / name, updates)
+    def rows(*words: object) -> list[str]:
+        status, table, errors = run(SUMMARIZE, tmp_path, *words)
+        assert status == 0 and not errors
+        return table.splitlines()[2:]
+
+    a, b = write_training(tmp_path / "a", 40), write_training(tmp_path / "b", 20)
     score = "x | Loss (base 2): 5.0, Perplexity: 32.00\n"
-    (tmp_path / "a" / "carried-test.log").write_text(score)
-    status, table, errors = run(SUMMARIZE, tmp_path)
-    assert status == 0 and not errors
-    assert table.splitlines()[2:] == [
-        "| a | 1,234,567 | 40 | 24.98 | 32.00 | 1,000 |",
-        "| b | 1,234,567 | 20 | 49.95 | – | 1,000 |",
-    ]
-    (tmp_path / "b" / "sliding.log").write_text(score)
-    (tmp_path / "a" / "speed.json").write_text('{"state": 8192, "training": 2000.4, "generation": 99.6}')
-    status, table, errors = run(SUMMARIZE, tmp_path, "--state-figure", tmp_path / "s.png")
-    assert status == 0 and not errors
-    assert table.splitlines()[2:] == [
+    (a / "carried-test.log").write_text(score)
+    assert rows() == ["| a | 1,234,567 | 40 | 24.98 | 32.00 | 1,000 |", "| b | 1,234,567 | 20 | 49.95 | – | 1,000 |"]
+    (b / "sliding.log").write_text(score)
+    (a / "speed.json").write_text('{"state": 8192, "training": 2000.4, "generation": 99.6}')
+    assert rows("--state-figure", tmp_path / "s.png") == [
         "| a | 1,234,567 | 40 | 24.98 | – | 32.00 | 8,192 | 2,000 | 100 |",
         "| b | 1,234,567 | 20 | 49.95 | 32.00 | – | – | – | – |",
     ]
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "a" / "speed.json").write_text('{"state": 81')
+    (a / "speed.json").write_text('{"state": 81')
     status, _, errors = run(SUMMARIZE, tmp_path, "--state-figure", tmp_path / "t.png")
     assert status == 1 and not (tmp_path / "t.png").exists()
     assert "a/speed.json is damaged" in errors and "no model that is both scored and measured" in errors
 
 
 def test_a_summary_says_what_is_unfinished_or_missing(tmp_path: Path, run) -> None:
-    cut = write_training(tmp_path / "cut", 50, finished=False)
+    cut, early = (write_training(tmp_path / name, n, finished=False) for name, n in (("cut", 50), ("early", 0)))
     with (cut / "train.log").open("a") as log:
         log.write('2026-01-01 00:00:00 | INFO | train_inner | {"num_upd')
     (cut / "sliding.log").write_text("loading\n")
-    early = write_training(tmp_path / "early", 0, finished=False)
     (early / "train.log").write_text("starting\n")
     status, table, errors = run(SUMMARIZE, tmp_path, "cut", "early", "never")
     assert status == 0
@@ -111,100 +104,56 @@ def test_a_summary_says_what_is_unfinished_or_missing(tmp_path: Path, run) -> No
         assert message in errors
 
 
-@refused("""
-speed.py DATA OUT --rounds 0 -> --rounds is 0; it must be at least 1
-speed.py DATA OUT -> which holds no trained model
-speed.py DATA OUT never -> never holds no checkpoint_best.pt
-speed.py DATA OUT sum -> DATA is DATA, which holds no dict.txt
-summarize.py DATA -> there is no folder DATA
-summarize.py OUT -> OUT holds no folder with the log of a training
-""")
-def test_what_cannot_be_measured_or_summarised_is_refused(env, words, message, tmp_path, monkeypatch, run) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("OUT/sum").mkdir(parents=True)
-    Path("OUT/sum/checkpoint_best.pt").touch()
-    status, _, errors = run(FOLDER / words[0], *words[1:])
-    assert status in (1, 2) and message in errors
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> dict[str, str]:
-    """An environment whose fairseq-preprocess does no more than prepare.sh needs."""
-    programs = tmp_path / "quick"
-    programs.mkdir()
-    (programs / "fairseq-preprocess").write_text(
-        """#!/bin/bash
-while [ "$1" != --destdir ]; do shift; done
-mkdir -p "$2" && seq 5 > "$2/dict.txt"
-[ -z "${INTERRUPT:-}" ] || { kill -"$INTERRUPT" $PPID; sleep 0.5; exit 1; }
-"""
-    )
-    (programs / "fairseq-preprocess").chmod(0o755)
-    (programs / "python").symlink_to(sys.executable)
-    return {"PATH": os.pathsep.join([str(programs), PATH]), "SKIP_COUNTS": "1"}
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    """Three files of known counts: 7, 3 and 3 tokens with line ends."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    # Words of bytes above 127 only, and white space above 127: both count as they do for fairseq in any locale.
-    (folder / "wiki.train.tokens").write_text(" \n – 日本\u3000b \n\u00a0c \n", encoding="utf-8")
-    for split in ("valid", "test"):
-        (folder / f"wiki.{split}.tokens").write_text(" a b \n")
-    return folder
-
-
-def test_plain_and_gzipped_files_are_taken_and_a_second_run_does_nothing(small: Path, tmp_path: Path, quick) -> None:
-    (small / "wiki.train.tokens.gz").write_bytes(gzip.compress((small / "wiki.train.tokens").read_bytes()))
-    (small / "wiki.train.tokens").unlink()
-    out = tmp_path / "deep" / "out"
-    assert "7 3 3 tokens" in run_script(PREPARE, out, small, env=quick).stdout
-    shutil.rmtree(small)
-    again = run_script(PREPARE, f"{out}/", small, env=quick)
-    assert again.returncode == 0 and "is finished" in again.stdout
-    assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
-
-
 @pytest.mark.slow
 def test_prepare_numbers_the_words_as_a_dictionary_that_is_given(published: Path, tokens: Path, tmp_path: Path) -> None:
-    def words(folder: Path) -> list[str]:
-        return [line.split(" ")[0] for line in (folder / "dict.txt").read_text(encoding="utf-8").splitlines()]
-
-    out, env = tmp_path / "out", {"SKIP_COUNTS": "1", "DICT": published / "dict.txt"}
-    result = run_script(PREPARE, out, tokens, env=env)
+    out, given = tmp_path / "out", published / "dict.txt"
+    result = run_script(PREPARE, out, tokens, env={"SKIP_COUNTS": "1", "DICT": given})
     assert result.returncode == 0 and "unknown corpus in" in result.stdout, result.stderr
-    assert words(out) == words(published)
-    assert (out / "preprocess.log").read_text().count(" 0.0% replaced (by <unk>)") == 3
-    again = run_script(PREPARE, out, "FOLDER", env=env)
+    made, wanted = (
+        [line.split(" ")[0] for line in path.read_text().splitlines()] for path in (out / "dict.txt", given)
+    )
+    assert made == wanted and (out / "preprocess.log").read_text().count(" 0.0% replaced (by <unk>)") == 3
+    again = run_script(PREPARE, out, "FOLDER", env={"DICT": given})
     assert again.returncode == 0 and "is finished" in again.stdout
     (tmp_path / "dict.txt").write_text("another 1\n")
     other = run_script(PREPARE, out, "FOLDER", env={"DICT": tmp_path / "dict.txt"})
     assert other.returncode == 1 and "its words are not those of DICT" in other.stderr
 
 
-def test_a_corpus_that_is_not_right_is_refused_and_an_interrupted_run_leaves_nothing_that_looks_finished(
-    small: Path, tmp_path: Path, quick: dict[str, str]
-) -> None:
-    out, unfinished = tmp_path / "out", tmp_path / "out.unfinished"
+def test_prepare_leaves_something_that_looks_finished_only_where_it_is(tmp_path: Path) -> None:
+    """With three files of known counts, 7, 3 and 3 tokens with line ends, plain or gzipped."""
+    small, out, unfinished = (tmp_path / name for name in ("small", "out", "out.unfinished"))
+    small.mkdir()
+    # Words of bytes above 127 only, and white space above 127: both count as they do for fairseq in any locale.
+    (small / "wiki.train.tokens").write_text(" \n – 日本\u3000b \n\u00a0c \n", encoding="utf-8")
+    for split in ("valid", "test"):
+        (small / f"wiki.{split}.tokens").write_text(" a b \n")
+    body = f'mkdir -p "$dest" && seq 5 > "$dest/dict.txt"\n{INTERRUPTION}'
+    programs = Programs(tmp_path / "programs", {"fairseq-preprocess": body})
+
+    def prepare(**env: object) -> Result:
+        return programs.run(PREPARE, f"{out}/", small, env={"SKIP_COUNTS": "1", **env})[0]
+
     for signal in ("INT", "TERM", "KILL"):
-        result = run_script(PREPARE, out, small, env={**quick, "INTERRUPT": signal})
-        assert result.returncode != 0 and not out.exists()
-        assert run_script(PREPARE, out, small, env=quick).returncode == 0
-        assert (out / "dict.txt").exists() and not unfinished.exists()
+        assert prepare(INTERRUPT=signal).returncode != 0 and not out.exists()
+        result = prepare()
+        assert "7 3 3 tokens" in result.stdout and (out / "dict.txt").exists() and not unfinished.exists()
         shutil.rmtree(out)
     for name, content, message in (
         ("wiki.test.tokens", b" a b \n", "have 7 3 3 tokens with line ends, which is neither WikiText-103"),
         ("wiki.test.tokens", b"", "wiki.test.tokens is empty"),
         ("wiki.test.tokens", b"\x1f\x8b\xff\n", "is not text in UTF-8"),
         ("wiki.valid.tokens", None, "holds neither wiki.valid.tokens nor"),
-        ("", None, "there is no folder"),
     ):
-        if content is not None:
-            (small / name).write_bytes(content)
-        else:
-            shutil.rmtree(small) if not name else (small / name).unlink()
-        result = run_script(PREPARE, out, small, env={**quick, "SKIP_COUNTS": "0"})
-        assert result.returncode == 1 and message in result.stderr
-        assert not out.exists() and not unfinished.exists()
+        (small / name).write_bytes(content) if content is not None else (small / name).unlink()
+        result = prepare(SKIP_COUNTS="0")
+        assert result.returncode == 1 and message in result.stderr and not out.exists() and not unfinished.exists()
+    for split in ("valid", "test"):
+        (small / f"wiki.{split}.tokens").unlink(missing_ok=True)
+        (small / f"wiki.{split}.tokens.gz").write_bytes(gzip.compress(b" a b \n"))
+    assert "7 3 3 tokens" in prepare().stdout
+    shutil.rmtree(small)
+    again = prepare()
+    assert again.returncode == 0 and "is finished" in again.stdout
+    shutil.rmtree(out)
+    assert "there is no folder" in prepare().stderr and not out.exists() and not unfinished.exists()

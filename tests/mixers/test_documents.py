@@ -11,7 +11,7 @@ from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, UpdateRule, parse_normalization
 from fairseq_fastweights.ops.operations import OPERATIONS, Operation
-from tests.mixers.contract import FLOAT64, draw, error
+from tests.mixers.contract import FLOAT64, HALF, assert_gradients, draw, error, spread
 
 WIDTH, ROWS = 8, 4
 FLOAT32_ANGLES = 1e-7  # by which a text without documents is turned: some 50 positions, in float32
@@ -35,17 +35,12 @@ CASES = [(name, options) for name, kind in MIXERS.items() if kind.takes_starts f
 every_mixer = pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 
 
-def make(name: str, options: dict[str, object], dtype: torch.dtype = torch.float64) -> Mixer:
-    """One whose parameters all matter."""
+def make(name: str, options: dict[str, object]) -> Mixer:
     torch.manual_seed(0)
     settings = {"num_heads": 2, "fast_weight_heads": 2, "bias": True, **options}
     if "normalization" in options:
         settings["normalization"] = parse_normalization(str(options["normalization"]))
-    mixer = build_mixer(name, WIDTH, settings)
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return mixer.to(dtype)
+    return spread(build_mixer(name, WIDTH, settings), 0.1)
 
 
 def mark(time: int, *rows: list[int]) -> Tensor:
@@ -72,7 +67,7 @@ def rows_of(state: State, row: int) -> State:
 
 def apart(mixer: Mixer, x: Tensor, state: State | None, padding: Tensor, starts: Tensor, row: int):
     """What a row's documents give, each in a call of its own and without padding, and the last one's state."""
-    outs, left = [], None if state is None else rows_of(state, row)
+    outs, left = [x[:0, row]], None if state is None else rows_of(state, row)
     real = (~padding[row]).nonzero().flatten().tolist()
     begins = [i for i, t in enumerate(real) if starts[row, t]]
     for begin, end in zip([0, *begins], [*begins, len(real)], strict=True):
@@ -83,86 +78,61 @@ def apart(mixer: Mixer, x: Tensor, state: State | None, padding: Tensor, starts:
             outs.append(out[:, 0])
     if not real:  # a call that reads nothing, at which gradients of Transformer-XL's memory end
         left = mixer(x[:1, row : row + 1], left, padding[row : row + 1, :1])[1]
-    return real, torch.cat(outs) if outs else None, left
-
-
-def incoming(mixer: Mixer) -> State:
-    """A state of all rows, in whose numbers gradients are wanted."""
-    with torch.no_grad():
-        state = mixer(draw(7, WIDTH, seed=3, batch=ROWS))[1]
-    return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in state.items()}
+    return real, torch.cat(outs), left
 
 
 @pytest.mark.parametrize("how", ["plain", "with a state", "with padding", "with both"])
 @every_mixer
 def test_documents_in_a_row_are_as_each_by_itself(name, options, how):
     """Outputs, the gradients of everything, and what the final state leads to."""
-    mixer = make(name, options)
+    mixer, more, state = make(name, options), draw(3, WIDTH, seed=4, batch=ROWS), None
     bound = FLOAT32_ANGLES if options.get("rotary_dim") else FLOAT64
+    if how in ("with a state", "with both"):
+        with torch.no_grad():
+            state = mixer(draw(7, WIDTH, seed=3, batch=ROWS))[1]
+        state = {n: s.requires_grad_() if s.is_floating_point() else s for n, s in state.items()}
     for time in (1, 6, 41, 70) if how == "plain" else (6, 41):
-        starts, more = starts_of(time), draw(3, WIDTH, seed=4, batch=ROWS)
+        starts = starts_of(time)
         padding = torch.zeros_like(starts)
         if how in ("with padding", "with both") and not options.get("rotary_dim"):  # for which padding has positions
             padding = padding_of(time)
-        state = incoming(mixer) if how in ("with a state", "with both") else None
         x = draw(time, WIDTH, batch=ROWS).requires_grad_()
         weights = draw(time + 3, WIDTH, seed=2, batch=ROWS)
         out, end = mixer(x, state, padding if padding.any() else None, starts=starts)
-        ours, theirs = [], []
+        if how == "plain" and time == 41 and options.get("transformer_xl_memory") != 0:  # then steps see but themselves
+            left, steps = None, []
+            for step, begins in zip(x.detach().split(1), starts.split(1, dim=1), strict=True):
+                with torch.no_grad():
+                    y, left = mixer(step, left, starts=begins, overwrite=True)
+                steps.append(y)
+            assert error(torch.cat(steps), out) <= bound
+            low, rounded = make(name, options).bfloat16(), x.detach().bfloat16()
+            y, _ = low(rounded, starts=starts)
+            expected, _ = low.double()(rounded.double(), starts=starts)
+            assert y.dtype == torch.bfloat16 and error(y, expected) <= HALF[torch.bfloat16]
+        ours, theirs = torch.zeros(()), torch.zeros(())
         for row in range(ROWS):
             real, expected, left = apart(mixer, x, state, padding, starts, row)
-            for y, last, total in ((out[real, row], rows_of(end, row), ours), (expected, left, theirs)):
-                following = mixer(more[:, row : row + 1], last)[0][:, 0]
-                total.append(torch.cat([following] if y is None else [following, y]))
-                weigh = weights[: len(total[-1]), row]
-                total[-1] = (total[-1], (total[-1] * weigh).sum())
-        wanted = [x, *mixer.parameters(), *(s for s in (state or {}).values() if s.requires_grad)]
-        for (mine, _), (its, _) in zip(ours, theirs, strict=True):
+            mine, its = (
+                torch.cat([mixer(more[:, row : row + 1], last)[0][:, 0], y])
+                for y, last in ((out[real, row], rows_of(end, row)), (expected, left))
+            )
             assert error(mine, its) <= bound
-        gradients = (
-            torch.autograd.grad(sum(loss for _, loss in side), wanted, allow_unused=True, materialize_grads=True)
-            for side in (ours, theirs)
-        )
-        pairs = list(zip(*gradients, strict=True))
-        scale = max(its.norm() for _, its in pairs)
-        for mine, its in pairs:
-            assert (mine - its).norm() <= bound * max(its.norm(), 1e-3 * scale)
-        for mine, _ in pairs[1 + len(list(mixer.parameters())) :] if not padding.any() else ():
-            assert not mine[1].any()  # the row whose first step starts a document
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@every_mixer
-def test_documents_are_apart_in_every_dtype_and_step_by_step(name, options, dtype):
-    mixer, time = make(name, options, dtype), 41
-    # Rounding, where a document's place in kernels' chunks and in its row's angles orders it another way.
-    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5 if options.get("rotary_dim") else 1e-6
-    x, starts, none = (
-        draw(time, WIDTH, batch=ROWS).to(dtype),
-        starts_of(time),
-        torch.zeros(ROWS, time, dtype=torch.bool),
-    )
-    with torch.no_grad():
-        out, _ = mixer(x, starts=starts)
-        for row in range(ROWS):
-            assert error(out[:, row], apart(mixer, x, None, none, starts, row)[1]) <= bound
-        if options.get("transformer_xl_memory") == 0:  # each step sees itself alone
-            return
-        state, steps = None, []
-        for step, begins in zip(x.split(1), starts.split(1, dim=1), strict=True):
-            y, state = mixer(step, state, starts=begins, overwrite=True)
-            steps.append(y)
-        assert out.dtype == dtype and error(torch.cat(steps), out) <= bound
+            ours = ours + (mine * weights[: len(mine), row]).sum()
+            theirs = theirs + (its * weights[: len(its), row]).sum()
+        wanted = [x, *mixer.parameters(), *(s for s in (state or {}).values() if s.requires_grad)]
+        grads = [torch.autograd.grad(y, wanted, allow_unused=True, materialize_grads=True) for y in (ours, theirs)]
+        assert_gradients(*grads, bound)
+        for of_state in grads[0][1 + len(list(mixer.parameters())) :] if not padding.any() else ():
+            assert not of_state[1].any()  # the row whose first step starts a document
 
 
 @pytest.mark.parametrize("name", ["sum", "softmax", "local", "mamba"])
 def test_starts_that_are_none_are_refused(name):
-    mixer, x = make(name, {}), draw(5, WIDTH, batch=2)
+    mixer, message = make(name, {}), r"starts has shape .* it must be \(2, 5\), \(batch, time\), of torch.bool"
     for starts in (torch.zeros(5, 2, dtype=torch.bool), torch.zeros(2, 5)):
-        with pytest.raises(
-            ValueError, match=r"starts has shape .* it must be \(2, 5\), \(batch, time\), of torch.bool"
-        ):
-            mixer(x, starts=starts)
+        with pytest.raises(ValueError, match=message):
+            mixer(draw(5, WIDTH, batch=2), starts=starts)
 
 
 def test_mixers_say_whether_they_take_starts(monkeypatch):

@@ -19,13 +19,9 @@ from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, Gate, UpdateRu
 from tests.mixers import contract
 from tests.mixers.contract import error
 
-# Heads of 8. 13 steps are enough for normalisers to differ from one step to another by an order of magnitude.
-TIME, EMBED, HEADS = 13, 16, 2
-
+TIME, EMBED, HEADS = 13, 16, 2  # steps enough for normalisers to change by an order of magnitude
 RULES = (*UPDATE_RULES, "retention")
-# Five roundings of half a unit in the last place (2e-3 for bfloat16) lie between input and output, and normalisation
-# divides two rounded sums: a percent at most is seen.
-HALF = 2e-2
+HALF = 2e-2  # a percent is seen: five roundings, and normalisation divides two rounded sums
 
 
 def build(rule: str, feature_map: str, *normalization: str, width: int = EMBED, heads: int = HEADS, **options: Any):
@@ -36,8 +32,7 @@ def build(rule: str, feature_map: str, *normalization: str, width: int = EMBED, 
     return build_mixer(rule, width, settings | options, kinds).eval()
 
 
-# Features that can be negative are not normalised here: their sums come near zero, where no two ways to round agree
-# (and training diverges, of which the module warns).
+# Features that can be negative are not normalised here: their sums come near zero, where no two ways to round agree.
 POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive]
 NORMALIZED = [
     (rule, chosen)
@@ -48,7 +43,6 @@ NORMALIZED = [
 ]
 CASES = [
     *((rule, feature_map, (), {}) for rule in RULES for feature_map in FEATURE_MAPS),
-    # Two maps for each, in turns: what normalises does not know the map.
     *((rule, (2 * POSITIVE)[i % 4 + j], chosen, {}) for i, (rule, chosen) in enumerate(NORMALIZED) for j in (0, 1)),
     *((rule, "elu", (), {"bias": False, "scale_read_out": True, "feature_dim": 6}) for rule in RULES),
 ]
@@ -73,14 +67,11 @@ def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
     rule = "retention" if isinstance(module, Retention) else module.update_rule
     normalization = module.normalization
 
-    def heads(y):
-        return y.unflatten(-1, (module.num_heads, -1))
+    def heads(name):
+        return getattr(module, f"{name}_proj")(x).unflatten(-1, (module.num_heads, -1))
 
-    def gate(name):
-        return heads(getattr(module, f"{name}_proj")(x)).sigmoid()
-
-    q, k = (y[0] for y in module.feature_map(heads(module.q_proj(x))[None], heads(module.k_proj(x))[None]))
-    v = heads(module.v_proj(x))
+    q, k = (y[0] for y in module.feature_map(heads("q")[None], heads("k")[None]))
+    v = heads("v")
     if rule == "retention":  # R, Eq. 5: q_n gamma^n e^(i n theta), here the turns of it
         q, k = turned(q), turned(k)
     # Added wherever Eq. 28 and 29 divide by what can be exactly zero.
@@ -88,10 +79,8 @@ def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
     if "sum" in normalization:  # S, Eq. 29
         q = q / (q.sum(-1, keepdim=True) + eps)
         k = k / (k.sum(-1, keepdim=True) + eps)
-    g, f, d, beta = (
-        gate(name) if hasattr(module, f"{name}_proj") else None for name in ("gate", "key_decay", "value_decay", "beta")
-    )
-
+    names = ("gate", "key_decay", "value_decay", "beta", "forget")
+    g, f, d, beta, forget = (heads(name).sigmoid() if hasattr(module, f"{name}_proj") else None for name in names)
     W = torch.zeros(*v.shape[1:], k.shape[-1], dtype=x.dtype)
     z = torch.zeros(k.shape[1:], dtype=x.dtype)
     outputs = []
@@ -108,8 +97,8 @@ def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
         elif rule == "retention":  # R, Eq. 6 and 8
             W = (1 - 2.0 ** (-5 - torch.arange(module.num_heads)))[:, None, None] * W + write
         else:
-            if hasattr(module, "forget_proj"):  # of fading_delta_rule
-                W, z = gate("forget")[t][..., None, :] * W, gate("forget")[t] * z
+            if forget is not None:  # of fading_delta_rule
+                W, z = forget[t][..., None, :] * W, forget[t] * z
             retrieved = (W * k[t][..., None, :]).sum(-1)  # S, Eq. 20
             if "removal" in normalization:  # S, Eq. 27; nothing is retrieved from nothing
                 stored = (z * k[t]).sum(-1, keepdim=True)
@@ -122,8 +111,7 @@ def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
         if rule == "retention":  # R, Eq. 8, and "QK^T / sqrt(d)" of Sec. 2.2
             y = y / k.shape[-1] ** 0.5
             y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-            g = heads(module.g_proj(x))[t]
-            y = y * g * g.sigmoid()
+            y = y * heads("g")[t] * heads("g")[t].sigmoid()
         outputs.append(y)
     return module.out_proj(module.scale * torch.stack(outputs).flatten(-2))
 
@@ -136,8 +124,7 @@ def test_outputs_and_gradients_are_those_of_the_papers_equations(rule, feature_m
 
 def fading_delta_rule(q, k, v, beta, log_forget, *, initial_state=None):
     """S' = f_t S_{t-1}, S_t = S' + beta_t (v_t - S' k_t) k_t^T, y_t = S_t q_t."""
-    state = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]) if initial_state is None else initial_state
-    outs = []
+    state, outs = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]) if initial_state is None else initial_state, []
     for t in range(q.shape[1]):
         state = state * log_forget[:, t].reshape(*q.shape[:1], q.shape[2], -1, 1).exp()
         error = v[:, t] - (k[:, t, ..., None] * state).sum(-2)
@@ -170,8 +157,7 @@ def halved(module: MemoryAttention, x: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 @pytest.mark.parametrize(("rule", "feature_map"), [("sum", "elu"), ("sum", "dpfp"), ("gated", "elu"), ("sum", "favor")])
 def test_the_normaliser_of_a_long_text_does_not_overflow_float16(rule, feature_map):
-    """z_t . q_t grows with the text: 160 a step for heads of 128 and ELU + 1, past float16's 65,504 after 400 steps
-    (Mao 2022, App. A keeps it in float32)."""
+    """z_t . q_t grows by 160 a step, past float16's 65,504 after 400 (Mao 2022, App. A keeps it in float32)."""
     module = build(rule, feature_map, "attention", width=128, heads=1)
     out, exact, finite = halved(module, contract.draw(600, 128, batch=1).float())
     assert error(out[-50:], exact[-50:]) <= HALF and finite
@@ -192,8 +178,7 @@ def test_long_queries_and_keys_of_favor_leave_gradients_finite(rule, scale):
 def test_long_queries_of_favor_do_not_vanish():
     """Attention normalisation divides out what their features, of e^-150, have in common."""
     module = build("sum", "favor", "attention").double()
-    with torch.no_grad():
-        module.q_proj.weight.mul_(15)
+    module.q_proj.weight.data.mul_(15)
     contract.check_definition(module, papers_equations, contract.draw(TIME, EMBED), None)
 
 
@@ -204,8 +189,8 @@ def test_large_features_of_favor_do_not_overflow_float16(normalization):
     feature = module.feature_map.features[0]
     feature.mul_(28**0.5 / feature.norm())  # exp(14) / sqrt(34) = 2e5
     with torch.no_grad():
-        for projection in (module.q_proj, module.k_proj):
-            projection.weight.mul_(0.1)
+        module.q_proj.weight.mul_(0.1)
+        module.k_proj.weight.mul_(0.1)
         module.q_proj.bias.copy_(feature.repeat(HEADS) * len(feature) ** 0.25)  # phi is largest at a feature itself
         module.v_proj.weight.mul_(1e-3)
         module.v_proj.bias.zero_()

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.gated_delta import DeltaProduct, GatedDelta, KimiDelta
-from fairseq_fastweights.mixers.mixer import Mixer
 from tests.mixers import contract
 
-EMBED, HEADS, TIME = 12, 4, 23
+EMBED, HEADS = 12, 4
 CASES = [
     (GatedDelta, {}),
     (GatedDelta, {"key_heads": 2, "key_dim": 5, "value_dim": 2, "conv": 3, "negative_eigenvalues": True}),
@@ -23,12 +22,6 @@ CASES = [
     (DeltaProduct, {"key_heads": 2, "key_dim": 5}),
     (DeltaProduct, {"writes": 3, "negative_eigenvalues": True}),
 ]
-cases = pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
-
-
-def build(kind: type[GatedDelta], options: dict) -> Mixer:
-    torch.manual_seed(0)
-    return contract.spread(kind(EMBED, HEADS, **options))
 
 
 def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
@@ -36,9 +29,7 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
     n, K, V = mixer.writes, mixer.key_dim, mixer.value_dim
     share = HEADS // mixer.key_heads
     projected = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
-    kimi = isinstance(mixer, KimiDelta)
-    S = x.new_zeros(HEADS, K, V)
-    rows = []
+    S, rows = x.new_zeros(HEADS, K, V), []
     for t in range(len(x)):
         u = sum(mixer.conv1d.weight[:, 0, -1 - i] * projected[t - i] for i in range(min(t + 1, mixer.conv)))
         u = u * torch.sigmoid(u)
@@ -46,7 +37,7 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
         values = u[(1 + n) * mixer.key_heads * K :].view(n, HEADS, V)
         q, *keys = ((k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()) for k in (q, *keys))
         betas = torch.sigmoid(mixer.b_proj(x[t])).view(n, HEADS) * (2 if mixer.negative_eigenvalues else 1)
-        if kimi:
+        if isinstance(mixer, KimiDelta):
             gate = mixer.forget_gate
             steps = F.softplus(gate.f_b_proj(gate.f_a_proj(x[t])) + gate.dt_bias).view(HEADS, K)
             f = torch.exp(-gate.A_log.view(HEADS, 1).exp() * steps)
@@ -70,9 +61,11 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("padding", ["none", "whole"])
-@cases
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_the_equations(kind, options, padding):
-    contract.check_definition(build(kind, options), naive, contract.draw(9, EMBED), contract.paddings(9)[padding])
+    torch.manual_seed(0)
+    mixer = contract.spread(kind(EMBED, HEADS, **options))
+    contract.check_definition(mixer, naive, contract.draw(9, EMBED), contract.paddings(9)[padding])
 
 
 @pytest.mark.parametrize("kind", [GatedDelta, KimiDelta, DeltaProduct])
@@ -99,22 +92,18 @@ def of_qwen3_next(theirs: nn.Module) -> dict[str, Tensor]:
     return {f"{name}.weight": x for name, x in projections.items()} | same | others
 
 
-SIZES = {
-    **{"hidden_size": EMBED, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
-    **{"linear_num_heads": 4, "linear_head_dim": 6, "linear_allow_neg_eigval": True, "rms_norm_eps": 1e-3},
-}
+SIZES = {"hidden_size": EMBED, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+SIZES |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+SIZES |= {"linear_num_heads": 4, "linear_head_dim": 6, "linear_allow_neg_eigval": True, "rms_norm_eps": 1e-3}
+THEIRS = [
+    ("qwen3_next", "GatedDeltaNet", GatedDelta, {"key_heads": 2, "value_dim": 5, "eps": 1e-3}),
+    ("olmo_hybrid", "GatedDeltaNet", GatedDelta, {"key_heads": 2, "value_dim": 5, "negative_eigenvalues": True}),
+    ("kimi_linear", "DeltaAttention", KimiDelta, {"value_dim": 6, "eps": 1e-3}),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "layer", "kind", "options"),
-    [
-        ("qwen3_next", "GatedDeltaNet", GatedDelta, {"key_heads": 2, "value_dim": 5, "eps": 1e-3}),
-        ("olmo_hybrid", "GatedDeltaNet", GatedDelta, {"key_heads": 2, "value_dim": 5, "negative_eigenvalues": True}),
-        ("kimi_linear", "DeltaAttention", KimiDelta, {"value_dim": 6, "eps": 1e-3}),
-    ],
-)
+@pytest.mark.parametrize(("model", "layer", "kind", "options"), THEIRS)
 def test_it_is_hugging_faces_layer_with_its_weights(model, layer, kind, options):
     """Outputs, gradients, left padding, which alone theirs can have, and caches, from which either may go on."""
     transformers = pytest.importorskip("transformers")

@@ -7,41 +7,24 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_fastweights.mixers.local_attention import SMALLEST_BLOCK, LocalAttention
 from tests.mixers import contract
 
 EMBED, HEADS = 12, 2
 
-# One block; a part of a second; several, the last full; windows of one, within a block, as large, of several blocks, of
-# blocks that are larger for it, and larger than the text.
-SIZES = [
-    (1, 1),
-    (7, 1),
-    (7, 3),
-    (7, 7),
-    (9, 40),
-    (33, 1),
-    (33, 2),
-    (64, 32),
-    (65, 33),
-    (100, 34),
-    (121, 70),
-    (200, 138),
-]
+# One block and several; windows of one, within a block, larger than the text, of several blocks and of larger blocks.
+SIZES = {1: [1], 7: [1, 3, 7], 9: [40], 33: [1, 2], 64: [32], 65: [33], 100: [34], 121: [70], 200: [138]}
 
 
 def build(window: int) -> LocalAttention:
     torch.manual_seed(0)
-    mixer = LocalAttention(EMBED, HEADS, window=window).double().eval()
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.normal_(std=0.5)
-    return mixer
+    return contract.spread(LocalAttention(EMBED, HEADS, window=window), 0.5, keep=0)
 
 
 def naive(mixer: LocalAttention, x: Tensor) -> Tensor:
-    """One position after the other."""
     q, k, v = (each(x).unflatten(-1, (HEADS, -1)) for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     rows = []
     for t in range(len(x)):
@@ -51,7 +34,7 @@ def naive(mixer: LocalAttention, x: Tensor) -> Tensor:
     return torch.stack(rows) if rows else x
 
 
-@pytest.mark.parametrize(("time", "window"), SIZES)
+@pytest.mark.parametrize(("time", "window"), [(time, window) for time, windows in SIZES.items() for window in windows])
 def test_it_is_its_definition(time, window):
     contract.check_definition(build(window), naive, contract.draw(time, EMBED), None)
 
@@ -66,14 +49,9 @@ def test_blocks_in_parts_and_with_padding_are_the_same(time, window):
 
 def test_work_grows_linearly():
     """By the sizes of what is multiplied: times are no claim that a test can hold."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     counts = []
-    for time in (10 * SMALLEST_BLOCK, 20 * SMALLEST_BLOCK):
-        with (
-            FlopCounterMode(display=False) as counter,
-            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        ):
-            build(9)(contract.draw(time, EMBED))
+    for blocks in (10, 20):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            build(9)(contract.draw(blocks * SMALLEST_BLOCK, EMBED))
         counts.append(counter.get_total_flops())
     assert counts[1] == 2 * counts[0]

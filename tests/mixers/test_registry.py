@@ -14,52 +14,45 @@ from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 
 WIDTH = 16
 HEADS = {"num_heads": 4, "fast_weight_heads": 2, "max_positions": 24}
+MEMORIES = ("delta", "retention", "kimi-delta")
+NO_CORRECTION, REMOVAL = ("sum", "gated", "decay"), {"normalization": {"sum", "removal"}}
 
 
 def build(name: str, kinds: Mapping[str, Kind] = MIXERS, **settings: Any) -> Mixer:
     return build_mixer(name, WIDTH, {**HEADS, **settings}, kinds)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("delta", "delta delta delta delta"),
-        ("delta,softmax:2,4", "delta softmax delta softmax"),
-        ("softmax:2,4,delta", "delta softmax delta softmax"),
-        ("softmax:1,3-4,retention:2", "softmax retention softmax softmax"),
-        ("delta:1,softmax:2-3,delta:4", "delta softmax softmax delta"),
-        (" delta: 1-3 , softmax:4 ", "delta delta delta softmax"),
-    ],
-)
-def test_patterns_are_read(text, expected):
-    assert parse_pattern(text, 4) == tuple(expected.split())
+def test_patterns_are_read():
+    for text, expected in {
+        "delta": "delta delta delta delta",
+        "softmax:2,4,delta": "delta softmax delta softmax",
+        "softmax:1,3-4,retention:2": "softmax retention softmax softmax",
+        "delta:1,softmax:2-3,delta:4": "delta softmax softmax delta",
+        " delta: 1-3 , softmax:4 ": "delta delta delta softmax",
+    }.items():
+        assert parse_pattern(text, 4) == tuple(expected.split())
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "in which '' names no layers"),
-        ("hebb", "in which 'hebb' is no mixer"),
-        ("Delta", "in which 'Delta' names no layers"),
-        ("delta:1-2", "which leaves layers without a mixer: 3, 4"),
-        ("delta:1-3,softmax:3-4", "which gives layer 3 both 'delta' and 'softmax'"),
-        ("delta,softmax:2,softmax:2", "which gives layer 2 both 'softmax' and 'softmax'"),
-        ("delta,softmax", "in which both 'delta' and 'softmax' have the layers that are left"),
-        ("delta,softmax:5", "in which '5' is not within 1 to 4"),
-        ("delta,softmax:0", "in which '0' is not within 1 to 4"),
-        ("delta,softmax:3-2", "in which '3-2' is not within 1 to 4"),
-        ("1-2", "in which '1-2' names no layers"),
-        ("delta,2", "in which '2' names no layers"),
-        ("delta,softmax:2-", "in which '2-' names no layers"),
-    ],
-)
-def test_other_patterns_are_refused_with_the_reason(text, why):
-    with pytest.raises(ValueError) as raised:
-        parse_pattern(text, 4)
-    assert str(raised.value) == (
-        f"mixers is {text!r}, {why}; it must be comma-separated names, each with its layers from 1 to 4, as in "
-        f"'delta:1-4' or 'delta,softmax:4'. The names are {', '.join(MIXERS)}"
-    )
+def test_other_patterns_are_refused_with_the_reason():
+    for text, why in {
+        "": "in which '' names no layers",
+        "hebb": "in which 'hebb' is no mixer",
+        "Delta": "in which 'Delta' names no layers",
+        "delta:1-2": "which leaves layers without a mixer: 3, 4",
+        "delta:1-3,softmax:3-4": "which gives layer 3 both 'delta' and 'softmax'",
+        "delta,softmax": "in which both 'delta' and 'softmax' have the layers that are left",
+        "delta,softmax:5": "in which '5' is not within 1 to 4",
+        "delta,softmax:0": "in which '0' is not within 1 to 4",
+        "delta,softmax:3-2": "in which '3-2' is not within 1 to 4",
+        "delta,2": "in which '2' names no layers",
+        "delta,softmax:2-": "in which '2-' names no layers",
+    }.items():
+        with pytest.raises(ValueError) as raised:
+            parse_pattern(text, 4)
+        assert str(raised.value) == (
+            f"mixers is {text!r}, {why}; it must be comma-separated names, each with its layers from 1 to 4, as in "
+            f"'delta:1-4' or 'delta,softmax:4'. The names are {', '.join(MIXERS)}"
+        )
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -70,11 +63,11 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
         others["key_heads"] = 1
     mixer, default = build(name, **{option_name(name, option): value for option, value in others.items()}), build(name)
     assert mixer.num_heads == {None: 1, **HEADS}[kind.heads]
+    assert "dropout" not in kind.shared or default.dropout_module.p == 0
     for option, row in kind.options.items():
         assert getattr(mixer, option) == others[option] != getattr(default, option), option
         assert mixer.settings().get(option, others[option]) == others[option]
         assert getattr(default, option) == row.default or row.default == 0
-    # What says which kinds there are is used as a table.
     assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
     assert mixer.takes_attention == (name in (*UPDATE_RULES, "softmax", "local"))
     assert mixer.needs_positions == (name in ("softmax", "local", "abc"))
@@ -82,7 +75,7 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
 
 def test_settings_reach_the_mixers_that_take_them():
     shared = {"dropout": 0.25, "feature_map": "elu", "feature_dim": 6, "scale_read_out": True, "bias": False}
-    for name in ("sum", "gated", "decay", "delta", "retention"):
+    for name in (*UPDATE_RULES, "retention"):
         mixer = build(name, **shared, normalization=frozenset(), backend="reference", rotary_dim=2, source_dim=24)
         assert mixer.num_heads == 2 and mixer.scale == 8**-0.5 and mixer.backend == "reference"
         assert mixer.feature_map_name == "elu" and mixer.feature_map.output_dim == 6
@@ -109,64 +102,50 @@ def test_a_source_is_read_by_what_needs_no_order():
     assert mixer.dropout_module.p == 0.25 and mixer.scale == 0.5
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("hebb", {}, f"mixers is 'hebb'; it must be one of {', '.join(MIXERS)}$"),
-        ("softmax", {"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 4, or 0 for none"),
-        ("softmax", {"rotary_dim": 6}, "rotary_dim is 6; "),
-        ("softmax", {"rotary_dim": 4, "rotary_base": float("nan")}, "rotary_base is nan; it must be positive"),
-        *(
-            (name, {"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16")
-            for name in ("softmax", "local", "abc")
-        ),
-        ("local", {"local_window": 0}, "local_window is 0; it must be at least 1"),
-        ("abc", {"abc_slots": 0}, "abc_slots is 0; it must be at least 1"),
-        ("linformer", {"linformer_slots": -1}, "linformer_slots is -1; it must be at least 1"),
-        ("linformer", {"max_positions": 0}, "max_positions is 0; it must be at least 1"),
-        ("transformer-xl", {"transformer_xl_memory": -1}, "transformer_xl_memory is -1; .* at least 1, or 0 for none"),
-        ("transformer-xl", {"transformer_xl_clamp_len": -2}, "transformer_xl_clamp_len is -2; .* or 0 for none"),
-        ("mamba", {"mamba_state": 0}, "mamba_state is 0; it must be at least 1"),
-        ("mamba", {"mamba_conv": 0}, "mamba_conv is 0; it must be at least 1"),
-        ("mamba", {"mamba_expansion": -1}, "mamba_expansion is -1; it must be at least 1"),
-        ("mamba", {"mamba_dt_rank": -2}, "mamba_dt_rank is -2; .* at least 1, or 0 for a sixteenth of embed_dim"),
-        ("mamba", {"backend": "fast"}, "backend is 'fast'; it must be one of auto, reference"),
-        (
-            "gated-delta",
-            {"gated_delta_key_heads": 3},
-            "gated_delta_key_heads is 3; it .* divisor of num_heads, 2, or 0",
-        ),
-        ("gated-delta", {"gated_delta_key_heads": -1}, "gated_delta_key_heads is -1; it must be"),
-        ("gated-delta", {"gated_delta_key_dim": -1}, "gated_delta_key_dim is -1; it must be at least 0"),
-        ("kimi-delta", {"kimi_delta_value_dim": -2}, "kimi_delta_value_dim is -2; it must be at least 0"),
-        ("kimi-delta", {"kimi_delta_conv": 0}, "kimi_delta_conv is 0; it must be at least 1"),
-        ("kimi-delta", {"backend": "fast"}, "backend is 'fast'; it must be one of auto"),
-        ("delta-product", {"delta_product_eps": -1.0}, "delta_product_eps is -1.0; it must be at least 0"),
-        ("gated-delta", {"gated_delta_eps": float("nan")}, "gated_delta_eps is nan; it must be at least 0"),
-        ("delta-product", {"delta_product_writes": 0}, "delta_product_writes is 0; it must be at least 1"),
-        *(
-            (name, {"fast_weight_heads": -4}, "num_heads is -4; it .* divisor of embed_dim, 16")
-            for name in ("sum", "kimi-delta")
-        ),
-        ("delta", {"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, reference, chunkwise, native"),
-        ("delta", {"normalization": {"sum", "max"}}, "normalization is 'max,sum'; it may hold sum, attention, removal"),
-        *(
-            (
-                rule,
-                {"normalization": {"sum", "removal"}},
-                f"normalization is 'removal,sum', but the {rule} rule .* with delta$",
-            )
-            for rule in ("sum", "gated", "decay")
-        ),
-        ("delta", {"feature_map": "tanh", "normalization": {"removal"}}, "normalization holds 'removal' and .* 'tanh'"),
-        ("delta", {"feature_map": "dpfp", "dpfp_nu": 32}, "dpfp_nu is 32; .*head_dim 8 .*from 1 to 15"),
-        ("retention", {"fast_weight_heads": 16}, "the feature map gives keys 1 dimensions; with retention .* be even"),
-        ("retention", {"feature_dim": 5}, "the feature map gives keys 5 dimensions; with retention"),
-        ("retention", {"normalization": frozenset({"sum"})}, "normalization is 'sum'; with retention it must be none"),
-        ("retention", {"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, reference, chunkwise, native"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else str(value).partition(";")[0],
-)
+# Of a mixer's own options, each of which is refused alone, and by the name that it has here.
+OWN: list[tuple[str, dict[str, float], str]] = [
+    ("local", {"window": 0}, "be at least 1"),
+    ("abc", {"slots": 0}, "be at least 1"),
+    ("linformer", {"slots": -1}, "be at least 1"),
+    ("transformer-xl", {"memory": -1, "clamp_len": -2}, "at least 1, or 0 for none"),
+    ("mamba", {"state": 0, "conv": 0, "expansion": -1}, "be at least 1"),
+    ("mamba", {"dt_rank": -2}, "at least 1, or 0 for a sixteenth of embed_dim"),
+    (
+        "gated-delta",
+        {"key_heads": 3, "key_dim": -1, "eps": float("nan")},
+        "divisor of num_heads, 2, or 0|be at least 0",
+    ),
+    ("kimi-delta", {"key_heads": -1, "value_dim": -2}, "divisor of num_heads, 2, or 0|be at least 0"),
+    ("kimi-delta", {"conv": 0}, "be at least 1"),
+    ("delta-product", {"eps": -1.0}, "be at least 0"),
+    ("delta-product", {"writes": 0}, "be at least 1"),
+]
+BACKENDS = "backend is 'cuda'; it must be one of auto, reference"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("hebb", {}, f"mixers is 'hebb'; it must be one of {', '.join(MIXERS)}$"),
+    ("softmax", {"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 4, or 0 for none"),
+    ("softmax", {"rotary_dim": 6}, "rotary_dim is 6; "),
+    ("softmax", {"rotary_dim": 4, "rotary_base": float("nan")}, "rotary_base is nan; it must be positive"),
+    *((name, {"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16") for name in ("softmax", "abc")),
+    *((name, {"fast_weight_heads": -4}, "num_heads is -4; it .* divisor of embed_dim, 16") for name in MEMORIES),
+    *((name, {"backend": "cuda"}, BACKENDS) for name in ("mamba", *MEMORIES)),
+    ("linformer", {"max_positions": 0}, "max_positions is 0; it must be at least 1"),
+    ("delta", {"normalization": {"sum", "max"}}, "normalization is 'max,sum'; it may hold sum, attention, removal"),
+    *((rule, REMOVAL, f"normalization is 'removal,sum', but the {rule} rule .* with delta$") for rule in NO_CORRECTION),
+    ("delta", {"feature_map": "tanh", "normalization": {"removal"}}, "normalization holds 'removal' and .* 'tanh'"),
+    ("delta", {"feature_map": "dpfp", "dpfp_nu": 32}, "dpfp_nu is 32; .*head_dim 8 .*from 1 to 15"),
+    ("retention", {"fast_weight_heads": 16}, "the feature map gives keys 1 dimensions; with retention .* be even"),
+    ("retention", {"feature_dim": 5}, "the feature map gives keys 5 dimensions; with retention"),
+    ("retention", {"normalization": frozenset({"sum"})}, "normalization is 'sum'; with retention it must be none"),
+    *(
+        (name, {option_name(name, option): value}, f"{option_name(name, option)} is {value}; it must .*({allowed})")
+        for name, options, allowed in OWN
+        for option, value in options.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), REFUSED)
 def test_what_a_mixer_cannot_be_is_named(name, settings, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         build(name, **settings)

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from tests.mixers import contract
@@ -17,11 +18,7 @@ EMBED, HEADS = 12, 2
 
 def build(memory: int, embed: int = EMBED, heads: int = HEADS, **options) -> TransformerXL:
     torch.manual_seed(0)
-    mixer = TransformerXL(embed, heads, memory=memory, **options).double().eval()
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.normal_(std=0.5)
-    return mixer
+    return contract.spread(TransformerXL(embed, heads, memory=memory, **options), 0.5, keep=0)
 
 
 @cache
@@ -69,14 +66,10 @@ def test_it_is_its_definition(options):
 @pytest.mark.parametrize("padding", ["none", "whole"])
 @pytest.mark.parametrize(
     "options",
-    [
-        *({"memory": memory} for memory in (0, 3, 5, 7, 40)),
-        {"memory": 4, "same_length": True},
-        {"memory": 7, "clamp_len": 6},
-    ],
+    [*({"memory": n} for n in (0, 3, 5, 7, 40)), {"memory": 4, "same_length": True}, {"memory": 7, "clamp_len": 6}],
 )
 def test_segments_see_the_memory_and_no_gradient_enters_it(options, padding):
-    """Memories of none, one, fewer, as many and more positions than the segments have."""
+    """Memories of no, fewer, as many and more positions than the segments have."""
     mixer, lengths = build(**options), [5, 5, 1, 1, 4]
     x, padding = contract.draw(sum(lengths), EMBED).requires_grad_(), contract.paddings(sum(lengths))[padding]
     real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()
@@ -95,16 +88,7 @@ def test_segments_see_the_memory_and_no_gradient_enters_it(options, padding):
     assert contract.error(out[real], expected[real]) <= contract.FLOAT64
     weights = contract.draw(len(x), EMBED, seed=2)
     wanted = [x, *mixer.parameters()]
-    ours, theirs = (torch.autograd.grad((y * weights)[real].sum(), wanted) for y in (out, expected))
-    for mine, its in zip(ours, theirs, strict=True):
-        assert contract.error(mine, its) <= contract.FLOAT64
-
-
-def test_step_by_step_it_is_as_with_the_same_length():
-    x = contract.draw(13, EMBED)
-    steps, _ = contract.in_parts(build(4), x, [1] * 13, None)
-    assert contract.error(steps, build(4, same_length=True)(x)[0]) <= contract.FLOAT64
-    assert contract.error(steps[5:], build(4)(x)[0][5:]) > 1e-3
+    contract.assert_gradients(*(torch.autograd.grad((y * weights)[real].sum(), wanted) for y in (out, expected)))
 
 
 @pytest.mark.parametrize(("trained", "evaluated"), [(4, 9), (9, 4), (4, 0)])
@@ -129,8 +113,6 @@ def test_half_precision(dtype):
 def test_pairs_of_positions_have_a_score_and_no_vector():
     mixer, x, sizes = build(50), contract.draw(50, EMBED), []
     state = mixer(x)[1]
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda kept: sizes.append(kept.untyped_storage().nbytes()), lambda _: 0
-    ):
+    with saved_tensors_hooks(lambda kept: sizes.append(kept.untyped_storage().nbytes()), lambda _: 0):
         mixer(x, state)
     assert max(sizes) <= 8 * contract.BATCH * HEADS * 50 * 101

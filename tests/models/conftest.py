@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import fairseq_fastweights.models.huggingface_architectures
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 
 WORDS = tuple(f"w{i}" for i in range(40))
-
 SIZES = {f"decoder-{name}-dim": 16 for name in ("embed", "input", "output")}
 SIZES |= {"decoder-layers": 2, "decoder-attention-heads": 2, "decoder-ffn-embed-dim": 32, "tokens-per-sample": 64}
 
@@ -27,35 +26,30 @@ class Fairseq:
         self._folder = folder
         self._tasks: dict[tuple[str, ...], Any] = {}
 
-    def data(self, words: Iterable[str] = WORDS) -> Path:
+    def data(self, words: Sequence[str] = WORDS) -> Path:
         """A data folder with nothing but a dictionary: 4 special types and `words`, in order."""
-        words = list(words)
         folder = self._folder / f"{abs(hash(tuple(words)))}"
         folder.mkdir(exist_ok=True)
         (folder / "dict.txt").write_text("".join(f"{word} {len(words) - i}\n" for i, word in enumerate(words)))
         return folder
 
-    def parse(self, arch: str, flags: str = "", words: Iterable[str] = WORDS) -> Namespace:
+    def parse(self, arch: str, flags: str = "", words: tuple[str, ...] = WORDS) -> Namespace:
         """What `fairseq-train` makes of these flags. They are split at spaces."""
         parser = options.get_training_parser("fast_weight_language_modeling")
         return options.parse_args_and_arch(parser, [str(self.data(words)), "--arch", arch, *flags.split()])
 
-    def tiny(self, arch: str, flags: str = "", words: Iterable[str] = WORDS) -> Namespace:
+    def tiny(self, arch: str, flags: str = "", words: tuple[str, ...] = WORDS) -> Namespace:
         """The same, at the sizes of `SIZES` where `flags` say nothing else."""
         sizes = [f"--{name} {n}" for name, n in SIZES.items() if f"--{name} " not in f"{flags} "]
         return self.parse(arch, " ".join([*sizes, flags]), words)
 
-    def task(self, words: Iterable[str] = WORDS) -> Any:
-        key = tuple(words)
-        if key not in self._tasks:
-            self._tasks[key] = tasks.setup_task(self.tiny("fast_weight_lm", words=key))
-        return self._tasks[key]
+    def task(self, words: tuple[str, ...] = WORDS) -> Any:
+        if words not in self._tasks:
+            self._tasks[words] = tasks.setup_task(self.tiny("fast_weight_lm", words=words))
+        return self._tasks[words]
 
-    def build(
-        self, flags: str = "", *, arch: str = "fast_weight_lm", words: Iterable[str] = WORDS, seed: int = 0
-    ) -> Any:
+    def build(self, flags: str = "", *, arch: str = "fast_weight_lm", words: tuple[str, ...] = WORDS, seed=0) -> Any:
         """A tiny model, in evaluation mode."""
-        words = tuple(words)
         args = self.tiny(arch, flags, words)  # hydra's configuration of them, as fairseq-train has it, takes long
         torch.manual_seed(seed)
         return self.task(words).build_model(args).eval()
@@ -68,9 +62,5 @@ def fairseq(tmp_path_factory) -> Fairseq:
 
 @pytest.fixture(scope="session")
 def text():
-    """`text(batch, time)`: tokens without padding, special types left out."""
-
-    def draw(batch: int, time: int, seed: int = 0) -> torch.Tensor:
-        return torch.randint(4, 4 + len(WORDS), (batch, time), generator=torch.Generator().manual_seed(seed))
-
-    return draw
+    """`text(batch, time, seed=0)`: tokens without padding, special types left out."""
+    return lambda *size, seed=0: torch.randint(4, 44, size, generator=torch.Generator().manual_seed(seed))

@@ -17,10 +17,7 @@ KINDS = (
     *("adaptive", "translation", "translation_delta", "translation_retention", "translation_softmax"),
 )
 PAD = 1
-
-# Relative. Here the models compute in float64, so that this is what float32 rounded then, at most 9e-7, and on every
-# CPU the same: no order of sums, no library's exp and no other torch changes it by more than 2e-8, what is left of
-# float32 in fairseq's softmax and positions. An epsilon, a scale or a gate that differs costs more.
+# Relative, of results in float64: what float32 rounded then. An epsilon, a scale or a gate that differs costs more.
 ROUNDED = 2e-6
 
 
@@ -30,10 +27,9 @@ def tokens(batch: int, time: int, types: int, seed: int) -> torch.Tensor:
 
 def language_model(model: Any, types: int) -> list[torch.Tensor]:
     """Logits of whole texts, with padding and without, of one written token by token, and of two segments."""
-    text = tokens(2, 9, types, 0)
+    text, state = tokens(2, 9, types, 0), {}
     padded = text.clone()
     padded[0, -3:] = PAD
-    state: dict[str, Any] = {}
     outputs = [model(text)[0], model(padded)[0][padded != PAD]]
     for i in range(9):
         outputs.append(model(text[:, : i + 1], incremental_state=state)[0])
@@ -46,12 +42,10 @@ def language_model(model: Any, types: int) -> list[torch.Tensor]:
 
 def translation_model(model: Any, types: int) -> list[torch.Tensor]:
     """Logits of whole targets, and of targets written token by token."""
-    source, target = tokens(4, 6, types, 0), tokens(4, 5, types, 1)
-    source[0, :2] = PAD  # on the left, as fairseq has it
-    target[1, -2:] = PAD
+    source, target, state = tokens(4, 6, types, 0), tokens(4, 5, types, 1), {}
+    source[0, :2] = target[1, -2:] = PAD  # on the left, as fairseq has it
     outputs = [model(source, source.ne(PAD).sum(dim=1), target)[0][target != PAD]]
     encoded = model.encoder(source, source.ne(PAD).sum(dim=1))
-    state: dict[str, Any] = {}
     for i in range(5):
         outputs.append(model.decoder(target[:, : i + 1], encoder_out=encoded, incremental_state=state)[0])
         if i == 2:
@@ -70,19 +64,18 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def load(folder: Path, kind: str, **overrides: str) -> tuple[Any, Any]:
-    """The model and its task, as fairseq's commands load them."""
+def load(folder: Path, kind: str, **overrides: str) -> tuple[Any, int]:
+    """The model, as fairseq's commands load it, and the size of its dictionary."""
     overrides |= {"data": str(folder / "data"), "source_lang": "en", "target_lang": "de"}
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(folder / f"{kind}.pt")], overrides)
-    return model, task
+    return model.eval().double(), len(task.target_dictionary)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_former_checkpoints_give_what_they_gave(folder, kind):
-    model, task = load(folder, kind, fast_weight_backend="reference")
     score = translation_model if kind.startswith("translation") else language_model
-    now = score(model.eval().double(), len(task.target_dictionary))
+    now = score(*load(folder, kind, fast_weight_backend="reference"))
     for actual, expected in zip(now, torch.load(folder / "former" / f"{kind}.pt"), strict=True):
         assert actual.dtype == torch.float64
         assert (actual - expected).norm() <= ROUNDED * expected.norm()

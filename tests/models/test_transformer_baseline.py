@@ -1,5 +1,4 @@
-"""With `--softmax-attention-layers all` the model is fairseq's Transformer: its names, its numbers,
-its options. Other layers differ in their attention alone."""
+"""With `--softmax-attention-layers all` the model is fairseq's Transformer; other layers differ in attention alone."""
 
 from __future__ import annotations
 
@@ -8,26 +7,25 @@ import torch
 
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
-from tests.ops.rules import relative_error
+from tests.ops.agreement import relative_error
 
+ALL, NO_POSITIONS = "--softmax-attention-layers all", "--no-token-positional-embeddings"
 CUTOFFS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25"
 ADAPTIVE = f"--adaptive-input {CUTOFFS} --adaptive-input-factor 2 --adaptive-softmax-factor 2"
-TIED = f"{ADAPTIVE} --tie-adaptive-weights --tie-adaptive-proj"
-
 # Options of fairseq's `transformer_lm`; each has to mean what it means there.
 OPTIONS = {
     "base": "",
     "pre-norm": "--decoder-normalize-before",
     "no final norm": "--decoder-normalize-before --no-decoder-final-norm",
     "learned positions": "--decoder-learned-pos",
-    "no positions": "--no-token-positional-embeddings",
+    "no positions": NO_POSITIONS,
     "tied": "--share-decoder-input-output-embed --no-scale-embedding",
     "other widths in and out": "--decoder-input-dim 8 --decoder-output-dim 12",
     "gelu, embedding norm": "--activation-fn gelu --layernorm-embedding",
     "NormFormer": "--scale-fc --scale-attn --scale-heads --scale-resids",
     "characters": "--character-embeddings --character-filters [(1,8),(2,8)]",
     "adaptive": ADAPTIVE,
-    "adaptive, tied": TIED,
+    "adaptive, tied": f"{ADAPTIVE} --tie-adaptive-weights --tie-adaptive-proj",
     "adaptive to the last type": "--adaptive-softmax-cutoff 10,44 --adaptive-input --adaptive-input-cutoff 10,44",
     "checkpointed": "--checkpoint-activations",
     "layers dropped": "--decoder-layerdrop 0.4",
@@ -35,13 +33,11 @@ OPTIONS = {
     "Baevski & Auli": f"{CUTOFFS} --decoder-layers 2",
 }
 
-# The same operations in the same order; rounding may differ where kernels are chosen by layout.
-SAME = 1e-6
+SAME = 1e-6  # the same operations in the same order, but for kernels that are chosen by layout
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_all_layers_softmax_is_fairseqs_transformer(fairseq, text, name):
-    """In training too, and written token by token."""
     arch = "_baevski_wiki103" if name == "Baevski & Auli" else ""
     theirs = fairseq.build(OPTIONS[name], arch=f"transformer_lm{arch}")
     ours = fairseq.build(f"{OPTIONS[name]} --softmax-attention-layers all", arch=f"fast_weight_lm{arch}", seed=1)
@@ -71,37 +67,17 @@ def test_layers_are_counted_from_one(fairseq, layers):
 
 
 @pytest.mark.parametrize(
-    ("flags", "added"),
-    [
-        ("--update-rule sum", []),
-        (f"--update-rule sum --feature-map relu {TIED}", ["feature_map.weight", "feature_map.bias"]),
-        ("--update-rule sum --feature-map favor", ["feature_map.features"]),
-        (f"--update-rule gated {TIED}", ["gate_proj.weight", "gate_proj.bias"]),
-        ("--update-rule decay", [f"{x}_decay_proj.{kind}" for x in ("key", "value") for kind in ("weight", "bias")]),
-        (f"--update-rule delta {TIED}", ["beta_proj.weight", "beta_proj.bias"]),
-    ],
-)
-def test_names_are_fairseqs_but_for_gates_maps_and_settings(fairseq, flags, added):
-    theirs = fairseq.build(TIED if TIED in flags else "", arch="transformer_lm").state_dict()
-    ours = fairseq.build(flags).state_dict()
-    new = {f"decoder.layers.{layer}.self_attn.{name}" for layer in (0, 1) for name in added}
-    assert set(ours) - set(theirs) == new | {"decoder.settings_version"}
-    assert all(ours[name].shape == theirs[name].shape for name in theirs)
-
-
-@pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--softmax-attention-layers all", "layers 1, 2 (softmax)"),
-        ("--mixers delta,local:2", "layers 2 (local)"),
-        ("--softmax-attention-layers all --rotary-dim 4", ""),
-        ("--mixers delta,transformer-xl:2", ""),
+        (ALL, ""),
+        (f"{ALL} {NO_POSITIONS}", "layers 1, 2 (softmax)"),
+        (f"{ALL} {NO_POSITIONS} --rotary-dim 4", ""),
+        (f"--mixers delta,local:2 {NO_POSITIONS}", "layers 2 (local)"),
+        (f"--mixers delta,transformer-xl:2 {NO_POSITIONS}", ""),
     ],
 )
 def test_layers_that_tell_no_positions_apart_are_told(fairseq, caplog, flags, named):
     fairseq.build(flags)
-    assert not caplog.records
-    fairseq.build(f"{flags} --no-token-positional-embeddings")
     said = [f"no_token_positional_embeddings is set, but nothing tells positions apart in {named}"] if named else []
     assert [record.getMessage() for record in caplog.records] == said
 

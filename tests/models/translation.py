@@ -19,18 +19,13 @@ WORDS = tuple(f"w{i}" for i in range(24))
 PAD, EOS = 1, 2
 SIZES = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("attention_heads", 2))}
 SIZES |= {"encoder_embed_dim": 16, "encoder_ffn_embed_dim": 32}
-
 PLACES = ("encoder", "decoder", "cross")
 SUBSETS = [",".join(chosen) for size in (3, 2, 1) for chosen in combinations(PLACES, size)] + ["none"]
-
-# Copies of weights that fairseq's encoder layers keep for a fused kernel, and fill in loading. Nothing trains them.
+# Copies of weights that fairseq's encoder layers keep for a fused kernel.
 FUSED = [f"{name}_{kind}" for name in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
-
 # Not DPFP and ReLU, all of whose features may be small or 0.
 POSITIVE = [name for name, kind in FEATURE_MAPS.items() if kind.positive and not kind.may_vanish]
-
-# Of log-probabilities, which are of the order of 3: float32 leaves 2e-6. fairseq's softmax is in float32 in any model,
-# and of what it rounds DPFP's small sums make 2e-5. A token that is read twice, or not at all, costs more than 1e-3.
+# Of log-probabilities: float32 leaves 2e-6, of which DPFP's small sums make 2e-5. A token read twice costs 1e-3.
 SCORES = 5e-5
 
 
@@ -43,11 +38,10 @@ def build(
     **options: Any,
 ) -> Any:
     """A model of `SIZES` in evaluation mode. Without `target` the dictionary is joined."""
-    dictionaries = []
-    for words in (source, target or ()):
-        dictionaries.append(Dictionary())
+    dictionaries = Dictionary(), Dictionary()
+    for dictionary, words in zip(dictionaries, (source, target or ()), strict=True):
         for word in words:
-            dictionaries[-1].add_symbol(word)
+            dictionary.add_symbol(word)
     task = SimpleNamespace(source_dictionary=dictionaries[0], target_dictionary=dictionaries[target is not None])
     args = Namespace(**{**SIZES, **options})
     ARCH_CONFIG_REGISTRY[arch](args)
@@ -56,12 +50,9 @@ def build(
 
 
 def with_map(feature_map: str, **options: Any) -> Any:
-    """The same, in float64 where the map is one whose sums come near zero: no two ways to round them agree.
-
-    As loaded from a checkpoint, in which fairseq switches its fused kernel on, where there is one.
-    """
+    """The same, in float64 where the map is one whose sums come near zero: no two ways to round them agree."""
     model = build(feature_map=feature_map, **options)
-    model.load_state_dict(model.state_dict())
+    model.load_state_dict(model.state_dict())  # in which fairseq switches its fused kernel on
     return model if feature_map in ("auto", *POSITIVE) else model.double()
 
 

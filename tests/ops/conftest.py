@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fairseq_fastweights.ops import libraries
 from tests.ops.rules import DEVICE
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """`torch.empty` gives NaN, so that whoever reads what was never written is found out."""
+    """`torch.empty` gives NaN, so that whoever reads what was never written is found out; kernels are loaded."""
+    libraries.load(DEVICE.type)
     before = torch.are_deterministic_algorithms_enabled()
     # On a GPU torch's cumulative sums, which chunkwise takes, have no other algorithm.
     torch.use_deterministic_algorithms(True, warn_only=DEVICE.type != "cpu")

@@ -1,41 +1,26 @@
-"""The update rules as one table, and what it takes to run a row of it.
-
-A new rule is one row of `RULES`; a new backend is one name in `BACKENDS`.
-"""
+"""The update rules as one table, and what it takes to run a row of it: a new rule is one row of `RULES`."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
 
-# Backends with forward and backward passes of their own, held against the float64 reference.
-BACKENDS = ("chunkwise", "native")
-
-# Where they run; the reference that they are held against runs on the CPU.
+BACKENDS = ("chunkwise", "native")  # with passes of their own, held against the float64 reference
+# Where they run; the reference runs on the CPU.
 DEVICE = torch.device(os.environ.get("FASTWEIGHTS_TEST_DEVICE", "cpu"))
 CPU_KERNELS = "about the CPU kernels"  # the reason to skip a test elsewhere
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 Inputs = dict[str, Tensor | None]
-
-TOLERANCE = {
-    # What the project promises of every backend, up to T = 4096.
-    torch.float32: 1e-5,
-    # Half a unit in the last place is 4e-3 in bfloat16, and out and gradients are rounded to it at
-    # least once; float16 has three bits more, and no promise of its own.
-    torch.bfloat16: 2e-2,
-    torch.float16: 2e-2,
-    # 1e-16 times the terms of a sum; logs of -1e4 cost four digits of it within a chunk.
-    torch.float64: 1e-11,
-}
 
 
 @dataclass(frozen=True)
@@ -58,14 +43,12 @@ class Draw:
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
     def log_decay(self, *shape: int) -> Tensor:
-        """Logs of gates, all at most 0. Float64; rounded later to what the test asks for."""
-        tiny = math.log(1e-6)
+        """Logs of gates, at most 0."""
+        tiny, logsigmoid = math.log(1e-6), torch.nn.functional.logsigmoid
         match self.regime:
             case "ordinary" | "zero, one or two" | "repeated keys, one":
-                return torch.nn.functional.logsigmoid(self.normal(*shape) + 1)
-            case "near one":
-                # From 1 - 1e-3 to 1 - 1e-8: 1 - exp(log g) has no digits left in float32 at the
-                # end of that range, where -expm1(log g) has all of them.
+                return logsigmoid(self.normal(*shape) + 1)
+            case "near one":  # from 1 - 1e-3 to 1 - 1e-8, where 1 - exp(log g) has no digits left in float32
                 return -(10 ** -(3 + 5 * self.uniform(*shape)))
             case "one":
                 return torch.zeros(*shape, dtype=torch.float64)
@@ -73,14 +56,11 @@ class Draw:
                 return torch.full(shape, tiny, dtype=torch.float64)
             case "one or tiny":
                 return torch.where(self.uniform(*shape) < 0.7, 0.0, tiny)
-            case "ordinary or tiny":
-                # Cumulative logs grow large while differences stay ordinary: whoever subtracts
-                # two float32 cumulative sums has lost the digits of the difference.
-                ordinary = torch.nn.functional.logsigmoid(self.normal(*shape) + 3)
+            case "ordinary or tiny":  # large cumulative logs, of which float32 has not the digits of the differences
+                ordinary = logsigmoid(self.normal(*shape) + 3)
                 return torch.where(self.uniform(*shape) < 0.7, ordinary, tiny)
-            case "ordinary or erased":
-                # exp(-1e4) is 0 in every float type: a reset of the state.
-                ordinary = torch.nn.functional.logsigmoid(self.normal(*shape) + 3)
+            case "ordinary or erased":  # exp(-1e4) is 0 in every float type: a reset of the state
+                ordinary = logsigmoid(self.normal(*shape) + 3)
                 return torch.where(self.uniform(*shape) < 0.9, ordinary, -1e4)
         raise ValueError(f"no such regime of gates: {self.regime!r}")
 
@@ -104,20 +84,14 @@ class Draw:
         return self.normal(self.B, self.T, self.H, self.K)
 
     def bounded_keys(self) -> Tensor:
-        """Keys of norm at most 1, as the delta rule needs them.
-
-        A step multiplies the state by I - beta k k^T, whose eigenvalue along k is 1 - beta |k|^2.
-        With beta in [0, 1] and |k| <= 1 that is a contraction; with |k|^2 > 2 and beta = 1 the
-        state would double at every step, in the reference as well, and nothing could be compared.
-        """
+        """Keys of norm at most 1, without which I - beta k k^T would make states of the delta rule grow and grow."""
         keys = self.free_keys()
         if self.regime == "positive keys":  # sum normalisation, Schlag et al., Eq. 29
             keys = keys.abs() + 1e-3
             return keys / keys.sum(-1, keepdim=True)
         keys = torch.nn.functional.normalize(keys, dim=-1)
         if self.regime.startswith("repeated keys") and self.T:
-            # Two keys in turns and at random: the inverse in the WY form has entries of order 1,
-            # but the powers that a series for it would sum grow to 1e18 within a chunk of 64.
+            # Two keys, at random: a series for the inverse in the WY form would sum powers up to 1e18 in a chunk of 64.
             chosen = (self.uniform(self.T) < 0.5).long()
             keys = keys[:, chosen.clamp(max=self.T - 1)]
         return keys
@@ -170,16 +144,13 @@ class Rule:
             drawn[name] = None if extra is None else extra.to(dtype if name == "erase" else extras_dtype or dtype)
         state = draw.normal(B, H, K, V).to(state_dtype(dtype))
         drawn["initial_state"] = state if initial_state else None
-        return {
-            name: None if x is None else x.contiguous().to(DEVICE).requires_grad_(requires_grad)
-            for name, x in drawn.items()
-        }
+        return mapped(drawn, lambda x: x.contiguous().to(DEVICE).requires_grad_(requires_grad))
 
     def in_regimes(self, regimes: Sequence[str], **kwargs) -> Inputs:
         """Rows of the batch in each of these regimes, `B` of each, for `assert_agrees` to tell apart."""
         each = [self.inputs(regime=regime, requires_grad=False, **kwargs) for regime in regimes]
         together = {name: None if x is None else torch.cat([one[name] for one in each]) for name, x in each[0].items()}
-        return {name: None if x is None else x.requires_grad_() for name, x in together.items()}
+        return mapped(together, Tensor.requires_grad_)
 
     def run(self, inputs: Inputs, backend: str, **options) -> tuple[Tensor, Tensor]:
         return getattr(ops, self.operation)(**inputs, backend=backend, **options)
@@ -196,56 +167,47 @@ STRENGTHS = ("ordinary", "near one", "one", "tiny", "zero", "zero or one", *REPE
 BOTH = (*GATES, "zero, one or two", "repeated keys, one")
 
 
-def decays(*, key: bool, value: bool) -> Callable[[Draw], Inputs]:
-    def draw_decays(draw: Draw) -> Inputs:
-        shape = (draw.B, draw.T, draw.H)
-        return {
-            "log_key_decay": draw.log_decay(*shape, draw.K) if key else None,
-            "log_value_decay": draw.log_decay(*shape, draw.V) if value else None,
-        }
-
-    return draw_decays
+def decays(draw: Draw, key: bool = True, value: bool = True) -> Inputs:
+    shape = (draw.B, draw.T, draw.H)
+    log_key_decay = draw.log_decay(*shape, draw.K) if key else None
+    return {"log_key_decay": log_key_decay, "log_value_decay": draw.log_decay(*shape, draw.V) if value else None}
 
 
-def gated_delta(*, per_key: bool) -> Callable[[Draw], Inputs]:
-    def draw_gates(draw: Draw) -> Inputs:
-        shape = (draw.B, draw.T, draw.H)
-        log_gate = draw.log_decay(*shape, draw.K) if per_key else draw.log_decay(*shape)
-        return {"beta": draw.write_strength(*shape), "log_gate": log_gate}
+def strengths(draw: Draw) -> Inputs:
+    return {"beta": draw.write_strength(draw.B, draw.T, draw.H)}
 
-    return draw_gates
+
+def gated_delta(draw: Draw, per_key: bool) -> Inputs:
+    shape = (draw.B, draw.T, draw.H)
+    log_gate = draw.log_decay(*shape, draw.K) if per_key else draw.log_decay(*shape)
+    return {"beta": draw.write_strength(*shape), "log_gate": log_gate}
 
 
 def two_gates(draw: Draw) -> Inputs:
-    return {
-        "erase": draw.bounded_keys() * torch.sigmoid(draw.normal(draw.B, draw.T, draw.H, draw.K)),
-        "beta": None,
-        "log_key_decay": draw.log_decay(draw.B, draw.T, draw.H, draw.K),
-        "log_value_decay": None,
-    }
+    erase = draw.bounded_keys() * torch.sigmoid(draw.normal(draw.B, draw.T, draw.H, draw.K))
+    return {"erase": erase, "beta": None, **decays(draw, value=False)}
 
 
 RULES = (
     Rule("sum", "sum_rule", lambda draw: {}, ("ordinary",)),
     Rule("gated", "gated_rule", lambda draw: {"log_gate": draw.log_decay(draw.B, draw.T, draw.H)}, GATES),
-    Rule("decay", "decay_rule", decays(key=True, value=True), GATES),
-    Rule("decay of keys", "decay_rule", decays(key=True, value=False), GATES),
-    Rule("decay of values", "decay_rule", decays(key=False, value=True), GATES),
-    Rule("decay of neither", "decay_rule", decays(key=False, value=False), ("ordinary",)),
-    Rule(
-        "delta",
-        "delta_rule",
-        lambda draw: {"beta": draw.write_strength(draw.B, draw.T, draw.H)},
-        STRENGTHS,
-        Draw.bounded_keys,
-    ),
-    Rule("gated delta", "gated_delta_rule", gated_delta(per_key=False), BOTH, Draw.bounded_keys),
-    Rule("Kimi delta", "gated_delta_rule", gated_delta(per_key=True), BOTH, Draw.bounded_keys),
+    Rule("decay", "decay_rule", decays, GATES),
+    Rule("decay of keys", "decay_rule", partial(decays, value=False), GATES),
+    Rule("decay of values", "decay_rule", partial(decays, key=False), GATES),
+    Rule("decay of neither", "decay_rule", partial(decays, key=False, value=False), ("ordinary",)),
+    Rule("delta", "delta_rule", strengths, STRENGTHS, Draw.bounded_keys),
+    Rule("gated delta", "gated_delta_rule", partial(gated_delta, per_key=False), BOTH, Draw.bounded_keys),
+    Rule("Kimi delta", "gated_delta_rule", partial(gated_delta, per_key=True), BOTH, Draw.bounded_keys),
     Rule("two gates", "fast_weight_rule", two_gates, ("ordinary", "ordinary or erased"), Draw.bounded_keys),
 )
 RULE = {rule.name: rule for rule in RULES}
 PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes]
+
+
+def mapped(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Of each tensor that there is, another."""
+    return {name: None if x is None else change(x) for name, x in inputs.items()}
 
 
 def windows(x: Tensor, dim: int = 0) -> Tensor:
@@ -274,190 +236,11 @@ LAYOUT: dict[str, Callable[[Tensor], Tensor]] = {
 """The same numbers (or some of them again and again) another way in memory."""
 
 
-def label(value: object) -> str | None:
-    """A test's name for a parameter (pytest's `ids`)."""
-    if isinstance(value, Rule):
-        return label(value.name)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, (tuple, list)):
-        return "x".join(str(label(x) or x) for x in value)
-    if isinstance(value, dict):
-        return "-".join(
-            name if x is True else f"no_{name}" if x is False else str(label(x) or x) for name, x in value.items()
-        )
-    return value.replace(" ", "-") if isinstance(value, str) else None
-
-
 def deal(rows: Sequence, columns: Sequence, values: Sequence) -> list[tuple]:
-    """Each row with each column, and values dealt out in turn, so that every row and every column meets each of them.
-
-    As long as there are no more values than columns, and than rows.
-    """
+    """Each row with each column, and values in turn: each row and column meets each if there are not more values."""
     pairs = [(i, j) for i in range(len(rows)) for j in range(len(columns))]
     return [(rows[i], columns[j], values[(i + j) % len(values)]) for i, j in pairs]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def cotangents(outputs: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Random gradients for out and final_state, of their own dtypes."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
-    return drawn[0].to(outputs[0]), drawn[1].to(outputs[1])
-
-
-def differentiate(
-    outputs: tuple[Tensor, Tensor],
-    inputs: Inputs,
-    weights: tuple[Tensor | None, Tensor | None],
-) -> dict[str, Tensor | None]:
-    """Gradients by name of whatever in `inputs` needs one; None in `weights`: not used."""
-    leaves = {n: x for n, x in inputs.items() if x is not None and x.requires_grad}
-    used = [(y, w) for y, w in zip(outputs, weights, strict=True) if w is not None]
-    grads = torch.autograd.grad([y for y, _ in used], list(leaves.values()), [w for _, w in used], allow_unused=True)
-    return dict(zip(leaves, grads, strict=True))
-
-
-def in_float64(tensors: Inputs) -> Inputs:
-    """The same values, rounded as they are, as new leaves in float64, on the CPU."""
-    return {
-        name: None if x is None else x.detach().cpu().double().requires_grad_(x.requires_grad)
-        for name, x in tensors.items()
-    }
-
-
-@dataclass(frozen=True)
-class Exact:
-    """A tensor, or None, that equals others of the same numbers: what a cache can go by."""
-
-    tensor: Tensor | None = field(compare=False)
-    numbers: object
-
-    @staticmethod
-    def of(x: Tensor | None) -> Exact:
-        if x is None:
-            return Exact(None, None)
-        digest = hashlib.sha256(x.detach().numpy().tobytes()).digest()
-        return Exact(x, (digest, x.shape, x.requires_grad))
-
-
-@functools.lru_cache(maxsize=256)
-def _definition(rule: Rule, given: tuple[tuple[str, Exact], ...], used: tuple[Exact, ...] | None) -> Inputs:
-    inputs = {name: x.tensor for name, x in given}
-    outputs = rule.reference(inputs)
-    grads = None if used is None else differentiate(outputs, inputs, (used[0].tensor, used[1].tensor))
-    return named((outputs[0].detach(), outputs[1].detach()), grads)
-
-
-def definition(
-    rule: Rule, inputs: Inputs, weights: tuple[Tensor | None, Tensor | None] | None
-) -> dict[str, Tensor | None]:
-    """Outputs and, where `weights` are given, gradients of the float64 reference, by name.
-
-    Computed once for all that ask for the same: another backend, another layout, another instruction set.
-    """
-    given = tuple((name, Exact.of(x)) for name, x in in_float64(inputs).items())
-    used = None if weights is None else tuple(Exact.of(None if w is None else w.cpu().double()) for w in weights)
-    return dict(_definition(rule, given, used))
-
-
-def named(outputs: tuple[Tensor, Tensor], grads: dict[str, Tensor | None] | None = None) -> Inputs:
-    gradients = {f"gradient of {name}": grad for name, grad in (grads or {}).items()}
-    return {"out": outputs[0], "final_state": outputs[1]} | gradients
-
-
-def detached(inputs: Inputs, *, but: str = "") -> Inputs:
-    """The same numbers, none of which needs a gradient but the one that is named."""
-    return {name: None if x is None else x.detach().requires_grad_(name == but) for name, x in inputs.items()}
-
-
-def outcome(rule: Rule, backend: str, inputs: Inputs) -> Inputs:
-    """Outputs and gradients by name, for the cotangents that `assert_agrees` draws too."""
-    outputs = rule.run(inputs, backend)
-    return named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
-
-
-def parts(tensors: Inputs, rows: Sequence[str]) -> Inputs:
-    """As many parts of the batch as `rows` names, under those names."""
-    if not rows:
-        return tensors
-    chunks = {name: [None] * len(rows) if x is None else x.chunk(len(rows)) for name, x in tensors.items()}
-    return {f"{name} ({row})": x for name, split in chunks.items() for row, x in zip(rows, split, strict=True)}
-
-
-def relative_error(actual: Tensor | None, expected: Tensor | None, vanishing: float = 0) -> float:
-    """Norm of the difference over the norm of `expected` (over 1 where that is at most `vanishing`)."""
-    if expected is None:
-        return 0.0 if actual is None else actual.double().norm().item()
-    if actual is None:
-        return 1.0 if expected.norm() > vanishing else 0.0
-    assert actual.shape == expected.shape, f"{tuple(actual.shape)} != {tuple(expected.shape)}"
-    actual, expected = actual.cpu().double(), expected.cpu().double()
-    norm = expected.norm().item()
-    return (actual - expected).norm().item() / (norm if norm > vanishing else 1.0)
-
-
-def assert_close(
-    actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], tolerance: float, vanishing: float = 0
-) -> None:
-    assert actual.keys() == expected.keys()
-    errors = {name: relative_error(actual[name], expected[name], vanishing) for name in expected}
-    # `not <=` and no `>`: a NaN is a failure.
-    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
-    assert not wrong, f"relative errors above {tolerance:g}: {wrong}"
-
-
-def assert_same(actual: Inputs, expected: Inputs, when: str) -> None:
-    """The same bits in the same dtypes."""
-    assert actual.keys() == expected.keys()
-    for name, x in expected.items():
-        assert actual[name].dtype == x.dtype and torch.equal(actual[name], x), f"{name} {when}"
-
-
-def assert_agrees(
-    rule: Rule,
-    backend: str,
-    inputs: Inputs,
-    tolerance: float | None = None,
-    *,
-    use: str = "out, final_state",
-    lay: Callable[[Tensor], Tensor] = lambda x: x,
-    rows: Sequence[str] = (),
-) -> None:
-    """Outputs and every gradient of `backend` are those of the float64 reference; what it was given stays as it was.
-
-    `use` names the outputs that the loss depends on; `lay` puts their gradients another way into memory; `rows` are the
-    names of equal parts of the batch, each of which has to agree.
-    """
-    before = {name: None if x is None else x.detach().clone() for name, x in inputs.items()}
-    outputs = rule.run(inputs, backend)
-    dtype = next(iter(inputs.values())).dtype
-    assert [x.dtype for x in outputs] == [dtype, state_dtype(dtype)], "dtypes of the outputs"
-    drawn = [lay(x) for x in cotangents(outputs)]
-    weights = (drawn[0] if "out" in use else None, drawn[1] if "state" in use else None)
-    copies = [x.clone() for x in drawn]
-    grads = differentiate(outputs, inputs, weights)
-    for name, grad in grads.items():
-        assert grad is None or grad.dtype == inputs[name].dtype, f"dtype of the gradient of {name}"
-    for name, x in before.items():
-        assert x is None or torch.equal(inputs[name], x), f"{name} was changed"
-    assert all(torch.equal(x, y) for x, y in zip(drawn, copies, strict=True)), "a cotangent was changed"
-    expected = definition(rule, inputs, weights)
-    # What hundreds of decays and corrections leave is a difference of numbers that are larger by far.
-    vanishing = 1e-20 if rule.corrects and "log" in "".join(inputs) else 0
-    assert_close(parts(named(outputs, grads), rows), parts(expected, rows), tolerance or TOLERANCE[dtype], vanishing)
-
-
-def assert_autocast_does_not_reach_inside(rule: Rule, backend: str, dtype: torch.dtype, **sizes: int) -> None:
-    """Autocast decides what the projections hand over; from there on, types are as outside it, backwards too."""
-    inputs = rule.inputs(**{"T": 70} | sizes, dtype=dtype, extras_dtype=torch.float32)
-    expected = outcome(rule, backend, inputs)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        inside = outcome(rule, backend, inputs)
-        outputs = rule.run(inputs, backend)
-    assert_same(inside, expected, "inside autocast")
-    backwards_outside = named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
-    assert_same(backwards_outside, expected, "backwards outside it")

@@ -9,48 +9,33 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 from fairseq_fastweights.ops.divided import Divided
-from tests.ops.rules import (
-    DEVICE,
-    LAYOUT,
-    PRINCIPAL,
-    RULE,
-    RULES,
-    Inputs,
-    Rule,
+from tests.ops.agreement import (
     assert_agrees,
     assert_autocast_does_not_reach_inside,
     assert_close,
     assert_same,
-    deal,
-    detached,
-    in_float64,
-    label,
-    named,
-    outcome,
     relative_error,
 )
+from tests.ops.results import detached, in_float64, named, outcome
+from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, Rule, deal, mapped
 
 LARGEST = 16
 MOST_ON_A_GPU = native.LARGEST_DIM["cuda"]
 # Keys, values and both in two and three parts, the last of which has 5 of 16, 1 or all.
 SIZES = [(37, 5), (5, 37), (32, 33), (17, 48)]
-# What is added up was rounded part by part; with up to three parts that takes half of what is promised at most.
-HALF = 1e-2
+HALF = 1e-2  # of up to three parts that were rounded: half of what is promised
 CALLS = [
-    {"T": 1, "dtype": torch.float32, "initial_state": True},
-    {"T": 31, "dtype": torch.float64, "initial_state": False},
-    {"T": 70, "dtype": torch.bfloat16, "extras_dtype": torch.float32, "initial_state": True},
-    {"T": 70, "dtype": torch.float16, "initial_state": True},
+    ({"T": 1, "dtype": torch.float32}, "out, final_state"),
+    ({"T": 31, "dtype": torch.float64, "initial_state": False}, "out"),
+    ({"T": 70, "dtype": torch.bfloat16, "extras_dtype": torch.float32}, "final_state"),
+    ({"T": 70, "dtype": torch.float16}, "out, final_state"),
 ]
-USES = ["out, final_state", "out", "final_state", "out, final_state"]
 
 
 @pytest.fixture(autouse=True)
 def small_largest_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.libraries.load(DEVICE.type) is None
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, LARGEST)
 
 
@@ -80,17 +65,14 @@ def test_the_limit_is_that_of_the_cuda_kernels():
     assert f"kMostDim = {MOST_ON_A_GPU};" in source
 
 
-# Values
-
-
-@pytest.mark.parametrize(("rule", "size", "call"), deal(RULES, SIZES, list(zip(CALLS, USES, strict=True))), ids=label)
+@pytest.mark.parametrize(("rule", "size", "call"), deal(RULES, SIZES, CALLS))
 def test_values_and_gradients(rule, size, call):
     how, use = call
     half = how["dtype"] in (torch.bfloat16, torch.float16)
     assert_agrees(rule, "native", inputs_of(rule, *size, **how), HALF if half else None, use=use)
 
 
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", PRINCIPAL)
 def test_more_than_a_gpus_kernels_take(rule, monkeypatch):
     """FAVOR+'s default for heads of 64 has 532 features. And with decays that hardly decay and that erase."""
     regimes = [x for x in ("near one", "ordinary or erased") if x in rule.regimes] or ["ordinary"]
@@ -100,19 +82,16 @@ def test_more_than_a_gpus_kernels_take(rule, monkeypatch):
     assert_agrees(rule, "native", rule.inputs(B=1, T=19, H=1, K=K, V=V))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=label)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_parts_of_keys_are_rounded_once_each_and_once_together(dtype):
-    """Added up in 16 bits, one after the other, outputs of 25 parts would have 4 times the error of one.
-
-    Of one the CUDA kernels may have 1.5 times that of rounding alone.
-    """
+    """Added up in 16 bits, 25 parts would have 4 times the error of one, which may be 1.5 times that of rounding."""
     inputs = RULE["sum"].inputs(T=70, K=400, V=16, dtype=dtype, requires_grad=False)
     expected = RULE["sum"].reference(in_float64(inputs))[0]
     rounding = relative_error(expected.to(dtype), expected)
     assert relative_error(RULE["sum"].run(inputs, "native")[0], expected) < 2.5 * rounding
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_as_any_call_of_the_kernels(rule):
     """Without autograd; under autocast; without data; where only one input needs a gradient."""
     for T in (1, 31):
@@ -121,7 +100,7 @@ def test_as_any_call_of_the_kernels(rule):
         with torch.inference_mode():
             outputs = rule.run(inputs, "native")
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = rule.run({n: None if x is None else mode.from_tensor(x) for n, x in inputs.items()}, "native")
+            fakes = rule.run(mapped(inputs, lambda x: mode.from_tensor(x)), "native")
         for x, y, fake in zip(outputs, expected, fakes, strict=True):
             assert not x.requires_grad and y.requires_grad and relative_error(x, y) <= 1e-6
             assert (x.shape, y.stride(), x.dtype, x.device) == (fake.shape, fake.stride(), fake.dtype, fake.device)
@@ -136,21 +115,11 @@ def test_as_any_call_of_the_kernels(rule):
     assert rule.run(inputs | {"v": v}, "native")[0].stride() == v.stride()
 
 
-# The calls that are made
+PARTS = [(532, 512, [272, 260]), (513, 512, [272, 241]), (512, 512, [512]), (1024, 512, [512, 512])]
+PARTS += [(1025, 512, [352, 352, 321]), (17, 16, [16, 1]), (50, 16, [16, 16, 16, 2])]
 
 
-@pytest.mark.parametrize(
-    ("dim", "largest", "parts"),
-    [
-        (532, 512, [272, 260]),
-        (513, 512, [272, 241]),
-        (512, 512, [512]),
-        (1024, 512, [512, 512]),
-        (1025, 512, [352, 352, 321]),
-        (17, 16, [16, 1]),
-        (50, 16, [16, 16, 16, 2]),
-    ],
-)
+@pytest.mark.parametrize(("dim", "largest", "parts"), PARTS)
 def test_parts_are_few_even_and_aligned(dim, largest, parts, monkeypatch):
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
     for name, along in (("sum", "K"), ("sum", "V"), ("decay", "K"), ("decay", "V"), ("delta", "V")):
@@ -163,7 +132,7 @@ def test_parts_are_few_even_and_aligned(dim, largest, parts, monkeypatch):
         assert {x.shape[-1] for x in (v if along == "K" else k)} == {2}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_no_input_is_copied_and_no_gradient_padded(rule, monkeypatch):
     for T in (1, 31):
         inputs = inputs_of(rule, 37, 20, T=T)
@@ -182,25 +151,20 @@ def test_no_input_is_copied_and_no_gradient_padded(rule, monkeypatch):
         outcome(rule, "native", rule.inputs(T=T, K=LARGEST, V=LARGEST))
 
 
-# Steps in place
-
-
 @pytest.mark.parametrize(
-    ("rule", "size", "dtype"),
-    deal(RULES, SIZES, [torch.float32, torch.float64, torch.bfloat16, torch.float16]),
-    ids=label,
+    ("rule", "size", "dtype"), deal(RULES, SIZES, [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 )
 def test_steps_in_place(rule, size, dtype):
-    """On a state that is a slice of a wider one, which is left alone beside it, and not copied."""
+    """On a slice of a wider state, which is left alone beside it, and not copied; graphs that saved it are told."""
     inputs = inputs_of(rule, *size, T=5, dtype=dtype, requires_grad=False)
     expected = named(rule.reference(in_float64(inputs)))
     start = inputs.pop("initial_state")
     wide = start.new_full((*start.shape[:2], start.shape[2] + 1, size[1] + 1), 5.0)
     state = wide[:, :, 1:, : size[1]]
     state.copy_(start)
-    outs = []
+    outs, loss = [], (state * torch.ones_like(state).requires_grad_()).sum()
     for t in range(5):
-        step = {name: None if x is None else x[:, t : t + 1] for name, x in inputs.items()}
+        step = {n: None if x is None else x[:, t : t + 1] for n, x in inputs.items()}
         with Calls() as mode:
             out, final_state = rule.run(step | {"initial_state": state}, "native", in_place=True)
         assert final_state is state and mode.made and all(name.endswith("step_") for name, _ in mode.made)
@@ -208,19 +172,5 @@ def test_steps_in_place(rule, size, dtype):
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-12}.get(dtype, HALF)
     assert_close(named((torch.cat(outs, 1), state)), expected, tolerance)
     assert all((beside == 5).all() for beside in (wide[:, :, 0], wide[..., size[1]]))
-
-
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_in_place_of_a_state_that_is_turned_in_memory(rule):
-    """Keys contiguous and not values, which no step takes where it lies. No graph uses what a saved state became."""
-    for T in (1, 5):
-        inputs = inputs_of(rule, 37, 20, T=T, requires_grad=False)
-        expected = named(rule.reference(in_float64(inputs)))
-        saved = inputs["initial_state"].clone()
-        loss = (saved * torch.ones_like(saved).requires_grad_()).sum()
-        for state in (inputs["initial_state"].transpose(2, 3).contiguous().transpose(2, 3), saved):
-            out, final_state = rule.run(inputs | {"initial_state": state}, "native", in_place=True)
-            assert final_state is state
-            assert_close(named((out, state)), expected, 1e-5)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -10,24 +10,9 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
-from tests.ops.rules import (
-    BACKENDS,
-    CPU_KERNELS,
-    DEVICE,
-    RULE,
-    RULES,
-    TOLERANCE,
-    Inputs,
-    Rule,
-    assert_close,
-    assert_same,
-    cotangents,
-    deal,
-    differentiate,
-    in_float64,
-    label,
-    named,
-)
+from tests.ops.agreement import TOLERANCE, assert_close, assert_same
+from tests.ops.results import cotangents, differentiate, in_float64, named, outcome
+from tests.ops.rules import BACKENDS, DEVICE, RULE, RULES, Inputs, Rule, deal, mapped, on_cpu
 
 EVERY = ("reference", *BACKENDS)
 # Keys and values step by step in tiles, with few keys, and by chunks.
@@ -41,11 +26,6 @@ def where(T: int, *rows: list[int]) -> Tensor:
     for row, steps in zip(starts, rows, strict=True):
         row[[t for t in steps if t < T]] = True
     return starts.to(DEVICE)
-
-
-def results(rule: Rule, inputs: Inputs, backend: str, **options) -> Inputs:
-    outputs = rule.run(inputs, backend, **options)
-    return named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
 
 
 def apart(rule: Rule, inputs: Inputs, starts: Tensor, backend: str) -> Inputs:
@@ -73,52 +53,31 @@ DEALT = deal(RULES, SIZES, list(zip(STARTS, STARTS[::-1], strict=True)))
 @pytest.mark.parametrize(
     ("backend", "rule", "size", "starts"),
     [(x, *case) for x in EVERY for case in DEALT if x != "reference" or case[1] == SIZES[0]],
-    ids=label,
 )
 def test_documents_are_as_apart(backend, rule, size, starts):
-    """Outputs, all gradients and final states: in float64 as the reference has them; in float32 to 1e-6, in the
-    kernels to the last bit where each begins at a multiple of 16 steps, as their chunks do."""
+    """Outputs, gradients and final states: in float64 as the reference has them, in float32 to 1e-6."""
     K, V = size
     inputs = rule.inputs(B=2, T=130 if backend != "reference" else 40, H=2, K=K, V=V, dtype=torch.float64)
     at = where(inputs["v"].shape[1], *starts)
-    actual = results(rule, inputs, backend, starts=at)
+    actual = outcome(rule, backend, inputs, starts=at)
     assert_close(actual, apart(rule, inputs, at, "reference"), TOLERANCE[torch.float64], vanishing=1e-20)
-    inputs = {n: None if x is None else x.detach().float().requires_grad_() for n, x in inputs.items()}
-    actual, expected = results(rule, inputs, backend, starts=at), apart(rule, inputs, at, backend)
+    inputs = mapped(inputs, lambda x: x.detach().float().requires_grad_())
+    actual, expected = outcome(rule, backend, inputs, starts=at), apart(rule, inputs, at, backend)
     assert_close(actual, expected, 1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
-@pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
+@pytest.mark.parametrize("rule", RULES)
+@on_cpu
 def test_documents_that_begin_at_chunks_have_the_same_bits(rule):
-    """In the kernels: chunks begin at multiples of 16, documents anew; and so do 64 steps, after which states are kept.
-
-    Where they do not, the delta rule's gradients of few keys have other bits (not more than 1e-6, as above).
-    """
+    """In the kernels: their chunks begin at multiples of 16, and so do the 64 steps after which states are kept."""
     for (K, V), dtype in zip(SIZES, (torch.float32, torch.float64, torch.bfloat16), strict=True):
         inputs = rule.inputs(B=2, T=100, H=2, K=K, V=V, dtype=dtype, regime=rule.regimes[-1])
         at = where(100, [16, 48, 64], [0, 32, 64, 96])
-        assert_same(results(rule, inputs, "native", starts=at), apart(rule, inputs, at, "native"), "apart")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_nothing_passes_from_one_document_to_another(rule, backend, dtype):
-    """No number, however large, and no gradient of any input."""
-    inputs = rule.inputs(B=1, T=60, K=6, V=7, dtype=dtype, initial_state=False)
-    at = where(60, [0, 37])
-    out, _ = rule.run(inputs, backend, starts=at)
-    gradients = differentiate((out, out), inputs, (torch.zeros_like(out).index_fill_(1, torch.tensor(59), 1), None))
-    for name, x in gradients.items():
-        assert (x[:, :37] == 0).all() and (x[:, 37:] != 0).any(), name
-    other = {n: None if x is None else x.detach().clone() for n, x in inputs.items()}
-    other["v"][:, :37] = 1e4
-    assert torch.equal(rule.run(other, backend, starts=at)[0][:, 37:], out[:, 37:])
+        assert_same(outcome(rule, "native", inputs, starts=at), apart(rule, inputs, at, "native"), "apart")
 
 
 @pytest.mark.parametrize("backend", EVERY)
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_begins_a_document(rule, backend):
     inputs = rule.inputs(B=3, T=1, K=6, V=7, requires_grad=False)
     state = inputs.pop("initial_state")
@@ -131,7 +90,7 @@ def test_a_step_that_begins_a_document(rule, backend):
 
 
 @pytest.mark.parametrize("backend", EVERY)
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_heads_that_are_shared(rule, backend):
     """Two heads of q and k, and of an erase key, for six of v: as if each had been repeated, gradients added up."""
     for T in (1, 70):
@@ -142,8 +101,8 @@ def test_heads_that_are_shared(rule, backend):
         repeated = inputs | {n: x.repeat_interleave(3, 2) for n, x in keys.items()}
         outputs = rule.reference(repeated)
         expected = named(outputs, differentiate(outputs, inputs | keys, cotangents(outputs)))
-        assert_close(results(rule, inputs | keys, backend), expected, TOLERANCE[torch.float64], vanishing=1e-20)
-        in_half = {n: None if x is None else x.detach().bfloat16() for n, x in (inputs | keys).items()}
+        assert_close(outcome(rule, backend, inputs | keys), expected, TOLERANCE[torch.float64], vanishing=1e-20)
+        in_half = mapped(inputs | keys, lambda x: x.detach().bfloat16())
         in_half["initial_state"] = inputs["initial_state"].detach().float()
         half = named(rule.run(in_half, backend))
         assert_close(half, named(rule.reference(in_float64(in_half))), TOLERANCE[torch.bfloat16])
@@ -182,31 +141,10 @@ def test_every_part_of_the_general_rule_with_every_other(backend, gates):
         assert_close(*outcomes, TOLERANCE[torch.float64], vanishing=1e-20)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
+@on_cpu
 def test_shared_heads_are_not_copied(monkeypatch):
     """The kernels read them where they lie."""
     inputs = RULE["gated delta"].inputs(B=1, T=40, H=4, requires_grad=False)
     k = inputs["k"][:, :, :2].contiguous()
     monkeypatch.setattr(native, "ungrouped", None)
     ops.gated_delta_rule(**inputs | {"q": k, "k": k}, backend="native")
-
-
-@pytest.mark.parametrize(
-    ("starts", "message"),
-    [
-        ([[True] * 5], "starts is of list; it must be a tensor of torch.bool"),
-        (torch.ones(2, 5), r"starts is of torch.float32; it must be a tensor of torch.bool"),
-        (torch.ones(5, 2, dtype=torch.bool), r"starts has shape \(5, 2\); it must be \(2, 5\), \(batch, time\)"),
-        (torch.ones(2, 5, dtype=torch.bool, device="meta"), "starts is on device meta; it must be on that of v"),
-    ],
-    ids=["list", "numbers", "turned", "elsewhere"],
-)
-def test_bad_starts_are_refused(starts, message):
-    with pytest.raises(ValueError, match=message):
-        RULE["sum"].run(RULE["sum"].inputs(T=5), "auto", starts=starts)
-
-
-def test_heads_that_are_no_multiple_are_refused():
-    inputs = RULE["delta"].inputs(T=5, H=3)
-    with pytest.raises(ValueError, match="the heads of v, 3, must be those of k, 2, or a multiple"):
-        RULE["delta"].run(inputs | {n: inputs[n][:, :, :2] for n in ("q", "k")}, "auto")

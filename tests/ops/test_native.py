@@ -1,7 +1,4 @@
-"""The compiled kernels as torch operators, and what only they promise. What every backend does is in test_backends.
-
-How threads and instruction sets divide the work of the CPU kernels is in test_native_cpu.
-"""
+"""The compiled kernels as torch operators, and what only they promise. Threads: test_native_cpu."""
 
 from __future__ import annotations
 
@@ -17,42 +14,17 @@ from torch.autograd import forward_ad
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
-from tests.ops.rules import (
-    DEVICE,
-    LAYOUT,
-    PRINCIPAL,
-    RULE,
-    RULES,
-    TOLERANCE,
-    Inputs,
-    Rule,
-    assert_agrees,
-    assert_close,
-    assert_same,
-    cotangents,
-    deal,
-    definition,
-    differentiate,
-    in_float64,
-    label,
-    named,
-    outcome,
-)
+from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
+from tests.ops.results import cotangents, definition, differentiate, in_float64, named, outcome
+from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, Rule, deal
 from tests.ops.test_selective_scan import SCAN, SCANNED, laid
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = torch.ops.fairseq_fastweights
 
 
-@pytest.fixture(scope="module", autouse=True)
-def loaded() -> None:
-    """Operators that are called by their names, and not through a rule, do not load the kernels themselves."""
-    assert libraries.load(DEVICE.type) is None
-
-
-# Shapes and sizes. A CPU's kernels take a chunk of 16 steps at a time, and keep a state every 64. States are rows of
-# keys, columns of values; vectors have 16 columns of float32 (AVX-512) down to 2 of float64, tiles 16 rows or 8.
-
+# A CPU's kernels take a chunk of 16 steps at a time, and keep a state every 64. States are rows of keys, columns of
+# values; vectors have 16 columns of float32 (AVX-512) down to 2 of float64, tiles 16 rows or 8.
 SIZES = [
     # Up to 4 keys, in one vector of columns or in several at once.
     *[(1, 1), (2, 9), (3, 25), (4, 16), (4, 49), (1, 33), (3, 65), (2, 80), (4, 64), (4, 512)],
@@ -66,21 +38,17 @@ SIZES = [
 ]
 # T, the dtype, whether there is a state to start from, and whether rows are apart.
 CALLS = [
-    (17, torch.float32, True, False),
-    (18, torch.float64, True, True),
-    (19, torch.float32, False, True),
-    (20, torch.float64, True, False),
-    (22, torch.float32, True, True),
-    (27, torch.float64, False, False),
+    *[(17, torch.float32, True, False), (18, torch.float64, True, True), (19, torch.float32, False, True)],
+    *[(20, torch.float64, True, False), (22, torch.float32, True, True), (27, torch.float64, False, False)],
     (30, torch.float32, True, False),
 ]
 # The kernels run a decay of neither as they run sums. Corrections with decays have one way through a chunk.
 OTHERS = [rule for rule in RULES if rule.name != "decay of neither"]
 ONE_WAY = [RULE[name] for name in ("gated delta", "Kimi delta", "two gates")]
 SIZED = [
-    case
-    for case in deal(OTHERS, SIZES, CALLS)
-    if case[0] not in ONE_WAY or SIZES.index(case[1]) % 3 == ONE_WAY.index(case[0])
+    (rule, size, call)
+    for rule, size, call in deal(OTHERS, SIZES, CALLS)
+    if rule not in ONE_WAY or SIZES.index(size) % 3 == ONE_WAY.index(rule)
 ]
 
 
@@ -90,7 +58,7 @@ def apart(x: Tensor) -> Tensor:
     return wider[..., 1:-2].copy_(x.detach()).requires_grad_()
 
 
-@pytest.mark.parametrize(("rule", "size", "call"), SIZED, ids=label)
+@pytest.mark.parametrize(("rule", "size", "call"), SIZED)
 def test_the_papers_sizes_and_those_around_vectors_and_tiles(rule, size, call):
     (K, V), (T, dtype, initial_state, rows_apart) = size, call
     # Two groups of heads that go through time together, unless the reference would take long.
@@ -110,15 +78,15 @@ SHORT = [
 LONG = deal(OTHERS, [32, 63, 64, 65, 80, 81, 128, 129, 147], [*WAYS, (16, 32, torch.float32)])
 
 
-@pytest.mark.parametrize(("rule", "T", "way"), SHORT + LONG, ids=label)
+@pytest.mark.parametrize(("rule", "T", "way"), SHORT + LONG)
 def test_every_way_to_fill_chunks_and_intervals(rule, T, way):
     K, V, dtype = way
     assert_agrees(rule, "native", rule.inputs(B=1, T=T, H=2, K=K, V=V, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=label)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("K", "V"), [(65, 130), (3, 70)])
-@pytest.mark.parametrize("rule", [rule for rule in RULES if len(rule.regimes) > 1], ids=label)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if len(rule.regimes) > 1])
 def test_large_states_and_few_keys_in_every_regime(rule, K, V, dtype):
     """They take other ways than the states in the tests of all backends: large ones, and few keys of any rule."""
     inputs = rule.in_regimes(rule.regimes, B=1, T=37, K=K, V=V, dtype=dtype)
@@ -150,20 +118,16 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy():
     assert_close(named(outputs), definition(rule, inputs | {"log_key_decay": one.repeat(1, 1, 1, 6)}, None), 1e-6)
     assert native.DECAY.arguments(one.expand_as(inputs["k"]), None).log_gate is not None
     # A gradient is asked for by key: no single gate has it.
-    decays = one.expand_as(inputs["k"]).requires_grad_()
-    assert native.DECAY.arguments(decays, None).log_gate is None
+    assert native.DECAY.arguments(one.expand_as(inputs["k"]).requires_grad_(), None).log_gate is None
 
 
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_step(rule):
     """Of a state of its own, which no gradient is asked for."""
     for (B, K, V), dtype in itertools.product(((3, 5, 3), (1, 20, 33)), TOLERANCE):
         inputs = rule.inputs(B=B, T=1, K=K, V=V, dtype=dtype, requires_grad=False)
         tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 5e-3)
         assert_close(named(rule.run(inputs, "native")), named(rule.reference(in_float64(inputs))), tolerance)
-
-
-# torch.library
 
 
 def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
@@ -191,7 +155,7 @@ def check_operators(rule: Rule, inputs: Inputs, utils: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("T", "initial_state"), [(1, True), (70, False)])
-@pytest.mark.parametrize("rule", [*RULES, *SCANNED], ids=label)
+@pytest.mark.parametrize("rule", [*RULES, *SCANNED])
 def test_operators_pass_torchs_own_checks(rule, T, initial_state):
     """Schemas, registration with autograd, and shapes without data; of the scan in time-first memory too."""
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -202,27 +166,23 @@ def test_operators_pass_torchs_own_checks(rule, T, initial_state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "T"), [(RULE["gated"], 70), (RULE["delta"], 1), *((x, 40) for x in SCANNED)], ids=label
-)
+@pytest.mark.parametrize(("rule", "T"), [(RULE["gated"], 70), (RULE["delta"], 1), *((x, 40) for x in SCANNED)])
 def test_operators_compile_with_dynamic_shapes(rule, T):
     check_operators(rule, rule.inputs(T=T), ["test_aot_dispatch_dynamic"])
 
 
-def test_the_cuda_kernels_tell_how_they_divide_the_work() -> None:
-    def plan() -> dict[str, int] | None:
-        return native.cuda_plan("delta_forward", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0))
-
+def test_the_cuda_kernels_tell_how_they_divide_the_work():
+    asked = "delta_forward", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0)
     if DEVICE.type == "cpu":
         with pytest.raises(ops.BackendUnavailable, match="CUDA"):
-            plan()
+            native.cuda_plan(*asked)
         return
-    found = plan()
+    found = native.cuda_plan(*asked)
     assert found is not None and found["chunk"] in (16, 32) and found["columns"] * found["blocks"] == 64
     with pytest.raises(RuntimeError, match="operation is delta; it must be one of diagonal_forward"):
-        native.cuda_plan("delta", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0))
+        native.cuda_plan("delta", *asked[1:])
     with pytest.raises(RuntimeError, match="key_dim and value_dim from 1 to 512"):
-        native.cuda_plan("delta_forward", (8, 1024, 8, 1000, 64, 128), torch.bfloat16, (9, 0))
+        native.cuda_plan(asked[0], (8, 1024, 8, 1000, 64, 128), *asked[2:])
 
 
 LOAD_BOTH = """
@@ -230,10 +190,10 @@ import torch
 from fairseq_fastweights.ops import libraries, native
 for part in libraries.PARTS:
     torch.ops.load_library(str(libraries.library(part)))
-for operation in ("forward", "backward", "step_"):
+for name in ("forward", "backward", "step_"):
     for device in ("CPU", "CUDA"):
-        name = f"fairseq_fastweights::rule_{operation}"
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, device), (name, device)
+        operator = f"fairseq_fastweights::rule_{name}"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(operator, device), (name, device)
 """
 
 
@@ -247,15 +207,10 @@ def test_both_libraries_are_loaded_side_by_side():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    "layout", ["a slice", "as fairseq", "windows", "windows of time", "windows of heads"], ids=label
-)
+@pytest.mark.parametrize("layout", ["a slice", "as fairseq", "windows", "windows of time", "windows of heads"])
 @pytest.mark.parametrize("name", ["decay", "delta"])
 def test_shapes_without_data_are_those_with_it(name, layout):
-    """Strides too: out comes as v does, so that fairseq's (time, batch, channel) needs no copy.
-
-    Where two dimensions have a stride of 1, `torch.empty_like` puts the longer one first, which may be the last.
-    """
+    """Strides too, even where two dimensions have a stride of 1: out comes as v does, and fairseq need not copy it."""
     for B, T, H in ((2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1)):
         inputs = RULE[name].inputs(B=B, T=T, H=H, K=6, V=7, requires_grad=False)
         laid = {n: native._last_contiguous(LAYOUT[layout](x)) for n, x in inputs.items() if x.shape[-1] in (6, 7)}
@@ -274,8 +229,7 @@ def test_views_of_fairseqs_tensors_are_not_copied():
         view = x.view(shape).transpose(0, 1)
         assert native._last_contiguous(view) is view
         strides = [1 if n == 1 else step for n, step in zip(view.shape, view.stride(), strict=True)]
-        odd = view.as_strided(view.shape, strides)
-        assert native._last_contiguous(odd) is odd
+        assert native._last_contiguous(odd := view.as_strided(view.shape, strides)) is odd
 
 
 # Dimensions that are divided (test_divided), where `largest` says so, are compiled likewise.
@@ -284,24 +238,22 @@ COMPILED += [(rule, False, 512, 6, 5) for rule in SCANNED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "autocast", "largest", "K", "V"), COMPILED, ids=label)
+@pytest.mark.parametrize(("rule", "autocast", "largest", "K", "V"), COMPILED)
 def test_torch_compile(rule, autocast, largest, K, V, monkeypatch):
     """One graph, forward and backward, which stays right when shapes change; "aot_eager" needs no compiler."""
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
     torch.compiler.reset()
-    sizes, names = {"K": K, "V": V}, list(rule.inputs())
-    compiled = torch.compile(
-        lambda *x: rule.run(dict(zip(names, x, strict=True)), "native"), backend="aot_eager", fullgraph=True
-    )
+    sizes = {"K": K, "V": V}
+    compiled = torch.compile(lambda inputs: rule.run(inputs, "native"), backend="aot_eager", fullgraph=True)
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
         for B, T in ((2, 20), (2, 20), (3, 33), (1, 70)):
             inputs = rule.inputs(B=B, T=T, **sizes)
-            outputs = compiled(*inputs.values())
+            outputs = compiled(inputs)
             actual = named(outputs, differentiate(outputs, inputs, cotangents(outputs)))
             assert_close(actual, outcome(rule, "native", inputs), 1e-6)
         with torch.no_grad():
             inputs = rule.inputs(T=1, **sizes)
-            assert_close(named(compiled(*inputs.values())), named(rule.run(inputs, "native")), 1e-6)
+            assert_close(named(compiled(inputs)), named(rule.run(inputs, "native")), 1e-6)
 
     def run(inputs: Inputs, state: Tensor) -> Tensor:
         out, final_state = rule.run(inputs | {"initial_state": state}, "native", in_place=True)
@@ -319,14 +271,14 @@ def test_torch_compile(rule, autocast, largest, K, V, monkeypatch):
                 torch.testing.assert_close(state, expected_state)
 
 
-@pytest.mark.parametrize(("rule", "T", "largest"), deal([*RULES, *SCANNED], [1, 5], [512, 16]), ids=label)
+@pytest.mark.parametrize(("rule", "T", "largest"), deal([*RULES, *SCANNED], [1, 5], [512, 16]))
 def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
     """Tangents are not dropped in silence, of whichever input; in generation, and of divided dimensions, neither."""
     monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
     inputs = rule.inputs(T=T, V=17, requires_grad=False)
 
     def run(x: Tensor, name: str = "initial_state", in_place: bool = False) -> Tensor:
-        given = inputs | {"initial_state": inputs["initial_state"].clone()} | {name: x}
+        given = inputs | {"initial_state": inputs["initial_state"].clone(), name: x}
         return rule.run(given, "native", in_place=in_place)[0]
 
     refused = pytest.raises(NotImplementedError, match=r"carries a tangent.*use backend='reference'")
@@ -341,33 +293,18 @@ def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
             transformed(inputs["initial_state"])
 
 
-@pytest.mark.slow
-def test_forward_mode_is_refused_in_a_compiled_function():
-    inputs = RULE["delta"].inputs(T=5, requires_grad=False)
-
-    def derivative(q: Tensor) -> Tensor:
-        return torch.func.jvp(lambda x: RULE["delta"].run(inputs | {"q": x}, "native")[0], (q,), (q,))[1]
-
-    torch.compiler.reset()
-    with pytest.raises(RuntimeError, match="carries a tangent"):
-        torch.compile(derivative, backend="aot_eager", fullgraph=True)(inputs["q"])
-
-
-# States that are kept for the backward pass
-
-
-@pytest.mark.parametrize("rule", PRINCIPAL, ids=label)
+@pytest.mark.parametrize("rule", [*PRINCIPAL, *SCANNED])
 def test_no_gradient_is_no_gradient(rule):
     """Steps between kept states are kept for a backward pass only."""
-    inputs = rule.inputs(T=200)
-    arguments, forward = arguments_of(rule, inputs), OPERATORS.rule_forward
-    assert [forward(*arguments, interval)[2].shape[2] for interval in (64, 0)] == [3, 0]
+    arguments = arguments_of(rule, rule.inputs(T=200))
+    forward, kept = (OPERATORS.selective_scan_forward, 1) if rule is SCAN else (OPERATORS.rule_forward, 2)
+    assert [forward(*arguments, interval)[2].shape[kept] for interval in (64, 0)] == [3, 0]
     out, _, _ = forward(*arguments, 0)
     with pytest.raises(RuntimeError, match="kept no states"):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("rule", OTHERS, ids=label)
+@pytest.mark.parametrize("rule", OTHERS)
 def test_how_many_states_are_kept_changes_no_bit(rule, monkeypatch):
     """On a GPU intervals are multiples of 64."""
     inputs = rule.inputs(T=150, K=9, V=10)
@@ -377,13 +314,11 @@ def test_how_many_states_are_kept_changes_no_bit(rule, monkeypatch):
         assert_same(outcome(rule, "native", inputs), expected, f"with a state every {interval} steps")
 
 
-# (K, V, dtype, interval): the fewest for which a state takes less than a quarter, either side of that.
-INTERVALS = [(128, 127, torch.float32, 64), (128, 128, torch.float32, 128), (128, 128, torch.float64, 128)]
-INTERVALS += [(64, 63, torch.bfloat16, 64), (64, 64, torch.bfloat16, 128), (512, 512, torch.float32, 256)]
-
-
 def test_states_take_less_than_a_quarter_of_inputs_and_gradients(monkeypatch):
     monkeypatch.setitem(native.INTERVALS, "cpu", (64, 128, 256))
-    for K, V, dtype, interval in INTERVALS:
+    for K, V, dtype, interval in (
+        *[(128, 127, torch.float32, 64), (128, 128, torch.float32, 128), (128, 128, torch.float64, 128)],
+        *[(64, 63, torch.bfloat16, 64), (64, 64, torch.bfloat16, 128), (512, 512, torch.float32, 256)],
+    ):
         k, v = (torch.empty(1, 1, 1, n, dtype=dtype) for n in (K, V))
         assert native._interval(k, v) == interval, (K, V, dtype)

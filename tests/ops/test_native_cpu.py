@@ -14,42 +14,21 @@ import pytest
 import torch
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import libraries, native
-from tests.ops import test_selective_scan
-from tests.ops.rules import (
-    CPU_KERNELS,
-    DEVICE,
-    LAYOUT,
-    RULES,
-    TOLERANCE,
-    Inputs,
-    Rule,
-    assert_agrees,
-    assert_close,
-    assert_same,
-    cotangents,
-    deal,
-    definition,
-    detached,
-    differentiate,
-    label,
-    named,
-    outcome,
-    parts,
-)
+from fairseq_fastweights.ops import native
+from tests.ops import test_selective_scan as scans
+from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same, parts
+from tests.ops.results import cotangents, definition, detached, differentiate, named, outcome
+from tests.ops.rules import LAYOUT, RULES, Inputs, Rule, deal, on_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
-on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    yield
+    torch.set_num_threads(before)
 
 
 # The inputs that all value columns share: the blocks' gradients are added up.
@@ -57,7 +36,7 @@ SHARED = ("q", "k", "erase", "log_gate", "log_key_decay", "beta")
 
 
 @on_cpu
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("rule", RULES)
 def test_threads_change_no_bit_but_where_they_share_heads(rule):
     """3 or 7 threads divide 2 heads by value columns, into blocks of 32 and 8, and of 16, 16 and 8."""
     inputs, few = rule.inputs(B=3, T=80, H=5, K=33, V=20), rule.inputs(B=1, T=104, H=2, K=64, V=40)
@@ -77,8 +56,8 @@ def test_threads_change_no_bit_but_where_they_share_heads(rule):
 
 
 @on_cpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=label)
-@pytest.mark.parametrize("rule", RULES, ids=label)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("rule", RULES)
 def test_divided_heads_in_every_dtype(rule, dtype):
     """Parts are added up in the dtype of the state and rounded once; two rows, in time-first memory or not."""
     inputs = rule.inputs(B=2, T=66, H=1, K=65, V=64, dtype=dtype)
@@ -91,24 +70,27 @@ def test_divided_heads_in_every_dtype(rule, dtype):
 # States that go step by step, in few rows or more, and products of matrices backwards, then in both directions. One of
 # these numbers of keys fills a tile.
 @pytest.mark.parametrize(("K", "V"), [(1, 5), (3, 5), (7, 5), (16, 16), (33, 35), (65, 66)])
-@pytest.mark.parametrize("rule", RULES, ids=label)
-def test_what_is_not_finite_stays_in_its_row(rule, K, V):
+@pytest.mark.parametrize(
+    ("rule", "T"), [*((rule, 37) for rule in [*RULES, *scans.SCANNED]), *((rule, 1) for rule in scans.SCANNED)]
+)
+def test_what_is_not_finite_stays_in_its_row(rule, T, K, V):
     """A number of a row of the batch that is infinite or NaN, in whichever input, changes no bit of the others."""
-    drawn = rule.inputs(B=3, T=37, H=1, K=K, V=V)
+    drawn = rule.inputs(B=3, T=T, H=1, K=K, V=V)
     weights = dict(zip(("d_out", "d_final_state"), cotangents(rule.run(drawn, "native")), strict=True))
     given = {name: x.detach() for name, x in (drawn | weights).items() if x is not None}
+    shared = ("A", "D")  # of all rows
 
     def other_rows(changed: Inputs) -> Inputs:
         values = given | changed
         inputs = {name: values[name].requires_grad_() if name in values else None for name in drawn}
         outputs = rule.run(inputs, "native")
         grads = differentiate(outputs, inputs, (values["d_out"], values["d_final_state"]))
-        return {name: x[1:] for name, x in named(outputs, grads).items()}
+        return {name: x[1:] for name, x in named(outputs, grads).items() if name[-1] not in shared}
 
     with threads(1):  # on a CPU all rows then take the same scratch memory
         expected = other_rows({})
-        for (name, x), value in itertools.product(given.items(), (torch.inf, torch.nan)):
-            changed = x.clone()
+        for name, value in itertools.product(given.keys() - shared, (torch.inf, torch.nan)):
+            changed = given[name].clone()
             changed[0].view(-1)[changed[0].numel() // 2] = value
             assert_same(other_rows({name: changed}), expected, f"where {name} has {value}")
 
@@ -127,11 +109,16 @@ def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
         inputs = rule.in_regimes(regimes, B=1, T=33, K=K, V=V, dtype=dtype)
         step = {n: x if x is None or n == "initial_state" else x[:, :1] for n, x in detached(inputs).items()}
         yield rule, inputs, step, [f"{rule.name}, {K} x {V}, {dtype}, {x}" for x in regimes], TOLERANCE[dtype]
-    for i, (time, *sizes) in enumerate(test_selective_scan.SIZES):
-        for how in (*test_selective_scan.HOW[i % 2 :: 2], {"regime": test_selective_scan.REGIMES[i % 5]}):
-            inputs = test_selective_scan.inputs_of(2, min(time, 75), *sizes, **how)
-            step = test_selective_scan.step_of(inputs)
-            yield test_selective_scan.SCAN, inputs, step, [], test_selective_scan.tolerance_of(inputs)
+    for i, (T, V, K) in enumerate(scans.SIZES):
+        for how in (*scans.HOW[i % 2 :: 2], {"regime": scans.REGIMES[i % 5]}):
+            inputs = scans.SCAN.inputs(T=min(T, 75), V=V, K=K, **how)
+            step = scans.step_of(inputs)
+            yield scans.SCAN, inputs, step, [], scans.tolerance_of(inputs)
+
+
+def in_a_process(instruction_set: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"FASTWEIGHTS_CPU_ISA": instruction_set, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @on_cpu
@@ -139,13 +126,7 @@ def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
 def test_every_instruction_set_agrees(tmp_path):
     """Over all rules and regimes. The one that this process has is what the other tests run."""
     for name in KNOWN[: KNOWN.index(native.cpu_instruction_set())]:
-        result = subprocess.run(
-            [sys.executable, "-m", "tests.ops.test_native_cpu", str(tmp_path / name)],
-            cwd=ROOT,
-            env=os.environ | {"FASTWEIGHTS_CPU_ISA": name, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
+        result = in_a_process(name, "-m", "tests.ops.test_native_cpu", str(tmp_path / name))
         assert result.returncode == 0, result.stderr
         assert result.stdout.strip() == name
         found = torch.load(tmp_path / name)
@@ -184,14 +165,7 @@ def main() -> None:
 @pytest.mark.slow
 def test_an_instruction_set_that_is_not_there_is_named():
     """And of those that are there, the last is the one that is taken."""
-    code = "from fairseq_fastweights.ops import native; native.cpu_instruction_set()"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"FASTWEIGHTS_CPU_ISA": "mmx"},
-        capture_output=True,
-        text=True,
-    )
+    result = in_a_process("mmx", "-c", "from fairseq_fastweights.ops import native; native.cpu_instruction_set()")
     assert result.returncode != 0
     _, there = result.stderr.split("FASTWEIGHTS_CPU_ISA is mmx; here it may be one of ")
     there = there.split("\n")[0].split(", ")
@@ -203,21 +177,22 @@ if __name__ == "__main__":
     main()
 
 
+STEPS = (2, 5, 4)
 SHAPES = {
-    **dict.fromkeys(("q", "k", "erase"), (2, 5, 2, 3)),
-    "v": (2, 5, 4, 6),
-    **dict.fromkeys(("beta", "log_gate"), (2, 5, 4)),
-    "log_key_decay": (2, 5, 4, 3),
-    "log_value_decay": (2, 5, 4, 6),
-    "initial_state": (2, 4, 3, 6),
+    "q": (2, 5, 2, 3),
+    "k": (2, 5, 2, 3),
+    "erase": (2, 5, 2, 3),
+    "v": (*STEPS, 6),
+    "beta": STEPS,
+    "log_gate": STEPS,
 }
+SHAPES |= {"log_key_decay": (*STEPS, 3), "log_value_decay": (*STEPS, 6), "initial_state": (2, 4, 3, 6)}
 
 
 @on_cpu
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("k", "v")])
 @pytest.mark.parametrize("change", [lambda x: (x[0] + 1, *x[1:]), lambda x: x[:-1], lambda x: (*x[:-1], x[-1] - 1)])
 def test_operators_that_are_called_directly_read_no_tensor_beyond_its_end(name, change):
-    assert libraries.load("cpu") is None
     x = {key: torch.zeros(SHAPES[key]) for key in ("q", "k", "v")} | {name: torch.zeros(change(SHAPES[name]))}
     rule = [x["q"], x["k"], x["v"], x.get("erase"), name in ("erase", "beta"), x.get("beta"), x.get("log_gate"), False]
     rule += [x.get("log_key_decay"), x.get("log_value_decay"), None]
@@ -227,3 +202,26 @@ def test_operators_that_are_called_directly_read_no_tensor_beyond_its_end(name, 
         rule[:3] = (each[:, :1] for each in rule[:3])
         with pytest.raises(RuntimeError, match=r"state has shape .*; it must be"):
             torch.ops.fairseq_fastweights.rule_step_(*rule, x["initial_state"])
+
+
+SCAN = {"u": (2, 5, 6), "delta": (2, 5, 6), "A": (6, 3), "B": (2, 5, 3), "C": (2, 5, 3), "D": (6,)}
+SCAN["initial_state"] = (2, *SCAN["A"])
+
+
+@on_cpu
+@pytest.mark.parametrize("name", SCAN)
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x[..., :-1]])
+def test_nor_does_a_scan(name, change):
+    x = {key: torch.zeros(shape) for key, shape in SCAN.items()}
+    x[name] = change(x[name])
+    step = [each[:, :1] if key in ("u", "delta", "B", "C") else each for key, each in x.items()]
+    operators = torch.ops.fairseq_fastweights
+    for call in (
+        lambda: operators.selective_scan_forward(*x.values(), 0),
+        lambda: operators.selective_scan_step_(*step),
+    ):
+        with pytest.raises(RuntimeError, match=r"(delta|A|B|C|D|state) has shape .*; it must be"):
+            call()
+    if name == "initial_state":
+        with pytest.raises(RuntimeError, match="state is of type Half; it must be Float"):
+            operators.selective_scan_forward(*[*x.values()][:-1], torch.zeros(SCAN[name]).half(), 0)

@@ -9,79 +9,17 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import libraries, native, scan
+from fairseq_fastweights.ops import native, scan
 from fairseq_fastweights.ops.operations import choose_backend
-from tests.ops.rules import (
-    CPU_KERNELS,
-    DEVICE,
-    TOLERANCE,
-    Inputs,
-    Rule,
-    assert_agrees,
-    assert_close,
-    assert_same,
-    cotangents,
-    definition,
-    detached,
-    differentiate,
-    in_float64,
-    label,
-    named,
-    outcome,
-    state_dtype,
-)
+from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
+from tests.ops.results import cotangents, detached, differentiate, in_float64, named, outcome
+from tests.ops.rules import DEVICE, Inputs, Rule, on_cpu, state_dtype
 
 BACKENDS = ("chunkwise", "native") if DEVICE.type == "cpu" else ("chunkwise",)
 EVERY = ("auto", "reference", *BACKENDS)
-on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason=CPU_KERNELS)
 
 # Sizes of steps, from 1e-9, which neither writes nor forgets much, to 1e5, which forgets all; and 0.
 REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
-
-
-def inputs_of(
-    batch: int = 2,
-    time: int = 31,
-    channels: int = 3,
-    state: int = 5,
-    *,
-    dtype: torch.dtype = torch.float32,
-    others: torch.dtype | None = None,
-    regime: str = "ordinary",
-    initial_state: bool = True,
-    skip: bool = True,
-    requires_grad: bool = True,
-) -> Inputs:
-    """Arguments by name; `others` is the dtype of all but `u` and the initial state."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    ordinary = torch.nn.functional.softplus(draw(batch, time, channels) - 2)
-    tiny = 10 ** (-torch.rand(ordinary.shape, generator=generator, dtype=torch.float64) * 6 - 3)
-    rare = torch.rand(ordinary.shape, generator=generator) < 0.1
-    delta = {
-        "ordinary": ordinary,
-        "tiny": tiny,
-        "huge": ordinary * 1e4,
-        "tiny or huge": torch.where(rare, ordinary * 1e4, tiny),
-        "none": torch.where(rare, ordinary, 0.0),
-    }
-    drawn: Inputs = {
-        "u": draw(batch, time, channels),
-        "delta": delta[regime],
-        "A": -(torch.arange(state, dtype=torch.float64) + 0.5).repeat(channels, 1) * draw(channels, 1).exp(),
-        "B": draw(batch, time, state),
-        "C": draw(batch, time, state),
-        "D": draw(channels) if skip else None,
-        "initial_state": draw(batch, channels, state) if initial_state else None,
-    }
-    dtypes = {"u": dtype, "initial_state": state_dtype(dtype)}
-    return {
-        name: None if x is None else x.to(DEVICE, dtypes.get(name, others or dtype)).requires_grad_(requires_grad)
-        for name, x in drawn.items()
-    }
 
 
 class Scan(Rule):
@@ -89,25 +27,65 @@ class Scan(Rule):
 
     corrects = False
 
-    def inputs(self, *, B=2, T=31, H=0, K=5, V=3, extras_dtype=None, initial_state=True, seed=0, **options) -> Inputs:
-        return inputs_of(B, T, V, K, others=extras_dtype, initial_state=initial_state, skip=initial_state, **options)
+    def inputs(
+        self,
+        *,
+        B: int = 2,
+        T: int = 31,
+        H: int = 0,
+        K: int = 5,
+        V: int = 3,
+        dtype: torch.dtype = torch.float32,
+        extras_dtype: torch.dtype | None = None,
+        regime: str = "ordinary",
+        initial_state: bool = True,
+        skip: bool | None = None,
+        requires_grad: bool = True,
+        seed: int = 0,
+    ) -> Inputs:
+        """Arguments by name; `extras_dtype` is that of all but `u` and the state; without `skip` there is no D."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        ordinary = torch.nn.functional.softplus(draw(B, T, V) - 2)
+        tiny = 10 ** (-torch.rand(ordinary.shape, generator=generator, dtype=torch.float64) * 6 - 3)
+        rare = torch.rand(ordinary.shape, generator=generator) < 0.1
+        delta = {
+            "ordinary": ordinary,
+            "tiny": tiny,
+            "huge": ordinary * 1e4,
+            "tiny or huge": torch.where(rare, ordinary * 1e4, tiny),
+            "none": torch.where(rare, ordinary, 0.0),
+        }
+        drawn: Inputs = {
+            "u": draw(B, T, V),
+            "delta": delta[regime],
+            "A": -(torch.arange(K, dtype=torch.float64) + 0.5).repeat(V, 1) * draw(V, 1).exp(),
+            **{name: draw(B, T, K) for name in "BC"},
+            "D": draw(V) if (initial_state if skip is None else skip) else None,
+            "initial_state": draw(B, V, K) if initial_state else None,
+        }
+        dtypes = {"u": dtype, "initial_state": state_dtype(dtype)}
+        return {
+            name: None
+            if x is None
+            else x.to(DEVICE, dtypes.get(name, extras_dtype or dtype)).requires_grad_(requires_grad)
+            for name, x in drawn.items()
+        }
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return scan.reference(**inputs)
 
 
 SCAN = Scan("selective scan", "selective_scan", lambda draw: {}, REGIMES)
-SCANNED = [SCAN] if native.EXTENSIONS[DEVICE.type] == "cpu" else []
-"""It has kernels for CPUs alone."""
+SCANNED = [SCAN] if native.EXTENSIONS[DEVICE.type] == "cpu" else []  # it has kernels for CPUs alone
 
 
 def tolerance_of(inputs: Inputs) -> float:
     """Gradients of float32 inputs are rounded to it, whatever the dtype of `u`."""
     return max(TOLERANCE[x.dtype] for x in inputs.values() if x is not None)
-
-
-def assert_scan_agrees(backend: str, inputs: Inputs, use: str = "out, final_state") -> None:
-    assert_agrees(SCAN, backend, inputs, tolerance_of(inputs), use=use)
 
 
 def step_of(inputs: Inputs) -> Inputs:
@@ -121,48 +99,50 @@ def laid(inputs: Inputs, dim: int, names: tuple[str, ...] = ("u", "delta", "B", 
     return inputs | turned
 
 
-# Values
-
 # (time, channels, state): chunks of 16 steps and states kept every 32, and one more and less; vectors of 2 to 16
 # channels, 64 of them to a task.
 SIZES = [(1, 1, 1), (2, 3, 5), (63, 17, 16), (64, 1, 64), (65, 3, 1), (200, 17, 5), (17, 64, 3), (33, 65, 16)]
 SIZES += [(31, 8, 2), (32, 100, 17), (16, 130, 4), (40, 31, 33)]
 HOW = [
-    {"dtype": torch.float32},
-    {"dtype": torch.float64, "initial_state": False},
-    {"dtype": torch.bfloat16, "skip": False},
-    {"dtype": torch.float16, "others": torch.float32, "initial_state": False},
-    {"dtype": torch.float64, "others": torch.float32},
+    *[{"dtype": torch.float32}, {"dtype": torch.float64, "initial_state": False, "skip": True}],
+    *[{"dtype": torch.bfloat16, "skip": False}, {"dtype": torch.float64, "extras_dtype": torch.float32}],
+    {"dtype": torch.float16, "extras_dtype": torch.float32, "initial_state": False, "skip": True},
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("i", "size"), enumerate(SIZES), ids=label)
+@pytest.mark.parametrize(("i", "size"), list(enumerate(SIZES)))
 def test_sizes_and_dtypes(backend, i, size):
     """In either precision, in one of the mixtures, and of a loss of either output: C and D may have no part in it."""
+    sizes = dict(zip("TVK", size, strict=True))
     for how in (HOW[i % 2], HOW[2 + i % 3]):
-        assert_scan_agrees(backend, inputs_of(2, *size, **how))
-    assert_scan_agrees(backend, inputs_of(2, *size), ("out", "final_state")[i % 2])
+        inputs = SCAN.inputs(**sizes, **how)
+        assert_agrees(SCAN, backend, inputs, tolerance_of(inputs))
+    assert_agrees(SCAN, backend, SCAN.inputs(**sizes), use=("out", "final_state")[i % 2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=label)
-@pytest.mark.parametrize("regime", REGIMES, ids=label)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sizes_of_steps(backend, regime, dtype):
     for initial_state in (True, False):
-        assert_scan_agrees(backend, inputs_of(2, 75, 9, 6, dtype=dtype, regime=regime, initial_state=initial_state))
+        inputs = SCAN.inputs(T=75, V=9, K=6, dtype=dtype, regime=regime, initial_state=initial_state)
+        assert_agrees(SCAN, backend, inputs)
 
 
 @pytest.mark.parametrize("backend", EVERY[1:])
 def test_gradients_are_those_of_finite_differences(backend):
-    inputs = inputs_of(1, 5, 2, 3, dtype=torch.float64)
-    torch.autograd.gradcheck(
-        lambda *x: ops.selective_scan(*x[:6], initial_state=x[6], backend=backend), [*inputs.values()]
-    )
+    """Of the reference forward ones too, which the kernels leave to it."""
+    inputs = SCAN.inputs(B=1, T=5, V=2, K=3, dtype=torch.float64).values()
+
+    def run(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.selective_scan(*x[:6], initial_state=x[6], backend=backend)
+
+    assert torch.autograd.gradcheck(run, [*inputs], check_forward_ad=backend == "reference")
 
 
 def test_the_definition_is_the_papers_equation():
-    inputs = inputs_of(1, 4, 2, 3, dtype=torch.float64, requires_grad=False)
+    inputs = SCAN.inputs(B=1, T=4, V=2, K=3, dtype=torch.float64, requires_grad=False)
     u, delta, A, B, C, D, h = (x.cpu() for x in inputs.values())
     out, final = ops.selective_scan(**inputs, backend="reference")
     for t in range(4):
@@ -173,24 +153,9 @@ def test_the_definition_is_the_papers_equation():
     torch.testing.assert_close(final.cpu(), h)
 
 
-@pytest.mark.parametrize("backend", EVERY[1:])
-def test_a_sequence_in_parts_is_the_sequence(backend):
-    """Gradients flow from part to part through the state."""
-    inputs = inputs_of(time=70, dtype=torch.float64)
-    outs, state = [], inputs["initial_state"]
-    for steps in (slice(0, 1), slice(1, 40), slice(40, 40), slice(40, 70)):
-        part = {name: x[:, steps] if name in ("u", "delta", "B", "C") else x for name, x in inputs.items()}
-        out, state = ops.selective_scan(**part | {"initial_state": state}, backend=backend)
-        outs.append(out)
-    outputs = torch.cat(outs, 1), state
-    weights = cotangents(outputs)
-    found = named(outputs, differentiate(outputs, inputs, weights))
-    assert_close(found, definition(SCAN, inputs, weights), TOLERANCE[torch.float64])
-
-
 @pytest.mark.parametrize("backend", EVERY)
 def test_no_steps(backend):
-    inputs = inputs_of(time=0)
+    inputs = SCAN.inputs(T=0)
     outputs = ops.selective_scan(**inputs, backend=backend)
     assert outputs[0].shape == (2, 0, 3) and torch.equal(outputs[1], inputs["initial_state"])
     gradients = differentiate(outputs, inputs, cotangents(outputs))
@@ -200,18 +165,18 @@ def test_no_steps(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_strides(backend):
-    inputs = inputs_of(3, 40, 17, 5)
+    inputs = SCAN.inputs(B=3, T=40, V=17)
     expected = outcome(SCAN, backend, inputs)
     for other in (laid(inputs, 1), laid(inputs, -1, tuple(inputs))):
         assert_close(outcome(SCAN, backend, other), expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=label)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("backend", EVERY)
 def test_steps_in_place_or_not(backend, dtype):
     """Of a step and of more; of a state that lies among others, which stay as they are."""
     for time, channels, state, apart in ((1, 5, 3, False), (1, 70, 16, True), (1, 3, 20, True), (6, 5, 3, True)):
-        inputs = inputs_of(2, time, channels, state, dtype=dtype, requires_grad=False)
+        inputs = SCAN.inputs(T=time, V=channels, K=state, dtype=dtype, requires_grad=False)
         wanted = named(SCAN.reference(in_float64(inputs)))
         whole = torch.full((2, channels, 2 * state), 7.0, dtype=state_dtype(dtype), device=DEVICE)
         place = whole[..., :state] if apart else whole.view(2, channels, 2, state)[:, :, 0].contiguous()
@@ -225,12 +190,9 @@ def test_steps_in_place_or_not(backend, dtype):
         assert (whole[..., state:] == 7).all()
 
 
-# The compiled kernels
-
-
 @on_cpu
 def test_threads_and_kept_states_change_no_bit(monkeypatch):
-    inputs = inputs_of(3, 150, 150, 7)
+    inputs = SCAN.inputs(B=3, T=150, V=150, K=7)
     expected, before = outcome(SCAN, "native", inputs), torch.get_num_threads()
     for count in (2, 3):
         torch.set_num_threads(count)
@@ -240,58 +202,6 @@ def test_threads_and_kept_states_change_no_bit(monkeypatch):
         monkeypatch.setattr(native, "SCAN_INTERVAL", interval)
         assert_same(outcome(SCAN, "native", inputs), expected, f"with a state every {interval} steps")
 
-
-@on_cpu
-def test_states_are_kept_for_a_backward_pass_only():
-    assert libraries.load("cpu") is None
-    arguments, forward = tuple(inputs_of(time=100).values()), torch.ops.fairseq_fastweights.selective_scan_forward
-    out, _, states = forward(*arguments, 0)
-    assert states.shape[1] == 0 and forward(*arguments, 32)[2].shape == (2, 3, 5, 3)
-    with pytest.raises(RuntimeError, match="kept no states"):
-        out.sum().backward()
-
-
-@on_cpu
-@pytest.mark.parametrize("time", [1, 37])
-def test_what_is_not_finite_stays_in_its_row(time):
-    """A number of a row of the batch that is infinite or NaN changes no bit of the others' results."""
-    given = inputs_of(3, time, 70, 5)
-
-    def others(inputs: Inputs) -> Inputs:
-        shared = ("gradient of A", "gradient of D")
-        return {name: x[1:] for name, x in outcome(SCAN, "native", inputs).items() if name not in shared}
-
-    expected = others(given)
-    for name in ("u", "delta", "B", "C", "initial_state"):
-        for value in (torch.inf, torch.nan):
-            changed = given[name].detach().clone()
-            changed[0].view(-1)[changed[0].numel() // 2] = value
-            assert_same(others(given | {name: changed.requires_grad_()}), expected, f"where {name} has {value}")
-
-
-def test_forward_mode_of_the_reference():
-    inputs = inputs_of(time=5, requires_grad=False)
-
-    def run(u: Tensor) -> Tensor:
-        return ops.selective_scan(**inputs | {"u": u}, backend="reference")[0]
-
-    out, tangent = torch.func.jvp(run, (inputs["u"],), (inputs["u"],))
-    torch.testing.assert_close(tangent, out - run(torch.zeros_like(inputs["u"])))  # it is linear in u
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "auto"])
-@pytest.mark.parametrize("time", [1, 40])
-def test_shapes_on_meta(backend, time):
-    drawn = inputs_of(time=time, dtype=torch.bfloat16, others=torch.float32)
-    inputs = {name: x.detach().to("meta").requires_grad_() for name, x in drawn.items()}
-    out, final_state = ops.selective_scan(**inputs, backend=backend)
-    assert out.is_meta and (out.shape, out.dtype) == ((2, time, 3), torch.bfloat16)
-    assert final_state.is_meta and (final_state.shape, final_state.dtype) == ((2, 3, 5), torch.float32)
-    for name, grad in differentiate((out, final_state), inputs, (out.detach(), final_state.detach())).items():
-        assert grad.is_meta and (grad.shape, grad.dtype) == (inputs[name].shape, inputs[name].dtype)
-
-
-# What is refused
 
 WRONG = [
     ("u", lambda x: x[0], r"u has shape \(7, 3\); it must be \(batch, time, channels\)"),
@@ -311,16 +221,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), WRONG)
-def test_what_is_wrong_is_named(name, change, message):
-    inputs = inputs_of(time=7, requires_grad=False)
-    for backend in ("auto", "reference"):
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_what_is_wrong_is_named(backend):
+    inputs = SCAN.inputs(T=7, requires_grad=False)
+    for name, change, message in WRONG:
         with pytest.raises(ValueError, match=message):
             ops.selective_scan(**inputs | {name: change(inputs[name])}, backend=backend)
 
 
 def test_what_cannot_be_done_is_said():
-    inputs = inputs_of(time=7)
+    inputs = SCAN.inputs(T=7)
     for given, message in (
         ({"backend": "triton"}, "backend is 'triton'; it must be one of auto, reference, chunkwise"),
         ({"in_place": True, "initial_state": None}, "initial_state is None and in_place is True"),
@@ -334,20 +244,17 @@ def test_what_cannot_be_done_is_said():
             choose_backend("native", 7, scan._why_not_native(u), in_chunks=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
+def test_values_are_checked_where_that_is_asked_for():
+    for name, value, message in (
         ("delta", -0.5, "delta has a least value of -0.5; the sizes of steps must be at least 0"),
         ("A", 2.0, "A has a largest value of 2; it must be at most 0"),
         ("B", torch.inf, "B holds 1 values that are not finite"),
-    ],
-)
-def test_values_are_checked_where_that_is_asked_for(name, value, message):
-    inputs = inputs_of(time=7, requires_grad=False)
-    with ops.check_values(True):
-        ops.selective_scan(**inputs)
-    inputs[name].view(-1)[3] = value
-    with ops.check_values(False):
-        ops.selective_scan(**inputs)
-    with ops.check_values(True), pytest.raises(ValueError, match=message):
-        ops.selective_scan(**inputs)
+    ):
+        inputs = SCAN.inputs(T=7, requires_grad=False)
+        with ops.check_values(True):
+            ops.selective_scan(**inputs)
+            inputs[name].view(-1)[3] = value
+            with pytest.raises(ValueError, match=message):
+                ops.selective_scan(**inputs)
+        with ops.check_values(False):
+            ops.selective_scan(**inputs)

@@ -1,26 +1,26 @@
 """Trained models of both kinds, a tiny parallel corpus, and fairseq's commands for translation on it."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
 import random
 import re
 import shutil
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils
 from filelock import FileLock
 
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, import_plugin, train
 
 TRANSLATION = [*TASK[:2], *"--task translation --source-lang en --target-lang de".split()]
 SMALL = "--arch fast_weight_transformer_tiny --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 --dropout 0".split()
-SAME_MODEL = "--update-rule delta --feature-map dpfp".split()
-"""As `translator` is."""
 
 
 def slow(*values: Any) -> Any:
@@ -33,6 +33,42 @@ def losses(log: str, name: str = "loss") -> list[float]:
     found = [float(x) for x in re.findall(rf'"{name}": "([^"]+)"', log)]
     assert found and all(map(math.isfinite, found))
     return found
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The model's, without the numbers whose type fairseq looks at, and whose value it never sets."""
+    state = torch.load(checkpoint, weights_only=True)["model"]
+    return {name: x for name, x in state.items() if not name.endswith("_float_tensor")}
+
+
+@torch.no_grad()
+def loss_alone(data: Path, checkpoint: Path, *, apart: bool = False, new: int = 10**6, context: int = 0) -> float:
+    """The base-2 loss of the test split as one text, or of each document by itself, by none of the readers under test.
+
+    In windows, if `new` says so: of `new` tokens, after as many of the text's before them as fit into `context`.
+    """
+    [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
+    model.eval()
+    lines, known, loss = (
+        data_utils.load_indexed_dataset(str(data / "test"), task.dictionary),
+        task.target_dictionary,
+        0.0,
+    )
+    texts: list[list[int]] = [[]]
+    for before, line in zip([[], *lines], lines, strict=False):
+        if apart and len(before) == 1 and len(line) > 1:
+            texts.append([])
+        texts[-1] += line.tolist()
+    assert len(texts) > 1 or not apart
+    for tokens in texts:
+        text = torch.tensor([task.dictionary.eos(), *tokens])[None]
+        for first in range(0, len(tokens), new):
+            start, end = max(0, first - context), min(first + new, len(tokens))
+            target = text[:, first + 1 : end + 1]
+            target = target.masked_fill(target >= len(known), known.unk())[..., None]
+            scores = model.get_normalized_probs(model(text[:, start:end]), log_probs=True)
+            loss -= scores[:, first - start :].gather(-1, target).sum().item()
+    return loss / sum(map(len, texts)) / math.log(2)
 
 
 def train_in_two(data: Path, folder: Path, *flags: str) -> str:
@@ -88,38 +124,24 @@ def model(corpus: Path, once) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def pair_text() -> dict[str, list[str]]:
-    """Sentences of 20 words and the same in reverse; the 3rd of each split and some others are empty in the source."""
-    draw, text = random.Random(0), {}
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of 20 words and the same in reverse, binarised; the 3rd of each split has an empty source.
+
+    In `joined` beside it with one dictionary for both languages.
+    """
+    import_plugin()
+    draw, folder = random.Random(0), tmp_path_factory.mktemp("pairs")
     for split, size in (("train", 80), ("valid", 12), ("test", 12)):
         source = [" ".join(draw.choices([f"e{i}" for i in range(20)], k=draw.randint(1, 9))) for _ in range(size)]
         source[2::20] = [""] * len(source[2::20])
-        reverse = [" ".join(reversed(line.replace("e", "d").split())) for line in source]
         # fairseq takes no empty prefixes.
-        text[f"{split}.en"], text[f"{split}.de"] = source, [line or "d0" for line in reverse]
-    return text
-
-
-@pytest.fixture(scope="session")
-def pairs(pair_text, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pairs, binarised."""
-    import_plugin()
-    folder = tmp_path_factory.mktemp("pairs")
-    for name, lines in pair_text.items():
-        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return binarise_pairs(folder, "bin")
-
-
-@pytest.fixture(scope="session")
-def joined_pairs(pairs: Path) -> Path:
-    """The same with one dictionary for both languages."""
-    return binarise_pairs(pairs.parent, "joined", "--joined-dictionary")
-
-
-def binarise_pairs(folder: Path, out: str, *flags: str) -> Path:
+        reverse = [" ".join(reversed(line.replace("e", "d").split())) or "d0" for line in source]
+        for language, lines in (("en", source), ("de", reverse)):
+            (folder / f"{split}.{language}").write_text("".join(f"{line}\n" for line in lines))
     prefixes = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", str(folder / split))]
-    command("preprocess", *TRANSLATION[-4:], "--destdir", str(folder / out), *prefixes, *flags)
-    return folder / out
+    for out, flags in (("bin", []), ("joined", ["--joined-dictionary"])):
+        command("preprocess", *TRANSLATION[-4:], "--destdir", str(folder / out), *prefixes, *flags)
+    return folder / "bin"
 
 
 def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = False) -> str:
@@ -135,14 +157,11 @@ def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = 
 @pytest.fixture(scope="session")
 def translator(pairs, once) -> Path:
     """A checkpoint after 36 updates."""
-    flags = [*SAME_MODEL, "--max-update", "36", "--no-epoch-checkpoints"]
+    flags = "--update-rule delta --feature-map dpfp --max-update 36 --no-epoch-checkpoints".split()
     return once("translator", lambda folder: train_translation(pairs, folder, *flags)) / "checkpoint_last.pt"
 
 
-class Hypothesis(NamedTuple):
-    score: float
-    words: list[str]
-    token_scores: list[float]  # base 2, rounded to 4 digits
+Hypothesis = namedtuple("Hypothesis", "score words token_scores")  # the latter base 2, rounded to 4 digits
 
 
 def hypotheses_in(output: str) -> dict[int, list[Hypothesis]]:

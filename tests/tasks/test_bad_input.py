@@ -1,7 +1,5 @@
 """What a user can get wrong: a clear error, and nothing written over."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import traceback
@@ -17,8 +15,9 @@ from fairseq_fastweights.tasks.fast_weight_language_modeling import (
     FastWeightLanguageModelingTask,
 )
 from tests.conftest import binarise, evaluate, train
+from tests.conversion.test_bad_input import Harmful
 
-CARRY = "--carry-over-state"
+CARRY, APART = "--carry-over-state", "--separate-documents"
 
 
 # What the model's options may be is in tests/models/test_architectures.py.
@@ -31,6 +30,8 @@ CARRY = "--carry-over-state"
         (f"{CARRY} --softmax-attention-layers 2", r"carry_over_state is set.*layers 2 \(softmax\)"),
         (f"{CARRY} --batch-size 5000", "batch size times the number of processes is 5000"),
         (f"{CARRY} --arch transformer_lm", "TransformerLanguageModel has no state to carry"),
+        (f"{APART} --arch transformer_lm", "separate_documents is set, but TransformerLanguageModel does not tell doc"),
+        (f"{APART} --mixers linformer,delta:2", r"kept apart in layers 1 \(linformer\).* of sum, gated,"),
     ],
 )
 def test_options_that_cannot_work_are_named(corpus, tmp_path, monkeypatch, flags, message):
@@ -41,33 +42,45 @@ def test_options_that_cannot_work_are_named(corpus, tmp_path, monkeypatch, flags
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_an_empty_corpus_is_named(tmp_path):
-    for name, text in {"train": "a b c\n", "valid": "", "test": ""}.items():
-        (tmp_path / f"{name}.txt").write_text(text)
-    with pytest.raises(ValueError, match="split 'valid' holds no tokens"):
-        train(binarise(tmp_path), tmp_path / "new", "--max-update", "1")
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("sample_break_mode", "complete"), ("shorten_method", "truncate")]
-    + [(flag, True) for flag in "pad_to_fixed_length pad_to_fixed_bsz add_bos_token self_target past_target".split()],
+    ("valid", "message"), [("", "split 'valid' holds no tokens"), ("a\n" * 9, "split 'valid' has no empty line")]
 )
-def test_streams_are_neither_cut_nor_padded(corpus, name, value):
-    settings = FastWeightLanguageModelingConfig(data=str(corpus), carry_over_state=True, **{name: value})
-    with pytest.raises(ValueError, match=f"{name} is {value}; with carry_over_state it must be"):
-        FastWeightLanguageModelingTask.setup_task(settings)
+def test_splits_without_text_or_documents_are_named(tmp_path, valid, message):
+    for name, text in {"train": "a b c\n\nd e\n" * 9, "valid": valid}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        train(binarise(tmp_path), tmp_path / "new", APART, "--max-update", "1")
+    assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_streams_need_a_batch_size_and_are_not_continued_by_generation(corpus):
-    settings = FastWeightLanguageModelingConfig(data=str(corpus), carry_over_state=True, dataset_impl="mmap")
-    task = FastWeightLanguageModelingTask.setup_task(settings)
-    task.load_dataset("test")
-    with pytest.raises(ValueError, match="batch_size is not set; with carry_over_state"):
-        task.get_batch_iterator(task.dataset("test"), max_tokens=64)
-    for args in (Namespace(), Namespace(score_reference=False)):
-        with pytest.raises(ValueError, match="carry_over_state is set, but generation starts from empty states"):
-            task.build_generator([], args)
+def task_with(corpus: Path, **settings: object) -> FastWeightLanguageModelingTask:
+    return FastWeightLanguageModelingTask.setup_task(FastWeightLanguageModelingConfig(data=str(corpus), **settings))
+
+
+def test_segments_are_filled_with_text_as_it_stands(corpus):
+    both = [("sample_break_mode", "eos"), ("shorten_method", "truncate")]
+    both += [(name, True) for name in ("add_bos_token", "self_target", "past_target")]
+    carried = [("sample_break_mode", "complete"), ("pad_to_fixed_length", True), ("pad_to_fixed_bsz", True)]
+    apart = [("sample_break_mode", "complete_doc")]
+    for option, settings in (("carry_over_state", both + carried), ("separate_documents", both + apart)):
+        for name, value in settings:
+            with pytest.raises(ValueError, match=f"{name} is {value}; with {option} it must be (none|False): "):
+                task_with(corpus, **{option: True, name: value})
+
+
+def test_streams_need_a_batch_size_and_neither_they_nor_documents_are_continued_by_generation(corpus):
+    why = {"carry_over_state": "generation starts from empty states", "separate_documents": "continues a sample as one"}
+    for option in why:
+        task = task_with(corpus, dataset_impl="mmap", use_plasma_view=False, **{option: True})
+        task.load_dataset("test")
+        for args in (Namespace(), Namespace(score_reference=False)):
+            with pytest.raises(ValueError, match=f"{option} is set, but .*{why[option]}"):
+                task.build_generator([], args)
+        if option == "carry_over_state":
+            # Their text is in memory; the end of worker processes would keep training waiting.
+            assert task.get_batch_iterator(task.dataset("test"), max_sentences=2, num_workers=2).num_workers == 0
+            with pytest.raises(ValueError, match="batch_size is not set; with carry_over_state"):
+                task.get_batch_iterator(task.dataset("test"), max_tokens=64)
 
 
 @pytest.mark.slow
@@ -80,12 +93,13 @@ def test_streams_need_a_batch_size_and_are_not_continued_by_generation(corpus):
         (f"{CARRY} --tokens-per-sample 8 --context-window 4", "context_window is 4; with carry_over_state"),
         ("--tokens-per-sample 8 --gen-subset nowhere", "no split 'nowhere'"),
         (f"{CARRY} --softmax", r"carry_over_state is set, but .* layers 2 \(softmax\)"),
+        (f"{APART} --sample-break-mode complete --context-window 8", "is 8 and sample_break_mode complete; .*be none"),
     ],
 )
 def test_contexts_that_cannot_be_are_named(corpus, model, flags, message):
     checkpoint = model("--softmax-attention-layers", "2", "--max-update", "1") if "softmax" in flags else model()
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        evaluate(corpus, checkpoint, *flags.replace("--softmax", "--tokens-per-sample 8").split())
+        evaluate(corpus, checkpoint, *"--tokens-per-sample 16".split(), *flags.replace("--softmax", "").split())
 
 
 def printed(error: pytest.ExceptionInfo[Exception]) -> str:
@@ -109,26 +123,16 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(corpus, model, tmp_pa
     assert kept.read_bytes() == before and list(tmp_path.iterdir()) == [kept]
 
 
-class Hostile:
-    """Unpickled by an unsafe loader, this makes a file."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self):
-        return (Path.touch, (self.target,))
-
-
 # fairseq-train starts anew where there is no checkpoint.
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [(name, kind) for name in ("eval_lm", "train") for kind in ("truncated", "empty", "hostile")]
-    + [("eval_lm", "missing")],
-)
-def test_a_bad_checkpoint_stops_everything_and_runs_nothing(corpus, model, tmp_path, caplog, name, kind):
+CASES = [(name, kind) for name in ("eval_lm", "train") for kind in ("truncated", "empty", "hostile", "missing")][:-1]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_bad_checkpoint_stops_everything_and_runs_nothing(corpus, model, tmp_path, monkeypatch, caplog, name, kind):
+    monkeypatch.chdir(tmp_path)
     bad = tmp_path / "checkpoint_last.pt"
     if kind == "hostile":
-        torch.save({"model": Hostile(tmp_path / "touched"), "cfg": None, "args": None}, bad)
+        torch.save({"model": Harmful(), "cfg": None, "args": None}, bad)
     elif kind != "missing":
         bad.write_bytes(model().read_bytes()[:-2000] if kind == "truncated" else b"")
     before = [(path, path.read_bytes()) for path in tmp_path.iterdir()]

@@ -1,7 +1,5 @@
 """fairseq's other commands and options, with fast weights."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -13,34 +11,33 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass import initialize
 
 from tests.conftest import QUIET, TASK, command, evaluate, train
-from tests.tasks.conftest import losses
+from tests.tasks.conftest import losses, train_translation, weights
 
 ADAPTIVE = """--arch fast_weight_lm_baevski_wiki103 --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20
     --criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-input-factor 2 --adaptive-softmax-factor 2""".split()
-WAYS = {"fp16": 1e-3, "bf16": 1e-2, "checkpoint-activations": 1e-3, "ddp-backend=legacy_ddp": 1e-3}
+CARRY, APART = "--carry-over-state", "--separate-documents"
+WAYS = {"fp16": 2e-3, "bf16": 2e-2, "checkpoint-activations": 1e-3, "ddp-backend=legacy_ddp": 2e-3}
 """How near the loss is: bfloat16 keeps 8 bits; the other ways compute the same."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "ways"), [([], WAYS), (ADAPTIVE, ["fp16"])], ids=["", "adaptive"])
-def test_models_train_in_every_way(corpus, tmp_path, flags, ways):
-    def last_loss(*way: str) -> float:
-        return losses(train(corpus, tmp_path, *flags, "--max-update", "4", "--no-save", *way), "train_loss")[-1]
-
-    plain = last_loss()
-    for way in ways:
-        assert last_loss(f"--{way}") == pytest.approx(plain, rel=WAYS[way]), way
+@pytest.mark.parametrize("kind", ["", "adaptive", "translation"])
+def test_models_train_in_every_way(request, corpus, tmp_path, kind):
+    run, data, flags = train, corpus, ["--max-update", "4", "--no-save", *(ADAPTIVE if kind == "adaptive" else [])]
+    if kind == "translation":
+        run, data = train_translation, request.getfixturevalue("pairs")
+        flags += "--dropout 0.2 --attention-dropout 0.1 --feature-map favor".split()
+    plain = losses(run(data, tmp_path, *flags))
+    assert len(plain) == 4
+    for way in ["fp16"] if kind == "adaptive" else WAYS:
+        assert losses(run(data, tmp_path, *flags, f"--{way}")) == pytest.approx(plain, rel=WAYS[way]), way
 
 
 GPT2 = "fast_weight_lm_gpt2_small"
 # Of a model in a yaml file; what its architecture sets is left to it.
 DESCRIBED = {
-    "fast_weight_lm": {
-        "update_rule": "decay",
-        "share_decoder_input_output_embed": True,
-        **dict.fromkeys(("decoder_input_dim", "decoder_embed_dim", "decoder_output_dim", "decoder_ffn_embed_dim"), 32),
-        "decoder_attention_heads": 2,
-    },
+    "fast_weight_lm": {"update_rule": "decay", "share_decoder_input_output_embed": True, "decoder_attention_heads": 2}
+    | {f"decoder_{name}_dim": 32 for name in ("input", "embed", "output", "ffn_embed")},
     "fast_weight_lm_wiki103_small": {"adaptive_input_cutoff": "10,20", "adaptive_softmax_cutoff": "10,20"},
     GPT2: {"decoder_embed_dim": 16, "decoder_ffn_embed_dim": 32, "decoder_attention_heads": 2},
     "transformer_lm_gpt2_tiny": {},
@@ -91,17 +88,20 @@ def test_hydra_trains_what_a_yaml_file_describes(request, corpus, tmp_path, trai
     flags += "--max-target-positions 24 --tokens-per-sample 16 --batch-size 4 --optimizer adam --lr 0.01".split()
     flags += ["--arch", arch, "--decoder-layers", "1", "--save-dir", str(tmp_path / "commanded")]
     command("train", str(corpus), *TASK, *QUIET, *flags)
-    commanded = torch.load(tmp_path / "commanded" / "checkpoint_last.pt", weights_only=True)
-    assert state["cfg"]["model"] == commanded["cfg"]["model"]
-    assert state["model"].keys() == commanded["model"].keys()
-    for name, x in state["model"].items():
-        # fairseq looks at the type of these, and sets no value.
-        assert name.endswith("._float_tensor") or torch.equal(x, commanded["model"][name]), name
+    paths = [tmp_path / name / "checkpoint_last.pt" for name in ("described", "commanded")]
+    assert state["cfg"]["model"] == torch.load(paths[1], weights_only=True)["cfg"]["model"]
+    described, commanded = map(weights, paths)
+    assert described.keys() == commanded.keys()
+    assert all(torch.equal(x, commanded[name]) for name, x in described.items())
 
 
-def test_a_fairseq_that_would_train_another_model_is_refused(train_as_described, tmp_path, monkeypatch):
-    # As fairseq itself is, and older builds of it are.
+@pytest.fixture
+def other_fairseq(monkeypatch):
+    """As fairseq itself is, and older builds of it are."""
     monkeypatch.setattr(initialize, "add_architecture", lambda *settings: None, raising=False)
+
+
+def test_a_fairseq_that_would_train_another_model_is_refused(train_as_described, tmp_path, other_fairseq):
     message = f"model._name is '{GPT2}', .*is False.*; it must be 'fast_weight_lm', .* tools/build_fairseq.py"
     with pytest.raises(ValueError, match=message):
         train_as_described(GPT2, {"share_decoder_input_output_embed": True})
@@ -109,8 +109,7 @@ def test_a_fairseq_that_would_train_another_model_is_refused(train_as_described,
 
 
 @pytest.mark.slow
-def test_the_command_line_and_checkpoints_need_no_such_fairseq(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(initialize, "add_architecture", lambda *settings: None, raising=False)
+def test_the_command_line_and_checkpoints_need_no_such_fairseq(corpus, tmp_path, other_fairseq):
     train(corpus, tmp_path, "--arch", GPT2, "--max-update", "4")
     path = tmp_path / "checkpoint_last.pt"
     loss, _ = evaluate(corpus, path, "--tokens-per-sample", "16")
@@ -135,16 +134,16 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path):
         log = train(corpus, tmp_path, "--store-ema", "--ema-decay", "0.5", "--max-update", str(updates))
         assert ("Loading EMA from checkpoint" in log) == bool(before)
         state = torch.load(path, weights_only=True)
-        averaged, weights = state["extra_state"]["ema"], state["model"]
-        assert state["optimizer_history"][-1]["num_updates"] == updates and averaged.keys() == weights.keys()
+        averaged, last = state["extra_state"]["ema"], state["model"]
+        assert state["optimizer_history"][-1]["num_updates"] == updates and averaged.keys() == last.keys()
         settings = "decoder.settings_version"
-        assert averaged[settings].dtype == torch.int64 and torch.equal(averaged[settings], weights[settings])
+        assert averaged[settings].dtype == torch.int64 and torch.equal(averaged[settings], last[settings])
         for name, x in averaged.items():
             # fairseq takes the embeddings' step twice, once for each of their names.
             if before and ".layers." in name:
-                assert torch.allclose(x, (before[name] + weights[name]) / 2, atol=1e-7), name
+                assert torch.allclose(x, (before[name] + last[name]) / 2, atol=1e-7), name
         before = averaged
-    assert not torch.equal(before["decoder.layers.0.fc1.weight"], weights["decoder.layers.0.fc1.weight"])
+    assert not torch.equal(before["decoder.layers.0.fc1.weight"], last["decoder.layers.0.fc1.weight"])
     # What fairseq makes a checkpoint of is the model's.
     checkpoint_utils.save_ema_as_checkpoint(str(path), str(tmp_path / "averaged.pt"))
     last, average = (evaluate(corpus, x, "--tokens-per-sample", "16")[0] for x in (path, tmp_path / "averaged.pt"))
@@ -152,13 +151,23 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contexts", ["--sample-break-mode eos", "--carry-over-state"])
+@pytest.mark.parametrize("contexts", ["--sample-break-mode eos", CARRY, APART, f"{APART} {CARRY}"])
 def test_generate_scores_as_evaluation_does(corpus, model, capsys, contexts):
     # A reference scored token by token is the line as the language model sees it after a line end, or the text so far.
+    checkpoint = model(*["--no-token-positional-embeddings"] * ("documents" in contexts))
     flags = [*contexts.split(), "--batch-size", "8", "--tokens-per-sample", "16"]
-    loss, _ = evaluate(corpus, model(), *flags)
-    flags += ["--path", str(model()), "--gen-subset", "test"]
+    loss, _ = evaluate(corpus, checkpoint, *flags)
+    flags += ["--path", str(checkpoint), "--gen-subset", "test"]
     command("generate", str(corpus), *TASK, *QUIET, *flags, "--score-reference")
     scores = re.findall(r"^P-\d+\t(.*)$", capsys.readouterr().out, flags=re.MULTILINE)
     values = [float(x) for row in scores for x in row.split()]
     assert -sum(values) / len(values) == pytest.approx(loss, abs=1e-3)
+
+
+def test_a_finished_command_trains_no_further_update(our_fairseq, corpus, tmp_path):
+    def updates() -> int:
+        return torch.load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
+
+    for _ in range(2):
+        train(corpus, tmp_path, "--max-update", "2", "--disable-validation")
+        assert updates() == 2

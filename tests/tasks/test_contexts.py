@@ -1,37 +1,18 @@
 """Contexts that are carried over and contexts that slide: what is trained on, and what the perplexities mean."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import QUIET, SMALL_MODEL, TASK, binarise, command, count_tokens, evaluate, train
-from tests.tasks.conftest import losses, slow, train_in_two
+from tests.conftest import QUIET, SMALL_MODEL, TASK, command, count_tokens, evaluate, train
+from tests.tasks.conftest import loss_alone, losses, slow, train_in_two, weights
 
 CARRY = ["--carry-over-state"]
 NO_POSITIONS = ["--no-token-positional-embeddings"]
 SMALLER = ["--output-dictionary-size", "30"]
 ADAPTIVE = """--adaptive-input --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20 --criterion adaptive_loss
     --ddp-backend legacy_ddp""".split()
-
-
-def one_pass(data: Path, checkpoint: Path) -> float:
-    """The perplexity of the whole test split read at once, computed without any of the readers under test."""
-    from fairseq import checkpoint_utils
-    from fairseq.data import data_utils
-
-    [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
-    model.eval()
-    lines = data_utils.load_indexed_dataset(str(data / "test"), task.dictionary)
-    text = torch.cat([lines[i] for i in range(len(lines))])[None]
-    inputs = torch.cat([torch.full((1, 1), task.dictionary.eos()), text[:, :-1]], dim=1)
-    text[text >= len(task.target_dictionary)] = task.target_dictionary.unk()
-    with torch.no_grad():
-        scores = model.get_normalized_probs(model(inputs), log_probs=True, sample={"target": text})
-    return scores.gather(-1, text[..., None]).mean().neg().exp().item()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +29,7 @@ def test_contexts_that_are_the_whole_text_give_the_perplexity_of_one_pass(corpus
     checkpoint = model(*NO_POSITIONS, *made_with)
     loss, tokens = evaluate(corpus, checkpoint, *flags)
     assert tokens == count_tokens(corpus, "test")
-    whole = one_pass(corpus, checkpoint)
+    whole = 2 ** loss_alone(corpus, checkpoint)
     # 1e-4 of the perplexity are asked for; float32 sums in another order stay far below it.
     assert 2**loss == pytest.approx(whole, rel=2e-5)
     apart, _ = evaluate(corpus, checkpoint, *made_with, "--tokens-per-sample", "64")
@@ -74,17 +55,6 @@ def test_sliding_windows_give_fairseqs_perplexity(corpus, model, made_with, flag
     fairseqs_task = [*TASK[:2], "--task", "language_modeling"]
     theirs, as_many = evaluate(corpus, model(*made_with), *reading, task=fairseqs_task)
     assert tokens == as_many and 2**ours == pytest.approx(2**theirs, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_data_of_every_kind_is_read_alike(corpus, model, tmp_path):
-    for path in corpus.parent.glob("*.txt"):
-        shutil.copy(path, tmp_path)
-    lazy = binarise(tmp_path, "--dataset-impl", "lazy", "--srcdict", str(corpus / "dict.txt"))
-    for flags in (CARRY, ["--context-window", "48"]):
-        reading = [model(*NO_POSITIONS), *flags, "--tokens-per-sample", "64"]
-        wanted = evaluate(corpus, *reading)
-        assert all(evaluate(lazy, *reading, "--dataset-impl", kind) == wanted for kind in ("cached", "lazy"))
 
 
 @pytest.mark.slow
@@ -121,10 +91,6 @@ def test_training_and_validation_read_whole_streams(corpus, model, tmp_path, fla
     assert abs(wanted["train"] - fresh) > 6e-3
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
-
-
 @pytest.mark.slow
 def test_a_run_that_is_taken_up_at_an_epochs_end_goes_on_as_if_it_had_not_stopped(corpus, tmp_path):
     flags = [*NO_POSITIONS, *CARRY, "--max-update", "0", "--lr", "0.001", "--tokens-per-sample", "64", "--max-epoch"]
@@ -134,14 +100,15 @@ def test_a_run_that_is_taken_up_at_an_epochs_end_goes_on_as_if_it_had_not_stoppe
 
 
 @pytest.mark.slow
-def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path):
-    flags = [*NO_POSITIONS, *CARRY, "--lr", "0.001", "--update-freq", "2", "--num-workers", "1"]
+@pytest.mark.parametrize("apart", [[], ["--separate-documents"]], ids=["", "documents"])
+def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path, apart):
+    flags = [*NO_POSITIONS, *CARRY, *apart, "--lr", "0.001", "--update-freq", "2", "--num-workers", "1"]
     train(corpus, tmp_path / "whole", *flags, "--max-update", "8")
     train(corpus, tmp_path / "parts", *flags, "--max-update", "5")
     other = shutil.copytree(tmp_path / "parts", tmp_path / "other")
     log = train(corpus, tmp_path / "parts", *flags, "--max-update", "8")
     assert "start empty" not in log
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    whole, parts = (weights(tmp_path / name / "checkpoint_last.pt") for name in ("whole", "parts"))
     assert all(torch.equal(x, parts[name]) for name, x in whole.items())
     log = train(corpus, other, *flags, "--max-update", "8", "--batch-size", "3")
     assert "the checkpoint's states are left out" in log and "start empty" in log

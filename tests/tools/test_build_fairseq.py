@@ -14,7 +14,7 @@ import fairseq_cures
 import numpy as np
 import pytest
 import torch
-from fairseq_cures import VERSION
+from fairseq_cures import VERSION, UnexpectedSourceError
 
 
 @pytest.fixture
@@ -27,6 +27,8 @@ def source(tmp_path: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text() if path.exists() else ""
             path.write_text(text if old in text else text + old)
+    (root / "fairseq/optim").mkdir(exist_ok=True)
+    (root / "fairseq/optim/adam.py").write_text('"""Adam."""\nfrom __future__ import x\nimport y\n\nz = eval(y)\n')
     return root
 
 
@@ -37,25 +39,19 @@ def test_cures_change_the_expected_source_once(source: Path) -> None:
     everything = "".join(path.read_text() for path in before)
     for gone in ("torchaudio", "Config()", "np.int,", "np.float", "np.compat", "cffi"):
         assert gone in "".join(before.values()) and gone not in everything
+    adam = (source / "fairseq/optim/adam.py").read_text().splitlines()
+    assert adam[2:] == ["from fairseq.settings import literal", "import y", "", "z = literal(y)"]
     assert "torch.load" not in (source / "fairseq/checkpoint_utils.py").read_text()
     assert "_name: transformer_lm\n" in (source / "fairseq/config/model/transformer_lm/gpt.yaml").read_text()
     assert (source / "fairseq/version.txt").read_text() == f"{VERSION}\n"
-    with pytest.raises(fairseq_cures.UnexpectedSourceError, match=r"cure 1 \(living_hydra\)"):
+    with pytest.raises(UnexpectedSourceError, match=r"cure 1 \(living_hydra\)"):
         fairseq_cures.apply_cures(source)
-
-
-@pytest.mark.parametrize("cure", ["mask_type", "named_models"])
-@pytest.mark.parametrize("change", ["other", "twice", "missing", "binary"])
-def test_an_unexpected_file_and_the_cure_are_named(source: Path, cure: str, change: str) -> None:
-    (edit,) = fairseq_cures.CURES[cure]
-    (path,) = source.glob(edit.file)
-    file = edit.file if change == "missing" else path.relative_to(source).as_posix()
-    if change == "missing":
-        path.unlink()
-    else:
-        path.write_bytes({"other": b"something else\n", "twice": 2 * path.read_bytes(), "binary": b"\xff"}[change])
-    with pytest.raises(fairseq_cures.UnexpectedSourceError, match=rf"^{re.escape(file)}: the cure {cure} "):
-        edit.apply(source, f"the cure {cure}")
+    [twice], [gone] = fairseq_cures.CURES["mask_type"], fairseq_cures.CURES["named_models"]
+    (source / twice.file).write_text(2 * twice.old)
+    (source / "fairseq/config/model/transformer_lm/gpt.yaml").unlink()
+    for edit, times in ((twice, 2), (gone, 0)):
+        with pytest.raises(UnexpectedSourceError, match=rf"^{re.escape(edit.file)}: it expects .* finds it {times} "):
+            edit.apply(source, "it")
 
 
 @pytest.fixture
@@ -67,10 +63,8 @@ def build(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simp
     def pip(what: str, *arguments: str, doing: str) -> None:
         environment.calls.append(what)
         if what == "wheel":
-            folder = Path(arguments[arguments.index("--wheel-dir") + 1])
             assert (Path(arguments[-1]) / "fairseq/checkpoint_loader.py").is_file()  # it is cured
-            folder.mkdir()
-            (folder / "fairseq-0.12.2.whl").touch()
+            (Path(arguments[arguments.index("--wheel-dir") + 1]) / "fairseq-0.12.2.whl").touch()
         else:
             environment.version = {"install": VERSION, "uninstall": None}[what]
             environment.before = environment.after
@@ -122,15 +116,6 @@ def test_installs_what_is_needed_and_says_what_is_left(
     assert build.calls == calls.split() and build.version == left
 
 
-def test_installs_nothing_from_an_unexpected_source(build, source: Path, capsys, monkeypatch) -> None:
-    (source / "fairseq/data/data_utils.py").write_text("another release\n")
-    monkeypatch.setattr(build_fairseq, "unpack", lambda sdist, folder: source)
-    assert build_fairseq.main(["--sdist", "sdist"]) == 1
-    message = capsys.readouterr().err
-    assert "fairseq/data/data_utils.py" in message and "builtin_numbers" in message
-    assert not build.calls
-
-
 class Hostile:
     """Unpickling it writes the file `path`; a hostile checkpoint would do something worse."""
 
@@ -152,11 +137,13 @@ def checkpoint(**entries: object) -> dict[str, object]:
     }
 
 
-def saved(content: object, zipped: bool = True, keep: float = 1.0) -> bytes:
-    """As torch.save writes it, or as it did before torch 1.6; or no more than a part of that."""
+def saved(content: object, zipped: bool = True, keep: float = 1.0, old: bytes = b"", new: bytes = b"") -> bytes:
+    """As torch.save writes it, or as it did before torch 1.6; a part of that, or with other names of what is in it."""
     file = io.BytesIO()
     torch.save(content, file, _use_new_zipfile_serialization=zipped)
-    return file.getvalue()[: int(keep * len(file.getvalue()))]
+    written = file.getvalue()[: int(keep * len(file.getvalue()))]
+    assert re.search(old, written)
+    return re.sub(old, new, written) if old else written
 
 
 @pytest.fixture
@@ -177,33 +164,23 @@ def test_loads_an_old_checkpoint_and_allows_nothing_more_to_others(load, zipped:
     before = torch.serialization.get_safe_globals()
     state = load(saved(checkpoint(args=args), zipped), arg_overrides={"data": "elsewhere"})
     assert state["args"].arch == "transformer_lm" and state["args"].lr == [0.25]
-    assert state["args"].data == "elsewhere"
-    assert state["model"]["weight"].tolist() == [0, 1, 2]
+    assert state["args"].data == "elsewhere" and state["model"]["weight"].tolist() == [0, 1, 2]
     assert set(torch.serialization.get_safe_globals()) == set(before)
 
 
-def renamed(state: dict[str, object], old: bytes, new: bytes) -> bytes:
-    """What another release would have written: the same objects under their older names."""
-    content = saved(state, zipped=False)
-    assert re.search(old, content)
-    return re.sub(old, new, content)
-
-
-def test_loads_the_meters_of_fairseq_0_8(load) -> None:
+@pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
+def test_loads_the_meters_of_fairseq_0_8_and_numpy_numbers_and_saves_these_again(load, core: bytes) -> None:
     from fairseq.logging.meters import AverageMeter
 
     meter = AverageMeter()
     meter.update(1.5, n=2)
     state = checkpoint(extra_state={"train_iterator": {}, "train_meters": {"loss": meter}})
-    content = renamed(state, rb"fairseq\.logging\.meters\n", b"fairseq.meters\n")
+    content = saved(state, False, old=rb"fairseq\.logging\.meters\n", new=b"fairseq.meters\n")
     assert load(content)["extra_state"]["train_meters"]["loss"].count == 2
 
-
-@pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
-def test_loads_numpy_numbers_and_saves_them_again(load, core: bytes) -> None:
     counts, big_endian = np.array([[3, 2], [1, 0]]), np.array([1.5], dtype=">f4")
     state = checkpoint(metrics={"counts": counts, "big": big_endian, "loss": np.float64(2.5)})
-    content = renamed(state, rb"numpy\._?core\.multiarray\n", core + b".multiarray\n")
+    content = saved(state, False, old=rb"numpy\._?core\.multiarray\n", new=core + b".multiarray\n")
     for _ in range(2):
         loaded = load(content)["metrics"]
         assert isinstance(loaded["counts"], np.ndarray) and loaded["counts"].dtype == counts.dtype
@@ -222,7 +199,7 @@ def test_loads_numpy_numbers_and_saves_them_again(load, core: bytes) -> None:
         (b"", "empty"),
         *[(saved(checkpoint())[:length], "cut short") for length in (1, 10)],
         *[(saved(checkpoint(), keep=keep), "cut short") for keep in (0.5, 0.99)],
-        *[(saved(x), "is not one of fairseq") for x in (torch.zeros(2), {"weight": torch.zeros(2)}, [1, 2])],
+        *[(saved(x), "is not one of fairseq") for x in (torch.zeros(2), {"weight": torch.zeros(2)})],
     ],
 )
 def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, content, says, tmp_path: Path) -> None:
@@ -234,7 +211,7 @@ def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, co
 
 
 def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(
-    our_fairseq: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    our_fairseq: None, tmp_path: Path, monkeypatch
 ) -> None:
     """Through the function by which fairseq saves what a training goes on from."""
     from fairseq import checkpoint_utils
@@ -275,7 +252,6 @@ def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(
     [
         (1, [[]], [set()]),
         (1, [[4, 5]], [{4, 5}]),  # and not the end, which is at the beginning, too
-        (2, [[4]], [set()]),
         (2, [[4, 5, 4, 6, 4]], [{5, 6}]),
         (3, [[4, 5, 6, 4]], [set()]),
         (3, [[4, 5, 6, 4, 5]], [{6}]),
@@ -283,9 +259,7 @@ def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(
         (2, [[4, 5, 4], [4, 6, 4], [4, 5, 6]], [{5}, {6}, set()]),
     ],
 )
-def test_fairseqs_search_takes_away_what_came_after_the_same_words(
-    our_fairseq: None, size: int, rows: list[list[int]], forbidden: list[set[int]]
-) -> None:
+def test_fairseqs_search_takes_away_what_came_after_the_same_words(our_fairseq, size: int, rows, forbidden) -> None:
     """Of the tokens 4 to 9, and the end, 2."""
     from fairseq.ngram_repeat_block import NGramRepeatBlock
 

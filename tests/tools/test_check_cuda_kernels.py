@@ -5,7 +5,7 @@ from pathlib import Path
 
 import check_cuda_kernels
 import pytest
-from check_cuda_kernels import Kernel, Report, faults, read_compiler_output, table
+from check_cuda_kernels import SMALL_SPILLS, Kernel, read_compiler_output, spills, table
 from native_toolchain import Nvcc, Unavailable
 
 OUTPUT = """ptxas info    : 0 bytes gmem
@@ -19,30 +19,31 @@ ptxas info    : Function properties for _Z13large_genericPf
     16 bytes stack frame, 16 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 255 registers, 360 bytes cmem[0]
 ptxas info    : Function properties for __internal_accurate_pow
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+    8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+kernel.cu(3): warning #177-D: variable "x" was declared but never referenced
 """
 
 
-def test_what_ptxas_says_is_read() -> None:
-    tuned, generic = read_compiler_output(OUTPUT).kernels
+def test_what_ptxas_says_is_read_and_warnings_and_spills_are_faults() -> None:
+    (tuned, generic), (warning, spill) = read_compiler_output(OUTPUT)
     assert tuned.name in ("tuned<4>", "_ZN19fairseq_fastweights5tunedILi4EEEvPf")  # without a c++filt
     assert tuned == Kernel(tuned.name, "sm_80", 128, 2048, 8, 4, 12)
     assert generic == Kernel(generic.name, "sm_80", 255, 0, 16, 16, 16)
+    assert warning == OUTPUT.splitlines()[-1]
+    assert spill == f"{tuned.name} spills registers: 4 bytes stored, 12 loaded"
     assert "128" in table([tuned, generic]) and "4 + 12" in table([tuned, generic])
+    assert read_compiler_output("") == ([], [])
 
 
-def test_errors_warnings_and_spills_are_faults_but_where_no_shape_is_tuned_for() -> None:
-    spilling = ("forward<float, 128>", "forward_generic<float>", "Generic<float>::forward", "forward<double, 64>")
-    kernels = [Kernel("forward<float, 64>", "sm_80"), *(Kernel(name, "sm_80", spill_stores=4) for name in spilling)]
-    (line,) = faults({("forward.cu", 80): Report(kernels)})
-    assert "forward.cu, sm_80" in line and "forward<float, 128>" in line and "4 bytes" in line
-    (name, sm), allowed = next(iter(check_cuda_kernels.SMALL_SPILLS.items()))
-    assert not faults({("delta.cu", 80): Report([Kernel(name, sm, spill_loads=allowed)])})
-    assert faults({("delta.cu", 80): Report([Kernel(name, sm, spill_stores=1, spill_loads=allowed)])})
-    assert faults({("delta.cu", 90): Report([Kernel(name, "sm_90", spill_loads=1)])})
-    warning = 'kernel.cu(3): warning #177-D: variable "x" was declared but never referenced'
-    assert faults({("kernel.cu", 80): read_compiler_output(f"{warning}\n")}) == [f"kernel.cu, sm_80: {warning}"]
-    assert "no such name" in faults({("kernel.cu", 80): Report(error="no such name")})[0]
+def test_spills_are_faults_but_where_no_shape_is_tuned_for_and_where_they_are_small_and_known() -> None:
+    (name, sm), allowed = next(iter(SMALL_SPILLS.items()))
+    for kernel, is_fault in (
+        *((Kernel("forward<float, 64>", "sm_80"), False), (Kernel("forward<float>", "sm_80", spill_stores=4), True)),
+        *((Kernel(f"forward{x}", "sm_80", spill_stores=4), False) for x in ("_generic<float>", "Generic", "<double>")),
+        *((Kernel(name, sm, spill_stores=n, spill_loads=allowed), n > 0) for n in (0, 1)),
+        (Kernel(name, "sm_90", spill_loads=1), True),
+    ):
+        assert bool(spills(kernel)) == is_fault, kernel
 
 
 @pytest.fixture
@@ -58,7 +59,8 @@ def test_what_does_not_compile_fails(nvcc: None, tmp_path: Path, monkeypatch: py
     source.write_text("__global__ void kernel() { no_such_thing(); }\n")
     monkeypatch.setattr(check_cuda_kernels, "ROOT", tmp_path)
     assert check_cuda_kernels.main(["--architectures", "80", "--", str(source)]) == 1
-    assert "no_such_thing" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "broken.cu, sm_80: does not compile" in told and "no_such_thing" in told
     source.write_text("__global__ void kernel() {}\n")
     for _ in range(2):  # the second time from what the compiler said the first
         assert check_cuda_kernels.main(["--architectures", "80", "--", str(source)]) == 0

@@ -51,16 +51,6 @@ def made_anew(root: Path, steps: SimpleNamespace, *arguments: str) -> bool:
     return bool(steps.taken)
 
 
-def test_a_finished_environment_is_left_alone_but_for_kernels_that_changed(root: Path, steps, capsys) -> None:
-    assert setup_environment.main([]) == 0 and len(steps.taken) == 6
-    capsys.readouterr()
-    assert not made_anew(root, steps)
-    assert capsys.readouterr().out.count("\n") == 1
-    assert steps.builds == [[str(root / ".venv/bin/python"), "tools/native_build.py"]] * 2
-    steps.status = 1
-    assert setup_environment.main([]) == 1 and "FASTWEIGHTS_BUILD" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SetupError, SystemExit])
 @pytest.mark.parametrize("title", ["an empty", "torch", "a first"])
 def test_an_interrupted_setup_begins_again(root: Path, steps, title: str, error: type[BaseException], capsys) -> None:
@@ -74,27 +64,33 @@ def test_an_interrupted_setup_begins_again(root: Path, steps, title: str, error:
     assert "was not finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("source", [*setup_environment.SOURCES, ".venv/bin/python"])
-def test_an_environment_of_other_files_or_without_its_python_is_made_anew(root: Path, steps, source, capsys) -> None:
-    setup_environment.main([])
-    if source.startswith(".venv"):
-        (root / source).unlink()
-    else:
-        (root / source).write_text("# changed\n")
-    assert made_anew(root, steps, "--any-python", "--any-torch")
-    assert source.startswith(".venv") or "of another sources" in capsys.readouterr().out
-
-
-def test_versions_that_were_asked_for_matter_and_defaults_do_not(root: Path, steps, monkeypatch) -> None:
-    setup_environment.main(["--torch", "2.11.0"])
+def test_an_environment_is_left_alone_but_for_kernels_unless_its_files_or_versions_changed(
+    root: Path, steps, monkeypatch, capsys
+) -> None:
+    assert setup_environment.main(["--torch", "2.11.0"]) == 0 and len(steps.taken) == 6
+    capsys.readouterr()
     assert not made_anew(root, steps, "--torch", "2.13.0", "--any-torch")
+    assert capsys.readouterr().out.count("\n") == 1
+    assert steps.builds == [[str(root / ".venv/bin/python"), "tools/native_build.py"]] * 2
     assert made_anew(root, steps, "--torch", "2.13.0") and "torch 2.13.0" in steps.taken
+    for source in setup_environment.SOURCES:
+        (root / source).write_text("# changed\n")
+        assert made_anew(root, steps, "--any-python", "--any-torch"), source
+        assert "of another sources" in capsys.readouterr().out
+    (root / ".venv/bin/python").unlink()
+    assert made_anew(root, steps, "--any-python", "--any-torch")
     monkeypatch.setattr(setup_environment.platform, "python_version", lambda: "3.12.99")
     assert not made_anew(root, steps, "--any-python")
     assert made_anew(root, steps)
+    steps.status = 1
+    assert setup_environment.main([]) == 1 and "FASTWEIGHTS_BUILD" in capsys.readouterr().err
 
 
-def without(module: str):
+def version(*numbers: int) -> tuple[str, object]:
+    return "sys.version_info", numbers
+
+
+def without(module: str) -> tuple[str, object]:
     return "importlib.util.find_spec", lambda name: None if name == module else 1
 
 
@@ -102,22 +98,20 @@ def refuse(self: Environment) -> None:
     raise PermissionError(13, "Permission denied", str(self.folder))
 
 
+GONE = [("sys.prefix", "{root}/.venv"), ("sys.base_exec_prefix", "{root}/gone")]
+
+
 @pytest.mark.parametrize(
     ("there", "changes", "arguments", "says"),
     [
-        (None, [("sys.version_info", (3, 9, 1))], [], "Python 3.10 to 3.13"),
-        (None, [("sys.version_info", (3, 14, 0))], [], "Python 3.10 to 3.13"),
-        (None, [("sys.version_info", (3, 11, 7)), without("venv")], [], "python3.11-venv"),
-        (None, [("sys.version_info", (3, 12, 1)), without("ensurepip")], [], "python3.12-venv"),
+        (None, [version(3, 9, 1)], [], "; 3.10 to 3.13"),
+        (None, [version(3, 14, 0)], [], "; 3.10 to 3.13"),
+        (None, [version(3, 11, 7), without("venv")], [], "python3.11-venv"),
+        (None, [version(3, 12, 1), without("ensurepip")], [], "python3.12-venv"),
         (None, [], ["--torch", "latest"], "TORCH=latest"),
         (None, [("Environment.make", refuse)], [], "{root}/.venv"),  # a checkout that cannot be written
         ("thesis.tex", [], [], "{root}/.venv"),
-        (
-            "pyvenv.cfg",
-            [("sys.prefix", "{root}/.venv"), ("sys.base_exec_prefix", "{root}/gone")],
-            [],
-            "{root}/gone/bin/python3",
-        ),
+        ("pyvenv.cfg", GONE, [], "{root}/gone/bin/python3"),
     ],
 )
 def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
@@ -134,17 +128,14 @@ def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
     assert not steps.taken and [path.name for path in root.glob(".venv/*")] == ([there] if there else [])
 
 
-@pytest.mark.parametrize(
-    ("output", "says"),
-    [
-        ("ERROR: No matching distribution found for torch==9.9", "there is no torch==9.9"),
-        ("Could not find a version that satisfies x (from versions: none)", "is there a network?"),
-    ],
-)
-def test_a_step_that_fails_shows_its_output_and_a_reason(root: Path, output: str, says: str, capsys) -> None:
+def test_a_step_that_fails_shows_its_output_and_a_reason(root: Path, capsys) -> None:
     environment = Environment(root, "9.9")
     environment.folder.mkdir()
-    log = (environment.folder / "setup.log").open("w")
-    with log, pytest.raises(SetupError, match=f"could not install torch 9.9: .*{says}.*setup.log"):
-        environment.step("torch 9.9", ["sh", "-c", f"echo '{output}'; exit 3"], log)
-    assert output in capsys.readouterr().err
+    for output, says in (
+        ("ERROR: No matching distribution found for torch==9.9", "there is no torch==9.9"),
+        ("Could not find a version that satisfies x (from versions: none)", "is there a network?"),
+    ):
+        log = (environment.folder / "setup.log").open("w")
+        with log, pytest.raises(SetupError, match=f"could not install torch 9.9: .*{says}.*setup.log"):
+            environment.step("torch 9.9", ["sh", "-c", f"echo '{output}'; exit 3"], log)
+        assert output in capsys.readouterr().err

@@ -17,16 +17,8 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
     return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 inline float __bfloat162float(__nv_bfloat16 value) { return __uint_as_float(static_cast<uint32_t>(value.bits) << 16); }
-inline __nv_bfloat16 __float2bfloat16(float value) { return __float2bfloat16_rn(value); }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
     return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
 }
-inline __nv_bfloat162 __float22bfloat162_rn(float2 value) { return __floats2bfloat162_rn(value.x, value.y); }
-inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
-inline float2 __bfloat1622float2(__nv_bfloat162 value) {
-    return {__bfloat162float(value.x), __bfloat162float(value.y)};
-}
-inline float __low2float(__nv_bfloat162 value) { return __bfloat162float(value.x); }
-inline float __high2float(__nv_bfloat162 value) { return __bfloat162float(value.y); }
 inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 value) { return value.bits; }
 inline __nv_bfloat16 __ushort_as_bfloat16(uint16_t bits) { return {bits}; }

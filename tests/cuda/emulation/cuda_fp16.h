@@ -9,8 +9,6 @@ struct __half {
 struct alignas(4) __half2 {
     __half x, y;
 };
-using half = __half;
-using half2 = __half2;
 
 // To the nearest, ties to even, as the hardware rounds.
 inline __half __float2half_rn(float value) {
@@ -33,14 +31,6 @@ inline float __half2float(__half value) {
     if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | digits << 13);
     return __uint_as_float(sign | (exponent + 112u) << 23 | digits << 13);
 }
-inline __half __float2half(float value) { return __float2half_rn(value); }
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
-inline __half2 __float22half2_rn(float2 value) { return __floats2half2_rn(value.x, value.y); }
-inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
-inline float2 __half22float2(__half2 value) { return {__half2float(value.x), __half2float(value.y)}; }
-inline float __low2float(__half2 value) { return __half2float(value.x); }
-inline float __high2float(__half2 value) { return __half2float(value.y); }
-inline __half __low2half(__half2 value) { return value.x; }
-inline __half __high2half(__half2 value) { return value.y; }
 inline uint16_t __half_as_ushort(__half value) { return value.bits; }
 inline __half __ushort_as_half(uint16_t bits) { return {bits}; }

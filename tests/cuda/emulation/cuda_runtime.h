@@ -10,12 +10,9 @@
 #define __host__
 #define __device__
 #define __global__
-#define __constant__
 #define __restrict__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct uint3 {
@@ -45,26 +42,14 @@ EMULATED_VECTORS(ushort, unsigned short)
 #define blockIdx (emulation::block_index)
 #define blockDim (emulation::block_dim)
 #define gridDim (emulation::grid_dim)
-constexpr int warpSize = 32;
 
 inline void __syncthreads() { emulation::block_barrier(); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::warp_barrier(mask); }
 
 template <typename T>
-T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
-    const int self = emulation::lane();
-    return emulation::shuffle(mask, value, (self & ~(width - 1)) | (lane & (width - 1)), 1);
-}
-template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
     const int self = emulation::lane(), source = self ^ lanes;
     return emulation::shuffle(mask, value, (source & ~(width - 1)) > (self & ~(width - 1)) ? self : source, 2);
-}
-template <typename T>
-T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
-    const int self = emulation::lane();
-    const bool inside = (self & (width - 1)) + static_cast<int>(by) < width;
-    return emulation::shuffle(mask, value, inside ? self + static_cast<int>(by) : self, 3);
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
@@ -72,19 +57,7 @@ T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
     const bool inside = (self & (width - 1)) >= static_cast<int>(by);
     return emulation::shuffle(mask, value, inside ? self - static_cast<int>(by) : self, 4);
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate) { return emulation::ballot(mask, predicate != 0); }
-inline int __all_sync(unsigned mask, int predicate) { return emulation::ballot(mask, predicate != 0) == mask; }
-inline int __any_sync(unsigned mask, int predicate) { return emulation::ballot(mask, predicate != 0) != 0; }
-
-template <typename T>
-T __ldg(const T* pointer) {
-    return *pointer;
-}
-inline float __expf(float x) { return expf(x); }
-inline float __fdividef(float x, float y) { return x / y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline unsigned __float_as_uint(float x) {
     unsigned bits;
     memcpy(&bits, &x, 4);
@@ -95,9 +68,6 @@ inline float __uint_as_float(unsigned bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 
 // CUDA has these without a namespace.
 template <typename T>

@@ -6,10 +6,8 @@
 enum cudaError_t {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
-    cudaErrorMemoryAllocation = 2,
     cudaErrorInvalidConfiguration = 9,
     cudaErrorLaunchFailure = 719,
-    cudaErrorNotSupported = 801,
 };
 enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
@@ -20,7 +18,6 @@ enum cudaDeviceAttr {
 };
 enum cudaFuncAttribute {
     cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-    cudaFuncAttributePreferredSharedMemoryCarveout = 9,
 };
 using cudaStream_t = void*;
 

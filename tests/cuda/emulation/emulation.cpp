@@ -411,14 +411,6 @@ const Slot* meet(unsigned mask, int kind, const void* mine, size_t bytes) {
 
 void warp_barrier(unsigned mask) { meet(mask, 0, nullptr, 0); }
 
-unsigned ballot(unsigned mask, bool predicate) {
-    const Slot* slots = meet(mask, 5, &predicate, 1);
-    unsigned result = 0;
-    for (int i = 0; i < 32; ++i)
-        if (mask >> i & 1 && slots[i].bytes[0]) result |= 1u << i;
-    return result;
-}
-
 // ---- Asynchronous copies -----------------------------------------------------------------------------------------
 
 void copy_async(void* to, const void* from, int bytes, int valid) {

@@ -57,7 +57,6 @@ T shuffle(unsigned mask, T value, int source, int kind) {
     std::memcpy(&result, slots[source].bytes, sizeof(T));
     return result;
 }
-unsigned ballot(unsigned mask, bool predicate);
 
 // cp.async: the bytes arrive at the wait, and until then `to` holds NaN. Of `bytes`, the last bytes - valid are zeros.
 void copy_async(void* to, const void* from, int bytes, int valid);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -27,17 +26,6 @@ TEST = [
 ]
 
 
-def draw_pairs(count: int, seed: int) -> list[tuple[str, str]]:
-    """Sentences and their translations, word by word."""
-    draw = random.Random(seed)
-    pairs = []
-    for _ in range(count):
-        words, end = draw.choices(LEXICON, k=draw.randint(2, 8)), draw.choice(".!?")
-        ours, theirs = zip(*(word.split("=") for word in words), strict=True)
-        pairs.append((" ".join(ours) + end, " ".join(theirs) + end))
-    return pairs
-
-
 def write_pairs(folder: Path, split: str, pairs: list[tuple[str, str]]) -> None:
     for language, lines in zip(("en", "de"), zip(*pairs, strict=True), strict=True):
         corpus.write_text(folder / f"{split}.{language}", lines)
@@ -46,9 +34,14 @@ def write_pairs(folder: Path, split: str, pairs: list[tuple[str, str]]) -> None:
 @pytest.fixture(scope="session")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A FOLDER for prepare.sh; the second line of its test set is empty, and one has a line end of Unicode's in it."""
-    folder = tmp_path_factory.mktemp("parallel")
-    for split, pairs in (("train", draw_pairs(300, 1)), ("valid", draw_pairs(6, 2)), ("test", TEST)):
-        write_pairs(folder, split, pairs)
+    folder, draw = tmp_path_factory.mktemp("parallel"), random.Random(1)
+    pairs = []
+    for _ in range(306):  # sentences and their translations, word by word
+        words, end = draw.choices(LEXICON, k=draw.randint(2, 8)), draw.choice(".!?")
+        ours, theirs = zip(*(word.split("=") for word in words), strict=True)
+        pairs.append((" ".join(ours) + end, " ".join(theirs) + end))
+    for split, some in (("train", pairs[:300]), ("valid", pairs[300:]), ("test", TEST)):
+        write_pairs(folder, split, some)
     return folder
 
 
@@ -56,34 +49,21 @@ STUBS = {
     "fairseq-train": 'touch "$save"/checkpoint_{last,best}.pt; echo "training fails"; exit "${TRAIN_FAILS:-0}"',
     "fairseq-generate": 'cat "${GENERATED:-/dev/null}"',
     # What it is given is what it leaves.
-    "fairseq-preprocess": """
-        mkdir -p "$dest" && cp "$encoded"/{train,valid,test}.?? "$dest"
-        [ -z "${INTERRUPT:-}" ] || { kill -"$INTERRUPT" $PPID; sleep 0.5; exit 1; }
-    """,
+    "fairseq-preprocess": f'mkdir -p "$dest" && cp "$encoded"/{{train,valid,test}}.?? "$dest"\n{conftest.INTERRUPTION}',
     "sacrebleu": 'cat "$SETS/$2.$6" 2> /dev/null || { echo "no such set"; exit 1; }',
     # The first 64 characters of what comes to pass for a checksum are in $SUMS beside the real one.
-    "sha256sum": 'sum=$(/usr/bin/sha256sum | cut -d " " -f 1); grep "^$sum" "$SUMS" | cut -d " " -f 2 || echo "$sum"',
+    "sha256sum": """
+        sum=$(/usr/bin/sha256sum | cut -d " " -f 1)
+        grep "^$sum" "${SUMS:-/dev/null}" | cut -d " " -f 2 || echo "$sum"
+    """,
 }
-OPTIONS = """
-for word; do
-    case ${before:-} in
-        --save-dir) save=$word ;;
-        --destdir) dest=$word ;;
-        --trainpref) encoded=$(dirname "$word") ;;
-    esac
-    before=$word
-done
-"""
 
 
 class Programs(conftest.Programs):
     """Those of `STUBS`."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, {name: f"{OPTIONS}\n{body}" for name, body in STUBS.items()})
-
-    def run(self, script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> tuple[Result, list]:
-        return super().run(script, *arguments, env={"SUMS": "/dev/null", **(env or {})})
+        super().__init__(folder, STUBS)
 
     def prepare(self, *arguments: object, **env: object) -> Result:
         """prepare.sh with a vocabulary for small texts, unless `env` has another."""

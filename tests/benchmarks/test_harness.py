@@ -1,0 +1,74 @@
+"""What a case must move and compute, counted by hand; what a call takes at a time; records, whole or not at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness import records
+from harness.cases import Shape, draw_inputs
+from harness.limits import bandwidth, limit_of
+from harness.memory import held, peak
+
+TOKENS = 2 * 3 * 5
+SHAPES = {"segment": Shape("tiny", 2, 3, 5, 4, 7, 2), "step": Shape("step", 2, 3, 1, 4, 7, 2)}
+RATES = {"copy": {"1000": 1.0, "1000000": 4.0}, "matmul": {"float32": 1e3}}
+
+
+@pytest.mark.parametrize(
+    ("length", "rule", "kind", "numbers", "operations"),
+    [
+        ("segment", "sum", "forward", TOKENS * (4 + 4 + 7 + 7), TOKENS * 4 * 7 * 4),
+        # The inputs again, the output's gradient, and a gradient for each input.
+        ("segment", "sum", "forward+backward", TOKENS * (3 * (4 + 4 + 7) + 2 * 7), TOKENS * 4 * 7 * 14),
+        ("segment", "gated", "forward", TOKENS * (4 + 4 + 7 + 7 + 1), TOKENS * 4 * 7 * 5),
+        ("segment", "decay", "forward", TOKENS * (4 + 4 + 7 + 7 + 4 + 7), TOKENS * 4 * 7 * 6),
+        ("segment", "delta", "forward+backward", TOKENS * (3 * (4 + 4 + 7 + 1) + 2 * 7), TOKENS * 4 * 7 * 22),
+        # The pairs below the diagonal, of scores and of values.
+        ("segment", "softmax", "forward", TOKENS * 4 * 7, 2 * 3 * (1 + 2 + 3 + 4 + 5) * (2 * 7 + 2 * 7)),
+        ("step", "sum", "step", 2 * 3 * (4 + 4 + 7 + 7 + 2 * 4 * 7), 2 * 3 * 4 * 7 * 4),
+    ],
+)
+def test_every_tensor_is_moved_once(length: str, rule: str, kind: str, numbers: int, operations: int) -> None:
+    inputs = draw_inputs(SHAPES[length], torch.float32, "cpu")
+    limit = limit_of(SHAPES[length], rule, "float32", kind, inputs, RATES)
+    assert (limit["bytes"], limit["operations"]) == (4 * numbers, operations)
+    assert limit["binding"] == "bandwidth" and limit["seconds"] == limit["bytes"] / 1.0
+    fast = limit_of(SHAPES[length], rule, "float32", kind, inputs, {**RATES, "copy": {"1000": 1e9}})
+    assert fast["binding"] == "arithmetic" and fast["seconds"] == operations / 1e3
+    # The bandwidth is that of a copy of about this size.
+    assert [bandwidth(RATES, size) for size in (100, 20_000, 40_000)] == [1.0, 1.0, 4.0]
+
+
+def test_the_peak_of_a_call_counts_what_lives_at_the_same_time() -> None:
+    def megabytes(number: int) -> torch.Tensor:
+        return torch.empty(number << 20, dtype=torch.uint8)
+
+    def prepare() -> list[torch.Tensor]:
+        megabytes(50)  # gone before the call
+        return [megabytes(4)]
+
+    def call(state: list[torch.Tensor]) -> torch.Tensor:
+        first = megabytes(1)
+        del first
+        second, third = megabytes(1), megabytes(2)  # with the state, 7 in all
+        del second
+        state[0] = megabytes(1)  # in place of 4, once it is there
+        return third
+
+    assert peak(prepare, call, "cpu") == 7 << 20
+    assert held({"a": [torch.zeros(3), None], "b": {"y": torch.zeros(2, dtype=torch.float64)}}) == 28
+
+
+def test_a_record_is_read_as_it_was_written_and_one_that_cannot_be_leaves_the_old_one(tmp_path: Path) -> None:
+    record = records.describe_run("kernels", "cpu", cut=[], rows=[{"a": 1.5}, {"a": None}], rates={"copy": {"4": 1.0}})
+    path = tmp_path / "folder" / "record.json"
+    records.write(record, path)
+    assert json.loads(path.read_text()) == record
+    assert '\n  {"a": 1.5},\n' in path.read_text()  # a line for each row
+    assert {"program", "device", "date", "machine", "threads", "versions"} <= set(record)
+    with pytest.raises(ValueError, match="Out of range float"):
+        records.write({"rows": [float("nan")]}, path)
+    with pytest.raises(IsADirectoryError):
+        records.write({"rows": [2]}, path.parent)
+    assert json.loads(path.read_text()) == record and list(tmp_path.rglob("*")) == [path.parent, path]
