@@ -89,6 +89,7 @@ setup(
     install_requires=["torch>=2.6", "numpy"],
     extras_require={
         "conversion": ["safetensors"],
+        "huggingface": ["accelerate", "safetensors", "transformers>=5"],
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
     },
     cmdclass={"build": BuildWithNative, "build_native": BuildNative},

@@ -145,7 +145,9 @@ def check_cache(cache: Any, layers: int, rows: int) -> FastWeightCache:
     return cache
 
 
-def count_tokens(cache: FastWeightCache | None, rows: int, padding: Tensor | None, time: int, device: Any) -> Any:
+def count_tokens(
+    cache: FastWeightCache | None, rows: int, padding: Tensor | None, time: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """The places of tokens in their texts, padding left out, and how many tokens each text has after them.
 
     Args:

@@ -24,6 +24,7 @@ import torch
 from transformers.models.auto import modeling_auto
 
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM, FastWeightModel
+from fairseq_fastweights.mixers.registry import MIXERS
 
 FOLDER = os.environ.get("TRANSFORMERS_TESTS")
 if not FOLDER:
@@ -60,8 +61,8 @@ SIZES = {
     "dropout": 0.0,
     "initializer_range": 0.02,
 }
-MIXERS = ("gated,softmax:2", "decay:1,delta:2", "retention:1,sum:2", "mamba:1,gated-delta:2")
-MIXERS += ("kimi-delta:1,delta-product:2", "transformer-xl:1,local:2", "linformer:1,abc:2")
+NAMES = list(MIXERS)
+PATTERNS = [f"{one}:1,{other}:2" for one, other in zip(NAMES[::2], [*NAMES[1::2], NAMES[0]], strict=False)]
 
 
 class ModelTester:
@@ -94,5 +95,5 @@ def of(mixers: str) -> Any:
     return type(f"Test{mixers.title()}", (MIXIN, TestCase), {**content, "setUp": set_up})
 
 
-for number, pattern in enumerate(MIXERS):
+for number, pattern in enumerate(PATTERNS):
     globals()[f"TestMixers{number}"] = of(pattern)

@@ -28,7 +28,11 @@ def test_words_are_those_of_the_lines(save, tmp_path):
     save(tmp_path / "run")
     model, tokenizer = load_for_causal_lm(tmp_path / "run")
     assert type(model) is FastWeightForCausalLM and not model.training
-    dictionary = Dictionary.load(str(tmp_path / "run" / "dict.txt"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "run" / "dict.txt").rename(tmp_path / "data" / "dict.txt")
+    _, elsewhere = load_for_causal_lm(tmp_path / "run" / "checkpoint_best.pt", data=tmp_path / "data")
+    assert elsewhere.get_vocab() == tokenizer.get_vocab()
+    dictionary = Dictionary.load(str(tmp_path / "data" / "dict.txt"))
     expected = [2]
     for line in LINES:
         expected += dictionary.encode_line(line, add_if_not_exist=False).tolist()  # with </s> at its end
