@@ -98,6 +98,7 @@ BAD: list[tuple[str, Spoil, str]] = [
         for base, message, settings in SETTINGS
         for name, value in settings.items()
     ),
+    ("gpt2", setting(eos_token_id=[5, 271]), "eos_token_id is 5, which in tokenizer.json is .* a piece of text"),
     ("neox", setting(**{ROPE: {"rope_type": "linear"}}), "is 'linear' and rope_scaling is None; only 'default' and"),
     ("neox", setting(**{ROPE: {"partial_rotary_factor": 1.5}}), "rotary_pct is 1.5; it must be more than 0 and at mo"),
     ("neox", setting(**{ROPE: {"partial_rotary_factor": 0.375}}), "is 0.375; of 8 dimensions a head it must take an"),
