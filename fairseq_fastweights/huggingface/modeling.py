@@ -168,7 +168,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         x = self.embed_scale * x
         if self.project_in_dim is not None:
             x = self.project_in_dim(x)
-        x = self._add_positions(x, places if position_ids is None else position_ids, padding, cache)
+        x = self._add_positions(x, places if position_ids is None else position_ids, cache)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x)
@@ -193,9 +193,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         )
         return out if by_name else out.to_tuple()
 
-    def _add_positions(
-        self, x: Tensor, places: Tensor, padding: Tensor | None, cache: FastWeightCache | None
-    ) -> Tensor:
+    def _add_positions(self, x: Tensor, places: Tensor, cache: FastWeightCache | None) -> Tensor:
         if self.config.position_embeddings == "none":
             return x
         if self.embed_positions is None:
@@ -207,8 +205,6 @@ class FastWeightModel(FastWeightPreTrainedModel):
             if end > most and not places.is_meta and (end := int(places.max()) + 1) > most:
                 raise ValueError(f"input_ids ends at position {end} of a text; max_position_embeddings is {most}")
             encoded = self.embed_positions(places + _OFFSET)
-        if padding is not None:
-            encoded = encoded.masked_fill(padding[..., None], 0)
         return x + encoded
 
 

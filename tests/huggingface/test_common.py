@@ -139,6 +139,9 @@ def test_outputs_have_transformers_forms():
     as_tuple = model(tokens, labels=tokens, output_hidden_states=True, return_dict=False)
     assert torch.equal(as_tuple[0], out.loss) and torch.equal(as_tuple[1], out.logits) and len(as_tuple) == 4
     assert torch.equal(model(tokens, logits_to_keep=2).logits, out.logits[:, -2:])
+    places = torch.arange(6)[None]
+    assert torch.equal(model(tokens, position_ids=places).logits, out.logits)
+    assert not torch.allclose(model(tokens, position_ids=places + 1).logits, out.logits)
     embedded = model.get_input_embeddings()(tokens)
     assert torch.equal(model(inputs_embeds=embedded).logits, out.logits)
     masked = build("gated", masked_tokens=[0, 1, 3])(tokens).logits

@@ -50,7 +50,7 @@ def test_parts_steps_and_padding_change_nothing(mixers):
     for time in range(5, 9):
         out = model(tokens[:, time : time + 1], past_key_values=cache)
         parts.append(out.logits)
-    assert out.past_key_values is cache
+    assert out.past_key_values is cache and cache.get_seq_length() == 9
     assert (torch.cat(parts, 1) - whole.logits).abs().max() <= ROUNDING
     assert (model(tokens[:, 5:], past_key_values=kept).logits - whole.logits[:, 5:]).abs().max() <= ROUNDING
     # Padding of several lengths on the left, with masks over all that was read or over what is read now.
