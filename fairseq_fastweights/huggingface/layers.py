@@ -12,8 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fairseq_fastweights.huggingface.cache import FastWeightCache
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.llama_layers import use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.registry import build_mixer
-from fairseq_fastweights.models.llama_layers import use_rms_norms, use_swiglu
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

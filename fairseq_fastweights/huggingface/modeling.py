@@ -20,8 +20,8 @@ from fairseq_fastweights.huggingface.vocabulary import (
     sinusoidal_positions,
     tied_bands,
 )
+from fairseq_fastweights.llama_layers import use_rms_norms
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.models.llama_layers import use_rms_norms
 
 MASKED_LOGIT = -1e4
 """The logit of a word type that is never predicted, as `models.fast_weight_decoder` has it, and why it is finite."""

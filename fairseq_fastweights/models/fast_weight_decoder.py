@@ -13,11 +13,11 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.llama_layers import use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.models.llama_layers import use_rms_norms, use_swiglu
 from fairseq_fastweights.models.mixer_layers import (
     MixerBuilder,
     MixerDecoderLayer,
