@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows what loggers below its own say
+
+_NOT_OF_CHECKPOINTS = {"parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file"}
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """What a score is kept under, and the tokens of a context and of its continuation."""
@@ -77,27 +79,29 @@ class Row:
 class FastWeightLM(HFLM):
     """A checkpoint that fairseq wrote, as it is.
 
-    Texts of any length are read whole, in segments that pass on the state, where the model's state has a fixed size.
-    Models with a longest text (those with positions, softmax attention and others whose state grows) read its end, as
-    lm_eval's own do.
+    Where its state has a fixed size, texts of any length are read whole, in segments that pass on the state. Of what is
+    too long for a model that knows positions, or whose state grows, as with softmax attention, it reads the end, as
+    lm_eval's own models do.
 
     Args:
-        checkpoint: a checkpoint, or the folder of a training, which holds `checkpoint_best.pt`.
+        checkpoint: a checkpoint, or the folder with it; as `data` and `tokenizer`, which may help to find what belongs
+            to it, for `conversion.export.load_for_causal_lm`.
         max_tokens: with `--batch_size auto`, how many tokens are in a batch at most, padding included. Batches are of
             rows of like length, the longest first, and of at most `--max_batch_size` rows.
         segment: how many tokens of a row are read at a time.
         dtype: of the weights; "auto" is the checkpoint's.
-        options: the other arguments of lm_eval's `hf`, but for those that say how to load a model.
+        options: the other arguments of lm_eval's `hf`, but for those that say how to load a model. `add_bos_token`: as
+            fairseq's, a text begins with the end of the one before; with False, with nothing.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be, or what is wrong with the checkpoint.
     """
 
-    _DEFAULT_MAX_LENGTH = sys.maxsize
-
     def __init__(
         self,
         checkpoint: str,
+        data: str | None = None,
+        tokenizer: str | None = None,
         max_tokens: int = 8192,
         segment: int = 1024,
         dtype: str | torch.dtype = "auto",
@@ -106,22 +110,34 @@ class FastWeightLM(HFLM):
         for name, value in (("max_tokens", max_tokens), ("segment", segment)):
             if not (isinstance(value, int) and value > 0):
                 raise ValueError(f"{name} is {value}; it must be a positive whole number")
-        self.checkpoint = Path(checkpoint)
+        self._model, self.tokenizer, self.updates = load(Path(checkpoint), data, tokenizer)
         self.max_tokens, self.segment = max_tokens, segment
         self.tokens_read, self.seconds = 0, 0.0
-        # The whole path cannot be taken for a name of the hub, which lm_eval would ask for it.
-        super().__init__(str(self.checkpoint.resolve()), backend="causal", dtype=dtype, **options)
+        # A whole path cannot be taken for a name of the hub, which lm_eval would ask for it.
+        super().__init__(str(Path(checkpoint).resolve()), backend="causal", dtype=dtype, **options)
 
-    def _get_config(self, pretrained: str, **options: Any) -> None:
-        self._model, self.tokenizer = load(self.checkpoint)
-        self.updates = updates(self.checkpoint)
+    def _get_config(self, *arguments: Any, **options: Any) -> None:
         self._config = self._model.config
 
     def _create_tokenizer(self, *arguments: Any, **options: Any) -> None:
         """It came with the model."""
 
     def _create_model(self, pretrained: str, *, dtype: str | torch.dtype, **options: Any) -> None:
+        known = signature(HFLM._create_model).parameters
+        for name, value in options.items():
+            if name not in known or (name in _NOT_OF_CHECKPOINTS and value):
+                raise ValueError(f"{name} is {value}; it cannot be said of a checkpoint of fairseq's")
         self._model.to(self.device, None if dtype == "auto" else get_dtype(dtype))
+
+    @property
+    def max_length(self) -> int:
+        """How many tokens a text may have."""
+        if self._max_length:
+            return int(self._max_length)
+        unlimited = self.config.position_embeddings == "none" and all(
+            mixer.carries and not mixer.bounded for mixer in self.model.model.mixers
+        )
+        return sys.maxsize if unlimited else int(self.config.max_position_embeddings)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False
@@ -190,7 +206,10 @@ class FastWeightLM(HFLM):
             [
                 (None, *utils.make_disjoint_window(window))
                 for window in utils.get_rolling_token_windows(
-                    self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
+                    self.tok_encode(text, add_special_tokens=False),
+                    self.prefix_token_id,
+                    self.max_length,
+                    context_len=1,
                 )
             ]
             for text in texts
@@ -225,17 +244,11 @@ class FastWeightLM(HFLM):
         }
 
 
-def load(checkpoint: Path) -> tuple[Any, Any]:
-    """The model of a checkpoint and its tokenizer."""
-    from fairseq_fastweights.conversion.export import load_for_causal_lm
+def load(checkpoint: Path, data: str | None, tokenizer: str | None) -> tuple[Any, Any, int | None]:
+    """A checkpoint's model and tokenizer, and after how many updates it was written, if it says so."""
+    from fairseq_fastweights.conversion.export import find_run, load_for_causal_lm, read_state
 
-    return load_for_causal_lm(checkpoint)
-
-
-def updates(checkpoint: Path) -> int | None:
-    """After how many updates of its training it was written; None if it does not say."""
-    file = checkpoint / "checkpoint_best.pt" if checkpoint.is_dir() else checkpoint
-    if not zipfile.is_zipfile(file):  # of torch before 1.6, which cannot be read in parts
-        return None
-    history = torch.load(file, map_location="cpu", mmap=True, weights_only=False).get("optimizer_history")
-    return history[-1].get("num_updates") if history else None
+    file = find_run(checkpoint, data, tokenizer).checkpoint
+    history = read_state(file).get("optimizer_history")
+    updates = history[-1].get("num_updates") if history else None
+    return *load_for_causal_lm(file, data=data, tokenizer=tokenizer), updates
