@@ -4,7 +4,7 @@
 #   benchmarks.sh RUN [OPTION ...]
 #
 # RUN     the folder of a model's training
-# OPTION  of lm_eval (--limit 100, --device cpu, --batch_size 8, ...), behind those that are set here
+# OPTION  of lm_eval (--limit 100, --device cpu, --model_args dtype=bfloat16, ...), behind those that are set here
 #
 # In the environment, with their defaults:
 #
@@ -23,6 +23,7 @@ here=$(dirname "$0")
 run=${1%/} checkpoint=${CHECKPOINT:-checkpoint_best.pt}
 shift
 [[ $checkpoint != */* ]] || die "CHECKPOINT is $checkpoint; it must be the name of a file in RUN"
+[[ $run/$checkpoint =~ ^[^][,{}()]*$ ]] || die "RUN is $run; lm_eval takes no name with a comma or a bracket"
 [ -f "$run/$checkpoint" ] || die "RUN is $run, which holds no $checkpoint"
 [ -z "${DATA:-}" ] || [ -d "$DATA" ] || die "DATA is $DATA; it must be a folder"
 
@@ -39,8 +40,9 @@ rm -rf "$work"
 mkdir "$work"
 trap 'rm -rf "$work"' EXIT
 python "$here/benchmark_data.py" "$work/tasks" ${DATA:+"$DATA"}
-model=$(python -c 'import json, sys; print(json.dumps({"checkpoint": sys.argv[1]}))' "$run/$checkpoint")
-python -m fairseq_fastweights.lm_eval --model fairseq-fastweights --model_args "$model" --batch_size auto \
+# As the paper's, texts begin with nothing before them.
+python -m fairseq_fastweights.lm_eval --model fairseq-fastweights --batch_size auto \
+    --model_args "checkpoint=$run/$checkpoint,add_bos_token=False" \
     --tasks lambada_openai hellaswag piqa arc_easy arc_challenge winogrande \
     ${DATA:+--include_path "$work/tasks"} --output_path "$work/result.json" "$@"
 mv "$work"/result_*.json "$work/result" || die "there is no result; what is above says why"
