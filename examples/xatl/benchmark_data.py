@@ -90,7 +90,7 @@ BENCHMARKS = {
         "validation",
         'sentence, in which _ stands for option1 or option2, and answer, "1" or "2"',
         lambda line: (
-            _texts(line, "sentence", "option1", "option2") and "_" in line["sentence"] and line["answer"] in "12"
+            _texts(line, "sentence", "option1", "option2") and "_" in line["sentence"] and line["answer"] in ("1", "2")
         ),
     ),
 }
