@@ -10,6 +10,7 @@ checkpoint of fairseq as it is (`fairseq_fastweights.lm_eval.model`), and transf
 
 from __future__ import annotations
 
+import logging
 import sys
 import textwrap
 
@@ -30,6 +31,7 @@ def main() -> int:
         told = textwrap.shorten(str(error), 500) or type(error).__name__
         if isinstance(error, ConnectionError):  # it names the data set or the model
             told += "; it must be in the cache of HF_HOME, or --include_path name tasks that read files"
+        logging.getLogger("lm_eval").debug("where it comes from", exc_info=True)
         print(f"lm_eval: {told}", file=sys.stderr)
         return 1
     return 0

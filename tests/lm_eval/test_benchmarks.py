@@ -168,8 +168,8 @@ def test_the_tasks_are_lm_evals_but_for_their_data(few_tasks: None, tmp_path: Pa
     theirs, ours = TaskManager().task_index, TaskManager(include_path=tmp_path / "tasks").task_index
     for name, benchmark in benchmark_data.BENCHMARKS.items():
         config = theirs[name].cfg
-        assert (config["dataset_path"], config["dataset_name"] or None) == benchmark.hub
-        assert (config["test_split"] or config["validation_split"]) == benchmark.split
+        assert (config["dataset_path"], config.get("dataset_name")) == benchmark.hub
+        assert (config.get("test_split") or config["validation_split"]) == benchmark.split
         changed = {key for key, value in ours[name].cfg.items() if config.get(key) != value}
         assert changed <= {"dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split"}
 

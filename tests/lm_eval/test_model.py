@@ -19,7 +19,6 @@ from tests.conftest import train
 
 MODELS = {
     "delta": "--update-rule delta --no-token-positional-embeddings",
-    "retention": "--mixers retention --no-token-positional-embeddings",
     "positions": "--update-rule sum",
     "hybrid": "--mixers gated:1,softmax:2 --no-token-positional-embeddings",
     "linformer": "--mixers linformer --no-token-positional-embeddings",
@@ -56,6 +55,8 @@ def requests(kind: str, arguments: list[Any]) -> list[Instance]:
 
 def read_alone(lm: FastWeightLM, words: list[int], scored: int) -> float:
     """The log-probability of a text's last words, of the model's own logits."""
+    if not scored:
+        return 0.0
     with torch.no_grad():
         logits = lm.model(torch.tensor([words[:-1]])).logits[0].log_softmax(-1)
     return sum(logits[t - 1, words[t]].item() for t in range(len(words) - scored, len(words)))
@@ -163,7 +164,9 @@ def task(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_command_knows_checkpoints_and_exported_folders(task: Path, checkpoint, monkeypatch) -> None:
+def test_the_command_knows_checkpoints_and_exported_folders(
+    few_tasks: None, task: Path, checkpoint, monkeypatch
+) -> None:
     from fairseq_fastweights.conversion.export import load_for_causal_lm
 
     model, tokenizer = load_for_causal_lm(checkpoint("delta"))
@@ -185,7 +188,7 @@ def test_the_command_knows_checkpoints_and_exported_folders(task: Path, checkpoi
     assert ours["config"]["tokens_per_second"] > 0
 
 
-def test_what_is_wrong_is_said_in_a_line(checkpoint, monkeypatch, capsys) -> None:
+def test_what_is_wrong_is_said_in_a_line(few_tasks: None, checkpoint, monkeypatch, capsys) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     model = ["--model", "fairseq-fastweights", "--device", "cpu", "--model_args"]
