@@ -160,11 +160,10 @@ class FastWeightLM(HFLM):
         """What is to be read, the longest last."""
         rows: dict[tuple[int, ...], Row] = {}
         for number, (_, context, continuation) in enumerate(requests):
-            if len(continuation) > self.max_length:
-                raise ValueError(
-                    f"a continuation has {len(continuation)} tokens; the model takes at most {self.max_length}"
-                )
-            *tokens, last = [*context, *continuation][-self.max_length - 1 :]
+            if not 0 < len(continuation) <= self.max_length:
+                raise ValueError(f"a continuation has {len(continuation)} tokens; it must have 1 to {self.max_length}")
+            # A context of spaces may have no tokens.
+            *tokens, last = [*(context or [self.prefix_token_id]), *continuation][-self.max_length - 1 :]
             rows.setdefault(tuple(tokens), Row(tokens)).endings.append((number, len(continuation), last))
         return sorted(rows.values(), key=lambda row: len(row.tokens))
 

@@ -139,10 +139,13 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], told: str, checkpoin
         FastWeightLM(**{"checkpoint": str(checkpoint("delta")), "device": "cpu", **options})
 
 
-def test_a_continuation_longer_than_the_model_takes_is_refused(checkpoint) -> None:
+def test_a_continuation_has_a_token_and_no_more_than_the_model_takes(checkpoint) -> None:
     lm = FastWeightLM(str(checkpoint("hybrid")), device="cpu")
-    with pytest.raises(ValueError, match="a continuation has 17 tokens; the model takes at most 16"):
-        lm._loglikelihood_tokens([(None, [5], [6] * 17)])
+    for length in (0, 17):
+        with pytest.raises(ValueError, match=f"a continuation has {length} tokens; it must have 1 to 16"):
+            lm._loglikelihood_tokens([(None, [5], [6] * length)])
+    after_nothing, after_end = lm._loglikelihood_tokens([(None, [], [6]), (None, [2], [6])])
+    assert after_nothing == after_end
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
