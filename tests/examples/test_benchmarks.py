@@ -101,7 +101,7 @@ def cells(text: str, start: str) -> list[list[str]]:
     found = []
     for number, row in enumerate(rows):
         if row[0].startswith(start):
-            found += [row, *([rows[number + 1]] if rows[number + 1][0] == "" else [])]
+            found += [row, *(below for below in rows[number + 1 : number + 2] if below[0] == "")]
     return found
 
 

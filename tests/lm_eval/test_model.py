@@ -84,13 +84,16 @@ def test_scores_are_those_of_lm_evals_own_model(options: dict[str, Any], checkpo
 def test_what_is_greedy_is_said_to_be(checkpoint) -> None:
     """Of a continuation of several words, each must be the most probable one."""
     lm = FastWeightLM(str(checkpoint("delta")), device="cpu", batch_size="auto")
-    words = lm.tok_encode("w1 w2 w3")
-    for _ in range(2):
+
+    def likeliest(words: list[int]) -> int:
         with torch.no_grad():
-            words.append(int(lm.model(torch.tensor([words])).logits[0, -1].argmax()))
-    *start, first, second = words
+            return int(lm.model(torch.tensor([words])).logits[0, -1].argmax())
+
+    start = lm.tok_encode("w1 w2 w3")
+    first = likeliest(start)
+    second = likeliest([*start, first])
     other = next(word for word in range(4, 44) if word not in (first, second))
-    endings = [[first, second], [first, other], [other, second], [first]]
+    endings = [[first, second], [first, other], [other, likeliest([*start, other])], [first]]
     scores = lm._loglikelihood_tokens([(None, start, ending) for ending in endings])
     assert [greedy for _, greedy in scores] == [True, False, False, True]
 
@@ -116,9 +119,9 @@ def test_batches_are_of_like_length_and_no_larger_than_allowed(checkpoint, monke
         return forward(tokens, **options)
 
     monkeypatch.setattr(lm.model, "forward", spy)
-    lengths = [2, 9, 30, 3, 8, 2, 12, 2, 2, 2]
+    lengths = [2, 9, 30, 3, 8, 2, 12, 2, 2, 2, 2, 2]
     lm._loglikelihood_tokens([(None, [5 + n] * length, [6]) for n, length in enumerate(lengths)])
-    assert shapes == [(1, 30), (2, 12), (3, 8), (4, 2)]
+    assert shapes == [(1, 30), (2, 12), (3, 8), (4, 2), (2, 2)]
     info = lm.get_model_info()
     assert info["tokens"] == sum(lengths) and info["updates"] == 3
     assert info["tokens_per_second"] == pytest.approx(info["tokens"] / lm.seconds)
