@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,9 @@ from tqdm import tqdm
 log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows what loggers below its own say
 
 _NOT_OF_CHECKPOINTS = {"parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file"}
+
+UNLIMITED = 2**60
+"""More tokens than any text has, and few enough for torch's slices."""
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """What a score is kept under, and the tokens of a context and of its continuation."""
@@ -137,7 +139,7 @@ class FastWeightLM(HFLM):
         unlimited = self.config.position_embeddings == "none" and all(
             mixer.carries and not mixer.bounded for mixer in self.model.model.mixers
         )
-        return sys.maxsize if unlimited else int(self.config.max_position_embeddings)
+        return UNLIMITED if unlimited else int(self.config.max_position_embeddings)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False

@@ -181,6 +181,7 @@ BAD = [
     ("hellaswag", [LINES["hellaswag"][0][0] | {"endings": [1] * 4}], "line 1 must be"),
     ("piqa", [LINES["piqa"][0][0] | {"label": -1}], "label, 0 or 1"),
     ("arc_easy", [LINES["arc_easy"][0][0] | {"answerKey": "D"}], "answerKey, one of the labels"),
+    ("arc_easy", [LINES["arc_easy"][0][0] | {"choices": {"text": ["mat"], "label": ["A", "B"]}}], "line 1 must be"),
     ("arc_challenge", [{"question": {"stem": "?"}, "choices": {"text": [], "label": []}}], "line 1 must be"),
     ("winogrande", [LINES["winogrande"][0][0] | {"sentence": "no gap"}], "in which _ stands for"),
     ("winogrande", [LINES["winogrande"][0][0] | {"answer": "12"}], '"1" or "2"'),

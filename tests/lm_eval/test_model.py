@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from fairseq_fastweights.lm_eval.__main__ import main
-from fairseq_fastweights.lm_eval.model import FastWeightLM
+from fairseq_fastweights.lm_eval.model import UNLIMITED, FastWeightLM
 from tests.conftest import train
 
 MODELS = {
@@ -102,7 +102,7 @@ def test_a_text_is_read_whole_if_the_state_has_a_fixed_size_and_its_end_if_not(c
     words = torch.randint(4, 44, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     for name in MODELS:
         lm = FastWeightLM(str(checkpoint(name)), device="cpu", batch_size="auto", segment=7)
-        assert lm.max_length == (16 if name in LIMITED else sys.maxsize)
+        assert lm.max_length == (16 if name in LIMITED else UNLIMITED)
         seen = words[-17:] if name in LIMITED else words
         [(score, _)] = lm._loglikelihood_tokens([(None, words[:-2], words[-2:])])
         assert score == pytest.approx(read_alone(lm, seen, 2), abs=1e-4), name
@@ -197,6 +197,7 @@ def test_the_command_knows_checkpoints_and_exported_folders(
 def test_what_is_wrong_is_said_in_a_line(few_tasks: None, checkpoint, monkeypatch, capsys) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.delitem(sys.modules, "fairseq_fastweights.huggingface", raising=False)
     model = ["--model", "fairseq-fastweights", "--device", "cpu", "--model_args"]
     for words, told in (
         ([*model, f"checkpoint={checkpoint('delta')}", "--tasks", "piqa"], "Couldn't reach 'baber/piqa' on the Hub"),
@@ -206,3 +207,4 @@ def test_what_is_wrong_is_said_in_a_line(few_tasks: None, checkpoint, monkeypatc
         assert call(monkeypatch, *words) == 1
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith("lm_eval: ") and told in last
+    assert "fairseq_fastweights.huggingface" in sys.modules  # transformers knows its models
