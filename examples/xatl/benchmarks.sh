@@ -30,7 +30,7 @@ shift
 name=benchmarks
 [ "$checkpoint" = checkpoint_best.pt ] || name=benchmarks.${checkpoint%.pt}
 result=$run/$name.json call=$(printf '%q ' "DATA=${DATA:-}" "$@")
-if [ -f "$result" ] && [ ! "$run/$checkpoint" -nt "$result" ] && [ "$(cat "$run/$name.call")" = "$call" ]; then
+if [ -f "$result" ] && [ ! "$run/$checkpoint" -nt "$result" ] && [ "$(cat "$run/$name.call" 2> /dev/null)" = "$call" ]; then
     echo "$result is finished"
     exit
 fi

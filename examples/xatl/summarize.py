@@ -5,7 +5,8 @@
 
 OUT has a folder for each model, named as the row that ../reproduce.py trained, with benchmarks.json in it and, of other
 checkpoints, benchmarks.NAME.json. Above each measured row stands the paper's. A model of another name comes last. The
-figure has the average over the tokens of the training, a point for each checkpoint that was scored.
+figure has the average over the tokens of the training, of which an update of a row reads 1024 x 2048, a point for each
+checkpoint that was scored.
 """
 
 from __future__ import annotations
