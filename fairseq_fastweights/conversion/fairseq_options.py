@@ -123,6 +123,7 @@ def options_of(config: FastWeightConfig) -> dict[str, Any]:
     options |= {
         "no_decoder_final_norm": not config.final_norm,
         "no_scale_embedding": not config.scale_embeddings,
+        "add_bos_token": config.bos_token_id != config.eos_token_id,
         "tie_adaptive_proj": config.tie_adaptive_projections,
         "mask_special_symbols": bool(config.masked_tokens),
         "activation_dropout": config.activation_dropout,

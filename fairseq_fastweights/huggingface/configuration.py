@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
@@ -47,7 +46,7 @@ _OF_TRANSFORMERS = {
 class FastWeightConfig(PreTrainedConfig):
     """What tells a `FastWeightModel` from every other.
 
-    All of it is written to config.json, what is as by default too.
+    All of it is written to config.json, what is as by default too, as `transformers` does with a class's own settings.
 
     Args:
         format_version: of the file.
@@ -162,12 +161,6 @@ class FastWeightConfig(PreTrainedConfig):
             settings["normalization"] = frozenset(settings["normalization"])
         settings.setdefault("fast_weight_heads", self.num_attention_heads)
         return settings | {name: getattr(self, own) for name, own in _SAID_ELSEWHERE.items()}
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What config.json holds: of this class's own settings all, whatever their defaults are or will be."""
-        everything = self.to_dict()
-        own = {field.name for field in fields(self)} - {field.name for field in fields(PreTrainedConfig)}
-        return super().to_diff_dict() | {name: everything[name] for name in own if name in everything}
 
     def _check_numbers(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):

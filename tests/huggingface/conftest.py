@@ -11,10 +11,16 @@ import torch
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
+from fairseq_fastweights.huggingface import FastWeightConfig
 from tests.models.conftest import Fairseq
 
 # Logits of models whose sums are taken in the same order but for a few: float32.
 LOGITS = 1e-5
+
+
+def said(config: FastWeightConfig) -> dict[str, Any]:
+    """What a configuration says of the model, and not of where it was and in which type."""
+    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
 
 
 @pytest.fixture(scope="session")

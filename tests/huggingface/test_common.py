@@ -18,17 +18,13 @@ from fairseq_fastweights.huggingface.vocabulary import sinusoidal_positions
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT
 from tests.conftest import ROOT
+from tests.huggingface.conftest import said
 from tests.huggingface.test_generation import SIZES, build, draw
 
 BANDS = {"adaptive_input_cutoffs": [10, 25], "adaptive_softmax_cutoffs": [10, 25]}
 BANDS |= {"adaptive_input_factor": 2.0, "adaptive_softmax_factor": 2.0}
 FLAGS = "--adaptive-input --adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25"
 SIZES_THERE = "--decoder-embed-dim 64 --decoder-input-dim 64 --decoder-output-dim 64 --decoder-ffn-embed-dim 48"
-
-
-def said(config: FastWeightConfig) -> dict:
-    """What a configuration says of the model, and not of where it was and in which type."""
-    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
 
 
 @pytest.mark.parametrize(
@@ -72,10 +68,10 @@ def test_the_configuration_says_everything(tmp_path):
     assert said(transformers.AutoConfig.from_pretrained(tmp_path)) == said(config)
 
 
-@pytest.mark.parametrize("flags", ["", "--init-std 0.02", FLAGS])
+@pytest.mark.parametrize("flags", ["", "--init-std 0.02", FLAGS, "--feature-map favor --favor-features 32"])
 def test_new_weights_start_as_fairseqs(flags, fairseq):
     """Drawn by `_init_weights` alone, as those of a model are that are not in a checkpoint."""
-    for name in MIXERS if "adaptive" not in flags else ("sum",):
+    for name in MIXERS if flags in ("", "--init-std 0.02") else ("sum",):
         theirs = fairseq.build(f"--mixers {name} {SIZES_THERE} {flags}")
         names = theirs.decoder.mixer_names
         config = config_of(theirs.decoder.args, names, theirs.decoder.dictionary, final_norm=True)

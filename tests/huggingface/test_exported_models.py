@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
 import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.mixers.registry import MIXERS
-from tests.huggingface.conftest import LOGITS
+from fairseq_fastweights.conversion.fairseq_options import config_of
+from fairseq_fastweights.mixers.registry import MIXERS, parse_pattern
+from tests.huggingface.conftest import LOGITS, said
 
 BANDS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --adaptive-input-factor 2"
 BANDS += " --adaptive-softmax-factor 2 --adaptive-input"
@@ -91,13 +93,17 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     assert made == expected or [*made, 2] == expected  # fairseq ends a text where it is as long as it may be
 
     assert main(["from-huggingface", str(tmp_path / "folder"), str(tmp_path / "back")]) == 0
-    before, after = (
-        torch.load(path, weights_only=True)["model"]
-        for path in (tmp_path / "run" / "checkpoint_best.pt", tmp_path / "back" / "model.pt")
-    )
+    back = torch.load(tmp_path / "back" / "model.pt", weights_only=True)
+    before, after = torch.load(tmp_path / "run" / "checkpoint_best.pt", weights_only=True)["model"], back["model"]
     assert set(after) - set(before) <= {"decoder.settings_version"} and set(before) <= set(after)
     for name in before:
         assert torch.equal(before[name], after[name]) or name.endswith("_float_tensor"), name
+    cfg = Namespace(**back["cfg"]["model"])
+    final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
+    names = parse_pattern(cfg.mixers, cfg.decoder_layers)
+    again = config_of(cfg, names, theirs.decoder.dictionary, final_norm=final_norm)
+    left_open = {"mixer_settings": {}} if arch == "transformer_lm" else {}  # by fairseq's own model
+    assert said(again) | left_open == said(ours.config)
     assert (tmp_path / "back" / "dict.txt").read_bytes() == (tmp_path / "run" / "dict.txt").read_bytes()
 
 

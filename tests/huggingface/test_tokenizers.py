@@ -44,6 +44,14 @@ def test_words_are_those_of_the_lines(save, tmp_path):
     assert batch.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
 
 
+def test_texts_begin_as_in_training(save, tmp_path):
+    save(tmp_path / "run", "--add-bos-token")
+    assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")("w1").input_ids == [0, 5]
+    assert main(["from-huggingface", str(tmp_path / "folder"), str(tmp_path / "back")]) == 0
+    assert torch.load(tmp_path / "back" / "model.pt", weights_only=True)["cfg"]["task"]["add_bos_token"] is True
+
+
 @pytest.mark.parametrize("neox", [False, True], ids=["gpt2", "neox"])
 def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
     """Of a model that was made of GPT-2 or GPT-NeoX, and trained on with fast weights."""
