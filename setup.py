@@ -89,7 +89,9 @@ setup(
     install_requires=["torch>=2.6", "numpy"],
     extras_require={
         "conversion": ["safetensors"],
+        "eval": ["accelerate", "lm-eval==0.4.13", "safetensors", "transformers>=5"],
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
+        "huggingface": ["accelerate", "safetensors", "transformers>=5"],
     },
     cmdclass={"build": BuildWithNative, "build_native": BuildNative},
     distclass=BinaryDistribution,

@@ -21,24 +21,25 @@ from common.fairseq_logs import parse_training
 from common.summaries import ABSENT, Run, summarize, summary_parser
 from common.tables import format_table
 
-RULES = ("decay", "gated", "delta", "add")
-STARTS = {"converted": "-", "scaled": "--", "scratch": ":"}
+RULES = ("decay", "gated", "delta", "add", "linear")
+STARTS = {"converted": "-", "scaled": "--", "aligned": "-.", "scratch": ":"}
 """How a model can begin, and the line that shows it."""
 
 
 @dataclass
 class ScoredRun(Run):
-    """What one model left behind: perplexity `before` the first update, of the validation set and of converted models,
-    and of the `test` set, once it was scored."""
+    """What one model left behind: perplexity of the validation set `before` training, of converted models, and of the
+    `test` set, once it was scored; and how many updates attention was `transferred` for before that."""
 
     before: float | None = None
     test: float | None = None
+    transferred: int = 0
 
     @property
     def curve(self) -> dict[int, float]:
-        """Perplexity of the validation set by update."""
+        """Perplexity of the validation set by update, those of the attention transfer counted."""
         start = {} if self.before is None else {0: self.before}
-        return start | self.training.valid
+        return {self.transferred + update: value for update, value in (start | self.training.valid).items()}
 
     @property
     def missing(self) -> bool:
@@ -71,6 +72,8 @@ def read_run(log: Path) -> ScoredRun:
     test = re.search(r"Perplexity: ([\d.]+)", _text(log.parent / "test.log"))
     if test is None:
         run.problems.append(f"{log.parent / 'test.log'} has no perplexity in it")
+    transferred = re.findall(r'"train_num_updates": "(\d+)"', _text(log.parent / "aligned.log"))
+    run.transferred = int(transferred[-1]) if transferred else 0
     run.before, run.test = before and float(before[1]), test and float(test[1])
     return run
 
@@ -87,7 +90,7 @@ def format_runs(found: list[ScoredRun]) -> str:
         if not model:  # the source: its last perplexity, after updates of its own
             model, start = start, ""
             cells = [*[""] * (len(updates) - 1), _number(min(run.training.valid.values()))] if updates else []
-        before = _number(run.before) if start else ""
+        before = _number(run.curve.get(0)) if start else ""
         rows.append(
             [model.replace("-", ", m = "), start, f"{run.training.parameters:,}", before, *cells, _number(run.test)]
         )

@@ -6,10 +6,12 @@
 #
 # DATA    WikiText-2 as examples/wikitext103/prepare.sh leaves it
 # OUT     where checkpoints and logs go; models that OUT holds already are not trained again
-# MODEL   source, or RULE-M-START: RULE one of decay, gated, delta, add; M features of a key; START scratch, converted
-#         (from source, which must be trained), or scaled (converted, and what is read is divided by the square root of
-#         the head dim, as the source's attention does with what it compares). Without it: source, then all rules
-#         with M 4 and 16, converted and from scratch, and decay and gated scaled
+# MODEL   source, or RULE-M-START: RULE one of decay, gated, delta, add, linear; M features of a key; START scratch,
+#         converted (from source, which must be trained), scaled (converted, and what is read is divided by the square
+#         root of the head dim, as the source's attention does with what it compares), or aligned (decay and gated as
+#         scaled, others as converted; then, for the first fifth of the updates, only the memories are trained, to give
+#         what the source's attention gives). Without it: source, then decay, gated, delta and add with M 4 and 16,
+#         converted and from scratch, and decay and gated scaled
 #
 # UPDATES (default 8000) is the length of the source's training; the others take a tenth of it. JOBS (default 2)
 # models are trained at the same time, one thread each. summarize.py makes the tables and the curves from OUT.
@@ -35,7 +37,7 @@ if [ "${1:-}" != --one ]; then
         models=(source "${models[@]}" {decay,gated}-{4,16}-scaled)
     fi
     for model in "${models[@]}"; do
-        [[ $model =~ ^(source|(decay|gated|delta|add)-[1-9][0-9]*-(converted|scaled|scratch))$ ]] ||
+        [[ $model =~ ^(source|(decay|gated|delta|add|linear)-[1-9][0-9]*-(converted|scaled|aligned|scratch))$ ]] ||
             die "MODEL is $model; it must be source or RULE-M-START, as in decay-16-converted"
     done
     updates=${UPDATES:-8000} jobs=${JOBS:-2}
@@ -51,7 +53,7 @@ if [ "${1:-}" != --one ]; then
 fi
 model=$2 dir=$out/$2 start=
 
-updates=${UPDATES:-8000}
+updates=${UPDATES:-8000} validations=5
 if [ "$model" = source ]; then
     flags=(--softmax-attention-layers all --lr 0.002)
 else
@@ -62,9 +64,11 @@ else
         decay | gated) flags=(--update-rule "$rule" --feature-map identity --normalization none) ;;
         delta) flags=(--update-rule delta --feature-map relu --normalization sum) ;;
         add) flags=(--update-rule sum --feature-map identity --normalization none) ;;
+        # Learnt features and attention's normalisation, as in the conversions that transfer attention first.
+        linear) flags=(--update-rule sum --feature-map relu --normalization attention) ;;
     esac
     flags+=(--feature-dim "$features" --lr 0.001)
-    [ "$start" != scaled ] || flags+=(--scale-read-out)
+    case $start-$rule in scaled-* | aligned-decay | aligned-gated) flags+=(--scale-read-out) ;; esac
     if [ "$start" != scratch ]; then
         [ -e "$out/source/trained" ] || die "$out/source is not trained yet; $model starts from it"
         flags+=(--transfer-from "$out/source/checkpoint_best.pt")
@@ -85,6 +89,20 @@ train() { # train LOG FLAG...: one training, or the start of one
         --tokens-per-sample 256 --batch-size 4 --batch-size-valid 16 \
         --optimizer adam --clip-norm 0.25 --seed 1 --log-format json "$@"
 }
+if [ "$start" = aligned ]; then
+    # Of the budget, a fifth: what is left is validated after the same updates as the other models.
+    first=$((updates < 5 ? 1 : updates / 5)) validations=4
+    updates=$((updates > first ? updates - first : 1))
+    if [ ! -e "$dir/aligned.log" ]; then
+        echo "$model: attention transfer, log in $dir/aligned.log"
+        train "$dir/aligned.unfinished" --criterion attention_transfer --lr 0.01 --clip-norm 0 --dropout 0 \
+            --attention-dropout 0 --lr-scheduler cosine --warmup-updates $((first / 10)) --max-update "$first" \
+            --save-dir "$dir/aligned" --no-epoch-checkpoints --no-save-optimizer-state \
+            --log-interval $((first < 20 ? 1 : first / 10))
+        mv "$dir/aligned.unfinished" "$dir/aligned.log"
+    fi
+    flags+=(--finetune-from-model "$dir/aligned/checkpoint_last.pt")
+fi
 if [ ! -e "$dir/start.log" ] && [ "${start:-scratch}" != scratch ]; then
     # Before any training: an update that changes nothing, and the validation after it.
     echo "$model: its start, log in $dir/start.log"
@@ -95,7 +113,7 @@ if [ ! -e "$dir/trained" ]; then
     # A training that was cut off begins anew: without the optimizer's state fairseq would count updates from 0 again.
     rm -f "$dir"/checkpoint*.pt
     echo "$model: training, log in $dir/train.log"
-    interval=$((updates < 10 ? updates : updates / 5))
+    interval=$((updates < 10 ? updates : updates / validations))
     train "$dir/train.log" --lr-scheduler cosine --warmup-updates $((updates / 20)) --max-update "$updates" \
         --no-epoch-checkpoints --no-save-optimizer-state --log-interval $((updates < 50 ? 1 : updates / 50)) \
         --validate-interval-updates "$interval" --save-interval-updates "$interval" --keep-interval-updates 1

@@ -34,6 +34,8 @@ KINDS = tuple(f".{kind}{packed}" for kind in ("txt", "jsonl") for packed in ("",
 NAMES = {"train": ("train",), "valid": ("valid", "val")}
 """What the files, or folders of files, of a split may be called."""
 TOKENIZER = ("encoder.json", "vocab.bpe", "byte_level.json")
+OTHER_TOKENIZER = ("tokenizer.json", "tokenizer_words.json")
+"""What from-huggingface leaves of a byte-level BPE such as GPT-2's, and of any other tokenizer."""
 _DOCUMENTS = 64
 """For each process at a time."""
 
@@ -85,7 +87,7 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
     """
     record = out.with_suffix(".json")
     made_from = {
-        "tokenizer": [(source / name).read_text(encoding="utf-8") for name in TOKENIZER],
+        "tokenizer": [(source / name).read_text(encoding="utf-8") for name in tokenizer_files(source)],
         "files": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
         "tokens": most,
     }
@@ -170,13 +172,20 @@ def _open_text(path: Path) -> Iterator[TextIO]:
             raise TextError(f"{path} is damaged, or not what its name says: {error}") from None
 
 
+def tokenizer_files(source: Path) -> tuple[str, ...]:
+    """Those of the tokenizer that a converted model's folder has."""
+    return OTHER_TOKENIZER if (source / OTHER_TOKENIZER[-1]).exists() else TOKENIZER
+
+
 def load_tokenizer(source: Path) -> Callable[[str], str]:
     """What turns a text into the numbers of its subwords, joined by spaces."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
     from fairseq_fastweights.data.byte_level_bpe import ByteLevelBPE
+    from fairseq_fastweights.data.tokenizer_json import TokenizerJson
 
-    return ByteLevelBPE(Namespace(byte_level_folder=str(source))).encode
+    settings = Namespace(byte_level_folder=str(source), tokenizer_json_folder=str(source))
+    return (ByteLevelBPE if tokenizer_files(source) == TOKENIZER else TokenizerJson)(settings).encode
 
 
 _tokenizer: Callable[[str], str]

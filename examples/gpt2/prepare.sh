@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepares text for fine-tuning a converted GPT-2: cuts it into the model's own subwords, binarises them.
+# Prepares text for fine-tuning a converted GPT-2, or any model that from-huggingface reads: cuts it into the model's own subwords, binarises them.
 #
 #   prepare.sh OUT SOURCE FOLDER
 #
@@ -30,7 +30,9 @@ if [ -e "$out/dict.txt" ]; then
     exit 0
 fi
 check_new "$out"
-for name in dict.txt encoder.json vocab.bpe byte_level.json; do
+tokenizer="encoder.json vocab.bpe byte_level.json"
+[ ! -e "$source/tokenizer_words.json" ] || tokenizer=tokenizer.json # of another kind than GPT-2's
+for name in dict.txt $tokenizer; do
     [ -e "$source/$name" ] || die "SOURCE is $source, which holds no $name; from-huggingface makes it"
 done
 [ -d "$folder" ] || die "there is no folder $folder"

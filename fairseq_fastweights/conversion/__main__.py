@@ -3,46 +3,117 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
-from fairseq_fastweights.conversion.huggingface import from_huggingface, to_huggingface
-from fairseq_fastweights.conversion.tokenizer import read_tokenizer
+from fairseq_fastweights.conversion import hub, whole_tokenizer
+from fairseq_fastweights.conversion.families import FAMILIES
+from fairseq_fastweights.conversion.folders import check_target
+from fairseq_fastweights.conversion.huggingface import from_huggingface
+from fairseq_fastweights.conversion.weight_files import read_json
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; 0, or 2 after a message about what is wrong with the input."""
     parser = argparse.ArgumentParser(prog="python -m fairseq_fastweights.conversion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    reading = commands.add_parser("from-huggingface", help="make a folder for fairseq of a GPT-2 or GPT-NeoX (Pythia)")
-    writing = commands.add_parser("to-huggingface", help="make a Hugging Face folder of such a folder")
-    for command, made_by in ((reading, "config.json, weights and tokenizer"), (writing, "what from-huggingface made")):
-        command.add_argument("source", type=Path, metavar="SOURCE", help=f"a folder: {made_by}")
+    reading = commands.add_parser("from-huggingface", help=f"make a folder for fairseq of a {', '.join(FAMILIES)}")
+    writing = commands.add_parser("to-huggingface", help="make a Hugging Face folder of a language model of fairseq's")
+    reading.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder with config.json, weights and tokenizer; or a model's name on the hub, as OWNER/NAME",
+    )
+    reading.add_argument("--revision", help="of a model on the hub: a branch, tag or commit (default: main)")
+    reading.add_argument("--dry-run", action="store_true", help="say what would be fetched, and how large it is")
+    writing.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="a checkpoint, or a folder with model.pt, checkpoint_best.pt or checkpoint_last.pt",
+    )
+    for command in (reading, writing):
         command.add_argument("target", type=Path, metavar="TARGET", help="the new folder; it must not exist")
-    writing.add_argument("--checkpoint", type=Path, help="of the model, trained further; SOURCE's model.pt otherwise")
+    writing.add_argument("--checkpoint", type=Path, help="the model, in the place of that in SOURCE, trained further")
+    writing.add_argument(
+        "--data",
+        type=Path,
+        help="the folder with the model's dict.txt (default: the checkpoint's, or else that of its training's data)",
+    )
+    writing.add_argument(
+        "--tokenizer",
+        help="the folder with encoder.json and vocab.bpe of the byte-level BPE whose numbers are in dict.txt, or "
+        "'words' if words are (default: looked for beside dict.txt and the checkpoint)",
+    )
     options = parser.parse_args(arguments)
     try:
         if options.command == "from-huggingface":
-            family = from_huggingface(options.source, options.target)
-            plain = read_tokenizer(options.source).is_plain(family.end_of_text)
-            print(_how_to_use(options.target, plain))
+            _from(options)
         else:
-            to_huggingface(options.source, options.target, options.checkpoint)
+            _to(options)
     except (ValueError, OSError) as error:
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _how_to_use(target: Path, plain: bool) -> str:
-    tokenizer = f"--bpe byte_level --byte-level-folder {target}"
-    if plain:
-        tokenizer = f"--bpe gpt2 --gpt2-encoder-json {target}/encoder.json --gpt2-vocab-bpe {target}/vocab.bpe"
-    return (
-        f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;\n"
-        f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict;\n"
-        f"its tokenizer is {tokenizer}"
+def _from(options: argparse.Namespace) -> None:
+    """Runs `from-huggingface`."""
+    check_target(options.target)
+    named = hub.is_name(options.source)
+    if not named and (options.dry_run or options.revision is not None):
+        option = "--dry-run" if options.dry_run else "--revision"
+        raise ValueError(f"{option} is given and SOURCE is {options.source}; with it SOURCE must be a name on the hub")
+    if options.dry_run:
+        print(hub.list_files(options.source, options.revision))
+        return
+    source = hub.fetch(options.source, options.revision) if named else Path(options.source)
+    print(_convert(source, options.target))
+
+
+def _convert(source: Path, target: Path) -> str:
+    """Makes the folder; what there is to say about its files."""
+    lines = [
+        f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;",
+        f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict",
+    ]
+    if _is_ours(source / "config.json"):
+        if _with_transformers("exported").from_exported(source, target):
+            lines.append(f"its tokenizer is --bpe byte_level --byte-level-folder {target}")
+        elif (target / whole_tokenizer.SETTINGS).is_file():
+            lines.append(f"its tokenizer is --bpe tokenizer_json --tokenizer-json-folder {target}")
+    else:
+        lines.append(f"its tokenizer is {from_huggingface(source, target)}")
+        lines.append(f"{target}/options.txt has fairseq-train's options for its shape: $(cat {target}/options.txt)")
+    return "\n".join(lines)
+
+
+def _is_ours(config: Path) -> bool:
+    """Whether a config.json is of a model that `to-huggingface` made, or of its class."""
+    return config.is_file() and read_json(config).get("model_type") == "fast_weight"
+
+
+def _to(options: argparse.Namespace) -> None:
+    """Runs `to-huggingface`."""
+    to_huggingface = _with_transformers("export").to_huggingface
+    importlib.import_module("transformers").utils.logging.disable_progress_bar()
+    to_huggingface(
+        options.source,
+        options.target,
+        checkpoint=options.checkpoint,
+        data=options.data,
+        tokenizer=options.tokenizer,
     )
+
+
+def _with_transformers(module: str) -> Any:
+    """A module of this package that needs `transformers`, which the others do not."""
+    try:
+        return importlib.import_module(f"fairseq_fastweights.conversion.{module}")
+    except ImportError as error:
+        raise ValueError(f"this needs the package transformers: pip install transformers ({error})") from None
 
 
 if __name__ == "__main__":

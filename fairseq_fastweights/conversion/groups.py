@@ -24,6 +24,8 @@ _OF_LAYER = {
     "self_attn.q_proj.": "attention",
     "self_attn.k_proj.": "attention",
     "self_attn.v_proj.": "attention",
+    "self_attn.q_norm.": "attention",
+    "self_attn.k_norm.": "attention",
     "self_attn.out_proj.": "output-projection",
     # What scales or normalises the attention's output.
     "attn_ln.": "output-projection",

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.projections import shared
 
 ADDITIVE_SCALE = 1 / 512
 """What values are multiplied by for the additive rule without normalisation (footnote 4)."""
@@ -41,6 +42,11 @@ def check_swap(attention: Mixer) -> None:
             f"must be at most the {attention.head_dim} numbers that the source's keys and queries have per head "
             "(relu, favor and dpfp make more of them)"
         )
+    if attention.feature_map.key_dim < attention.head_dim and not isinstance(attention.q_norm, nn.Identity):
+        raise ValueError(
+            f"feature_dim is {attention.feature_map.key_dim}; with query_key_norm_eps it must be the "
+            f"{attention.head_dim} numbers that are normalised in each head"
+        )
     if attention.update_rule == "delta" and _gate(attention, "beta").bias is None:
         raise ValueError(
             f"no_attention_bias is set; the delta rule in place of a trained attention starts at a write strength of "
@@ -66,12 +72,13 @@ def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
 
     Those of softmax over fewer keys stay as they are. In a memory queries and keys keep theirs where the map takes
     head_dim numbers; where it takes m < head_dim, both are multiplied by `fold_map`. The decay rule's values are
-    multiplied by 1 - sigmoid(b_z), b_z the biases of their gates; those of the sum rule without normalisation by
-    1 / 512. Without an input, the delta rule's write strength is 0.007.
+    multiplied by 1 - sigmoid(b_z), b_z the biases of their gates, or the mean of that over the heads that share them;
+    those of the sum rule without normalisation by 1 / 512. Without an input, the delta rule's write strength is 0.007.
 
     Args:
         attention: what `check_swap` passes; it is not changed.
-        weights: "q_proj.weight" (embed_dim, embed_dim), "q_proj.bias" (embed_dim,), and the same of k_proj and v_proj.
+        weights: "q_proj.weight" (heads * head_dim, embed_dim), "q_proj.bias" if there is one, the same of k_proj and
+            v_proj, whose heads may be fewer, and the norms of queries and keys.
 
     Returns:
         starts of parameters of `attention`, by name. Those that are missing start as they are.
@@ -100,19 +107,24 @@ def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
 
 
 def fold_map(q_weight: Tensor, k_weight: Tensor, heads: int, m: int) -> Tensor:
-    """The linear map of each head's queries and keys to m numbers that keeps most of them.
+    """The linear map of each head's keys, and of the queries that they serve, to m numbers that keeps most of them.
 
-    Its rows are the leading left singular vectors of the head's two projections side by side: of all maps with m
-    orthonormal rows, none leaves a larger norm of the two.
+    Its rows are the leading left singular vectors of the head's projections side by side: of all maps with m
+    orthonormal rows, none leaves a larger norm of them.
 
     Args:
-        q_weight, k_weight: (heads * head_dim, width).
+        q_weight, k_weight: (heads * head_dim, width), of which those of keys may be fewer.
+        heads: of queries.
+        m: numbers.
 
     Returns:
-        (heads, m, head_dim), float64.
+        (heads of keys, m, head_dim), float64.
     """
-    both = torch.cat([_by_head(q_weight, heads), _by_head(k_weight, heads)], dim=-1).double()
-    vectors = torch.linalg.svd(both, full_matrices=False)[0][..., :m].transpose(1, 2)
+    head_dim = len(q_weight) // heads
+    keys = _by_head(k_weight, head_dim)
+    queries = _by_head(q_weight, head_dim).unflatten(0, (len(keys), -1)).transpose(1, 2).flatten(2)
+    vectors = torch.linalg.svd(torch.cat([queries, keys], dim=-1).double(), full_matrices=False)[0]
+    vectors = vectors[..., :m].transpose(1, 2)
     # A singular vector's sign is open; maps that are not linear would notice.
     largest = vectors.gather(-1, vectors.abs().argmax(-1, keepdim=True))
     return vectors * largest.sign()
@@ -120,22 +132,24 @@ def fold_map(q_weight: Tensor, k_weight: Tensor, heads: int, m: int) -> Tensor:
 
 def _fold(fold: Tensor, tensor: Tensor) -> Tensor:
     """Applies each head's map to a projection's weight or bias."""
-    heads, m, _ = fold.shape
-    folded = fold @ _by_head(tensor, heads).double()
-    return folded.reshape(heads * m, *tensor.shape[1:]).to(tensor.dtype)
+    heads = _by_head(tensor, fold.shape[2]).double()
+    folded = shared(fold, len(heads), 0) @ heads
+    return folded.reshape(-1, *tensor.shape[1:]).to(tensor.dtype)
 
 
-def _by_head(tensor: Tensor, heads: int) -> Tensor:
+def _by_head(tensor: Tensor, head_dim: int) -> Tensor:
     """(heads * head_dim, width), or a bias -> (heads, head_dim, width or 1)."""
-    return tensor.detach().reshape(heads, tensor.shape[0] // heads, -1)
+    return tensor.detach().reshape(tensor.shape[0] // head_dim, head_dim, -1)
 
 
 def _value_scale(attention: FastWeightAttention) -> Tensor | None:
-    """(embed_dim,), what each value dimension is multiplied by, or None."""
+    """(heads of values * head_dim,), what each value dimension is multiplied by, or None."""
+    values = attention.v_proj.out_features
     if attention.update_rule == "decay":
-        return torch.sigmoid(-_gate(attention, "value_decay").bias.detach())
+        let_in = torch.sigmoid(-_gate(attention, "value_decay").bias.detach())
+        return let_in.view(values // attention.head_dim, -1, attention.head_dim).mean(1).flatten()
     if attention.update_rule == "sum" and not attention.normalization:
-        return torch.full((attention.embed_dim,), ADDITIVE_SCALE)
+        return torch.full((values,), ADDITIVE_SCALE)
     return None
 
 

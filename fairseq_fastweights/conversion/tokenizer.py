@@ -58,6 +58,12 @@ class Tokenizer:
         """The number of <|endoftext|>, if there is one."""
         return self.added.get(_END_OF_TEXT, self.vocabulary.get(_END_OF_TEXT))
 
+    def options(self, folder: Path, end_of_text: int) -> str:
+        """Those of fairseq's commands."""
+        if self.is_plain(end_of_text):
+            return f"--bpe gpt2 --gpt2-encoder-json {folder}/encoder.json --gpt2-vocab-bpe {folder}/vocab.bpe"
+        return f"--bpe byte_level --byte-level-folder {folder}"
+
     def is_plain(self, end_of_text: int) -> bool:
         """Whether fairseq's `gpt2` gives the same numbers for any text without the end-of-text word in it."""
         return self.normalizer is None and set(self.added.values()) <= {end_of_text}

@@ -30,6 +30,8 @@ _MEANING: dict[str, tuple[tuple[str, ...], Any]] = {
     "parallel_residual": (("attention", "feed-forward"), False),
     "rotary_dim": (("attention",), 0),
     "rotary_base": (("attention",), 10000.0),
+    "rotary_scaling": (("attention",), ""),
+    "rms_norm_eps": (("attention", "feed-forward", "output"), None),
     "activation_fn": (("feed-forward",), "relu"),
     "no_scale_embedding": (("embeddings",), False),
     "decoder_learned_pos": (("embeddings",), False),
@@ -134,10 +136,12 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     names = [name for name, _ in model.named_parameters()]
     targets = _targets(model, pre_norm, {path for path in memories if path not in attentions})
     shapes = {
-        f"{path}{name}": torch.Size([attention.embed_dim, *parameter.shape[1:]])
+        # The source's are not folded: as many numbers as values have, in as many heads.
+        f"{path}{name}": torch.Size([heads * attention.head_dim, *parameter.shape[1:]])
         for path, attention in attentions.items()
+        for start, heads in (("q_proj.", attention.num_heads), ("k_proj.", _kv_heads(attention)))
         for name, parameter in attention.named_parameters()
-        if name.startswith(("q_proj.", "k_proj."))
+        if name.startswith(start)
     }
     misfits = [
         *_other_options(source, options, groups, has_softmax=len(memories) < count_layers(names)),
@@ -158,6 +162,10 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         _copy(targets, source, groups, attentions)
     scaled = "attention" not in groups or not any(map(reads_without_scale, attentions.values()))
     return Report(str(source.file), targets, "" if scaled else _NO_SCALE)
+
+
+def _kv_heads(attention: Any) -> int:
+    return attention.v_proj.out_features // attention.head_dim
 
 
 def _targets(model: nn.Module, pre_norm: bool, own_attention: set[str]) -> list[Target]:
@@ -259,7 +267,7 @@ def _copy(targets: list[Target], source: Source, groups: frozenset[str], attenti
     for path, attention in attentions.items():
         if "attention" not in groups:
             continue
-        projections = ("q_proj.", "k_proj.", "v_proj.")
+        projections = ("q_proj.", "k_proj.", "v_proj.", "q_norm.", "k_norm.")
         names = [name for name, _ in attention.named_parameters() if name.startswith(projections)]
         weights = {name: source.weights.pop(f"{path}{name}") for name in names}
         for name, (values, how) in swap(attention, weights).items():

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# In the order in which they are looked for.
-_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Files of weights, in the order in which they are looked for."""
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -31,9 +32,9 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        found = next((folder / name for name in _NAMES if (folder / name).is_file()), None)
+        found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
         if found is None:
-            raise ValueError(f"{folder}: there are no weights; it must hold one of {', '.join(_NAMES)}")
+            raise ValueError(f"{folder}: there are no weights; it must hold one of {', '.join(WEIGHTS)}")
         paths = _shards(found) if found.name.endswith(".index.json") else [found]
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._readers: dict[str, Callable[[], Tensor]] = {}

@@ -122,8 +122,8 @@ class FastWeightAttention(MemoryAttention):
         """
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
-        q = self._heads(self.q_proj(x), self.feature_map.key_dim)
-        k = self._heads(self.k_proj(x), self.feature_map.key_dim)
+        q = self.q_norm(self._heads(self.q_proj(x), self.feature_map.key_dim))
+        k = self.k_norm(self._heads(self.k_proj(x), self.feature_map.key_dim))
         v = self._heads(self.v_proj(x), self.head_dim)
         gates = [self._gate(gate, x) for gate in self.rule.gates]
 

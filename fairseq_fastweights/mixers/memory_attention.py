@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.feature_maps import Scales, build_feature_map, sum_normalize
 from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.projections import Projections, shared
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,8 @@ class MemoryAttention(Mixer):
 
     Args:
         embed_dim: width of the queries and of the output.
-        num_heads: number of heads, a divisor of `embed_dim`. Values have head_dim = embed_dim / num_heads numbers.
+        num_heads: number of heads, a divisor of `embed_dim` unless `shape` has a head_dim. Values have head_dim
+            numbers.
         source_dim: width of what keys and values are made from; None for `embed_dim`.
         feature_map: a key of `feature_maps.FEATURE_MAPS`.
         feature_dim: size m of keys and queries after the feature map: the state is m x head_dim. None for what
@@ -35,6 +37,8 @@ class MemoryAttention(Mixer):
         bias: whether the projections have biases. Decay gates always have.
         scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
         dropout: of the read-out, before the output projection: there are no attention weights to drop.
+        shape: how the projections are otherwise, the arguments of `Projections`. Heads that share keys and values have
+            memories of their own.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -54,8 +58,10 @@ class MemoryAttention(Mixer):
         bias: bool = True,
         scale_read_out: bool = False,
         dropout: float = 0.0,
+        **shape: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads)
+        projections = Projections(**shape)
+        super().__init__(embed_dim, num_heads, projections.head_dim)
         self.source_dim = embed_dim if source_dim is None else source_dim
         self.normalization = normalization
         self.feature_map_name = feature_map
@@ -85,11 +91,16 @@ class MemoryAttention(Mixer):
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.dropout_module = nn.Dropout(dropout)
 
-        key_width = num_heads * self.feature_map.key_dim
-        self.q_proj = nn.Linear(embed_dim, key_width, bias=bias)
-        self.k_proj = nn.Linear(self.source_dim, key_width, bias=bias)
-        self.v_proj = nn.Linear(self.source_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        key_dim, kv_heads = self.feature_map.key_dim, projections.count_kv_heads(num_heads)
+        inputs_biased, output_biased = (
+            bias and projections.projection_bias != "none",
+            bias and projections.projection_bias == "all",
+        )
+        self.q_proj = nn.Linear(embed_dim, num_heads * key_dim, bias=inputs_biased)
+        self.k_proj = nn.Linear(self.source_dim, kv_heads * key_dim, bias=inputs_biased)
+        self.v_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, bias=inputs_biased)
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=output_biased)
+        self.q_norm, self.k_norm = projections.norm(key_dim), projections.norm(key_dim)
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does."""
@@ -121,12 +132,11 @@ class MemoryAttention(Mixer):
         """(batch, time, heads, head_dim), what was read -> (time, batch, embed_dim), the layer's output."""
         time, batch, _ = query.shape
         out = self.dropout_module(out.to(query.dtype) * self.scale)
-        return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.embed_dim))
+        return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.out_proj.in_features))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
-        """(time, batch, heads * dim) -> (batch, time, heads, dim), without a copy."""
-        time, batch, _ = x.shape
-        return x.view(time, batch, self.num_heads, dim).transpose(0, 1)
+        """(time, batch, heads * dim) -> (batch, time, num_heads, dim); without a copy, unless heads are shared."""
+        return shared(x.unflatten(-1, (-1, dim)).transpose(0, 1), self.num_heads, 2)
 
     def settings(self) -> dict[str, Any]:
         """What tells this attention from another whose parameters have the same names and shapes, and their sizes."""

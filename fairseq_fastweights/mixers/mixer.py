@@ -40,6 +40,7 @@ class Mixer(nn.Module):
     Args:
         embed_dim: width of the input and of the output.
         num_heads: how many heads share it, a divisor of `embed_dim`.
+        head_dim: of each head, where num_heads need not divide embed_dim; 0 for embed_dim / num_heads.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -63,13 +64,15 @@ class Mixer(nn.Module):
     takes_starts = False
     beam_size = 1
 
-    def __init__(self, embed_dim: int, num_heads: int = 1) -> None:
+    def __init__(self, embed_dim: int, num_heads: int = 1, head_dim: int = 0) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
+        if num_heads < 1 or (embed_dim % num_heads and not head_dim):
             raise ValueError(f"num_heads is {num_heads}; it must be a divisor of embed_dim, {embed_dim}")
+        if head_dim < 0:
+            raise ValueError(f"head_dim is {head_dim}; it must be positive, or 0 for embed_dim / num_heads")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
+        self.head_dim = head_dim or embed_dim // num_heads
 
     def forward(
         self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fairseq_fastweights.mixers import projections
 from fairseq_fastweights.mixers.abc_mlp import ABCMLP
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
@@ -56,13 +57,16 @@ class Kind:
 
 def memory(update_rule: str) -> Kind:
     """Fast weight attention with a rule of `UPDATE_RULES`."""
-    return Kind(partial(FastWeightAttention, update_rule=update_rule), _MEMORY, heads="fast_weight_heads")
+    build = partial(FastWeightAttention, update_rule=update_rule)
+    return Kind(build, (*_MEMORY, *projections.SETTINGS), heads="fast_weight_heads")
 
 
 MIXERS: dict[str, Kind] = {
     **{rule: memory(rule) for rule in UPDATE_RULES},
     "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
-    "softmax": Kind(SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base")),
+    "softmax": Kind(
+        SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base", "rotary_scaling", *projections.SETTINGS)
+    ),
     "local": Kind(LocalAttention, ("dropout", "bias")),
     "linformer": Kind(Linformer, ("dropout", "bias", "max_positions")),
     "abc": Kind(ABCMLP, ("dropout", "bias")),

@@ -2,11 +2,65 @@
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_LINEAR = re.compile(f"linear:{_NUMBER}")
+_LLAMA3 = re.compile(f"llama3:{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}")
 
-def turns(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How a model that was trained on short texts turns less, to read longer ones.
+
+    Wave lengths of at most positions / high stay, those of at least positions / low grow by `factor`, and those between
+    by something between ("llama3"). With `low` and `high` infinite all grow ("linear", Chen et al. 2023).
+    """
+
+    factor: float
+    low: float = math.inf
+    high: float = math.inf
+    positions: float = 1
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        if math.isinf(self.low):
+            return frequencies / self.factor
+        waves = self.positions * frequencies / (2 * math.pi)  # in as many positions
+        kept = ((waves - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+def parse_scaling(text: str) -> RotaryScaling | None:
+    """Reads "linear:FACTOR" or "llama3:FACTOR,LOW,HIGH,POSITIONS"; empty for none.
+
+    Raises:
+        ValueError: for anything else.
+
+    Example:
+        >>> parse_scaling("llama3:32,1,4,8192").factor
+        32.0
+    """
+    if not text:
+        return None
+    match = _LINEAR.fullmatch(text) or _LLAMA3.fullmatch(text)
+    if match is not None:
+        scaling = RotaryScaling(*map(float, match.groups()))
+        if scaling.factor and scaling.positions and (math.isinf(scaling.low) or scaling.low < scaling.high):
+            return scaling
+    raise ValueError(
+        f"rotary_scaling is {text!r}; it must be linear:FACTOR or llama3:FACTOR,LOW,HIGH,POSITIONS, of positive "
+        "numbers, LOW less than HIGH, as in llama3:32,1,4,8192"
+    )
+
+
+def turns(
+    positions: Tensor, dim: int, base: float, dtype: torch.dtype, scaling: RotaryScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles by which vectors at these positions are turned.
 
     Args:
@@ -14,12 +68,14 @@ def turns(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple
         dim: how many of a vector's dimensions are turned, an even number.
         base: the slowest pair of them turns about once in 2 pi x base positions.
         dtype: of the result.
+        scaling: what becomes of the frequencies.
 
     Returns:
         (..., dim / 2) each.
     """
     exponents = torch.arange(0, dim, 2, device=positions.device, dtype=positions.dtype) / dim
-    angles = positions[..., None] * (1.0 / base**exponents)
+    frequencies = 1.0 / base**exponents
+    angles = positions[..., None] * (frequencies if scaling is None else scaling(frequencies))
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

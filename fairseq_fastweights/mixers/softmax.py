@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor, nn
 
 from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.projections import Projections
 
 
 class ReadsBySoftmax(Mixer):
@@ -16,15 +18,31 @@ class ReadsBySoftmax(Mixer):
         embed_dim, num_heads: width of the input and of the output, and how many heads share it.
         dropout: of the attention weights.
         bias: whether the projections have biases.
+        shape: how the projections are otherwise, the arguments of `Projections`.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True) -> None:
-        super().__init__(embed_dim, num_heads)
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        **shape: Any,
+    ) -> None:
+        projections = Projections(**shape)
+        super().__init__(embed_dim, num_heads, projections.head_dim)
         self.dropout_module = nn.Dropout(dropout)
-        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        inner, kv_inner = (heads * self.head_dim for heads in (num_heads, projections.count_kv_heads(num_heads)))
+        inputs_biased, output_biased = (
+            bias and projections.projection_bias != "none",
+            bias and projections.projection_bias == "all",
+        )
+        self.k_proj = nn.Linear(embed_dim, kv_inner, bias=inputs_biased)
+        self.v_proj = nn.Linear(embed_dim, kv_inner, bias=inputs_biased)
+        self.q_proj = nn.Linear(embed_dim, inner, bias=inputs_biased)
+        self.out_proj = nn.Linear(inner, embed_dim, bias=output_biased)
+        self.q_norm, self.k_norm = projections.norm(self.head_dim), projections.norm(self.head_dim)
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does, in its order."""
@@ -36,8 +54,7 @@ class ReadsBySoftmax(Mixer):
 
     def _heads(self, x: Tensor) -> Tensor:
         """(time, batch, heads * dim) -> (batch, heads, time, dim), without a copy."""
-        time, batch, _ = x.shape
-        return x.view(time, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+        return x.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
 
     def _dropout(self) -> float:
         """With what probability attention weights are dropped now."""

@@ -1,6 +1,8 @@
-"""Causal softmax attention, with or without a rotary position embedding."""
+"""Causal softmax attention, with or without a rotary position embedding and grouped keys and values."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +10,8 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.mixer import State
-from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
+from fairseq_fastweights.mixers.projections import shared
+from fairseq_fastweights.mixers.rotary_embedding import parse_scaling, rotate, turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 
@@ -26,7 +29,9 @@ class SoftmaxAttention(ReadsBySoftmax):
         rotary_dim: how many of each head's dimensions are turned, from the first: even, from 2 to the head dim; 0 for
             none.
         rotary_base: the slowest pair of dimensions turns about once in 2 pi x base positions.
+        rotary_scaling: as `parse_scaling` reads it.
         dropout: of the attention weights.
+        shape: how the projections are, beyond fairseq's: the arguments of `Projections`.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -44,9 +49,11 @@ class SoftmaxAttention(ReadsBySoftmax):
         *,
         rotary_dim: int = 0,
         rotary_base: float = 10000.0,
+        rotary_scaling: str = "",
         dropout: float = 0.0,
+        **shape: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, dropout=dropout)
+        super().__init__(embed_dim, num_heads, dropout=dropout, **shape)
         if rotary_dim % 2 or not 0 <= rotary_dim <= self.head_dim:
             raise ValueError(
                 f"rotary_dim is {rotary_dim}; it must be an even number from 2 to the head dim, {self.head_dim}, or 0 "
@@ -57,6 +64,8 @@ class SoftmaxAttention(ReadsBySoftmax):
         self.needs_positions = rotary_dim == 0
         self.rotary_dim = rotary_dim
         self.rotary_base = float(rotary_base)
+        self.rotary_scaling = rotary_scaling
+        self._scaling = parse_scaling(rotary_scaling)
         self.reset_parameters()
 
     def forward(
@@ -72,12 +81,13 @@ class SoftmaxAttention(ReadsBySoftmax):
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.q_norm(q), self.k_norm(k)
         before = 0 if state is None else state["keys"].shape[2]
         if self.rotary_dim:
             # A document's angles are the larger the later it lies in its row, and their differences should not show it.
             precise = torch.float32 if starts is None else torch.float64
             positions = torch.arange(before, before + time, device=x.device, dtype=precise)
-            turned = turns(positions, self.rotary_dim, self.rotary_base, x.dtype)
+            turned = turns(positions, self.rotary_dim, self.rotary_base, x.dtype, self._scaling)
             q, k = rotate(q, *turned), rotate(k, *turned)
         if state is not None:
             k, v = torch.cat([state["keys"], k], dim=2), torch.cat([state["values"], v], dim=2)
@@ -90,21 +100,24 @@ class SoftmaxAttention(ReadsBySoftmax):
         documents = None if starts is None else F.pad(starts.cumsum(dim=1), (before, 0))
         out = F.scaled_dot_product_attention(
             q,
-            k,
-            v,
+            shared(k, self.num_heads, 1),
+            shared(v, self.num_heads, 1),
             attn_mask=_visible(time, before + time, padding, documents, x.device),
             dropout_p=self._dropout(),
             is_causal=padding is None and documents is None and before == 0 and time > 1,
         )
-        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
+        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.out_proj.in_features))
         if documents is not None:  # nobody will read what stands before the last
             past = documents != documents[:, -1:]
             padding = past if padding is None else padding | past
         return out, {"keys": k, "values": v, **({} if padding is None else {"padding": padding})}
 
-    def settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, float | str]:
         """What tells it from another whose parameters have the same names and shapes."""
-        return {"rotary dim": self.rotary_dim, "rotary base": self.rotary_base} if self.rotary_dim else {}
+        if not self.rotary_dim:
+            return {}
+        scaling = {"rotary scaling": self.rotary_scaling} if self.rotary_scaling else {}
+        return {"rotary dim": self.rotary_dim, "rotary base": self.rotary_base, **scaling}
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, rotary_dim={self.rotary_dim}, rotary_base={self.rotary_base:g}"

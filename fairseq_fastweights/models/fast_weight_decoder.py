@@ -13,6 +13,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.llama_layers import use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.registry import MIXERS
@@ -48,6 +49,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     Attributes:
         mixers: those of the layers, in order.
+        mixer_names: their names, in the same order.
         masked_symbols: numbers of the symbols that the model never predicts (mask_special_symbols); most have none.
         settings_version: a buffer that says what must be equal between a checkpoint and the model that loads it.
     """
@@ -63,11 +65,13 @@ class FastWeightDecoder(TransformerDecoder):
         *,
         mixers: Sequence[tuple[str, MixerBuilder]],
     ) -> None:
-        self._names = [name for name, _ in mixers]
+        self.mixer_names = [name for name, _ in mixers]
         self._builders = iter([build for _, build in mixers])
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
         del self._builders
-        settings = describe(args, dictionary, list(zip(self._names, self.mixers, strict=True)))
+        if args.rms_norm_eps is not None:
+            use_rms_norms(self, args.rms_norm_eps)
+        settings = describe(args, dictionary, list(zip(self.mixer_names, self.mixers, strict=True)))
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
         masked = (dictionary.bos(), dictionary.pad(), dictionary.unk()) if args.mask_special_symbols else ()
         self.masked_symbols: tuple[int, ...] = masked
@@ -84,7 +88,7 @@ class FastWeightDecoder(TransformerDecoder):
     def _layers_where(self, attribute: str, value: bool) -> str:
         """The layers whose mixers have this value of an attribute, in words; empty for none."""
         numbers: dict[str, list[str]] = {}
-        for number, (name, mixer) in enumerate(zip(self._names, self.mixers, strict=True), 1):
+        for number, (name, mixer) in enumerate(zip(self.mixer_names, self.mixers, strict=True), 1):
             if getattr(mixer, attribute) == value:
                 numbers.setdefault(name, []).append(str(number))
         return "; ".join(f"layers {', '.join(found)} ({name})" for name, found in numbers.items())
@@ -117,9 +121,13 @@ class FastWeightDecoder(TransformerDecoder):
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
         cfg, build = TransformerConfig.from_namespace(args), next(self._builders)
-        if self.args.parallel_residual:
-            return wrap_layer(ParallelDecoderLayer(cfg, build), cfg)
-        return wrap_layer(MixerDecoderLayer(cfg, build, no_encoder_attn=True), cfg)
+        parallel = self.args.parallel_residual
+        layer = ParallelDecoderLayer(cfg, build) if parallel else MixerDecoderLayer(cfg, build, no_encoder_attn=True)
+        if self.args.swiglu:
+            use_swiglu(layer)
+        if self.args.rms_norm_eps is not None:
+            use_rms_norms(layer, self.args.rms_norm_eps)
+        return wrap_layer(layer, cfg)
 
     def forward(
         self,
@@ -268,7 +276,7 @@ class FastWeightDecoder(TransformerDecoder):
     def check_takes_starts(self) -> None:
         """Raises a `ValueError` if there are layers that cannot keep the documents of a row apart."""
         if layers := self._layers_where("takes_starts", False):
-            unable = {name for name, mixer in zip(self._names, self.mixers, strict=True) if not mixer.takes_starts}
+            unable = {name for name, mixer in zip(self.mixer_names, self.mixers, strict=True) if not mixer.takes_starts}
             able = ", ".join(name for name, kind in MIXERS.items() if kind.takes_starts and name not in unable)
             raise ValueError(
                 f"separate_documents is set, but documents cannot be kept apart in {layers}; it must not be set, or "
@@ -291,4 +299,6 @@ def describe(args: Any, dictionary: Dictionary, mixers: Sequence[tuple[str, nn.M
     settings = checkpoint_settings.describe_dictionary(dictionary)
     if args.parallel_residual:
         settings["parallel residual"] = True
+    if args.rms_norm_eps is not None:
+        settings["rms norm eps"] = args.rms_norm_eps
     return settings | checkpoint_settings.describe_mixers(mixers, heads=args.decoder_attention_heads)

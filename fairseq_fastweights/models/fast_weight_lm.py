@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from fairseq.data import Dictionary
+from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer_lm import (
     TransformerLanguageModel,
@@ -20,6 +21,7 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from fairseq.utils import safe_getattr
 from torch import nn
 
+from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import (
@@ -69,6 +71,51 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOp
     )
     rotary_base: float = field(
         default=10000.0, metadata={"help": "base of the wave lengths of the rotary position embedding"}
+    )
+    rotary_scaling: str = field(
+        default="",
+        metadata={
+            "help": "how the rotary position embedding turns less, for longer texts than a model was trained on: "
+            "linear:FACTOR, or llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3"
+        },
+    )
+    kv_heads: int = field(
+        default=0,
+        metadata={
+            "help": "heads of keys and values, each of which serves as many heads of queries, in softmax attention and "
+            "memories (0: as many as of queries)"
+        },
+    )
+    head_dim: int = field(
+        default=0,
+        metadata={"help": "dimension of each head in softmax attention and memories (0: the width over the heads)"},
+    )
+    projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = field(  # type: ignore[valid-type]
+        default="all",
+        metadata={
+            "help": "which projections of softmax attention and memories have biases: qkv: not that of the output "
+            "(Qwen2); none (Llama). Gates keep theirs"
+        },
+    )
+    query_key_norm_eps: Optional[float] = field(
+        default=None,
+        metadata={
+            "help": "softmax attention and memories have an RMS norm of the queries and keys of each head, with this "
+            "under the root (Qwen3); default: no norm"
+        },
+    )
+    rms_norm_eps: Optional[float] = field(
+        default=None,
+        metadata={
+            "help": "norms are RMS norms, with this under the root (Llama: 1e-5); default: fairseq's layer norms"
+        },
+    )
+    swiglu: bool = field(
+        default=False,
+        metadata={
+            "help": "feed-forward networks are W2 (silu(Wg x) * W1 x), without biases (Shazeer 2020; Llama): "
+            "--activation-fn says nothing"
+        },
     )
     parallel_residual: bool = field(
         default=False,
@@ -124,6 +171,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             raise ValueError(
                 f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
             )
+        _check_shape(args)
         if "softmax" in names and safe_getattr(args, "decoder_xformers_att_config", None):
             raise ValueError(
                 f"decoder_xformers_att_config is {args.decoder_xformers_att_config!r}; with layers of softmax "
@@ -155,6 +203,14 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             state_dict = dict(state_dict)  # as fairseq, which leaves the layers in it as they are
             checkpoint_settings.prune(state_dict, "decoder", sorted(int(number) + 1 for number in text.split(",")))
         return super().load_state_dict(state_dict, strict, model_cfg, args)
+
+
+def _check_shape(args: Any) -> None:
+    """Checks the options by which models after the first Transformer differ from it."""
+    if args.rms_norm_eps is not None and not args.rms_norm_eps >= 0:
+        raise ValueError(f"rms_norm_eps is {args.rms_norm_eps}; it must be at least 0")
+    if args.swiglu and args.quant_noise_pq:
+        raise ValueError(f"quant_noise_pq is {args.quant_noise_pq}; with swiglu it must be 0")
 
 
 def parse_layers(text: str, layers: int) -> frozenset[int]:

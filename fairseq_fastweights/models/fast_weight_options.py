@@ -122,6 +122,11 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
         "backend": str(args.fast_weight_backend),
         "rotary_dim": getattr(args, "rotary_dim", 0),
         "rotary_base": getattr(args, "rotary_base", 10000.0),
+        "rotary_scaling": getattr(args, "rotary_scaling", ""),
+        "kv_heads": getattr(args, "kv_heads", 0),
+        "head_dim": getattr(args, "head_dim", 0),
+        "projection_bias": str(getattr(args, "projection_bias", "all")),
+        "query_key_norm_eps": getattr(args, "query_key_norm_eps", None),
         "max_positions": args.max_target_positions,
     }
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fairseq_fastweights.conversion.families import buffers
-from fairseq_fastweights.conversion.huggingface import from_huggingface, to_huggingface
+from fairseq_fastweights.conversion.huggingface import from_huggingface
+from fairseq_fastweights.conversion.originals import restore_original
 from fairseq_fastweights.conversion.weight_files import WeightFiles
 from tests.conversion import sources
 
@@ -82,7 +83,7 @@ def test_a_converted_model_is_its_source_and_gives_its_bits_back(case, tmp_path)
     steps = [model(ours[tokens][:, :t], incremental_state=cache)[0] for t in range(1, 11)]
     assert (torch.cat(steps, dim=1) - out[0][:, :10]).abs().max() <= LOGITS
 
-    to_huggingface(tmp_path / "ours", tmp_path / "back")
+    restore_original(tmp_path / "ours", tmp_path / "back")
     before, after = WeightFiles(theirs), WeightFiles(tmp_path / "back")
     assert set(after.shapes) == {name for name in before.shapes if not buffers(name)}
     for name in after.shapes:

@@ -1,0 +1,177 @@
+#!/usr/bin/env python
+"""Makes Choi's Tables 2, 3 and 4, and his Figure 1, of what benchmarks.sh left in the folders of OUT.
+
+    summarize.py OUT [MODEL ...] [--markdown FILE] [--figure FILE]
+
+OUT has a folder for each model, named as the row that ../reproduce.py trained, with benchmarks.json in it and, of other
+checkpoints, benchmarks.NAME.json. Above each measured row stands the paper's. A model of another name comes last. The
+figure has the average over the tokens of the training, of which an update of a row reads 1024 x 2048, a point for each
+checkpoint that was scored.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import summaries
+from common.curves import new_figure, plain, save_figure
+from common.tables import format_table
+from papers.choi import MEASURES, TABLE_4, TABLES
+from papers.language_models import XATL_400M
+
+METRICS = {
+    "LAMBADA": ("lambada_openai", "acc"),
+    "HellaSwag": ("hellaswag", "acc_norm"),
+    "PIQA": ("piqa", "acc"),
+    "ARC-E": ("arc_easy", "acc"),
+    "ARC-C": ("arc_challenge", "acc_norm"),
+    "WinoGrande": ("winogrande", "acc"),
+}
+"""What lm_eval calls the paper's measures, but for their average."""
+PERPLEXITY = "LAMBADA ppl"
+HERE, PAPER = "here", "the paper"
+
+
+@dataclass
+class Scored:
+    """A checkpoint: after how many updates of the training it was written, and its scores by `MEASURES` and
+    `PERPLEXITY`."""
+
+    updates: int | None
+    scores: dict[str, float]
+
+
+@dataclass
+class ScoredRun(summaries.Run):
+    """What the files of one model say; `checkpoints` in the order of their updates, `best` what a table shows."""
+
+    checkpoints: list[Scored] = field(default_factory=list)
+    best: Scored | None = None
+
+    @property
+    def missing(self) -> bool:
+        return self.best is None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the tables; returns the exit status."""
+    parser = summaries.summary_parser("Tables and a figure of benchmarks.", "OUT")
+    options = parser.parse_args(arguments)
+
+    def find(out: Path) -> list[ScoredRun]:
+        names = options.models or sorted({file.parent.name for file in out.glob("*/benchmarks*.json")})
+        return [read_run(out / name) for name in names]
+
+    runs = summaries.summarize(options, find, "benchmarks.json", format_tables)
+    if options.figure:
+        draw_averages(runs, options.figure)
+    return 0
+
+
+def read_run(folder: Path) -> ScoredRun:
+    """Reads the results in `folder`; what cannot be read is among the problems of the result."""
+    run = ScoredRun(folder.name)
+    for file in sorted(folder.glob("benchmarks*.json")):
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            scored = read_result(result)
+        except (ValueError, KeyError, TypeError):
+            run.problems.append(f"{file} is damaged: delete it and score again")
+            continue
+        if limit := result["config"]["limit"]:
+            run.problems.append(f"{file} is of a part of the data, --limit {limit:g}")
+        run.checkpoints.append(scored)
+        if file.name == "benchmarks.json":
+            run.best = scored
+    if not run.checkpoints:
+        run.problems.append(f"{folder} holds no benchmarks.json: {folder.name} was not scored")
+    run.checkpoints.sort(key=lambda scored: scored.updates or 0)
+    if run.best is None and run.checkpoints:
+        run.best = run.checkpoints[-1]
+    return run
+
+
+def read_result(result: dict[str, Any]) -> Scored:
+    """Reads what lm_eval wrote. Raises ValueError, KeyError or TypeError if it is not that."""
+    found = result["results"]
+    scores = {name: 100 * found[task][f"{kind},none"] for name, (task, kind) in METRICS.items() if task in found}
+    if len(scores) == len(METRICS):
+        scores["average"] = sum(scores.values()) / len(scores)
+    if "lambada_openai" in found:
+        scores[PERPLEXITY] = found["lambada_openai"]["perplexity,none"]
+    return Scored(result["config"].get("updates"), scores)
+
+
+def format_tables(runs: list[ScoredRun]) -> str:
+    """Those of the paper's tables of which there is a model, with their names, and then all other models."""
+    by_name = {run.name: run for run in runs if not run.missing}
+    texts, told = [], set()
+    for key, table in TABLES.items():
+        rows = dict(table.rows)
+        if key == "choi-table3":  # the one that it shares with Table 2
+            rows["400m-ffn-retnet"] = TABLES["choi-table2"].rows["400m-ffn-retnet"]
+        if not by_name.keys() & rows.keys():
+            continue
+        lines = []
+        for name, row in rows.items():
+            lines += _pair(f"`{name}`, {row.model}", row.numbers, by_name.get(name), MEASURES)
+        texts.append(_table(table.title, MEASURES, lines))
+        told |= rows.keys()
+    if any(row.row in by_name for row in TABLE_4):
+        measures, lines = (PERPLEXITY, *MEASURES), []
+        for row in TABLE_4:
+            lines += _pair(f"{row.model}, {row.tokens}", row.numbers.split(), by_name.get(row.row or ""), measures)
+        texts.append(_table("Choi 2024, Table 4: beside published models", measures, lines))
+    measures = (PERPLEXITY, *MEASURES)
+    others = [_measured(name, run.best, measures) for name, run in by_name.items() if name not in told and run.best]
+    if others:
+        texts.append(_table("Other models", measures, others))
+    return "\n\n".join(texts)
+
+
+def _table(title: str, measures: Sequence[str], rows: list[list[str]]) -> str:
+    return f"{title}\n\n{format_table(['model', 'whose', 'updates', *measures], rows)}"
+
+
+def _pair(name: str, numbers: Sequence[str], run: ScoredRun | None, measures: Sequence[str]) -> list[list[str]]:
+    """The paper's row and, if there is one, the measured one."""
+    paper = [name, PAPER, "", *numbers]
+    return [paper, _measured("", run.best, measures)] if run and run.best else [paper]
+
+
+def _measured(name: str, scored: Scored, measures: Sequence[str]) -> list[str]:
+    updates = summaries.shown(scored.updates, ",")
+    return [name, HERE, updates, *(summaries.shown(scored.scores.get(measure), ".2f") for measure in measures)]
+
+
+def draw_averages(runs: Sequence[ScoredRun], path: Path) -> None:
+    """Draws the average of each model's checkpoints over the tokens that it had read, and saves a PNG."""
+    figure, axis = new_figure(figsize=(7, 4.6))
+    tokens_per_update = XATL_400M.batch * XATL_400M.length
+    for run in runs:
+        points = [
+            (scored.updates * tokens_per_update / 1e9, scored.scores["average"])
+            for scored in run.checkpoints
+            if scored.updates is not None and "average" in scored.scores
+        ]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.4, label=run.name)
+    if not axis.lines:
+        summaries.fail("no checkpoint has both an average and its number of updates")
+    axis.set_xlabel("tokens of training, in billions")
+    axis.set_ylabel("average accuracy of six tests, in %")
+    axis.set_xlim(left=0)
+    axis.legend(frameon=False)
+    plain(axis)
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Mixers that learn to give what the attention in whose place they are would give, before the model is trained.
+
+This is the first step of the conversions that need few updates (Zhang et al. 2024, LoLCATs, Sec. 3.2; Goldstein et al.
+2025, RADLADS, step 1): no text has to be predicted, and nothing but the mixers is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.conversion.source import Source
+from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
+
+
+class AttentionTransfer:
+    """Compares mixers with the attention of the model from which the rest of theirs comes.
+
+    Each layer reads what the source's own layer reads: what is handed on is what the attention gives.
+
+    Args:
+        source: its weights of attention are kept here.
+        decoder: whose weights but those of its mixers are the source's, with as many layers.
+
+    Raises:
+        ValueError: if no mixer is other than softmax attention.
+    """
+
+    def __init__(self, source: Source, decoder: Any) -> None:
+        self._pairs = [
+            (mixer, build_attention(source, number))
+            for number, mixer in enumerate(decoder.mixers)
+            if not isinstance(mixer, SoftmaxAttention)
+        ]
+        if not self._pairs:
+            raise ValueError("criterion is attention_transfer; the model must have a mixer other than softmax")
+
+    def errors(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The mean square of each mixer's error over that of what it should give.
+
+        Args:
+            model: that of the decoder.
+            inputs: of its `forward`.
+
+        Returns:
+            (mixers,), with gradients to the parameters of these alone, if gradients are wanted.
+        """
+        errors: list[Tensor] = []
+        wanted = torch.is_grad_enabled()
+        with torch.no_grad(), self._taught(errors, wanted):
+            model(**inputs, features_only=True)
+        return torch.stack(errors)
+
+    @contextmanager
+    def _taught(self, errors: list[Tensor], gradients: bool) -> Iterator[None]:
+        """Lets the attentions answer for the mixers, whose errors are noted."""
+        for mixer, attention in self._pairs:
+            mixer.forward = _Taught(mixer, attention, errors, gradients)
+        try:
+            yield
+        finally:
+            for mixer, _ in self._pairs:
+                del mixer.forward
+
+
+class _Taught:
+    """In the place of a mixer's `forward`."""
+
+    def __init__(self, mixer: Mixer, attention: SoftmaxAttention, errors: list[Tensor], gradients: bool) -> None:
+        self._forward, self._attention, self._errors, self._gradients = mixer.forward, attention, errors, gradients
+
+    def __call__(
+        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, State]:
+        target, _ = self._attention.to(x)(x, None, padding, **options)
+        with torch.set_grad_enabled(self._gradients):
+            given, state = self._forward(x, state, padding, **options)
+            difference, size = (given - target).float().square(), target.float().square()
+            if padding is not None:
+                difference, size = (y.masked_fill(padding.t()[..., None], 0) for y in (difference, size))
+            self._errors.append(difference.sum() / size.sum())
+        return target, state
+
+
+def build_attention(source: Source, layer: int) -> SoftmaxAttention:
+    """The attention of a source's layer, counted from 0, without dropout."""
+    start = f"decoder.layers.{layer}.self_attn."
+    weights = {name.removeprefix(start): x for name, x in source.weights.items() if name.startswith(start)}
+    options, heads = source.options, source.options["decoder_attention_heads"]
+    inner, width = weights["q_proj.weight"].shape
+    head_dim = inner // heads
+    biases = "none" if "q_proj.bias" not in weights else "all" if "out_proj.bias" in weights else "qkv"
+    attention = SoftmaxAttention(
+        width,
+        heads,
+        rotary_dim=options.get("rotary_dim", 0),
+        rotary_base=options.get("rotary_base", 10000.0),
+        rotary_scaling=options.get("rotary_scaling", ""),
+        kv_heads=len(weights["k_proj.weight"]) // head_dim,
+        head_dim=head_dim,
+        projection_bias=biases,
+        query_key_norm_eps=options.get("query_key_norm_eps"),
+    )
+    attention.load_state_dict(weights)
+    return attention.requires_grad_(False).eval()

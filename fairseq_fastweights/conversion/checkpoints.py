@@ -1,0 +1,70 @@
+"""Checkpoints as fairseq 0.12 writes them, before the first update."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
+from torch import Tensor
+
+
+def configuration(settings: Mapping[str, Any]) -> Any:
+    """What fairseq-train makes of options of `fast_weight_lm`, by name, without dashes before it."""
+    cfg = copy.deepcopy(_defaults())
+    for name, value in settings.items():
+        option = name.replace("-", "_")
+        groups = [group for group in (cfg.model, cfg.task) if option in group]
+        assert groups, option
+        for group in groups:
+            group[option] = value
+    return cfg
+
+
+@cache
+def _defaults() -> Any:
+    """What it makes of none, which takes it a second."""
+    parser = options.get_training_parser("language_modeling")
+    args = options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm"])
+    with warnings.catch_warnings():  # fairseq calls hydra in old ways that still work
+        warnings.simplefilter("ignore", UserWarning)
+        return convert_namespace_to_omegaconf(args)
+
+
+def write_checkpoint(path: Path, cfg: Any, model: Mapping[str, Tensor]) -> None:
+    """Writes a checkpoint.
+
+    Args:
+        path: the file.
+        cfg: the configuration.
+        model: the weights and buffers.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    history = {
+        "criterion_name": "CrossEntropyCriterion",
+        "optimizer_name": "FairseqAdam",
+        "lr_scheduler_state": {},
+        "num_updates": 0,
+    }
+    state = {
+        "args": None,
+        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        "model": dict(model),
+        "optimizer_history": [history],
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+        "task_state": {},
+    }
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # in which torch hides why the file could not be written
+        raise OSError(f"{path.name}: {error.__context__ or error}") from error

@@ -1,0 +1,257 @@
+"""From a language model that fairseq trained to a model of `fairseq_fastweights.huggingface`."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from fairseq.models.transformer import TransformerDecoder
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.initialization import no_init_weights
+
+from fairseq_fastweights.conversion.fairseq_options import config_of
+from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.groups import count_layers
+from fairseq_fastweights.conversion.huggingface import RECORD
+from fairseq_fastweights.conversion.originals import restore_original
+from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE, find_pieces, make_tokenizer
+from fairseq_fastweights.conversion.weight_files import load_safely
+from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
+
+_CHECKPOINTS = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
+"""What is taken of a folder, in the order in which it is looked for."""
+
+FOR_FAIRSEQ = "fairseq"
+"""The folder in an exported one that holds what the way back needs."""
+
+_PREFIXES = {"decoder.output_projection.": "lm_head.", "decoder.adaptive_softmax.": "lm_head.", "decoder.": "model."}
+"""What parameters' names begin with, in fairseq and here."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checkpoint and what belongs to it.
+
+    Attributes:
+        checkpoint: the file.
+        dictionary: the file with its words.
+        pieces: the folder with the files of the byte-level BPE that its words are numbers of; None if they are words.
+    """
+
+    checkpoint: Path
+    dictionary: Path
+    pieces: Path | None
+
+
+def load_for_causal_lm(
+    path: str | Path, *, data: str | Path | None = None, tokenizer: str | Path | None = None
+) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast]:
+    """Makes of fairseq's checkpoint, in memory, what `to-huggingface` writes.
+
+    Args:
+        path: the checkpoint; or a folder with model.pt, checkpoint_best.pt or checkpoint_last.pt.
+        data: the folder with its dict.txt; None for that of the checkpoint, and then that of its training.
+        tokenizer: the folder of the byte-level BPE (encoder.json, vocab.bpe and, of `from-huggingface`,
+            byte_level.json) that dict.txt has the numbers of; "words" where dict.txt has words; None to look for such
+            files beside dict.txt, beside the checkpoint, and where its training had the weights from.
+
+    Returns:
+        The model, in evaluation mode and in the type that the checkpoint has, and the tokenizer. Numbers of word types
+        are those of the dictionary, in both.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    run = find_run(Path(path), data, tokenizer)
+    model, dictionary = read_model(run)
+    return model, make_tokenizer(dictionary, run.pieces, model.config)
+
+
+def to_huggingface(
+    source: Path,
+    target: Path,
+    *,
+    checkpoint: Path | None = None,
+    data: Path | None = None,
+    tokenizer: str | Path | None = None,
+) -> None:
+    """Makes a Hugging Face folder: config.json, model.safetensors, generation_config.json and a tokenizer.
+
+    A folder that `from_huggingface` made, with softmax attention still in all layers, becomes one of the class that it
+    was; all others are of `FastWeightForCausalLM`. Their subfolder `fairseq` holds what the way back needs.
+
+    Args:
+        source: as `path` of `load_for_causal_lm`.
+        target: the new folder.
+        checkpoint: in the place of the one in `source`, whose dictionary and tokenizer it has.
+        data, tokenizer: as for `load_for_causal_lm`.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it, before anything is written.
+        OSError: naming the target, if it cannot be written. Nothing is left of it.
+    """
+    check_target(target)
+    if (source / RECORD).is_file() and _is_softmax(source / "model.pt" if checkpoint is None else checkpoint):
+        restore_original(source, target, checkpoint)
+        return
+    if data is None and checkpoint is not None and (source / "dict.txt").is_file():
+        data = source
+    run = find_run(source if checkpoint is None else checkpoint, data, tokenizer)
+    model, dictionary = read_model(run)
+    made = make_tokenizer(dictionary, run.pieces, model.config)
+    with new_folder(target) as folder:
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:
+            raise OSError(f"model.safetensors: {error}") from error
+        made.save_pretrained(folder)
+        (folder / FOR_FAIRSEQ).mkdir()
+        shutil.copyfile(run.dictionary, folder / FOR_FAIRSEQ / "dict.txt")
+        for file in () if run.pieces is None else map(run.pieces.joinpath, (*PIECES, *WHOLE)):
+            if file.is_file():
+                shutil.copyfile(file, folder / FOR_FAIRSEQ / file.name)
+
+
+def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:
+    """The files of a run.
+
+    Raises:
+        ValueError: naming what is missing.
+    """
+    checkpoint = path
+    if path.is_dir():
+        found = [path / name for name in _CHECKPOINTS if (path / name).is_file()]
+        if not found:
+            raise ValueError(f"{path}: there is no checkpoint; it must hold one of {', '.join(_CHECKPOINTS)}")
+        checkpoint = found[0]
+    if not checkpoint.is_file():
+        raise ValueError(f"{path}: there is no such checkpoint")
+    task = _task_of(read_state(checkpoint))
+    trained_on = str(task.get("data") or "").split(":")[0]
+    places = [checkpoint.parent, *([Path(trained_on)] if trained_on else [])] if data is None else [Path(data)]
+    dictionary = next((place / "dict.txt" for place in places if (place / "dict.txt").is_file()), None)
+    if dictionary is None:
+        raise ValueError(
+            f"{checkpoint}: there is no dict.txt in {' or '.join(str(place) for place in places)}; --data names the "
+            "folder of the data that it was trained on"
+        )
+    nearby = [dictionary.parent, checkpoint.parent]
+    if task.get("transfer_from"):
+        nearby.append(Path(task["transfer_from"]))
+    return Run(checkpoint, dictionary, find_pieces(dictionary, nearby, tokenizer))
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint of fairseq's holds, if it is made of tensors and plain values alone.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    import_module("fairseq_fastweights")  # older checkpoints hold a Namespace, which it lets through
+    state = load_safely(checkpoint)
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
+        raise ValueError(f"{checkpoint}: this is not a checkpoint of fairseq's")
+    return state
+
+
+def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
+    """The model in a run's checkpoint, and its words.
+
+    Raises:
+        ValueError: naming the checkpoint and what is wrong with it.
+    """
+    for module in ("models.fast_weight_lm", "models.huggingface_architectures", "tasks.fast_weight_language_modeling"):
+        import_module(f"fairseq_fastweights.{module}")
+    types = {weight.dtype for weight in read_state(run.checkpoint)["model"].values() if weight.is_floating_point()}
+    try:
+        loaded, _, task = checkpoint_utils.load_model_ensemble_and_task(
+            [str(run.checkpoint)], arg_overrides={"data": str(run.dictionary.parent)}
+        )
+        (theirs,) = loaded
+        _check_kind(theirs, task)
+        decoder = theirs.decoder
+        names = decoder.mixer_names if isinstance(decoder, FastWeightDecoder) else ["softmax"] * len(decoder.layers)
+        config = config_of(decoder.args, names, task.dictionary, final_norm=decoder.layer_norm is not None)
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        lines = str(error).split("\n")[:2]  # of torch's lists of weights that do not fit: what it is, and the first
+        raise ValueError(f"{run.checkpoint}: {' '.join(map(str.strip, lines)) or type(error).__name__}") from error
+    with no_init_weights():
+        ours = FastWeightForCausalLM(config)
+    ours.load_state_dict(weights_of(theirs), strict=False)
+    check_all_loaded(run.checkpoint, ours, weights_of(theirs))
+    if len(types) == 1:
+        ours.to(next(iter(types)))
+        config.dtype = next(iter(types))
+    ours.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        suppress_tokens=[config.pad_token_id],  # as fairseq's generator never writes it
+    )
+    return ours.eval(), task.dictionary
+
+
+def weights_of(model: TransformerLanguageModel) -> dict[str, Tensor]:
+    """The weights of fairseq's model by the names that they have here."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    weights |= {name: x for name, x in model.named_buffers() if name.endswith(".feature_map.features")}
+    return {new_name(name): weight.detach() for name, weight in weights.items()}
+
+
+def new_name(name: str) -> str:
+    """The name here of one of fairseq's parameters."""
+    old = next(old for old in _PREFIXES if name.startswith(old))
+    return _PREFIXES[old] + name.removeprefix(old)
+
+
+def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[str, Tensor]) -> None:
+    """Raises a `ValueError` if a model's weights are not those by name."""
+    own = set(model.state_dict())
+    if different := sorted(own ^ set(weights)):
+        raise ValueError(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
+
+
+def _is_softmax(checkpoint: Path) -> bool:
+    """Whether the model in a checkpoint has softmax attention in all layers, as far as it says."""
+    if not checkpoint.is_file():
+        return True
+    weights = read_state(checkpoint)["model"]
+    checkpoint_settings.rename_former(weights, "decoder")
+    settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
+    if settings is None:
+        return True
+    return (
+        checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"] == "softmax"
+    )
+
+
+def _check_kind(model: Any, task: Any) -> None:
+    if not isinstance(model, TransformerLanguageModel) or not isinstance(model.decoder, TransformerDecoder):
+        raise ValueError(f"this is a {type(model).__name__}; it must be a language model: fast_weight_lm")
+    if len(task.target_dictionary) != len(task.dictionary):
+        raise ValueError(
+            f"output_dictionary_size is {len(task.target_dictionary)}; it must be the dictionary's, "
+            f"{len(task.dictionary)}"
+        )
+
+
+def _task_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The options of the task in a checkpoint, of either format."""
+    cfg, args = state.get("cfg"), state.get("args")
+    if OmegaConf.is_config(cfg):
+        cfg = OmegaConf.to_container(cfg, resolve=False)
+    if isinstance(cfg, dict):
+        return dict(cfg.get("task") or {})
+    return {} if args is None else dict(vars(args))

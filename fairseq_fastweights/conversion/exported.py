@@ -1,0 +1,121 @@
+"""From a folder that `to-huggingface` wrote, or that was trained on from there, back to one for fairseq."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from torch import Tensor
+
+from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
+from fairseq_fastweights.conversion.export import FOR_FAIRSEQ, new_name
+from fairseq_fastweights.conversion.fairseq_options import options_of
+from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.huggingface import check_weights
+from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE
+from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
+from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.fast_weight_decoder import describe
+from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
+
+
+def from_exported(source: Path, target: Path) -> bool:
+    """Makes a folder for fairseq: `model.pt`, `dict.txt` and, of a byte-level BPE, its files, as they were.
+
+    Args:
+        source: the folder, with `fairseq/dict.txt`.
+        target: the new folder.
+
+    Returns:
+        Whether there is a byte-level BPE.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it, before anything is written.
+        OSError: naming the target, if it cannot be written. Nothing is left of it.
+    """
+    check_target(target)
+    config = read_config(source / "config.json")
+    dictionary = _read_dictionary(source / FOR_FAIRSEQ / "dict.txt", config)
+    files = WeightFiles(source)
+    cfg = configuration(options_of(config))
+    with torch.device("meta"):
+        task: Any = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+        model = FastWeightLanguageModel.build_model(cfg.model, task)
+    weights = _read_weights(source, files, model)
+    for name, buffer in model.state_dict().items():
+        if name not in weights:
+            weights[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # fairseq's `_float_tensor`, of no meaning
+    decoder = model.decoder
+    mixers = list(zip(decoder.mixer_names, decoder.mixers, strict=True))
+    weights["decoder.version"] = torch.tensor([3.0])
+    weights[f"decoder.{checkpoint_settings.NAME}"] = checkpoint_settings.encode(describe(cfg.model, dictionary, mixers))
+    if decoder.adaptive_softmax is not None:
+        weights["decoder.adaptive_softmax.version"] = torch.tensor([1])
+
+    with new_folder(target) as folder:
+        write_checkpoint(folder / "model.pt", cfg, weights)
+        for name in ("dict.txt", *PIECES, *WHOLE):
+            if (source / FOR_FAIRSEQ / name).is_file():
+                shutil.copyfile(source / FOR_FAIRSEQ / name, folder / name)
+    return (source / FOR_FAIRSEQ / PIECES[0]).is_file()
+
+
+def read_config(path: Path) -> FastWeightConfig:
+    """The configuration in a config.json.
+
+    Raises:
+        ValueError: naming the file and the setting.
+    """
+    content = read_json(path)
+    try:
+        return FastWeightConfig(**content)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_dictionary(path: Path, config: FastWeightConfig) -> Dictionary:
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file; the weights belong to the words in it")
+    try:
+        dictionary = Dictionary.load(str(path))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: this is not a dictionary of fairseq's ({' '.join(str(error).split())})") from error
+    if len(dictionary) != config.vocab_size:
+        raise ValueError(
+            f"{path}: it has {len(dictionary)} word types, the four special ones included; vocab_size in config.json "
+            f"is {config.vocab_size}"
+        )
+    return dictionary
+
+
+def _read_weights(source: Path, files: WeightFiles, model: FastWeightLanguageModel) -> dict[str, Tensor]:
+    """The weights by fairseq's names: of those that are tied one is in the files, or several that are equal."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters |= {name: x for name, x in model.named_buffers() if name.endswith(".feature_map.features")}
+    names: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    found = dict(files.shapes)
+    expected = {}
+    for same in names.values():
+        there = [new_name(name) for name in same if new_name(name) in found]
+        for name in there or [new_name(same[0])]:
+            expected[name] = tuple(parameters[same[0]].shape)
+    check_weights(f"{source}: the weights do not fit config.json", found, expected)
+    weights: dict[str, Tensor] = {}
+    for same in names.values():
+        there = [new_name(name) for name in same if new_name(name) in found]
+        try:
+            weight, *others = (files.read(name) for name in there)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        for other, copy in zip(there[1:], others, strict=True):
+            if not torch.equal(copy, weight):
+                raise ValueError(f"{source}: config.json ties {other} to {there[0]}, which is not equal to it")
+        weights |= dict.fromkeys(same, weight)
+    return weights

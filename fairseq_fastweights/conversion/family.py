@@ -1,0 +1,59 @@
+"""How a model of Hugging Face's is read as one of `fast_weight_lm` with softmax attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+
+from fairseq_fastweights.conversion.source_weights import Weight
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model of one family is read.
+
+    Args:
+        options: of `fast_weight_lm`, without dashes; True for flags.
+        weights: all of the source's, without buffers.
+        vocabulary: how many word types there are, those included that only fill the embeddings up.
+        end_of_text: number of the word type that ends a text.
+        byte_level: whether its tokenizer must be a byte-level BPE as GPT-2's, which fairseq has itself.
+        tied: whether the output layer is the embeddings.
+        output_name: the output layer's name in the source.
+        input_name: that of the embeddings.
+    """
+
+    options: dict[str, Any]
+    weights: list[Weight]
+    vocabulary: int
+    end_of_text: int
+    byte_level: bool
+    tied: bool
+    output_name: str
+    input_name: str
+
+    def flags(self, without: tuple[str, ...] = ()) -> list[str]:
+        """The options as words of a command, but for some."""
+        said = {name: value for name, value in self.options.items() if value is not False and name not in without}
+        return [f"--{name}" if value is True else f"--{name}={value}" for name, value in said.items()]
+
+    def words(self) -> list[str]:
+        """The dictionary's words after the special ones: the source's numbers but that of the end of text."""
+        return [str(i) for i in range(self.vocabulary) if i != self.end_of_text]
+
+    def dictionary(self) -> Dictionary:
+        dictionary = Dictionary()
+        for word in self.words():
+            dictionary.add_symbol(word)
+        return dictionary
+
+    def shapes_of_ours(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of our weights, worked out without any memory for them."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for weight in self.weights:
+            parts = weight.split(torch.empty(weight.shape, device="meta"))
+            shapes |= {name: tuple(part.shape) for name, part in zip(weight.ours, parts, strict=True)}
+        return shapes

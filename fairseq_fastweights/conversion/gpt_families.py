@@ -1,0 +1,135 @@
+"""GPT-2 and GPT-NeoX (Pythia) as models of `fast_weight_lm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fairseq_fastweights.conversion.family import Family
+from fairseq_fastweights.conversion.source_config import (
+    activation,
+    check,
+    check_heads,
+    count_layers,
+    flag,
+    number,
+    probability,
+    read_end_of_text,
+    rotary,
+    sizes,
+)
+from fairseq_fastweights.conversion.source_weights import Weight, embedding, fused, linear, norm
+
+_PADDING = 1
+
+
+def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+    """Positions that are learnt, one matrix for queries, keys and values."""
+    width, layers, heads = number(config, "n_embd"), count_layers(config, "n_layer"), number(config, "n_head")
+    between = number(config, "n_inner") if config.get("n_inner") is not None else 4 * width
+    positions, vocabulary = number(config, "n_positions"), number(config, "vocab_size")
+    check_heads("n_embd", width, "n_head", heads)
+    check(config, "scale_attn_weights", True)
+    check(config, "scale_attn_by_inverse_layer_idx", False)
+    check(config, "add_cross_attention", False)
+    check(config, "layer_norm_epsilon", 1e-5)
+    tied = flag(config, "tie_word_embeddings", True)
+    end = read_end_of_text(config, vocabulary, end_of_text)
+
+    # As saved by the language model; files that were saved by the model below it have no prefix.
+    prefix = "transformer." if not names or any(name.startswith("transformer.") for name in names) else ""
+    weights = [
+        embedding(f"{prefix}wte.weight", "decoder.embed_tokens.weight", vocabulary, width, end),
+        Weight(
+            f"{prefix}wpe.weight",
+            (positions, width),
+            ("decoder.embed_positions.weight",),
+            lambda x: (torch.cat([x.new_zeros(_PADDING + 1, width), x]),),
+            lambda parts: parts[0][_PADDING + 1 :],
+        ),
+    ]
+    for i in range(layers):
+        theirs, ours = f"{prefix}h.{i}.", f"decoder.layers.{i}."
+        weights += [
+            *norm(f"{theirs}ln_1", f"{ours}self_attn_layer_norm", width),
+            *norm(f"{theirs}ln_2", f"{ours}final_layer_norm", width),
+            *fused(f"{theirs}attn.c_attn", f"{ours}self_attn", width, heads, interleaved=False),
+            *linear(f"{theirs}attn.c_proj", f"{ours}self_attn.out_proj", width, width, transposed=True),
+            *linear(f"{theirs}mlp.c_fc", f"{ours}fc1", width, between, transposed=True),
+            *linear(f"{theirs}mlp.c_proj", f"{ours}fc2", between, width, transposed=True),
+        ]
+    weights += norm(f"{prefix}ln_f", "decoder.layer_norm", width)
+    if not tied:
+        weights.append(embedding("lm_head.weight", "decoder.output_projection.weight", vocabulary, width, end))
+    return Family(
+        options={
+            **sizes(layers, width, heads, between, positions, tied),
+            "decoder-learned-pos": True,
+            "activation-fn": activation(config, "activation_function", "gelu_new"),
+            "dropout": probability(config, "resid_pdrop", 0.1),
+            "attention-dropout": probability(config, "attn_pdrop", 0.1),
+        },
+        weights=weights,
+        vocabulary=vocabulary,
+        end_of_text=end,
+        tied=tied,
+        byte_level=True,
+        output_name="lm_head.weight",
+        input_name=f"{prefix}wte.weight",
+    )
+
+
+def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+    """Rotary positions of a part of each head, attention and feed-forward network side by side."""
+    width, between, heads = (
+        number(config, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    layers = count_layers(config, "num_hidden_layers")
+    positions, vocabulary = number(config, "max_position_embeddings"), number(config, "vocab_size")
+    check_heads("hidden_size", width, "num_attention_heads", heads)
+    check(config, "attention_bias", True)
+    check(config, "layer_norm_eps", 1e-5)
+    tied = flag(config, "tie_word_embeddings", False)
+    end = read_end_of_text(config, vocabulary, end_of_text)
+    fraction, base = rotary(config)
+    rotary_dim = int(width // heads * fraction)
+    if rotary_dim % 2:
+        raise ValueError(
+            f"config.json: rotary_pct is {fraction}; of {width // heads} dimensions a head it must take an even number"
+        )
+
+    output = "lm_head.weight" if "lm_head.weight" in names else "embed_out.weight"
+    weights = [embedding("gpt_neox.embed_in.weight", "decoder.embed_tokens.weight", vocabulary, width, end)]
+    for i in range(layers):
+        theirs, ours = f"gpt_neox.layers.{i}.", f"decoder.layers.{i}."
+        weights += [
+            *norm(f"{theirs}input_layernorm", f"{ours}self_attn_layer_norm", width),
+            *norm(f"{theirs}post_attention_layernorm", f"{ours}final_layer_norm", width),
+            *fused(f"{theirs}attention.query_key_value", f"{ours}self_attn", width, heads, interleaved=True),
+            *linear(f"{theirs}attention.dense", f"{ours}self_attn.out_proj", width, width),
+            *linear(f"{theirs}mlp.dense_h_to_4h", f"{ours}fc1", width, between),
+            *linear(f"{theirs}mlp.dense_4h_to_h", f"{ours}fc2", between, width),
+        ]
+    weights += norm("gpt_neox.final_layer_norm", "decoder.layer_norm", width)
+    if not tied:
+        weights.append(embedding(output, "decoder.output_projection.weight", vocabulary, width, end))
+    return Family(
+        options={
+            **sizes(layers, width, heads, between, positions, tied),
+            "no-token-positional-embeddings": True,
+            "activation-fn": activation(config, "hidden_act", "gelu"),
+            "dropout": probability(config, "hidden_dropout", 0.0),
+            "attention-dropout": probability(config, "attention_dropout", 0.0),
+            "parallel-residual": flag(config, "use_parallel_residual", True),
+            "rotary-dim": rotary_dim,
+            "rotary-base": base,
+        },
+        weights=weights,
+        vocabulary=vocabulary,
+        end_of_text=end,
+        tied=tied,
+        byte_level=True,
+        output_name=output,
+        input_name="gpt_neox.embed_in.weight",
+    )

@@ -1,0 +1,149 @@
+"""Models by their names on the Hugging Face hub, or in the cache of what was fetched before."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairseq_fastweights.conversion import tokenizer
+from fairseq_fastweights.conversion.weight_files import WEIGHTS
+
+# An owner and a name, or a name alone, as the hub allows them.
+_NAME = re.compile(r"[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
+_MUST = "SOURCE must be a folder, or a model's name on the hub"
+_BESIDE_WEIGHTS = ("config.json", "generation_config.json", *tokenizer.FILES)
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is needed of a model.
+
+    Attributes:
+        name: of the model.
+        revision: the commit, so that what is fetched is what was listed.
+        sizes: of each file, in bytes; None where the hub does not say.
+        cached: names of those that are in the cache already.
+    """
+
+    name: str
+    revision: str
+    sizes: dict[str, int | None]
+    cached: frozenset[str]
+
+    def __str__(self) -> str:
+        rows = [
+            f"{_readable(size):>10}  {file}{'  (in the cache)' if file in self.cached else ''}"
+            for file, size in self.sizes.items()
+        ]
+        left = sum(size or 0 for file, size in self.sizes.items() if file not in self.cached)
+        return "\n".join([f"{self.name} at {self.revision}:", *rows, f"to be fetched: {_readable(left)}"])
+
+
+def is_name(source: str) -> bool:
+    """Whether this names a model on the hub rather than a folder: a folder of that name comes first."""
+    return _NAME.fullmatch(source) is not None and not Path(source).exists()
+
+
+def list_files(name: str, revision: str | None) -> Files:
+    """Asks the hub what there is of a model, and chooses: its configuration, tokenizer and one form of its weights.
+
+    Raises:
+        ValueError: in one line, if the hub cannot be asked, or has no such model or revision, or not for anyone.
+    """
+    hub = _hub()
+    try:
+        info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
+    except Exception as error:
+        raise _explained(name, revision, error) from None
+    sizes = {file.rfilename: file.size for file in info.siblings or []}
+    chosen = [file for file in _BESIDE_WEIGHTS if file in sizes] + _weights(sizes)
+    cached = {file for file in chosen if _cached(name, file, info.sha)}
+    return Files(name, info.sha, {file: sizes[file] for file in chosen}, frozenset(cached))
+
+
+def fetch(name: str, revision: str | None) -> Path:
+    """The folder with a model's files: fetched, unless they are in the cache; from the cache alone without a network.
+
+    Raises:
+        ValueError: in one line, as for `list_files`; or if there is no network and nothing in the cache.
+    """
+    hub = _hub()
+    try:
+        files = list_files(name, revision)
+    except NoNetwork as error:
+        try:
+            return Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
+        except Exception:
+            cache = hub.constants.HF_HUB_CACHE
+            raise ValueError(f"{error}; nor is it in the cache, {cache}") from None
+    try:
+        return Path(hub.snapshot_download(name, revision=files.revision, allow_patterns=list(files.sizes)))
+    except Exception as error:
+        raise _explained(name, revision, error) from None
+
+
+class NoNetwork(ValueError):
+    """The hub cannot be reached."""
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ValueError(
+            "fetching a model by its name needs the package huggingface_hub: pip install huggingface_hub"
+        ) from None
+    return huggingface_hub
+
+
+def _weights(sizes: dict[str, int | None]) -> list[str]:
+    """The files of weights: of several forms the one that `WeightFiles` would read."""
+    found = next((name for name in WEIGHTS if name in sizes), None)
+    if found is None:
+        return []
+    if not found.endswith(".index.json"):
+        return [found]
+    start, _, end = found.removesuffix(".index.json").rpartition(".")
+    shard = re.compile(rf"{re.escape(start)}-\d+-of-\d+\.{re.escape(end)}")
+    return [found, *sorted(name for name in sizes if shard.fullmatch(name))]
+
+
+def _cached(name: str, file: str, revision: str) -> bool:
+    return isinstance(_hub().try_to_load_from_cache(name, file, revision=revision), str)
+
+
+def _explained(name: str, revision: str | None, error: Exception) -> ValueError:
+    """What is wrong, in one line."""
+    errors = _hub().errors
+    if isinstance(error, errors.GatedRepoError):
+        page = f"https://huggingface.co/{name}"
+        return ValueError(f"{name}: its conditions must be accepted first, at {page}; then log in: hf auth login")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ValueError(f"{name}: revision is {revision!r}; the hub has no such branch, tag or commit of it")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ValueError(
+            f"{name}: {_MUST}; there is no such folder, and the hub has no such model, or none that everyone may read "
+            "(hf auth login)"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return ValueError(f"{name}: {_MUST}; {_first_line(error)}")
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return ValueError(f"{name}: the hub answered {status} ({_first_line(error)})")
+    return NoNetwork(f"{name}: {_MUST}; there is no such folder, and the hub cannot be reached ({_first_line(error)})")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _readable(size: int | None) -> str:
+    if size is None:
+        return "?"
+    value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}"

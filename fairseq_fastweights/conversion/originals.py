@@ -1,0 +1,94 @@
+"""From a folder that `from-huggingface` made back to one of the class that it was made of: GPT-2 or GPT-NeoX."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.conversion.families import Family, read_family
+from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, check_weights, settings_of
+from fairseq_fastweights.conversion.weight_files import load_safely, read_json
+from fairseq_fastweights.models import checkpoint_settings
+
+
+def restore_original(source: Path, target: Path, checkpoint: Path | None = None) -> None:
+    """Makes a folder of the class that `from_huggingface` had read.
+
+    Args:
+        source: the folder.
+        target: the new folder: `model.safetensors`, in the checkpoint's types, `config.json` and the tokenizer's files
+            as they were.
+        checkpoint: of the same model, trained further; None for the folder's `model.pt`.
+
+    Raises:
+        ValueError: as for `from_huggingface`; and if the checkpoint has fast weights, which have no counterpart there.
+        OSError: as for `from_huggingface`.
+    """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ValueError("writing model.safetensors needs the package safetensors: pip install safetensors") from None
+
+    check_target(target)
+    if not (source / RECORD).is_file():
+        raise ValueError(f"{source}: SOURCE must be a folder that from-huggingface wrote; {RECORD} is not there")
+    record = read_json(source / RECORD)
+    names = record.get("weights")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{source / RECORD}: weights must be a list of names")
+    config = read_json(source / ORIGINALS / "config.json")
+    family = read_family(config, set(names), record.get("end_of_text"))
+    path = source / "model.pt" if checkpoint is None else checkpoint
+    model = _read_checkpoint(path, family)
+    weights: dict[str, Tensor] = {}
+    for weight in family.weights:
+        weights[weight.name] = weight.join(tuple(model[name] for name in weight.ours)).contiguous().clone()
+    if family.tied and family.output_name in names:
+        weights[family.output_name] = weights[family.input_name].clone()
+
+    with new_folder(target) as folder:
+        try:
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"model.safetensors: {error}") from error
+        for original in sorted((source / ORIGINALS).iterdir()):
+            shutil.copyfile(original, folder / original.name)
+        _note_type(folder / "config.json", config, {weight.dtype for weight in weights.values()})
+
+
+def _read_checkpoint(path: Path, family: Family) -> dict[str, Tensor]:
+    """The model's weights, after checks that they are of this model."""
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such checkpoint")
+    state = load_safely(path)
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
+        raise ValueError(f"{path}: this is not a checkpoint of fairseq's")
+    try:
+        checkpoint_settings.check(model, "decoder", settings_of(family))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    expected = family.shapes_of_ours()
+    if family.tied:
+        expected["decoder.output_projection.weight"] = expected["decoder.embed_tokens.weight"]
+    ignored = ("decoder.version", f"decoder.{checkpoint_settings.NAME}")
+    found = {name: tuple(weight.shape) for name, weight in model.items() if name not in ignored}
+    check_weights(f"{path}: the weights do not fit the model that was converted", found, expected)
+    return model
+
+
+def _note_type(path: Path, config: dict[str, Any], types: set[torch.dtype]) -> None:
+    """Changes what config.json says of the weights' type, where they were trained in another."""
+    if len(types) != 1:
+        return
+    name = str(types.pop()).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if key in config]
+    if any(config[key] != name for key in keys):
+        path.write_text(json.dumps(config | dict.fromkeys(keys, name), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,85 @@
+"""One of a source's weights, and which of ours it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_EOS, _SPECIAL = 2, 4  # in fairseq's dictionary: the place of </s>, and how many places come before the words
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One of the source's weights: its name and shape there, and the weights of ours that it holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    ours: tuple[str, ...]
+    split: Callable[[Tensor], tuple[Tensor, ...]]
+    join: Callable[[tuple[Tensor, ...]], Tensor]
+
+
+def plain(name: str, ours: str, *shape: int) -> Weight:
+    """A weight that is one of ours as it is."""
+    return Weight(name, shape, (ours,), lambda x: (x,), lambda parts: parts[0])
+
+
+def norm(name: str, ours: str, width: int) -> Iterator[Weight]:
+    """A layer norm."""
+    for kind in ("weight", "bias"):
+        yield plain(f"{name}.{kind}", f"{ours}.{kind}", width)
+
+
+def linear(name: str, ours: str, width_in: int, width_out: int, transposed: bool = False) -> Iterator[Weight]:
+    """A linear layer; GPT-2's ("Conv1D") have inputs in rows and outputs in columns."""
+    if transposed:
+        yield Weight(
+            f"{name}.weight",
+            (width_in, width_out),
+            (f"{ours}.weight",),
+            lambda x: (x.t(),),
+            lambda parts: parts[0].t(),
+        )
+    else:
+        yield plain(f"{name}.weight", f"{ours}.weight", width_out, width_in)
+    yield plain(f"{name}.bias", f"{ours}.bias", width_out)
+
+
+def fused(name: str, ours: str, width: int, heads: int, interleaved: bool) -> Iterator[Weight]:
+    """Queries, keys and values in one layer.
+
+    GPT-2 has all queries, all keys, all values, side by side in columns; GPT-NeoX, in rows, the query, key and value of
+    the first head, then those of the second, and so on: `interleaved`.
+    """
+
+    def separate(x: Tensor) -> tuple[Tensor, ...]:
+        if not interleaved:
+            return tuple(part.t() if x.dim() == 2 else part for part in x.chunk(3, dim=-1))
+        return tuple(part.reshape(width, *x.shape[1:]) for part in x.view(heads, 3, -1, *x.shape[1:]).unbind(1))
+
+    def join(parts: tuple[Tensor, ...]) -> Tensor:
+        if not interleaved:
+            return torch.cat([part.t() if part.dim() == 2 else part for part in parts], dim=-1)
+        return torch.stack([part.reshape(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
+
+    projections = ("q_proj", "k_proj", "v_proj")
+    shape = (3 * width, width) if interleaved else (width, 3 * width)
+    yield Weight(f"{name}.weight", shape, tuple(f"{ours}.{p}.weight" for p in projections), separate, join)
+    yield Weight(f"{name}.bias", (3 * width,), tuple(f"{ours}.{p}.bias" for p in projections), separate, join)
+
+
+def embedding(name: str, ours: str, vocabulary: int, width: int, end: int) -> Weight:
+    """A row for each word type; those of special symbols that the source has not are zeros, and are left out again."""
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        none = x.new_zeros(1, width)
+        return (torch.cat([none, none, x[end : end + 1], none, x[:end], x[end + 1 :]]),)
+
+    def join(parts: tuple[Tensor, ...]) -> Tensor:
+        words = parts[0][_SPECIAL:]
+        return torch.cat([words[:end], parts[0][_EOS : _EOS + 1], words[end:]])
+
+    return Weight(name, (vocabulary, width), (ours,), split, join)

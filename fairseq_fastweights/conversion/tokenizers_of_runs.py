@@ -1,0 +1,255 @@
+"""Tokenizers of `transformers` that give the numbers of fairseq's dictionaries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fairseq.data import Dictionary
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from fairseq_fastweights.conversion import whole_tokenizer
+from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+
+WORDS = "words"
+"""In the place of a tokenizer's folder: the dictionary's entries are words, between spaces."""
+
+PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
+"""The files of a byte-level BPE. Without the last it is that of fairseq's `--bpe gpt2`."""
+
+WHOLE = (whole_tokenizer.FILE, whole_tokenizer.SETTINGS)
+"""Those of any other tokenizer, as `from-huggingface` leaves it."""
+
+# What stands for word types that no text has, where a byte-level BPE would take "<pad>" for a text.
+_PADDING, _UNKNOWN = "<|fairseq:pad|>", "<|fairseq:unk|>"
+
+_END_OF_TEXT = "<|endoftext|>"
+
+# Of Python's str.split(), by which fairseq splits lines, and not of \s in the regular expressions of tokenizers.
+_SPACES = r"[\s\x1c-\x1f\x85]+"
+
+
+def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | None = None) -> Path | None:
+    """The folder with the byte-level BPE whose numbers a dictionary has; None for a dictionary of words.
+
+    Args:
+        dictionary: the file.
+        nearby: folders that are searched.
+        given: the folder, or `WORDS`; None to search.
+
+    Raises:
+        ValueError: if the files are not in the folder that is given, or nowhere and the dictionary's words are numbers.
+    """
+    if given is not None:
+        if str(given) == WORDS:
+            return None
+        folder = Path(given)
+        if _has(folder, WHOLE):
+            return folder
+        missing = [name for name in PIECES[:2] if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{folder}: {missing[0]} is missing; a byte-level BPE needs {' and '.join(PIECES[:2])}")
+        return folder
+    for folder in nearby:
+        if _has(folder, PIECES[:2]) or _has(folder, WHOLE):
+            return folder
+    with dictionary.open(encoding="utf-8") as lines:
+        numbers = [line.split(" ")[0].isdecimal() for line, _ in zip(lines, range(1000), strict=False)]
+    if numbers and sum(numbers) > 0.9 * len(numbers):
+        raise ValueError(
+            f"{dictionary}: these are numbers, as of the pieces of a BPE; --tokenizer names the folder with its "
+            f"{' and '.join(PIECES[:2])}, or says {WORDS} if they are words"
+        )
+    return None
+
+
+def make_tokenizer(dictionary: Dictionary, pieces: Path | None, config: FastWeightConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model, which begins a text as fairseq does: with the end of the one before.
+
+    Args:
+        dictionary: of the model.
+        pieces: as `find_pieces` gives it.
+        config: of the model.
+
+    Raises:
+        ValueError: naming the file, if its pieces are not those of the dictionary.
+    """
+    if pieces is None:
+        made = _of_words(dictionary)
+    else:
+        made = (_of_whole if _has(pieces, WHOLE) else _of_pieces)(dictionary, pieces)
+    names = {kind: _name(made, number) for kind, number in (("bos", config.bos_token_id), ("eos", dictionary.eos()))}
+    made["post_processor"] = _begin_with(names["bos"], config.bos_token_id)
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(made)),
+        bos_token=names["bos"],
+        eos_token=names["eos"],
+        pad_token=_name(made, dictionary.pad()),
+        unk_token=_name(made, dictionary.unk()),
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    return tokenizer
+
+
+def _has(folder: Path, names: Iterable[str]) -> bool:
+    return all((folder / name).is_file() for name in names)
+
+
+def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
+    """The tokenizer in `folder`, each word with the number that its own has in the dictionary."""
+    made = read_json(folder / WHOLE[0])
+    end = read_json(folder / WHOLE[1]).get("end_of_text")
+    whole_tokenizer.open_tokenizer(folder / WHOLE[0])  # from here on its parts are what they should be
+
+    def number_of(own: int) -> int:
+        return dictionary.eos() if own == end else dictionary.index(str(own))
+
+    model = made["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise ValueError(f"{folder / WHOLE[0]}: model is {model.get('type')!r}; only 'BPE' is supported")
+    model["vocab"] = {word: number_of(number) for word, number in model["vocab"].items()}
+    for entry in made["added_tokens"]:
+        entry["id"] = number_of(entry["id"])
+    lacking = [word for word, number in model["vocab"].items() if number == dictionary.unk()]
+    if lacking:  # transformers' tokenizers cannot make <unk> of a piece
+        raise ValueError(
+            f"{folder / WHOLE[0]}: dict.txt lacks {len(lacking)} of its words, {lacking[0]!r} for one; it must have "
+            "all, as by fairseq-preprocess --srcdict"
+        )
+    special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}
+    made |= {"truncation": None, "padding": None}
+    made["added_tokens"] += [_added(number, name, special=True) for name, number in special.items()]
+    made["added_tokens"].sort(key=lambda entry: entry["id"])
+    model["vocab"] |= special
+    return made
+
+
+def _of_words(dictionary: Dictionary) -> dict[str, Any]:
+    """Words between spaces, and the end of a text for the end of a line, as fairseq-preprocess has it."""
+    special = [dictionary.bos(), dictionary.pad(), dictionary.eos(), dictionary.unk()]
+    end = dictionary[dictionary.eos()]
+    return _file(
+        model={
+            "type": "WordLevel",
+            "vocab": {symbol: number for number, symbol in enumerate(dictionary.symbols)},
+            "unk_token": dictionary[dictionary.unk()],
+        },
+        added=[_added(number, dictionary[number], special=True) for number in special],
+        normalizer={"type": "Replace", "pattern": {"String": "\n"}, "content": f" {end} "},
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": _SPACES}, "behavior": "Removed", "invert": False},
+        decoder=None,
+    )
+
+
+def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
+    """The byte-level BPE in `folder`, each piece with the number that its own has in the dictionary."""
+    numbers = read_json(folder / "encoder.json")
+    settings: dict[str, Any] = {"normalizer": None, "end_of_text": None, "vocabulary": None, "added": []}
+    if (folder / PIECES[2]).is_file():
+        settings |= read_json(folder / PIECES[2])
+    merges = _read_merges(folder / "vocab.bpe")
+    end = settings["end_of_text"]
+    if end is None and dictionary.index(str(numbers.get(_END_OF_TEXT))) == dictionary.unk():
+        end = numbers.get(_END_OF_TEXT)  # which no text has, where fairseq has </s>
+
+    def number_of(own: int) -> int:
+        return dictionary.eos() if own == end else dictionary.index(str(own))
+
+    printable = set(bytes_to_unicode().values())
+    known = None if settings["vocabulary"] is None else set(settings["vocabulary"])
+    vocabulary = {
+        piece: number_of(number)
+        for piece, number in numbers.items()
+        if set(piece) <= printable and (known is None or number in known)
+    }
+    lacking = [piece for piece, number in vocabulary.items() if number == dictionary.unk()]
+    if lacking:  # transformers' tokenizers cannot make <unk> of a piece
+        raise ValueError(
+            f"{folder / 'encoder.json'}: of {len(vocabulary)} pieces dict.txt lacks {len(lacking)}, {lacking[0]!r} for "
+            f"one; it must have all, as by fairseq-preprocess --srcdict. With --tokenizer {WORDS} the numbers are the "
+            "words, and texts are to be encoded before"
+        )
+    for first, second in merges:
+        if first + second not in vocabulary:
+            raise ValueError(
+                f"{folder / 'vocab.bpe'}: it joins {first!r} and {second!r}, which encoder.json lacks as one"
+            )
+    special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}
+    added = [_added(number, name, special=True) for name, number in special.items()]
+    words = {entry["word"]: entry for entry in settings["added"]}
+    ending = next((word for word, entry in words.items() if entry["number"] == end), None)
+    ending = ending or next((piece for piece, number in vocabulary.items() if number == dictionary.eos()), "</s>")
+    added.append(_added(dictionary.eos(), ending, special=True))
+    added += [
+        _added(number_of(entry["number"]), word, normalized=entry["normalized"])
+        for word, entry in words.items()
+        if word != ending
+    ]
+    return _file(
+        model={
+            "type": "BPE",
+            "vocab": vocabulary | {entry["content"]: entry["id"] for entry in added},
+            "merges": [list(pair) for pair in merges],
+        },
+        added=added,
+        normalizer=None if settings["normalizer"] is None else {"type": settings["normalizer"]},
+        pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    )
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[1:-1]  # as fairseq reads it
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: this is not UTF-8 ({error})") from None
+    merges = []
+    for line in lines:
+        pair = line.split(" ")
+        if len(pair) != 2:
+            raise ValueError(f"{path}: it holds {line!r}; each line must be two pieces")
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def _file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
+    """What tokenizer.json holds."""
+    added = sorted(added, key=lambda entry: entry["id"])
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "model": model, **parts}
+
+
+def _added(number: int, content: str, *, special: bool = False, normalized: bool = False) -> dict[str, Any]:
+    return {
+        "id": number,
+        "content": content,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": normalized,
+        "special": special,
+    }
+
+
+def _begin_with(name: str, number: Any) -> dict[str, Any]:
+    """Puts a word type before a text."""
+    first: dict[str, Any] = {"SpecialToken": {"id": name, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, second],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}},
+    }
+
+
+def _name(made: dict[str, Any], number: Any) -> str:
+    names = [entry["content"] for entry in made["added_tokens"] if entry["id"] == number]
+    return names[0]

@@ -1,0 +1,103 @@
+"""A Hugging Face folder's tokenizer as it is, for `--bpe tokenizer_json`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairseq_fastweights.conversion.weight_files import read_json
+
+FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
+"""The tokenizer, and which of its words ends a text: {"end_of_text": its number}."""
+
+_MOST_SPARE = 1024
+"""By how many word types a model may have more than its tokenizer: they fill its matrices up."""
+
+
+@dataclass(frozen=True)
+class WholeTokenizer:
+    """Any tokenizer that the package `tokenizers` reads.
+
+    Args:
+        path: its file.
+        size: one more than the largest number.
+        special: numbers of words that are no text.
+        end_of_text: the number of the word that its configuration says ends a text; None if it says none.
+    """
+
+    path: Path
+    size: int
+    special: frozenset[int]
+    end_of_text: int | None
+
+    def check(self, vocabulary_size: int, end_of_text: int) -> None:
+        """Checks that this is the tokenizer of a model with so many word types.
+
+        Raises:
+            ValueError: if it has more, or far fewer; or if the end of text is a piece of ordinary text.
+        """
+        if not self.size <= vocabulary_size <= self.size + _MOST_SPARE:
+            raise ValueError(
+                f"{FILE}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
+                f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more that fill matrices up"
+            )
+        if end_of_text not in self.special:
+            raise ValueError(
+                f"config.json: eos_token_id is {end_of_text}, which in {FILE} is no added token; it must be a word of "
+                "its own"
+            )
+
+    def write(self, folder: Path, vocabulary_size: int, end_of_text: int) -> None:
+        """Writes the files that `--bpe tokenizer_json` reads."""
+        shutil.copyfile(self.path, folder / FILE)
+        (folder / SETTINGS).write_text(json.dumps({"end_of_text": end_of_text}), encoding="ascii")
+
+    def options(self, folder: Path, end_of_text: int) -> str:
+        """Those of fairseq's commands."""
+        return f"--bpe tokenizer_json --tokenizer-json-folder {folder}"
+
+
+def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
+    """Reads `tokenizer.json`, and which word ends a text from `tokenizer_config.json`.
+
+    Raises:
+        ValueError: naming the file, if it is missing or broken.
+    """
+    path = folder / FILE
+    content = read_json(path)
+    tokenizer = open_tokenizer(path)
+    numbers = tokenizer.get_vocab(with_added_tokens=True)
+    if not numbers:
+        raise ValueError(f"{path}: the tokenizer has no words")
+    added = content.get("added_tokens") or []
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    end = config.get("eos_token")
+    word = end.get("content") if isinstance(end, dict) else end  # older files say how it is cut out, too
+    return WholeTokenizer(
+        path=path,
+        size=1 + max(numbers.values()),
+        special=frozenset(entry["id"] for entry in added),
+        end_of_text=numbers.get(word) if isinstance(word, str) else None,
+    )
+
+
+def open_tokenizer(path: Path) -> Any:
+    """The tokenizer in a file.
+
+    Raises:
+        ValueError: naming the file, if it is none, or if the package is not there.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ValueError(f"{path}: reading it needs the package tokenizers: pip install tokenizers") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # of Rust, which has no type of its own
+        raise ValueError(f"{path}: this is no tokenizer ({str(error).splitlines()[0]})") from None
+    tokenizer.no_truncation()  # some files still say how they were last used
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,65 @@
+"""`--bpe tokenizer_json`: a converted model's own tokenizer, as Hugging Face's package `tokenizers` runs it.
+
+Llama's and Qwen's split texts by expressions of their own, and some write bytes in words: nothing of fairseq's does.
+"""
+
+# No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fairseq.data.encoders import register_bpe
+from fairseq.dataclass import FairseqDataclass
+
+from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.whole_tokenizer import FILE, SETTINGS, open_tokenizer
+
+
+@dataclass
+class TokenizerJsonConfig(FairseqDataclass):
+    """Options of `--bpe tokenizer_json`."""
+
+    tokenizer_json_folder: str = field(
+        default="",
+        metadata={"help": "a folder that `python -m fairseq_fastweights.conversion from-huggingface` wrote"},
+    )
+
+
+@register_bpe("tokenizer_json", dataclass=TokenizerJsonConfig)
+class TokenizerJson:
+    """Text to numbers of word types, which fairseq's dictionary has as words, and back.
+
+    No words are added to a text, as some tokenizers add one for its beginning.
+
+    Args:
+        cfg: `tokenizer_json_folder` holds tokenizer.json and tokenizer_words.json.
+
+    Raises:
+        ValueError: if one of them is missing or cannot be read.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        folder = Path(cfg.tokenizer_json_folder)
+        missing = [name for name in (FILE, SETTINGS) if not (folder / name).is_file()]
+        if not cfg.tokenizer_json_folder or missing:
+            raise ValueError(
+                f"tokenizer_json_folder is {cfg.tokenizer_json_folder!r}; it must hold {FILE} and {SETTINGS}"
+            )
+        self._tokenizer = open_tokenizer(folder / FILE)
+        self._end_of_text = read_json(folder / SETTINGS)["end_of_text"]
+
+    def encode(self, x: str) -> str:
+        """Numbers, joined by spaces; the end of text, where it stands in the text, is fairseq's own, </s>."""
+        numbers = self._tokenizer.encode(x, add_special_tokens=False).ids
+        return " ".join("</s>" if number == self._end_of_text else str(number) for number in numbers)
+
+    def decode(self, x: str) -> str:
+        """The text of numbers that are joined by spaces; <unk> and the like are left out."""
+        numbers = (self._end_of_text if word == "</s>" else word for word in x.split())
+        known = [int(number) for number in numbers if str(number).isdecimal()]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def is_beginning_of_word(self, x: str) -> bool:
+        word = self._tokenizer.id_to_token(int(x)) if x.isdecimal() else None
+        return word is not None and word.startswith((" ", "Ġ", "▁"))

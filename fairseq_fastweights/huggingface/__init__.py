@@ -1,0 +1,24 @@
+"""Language models with mixers as classes of Hugging Face's `transformers`; fairseq need not be installed.
+
+import fairseq_fastweights.huggingface                   # the Auto classes know the models from here on
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(folder)     # `python -m fairseq_fastweights.conversion to-huggingface`
+tokenizer = AutoTokenizer.from_pretrained(folder)        # makes such folders of fairseq's checkpoints
+model.generate(**tokenizer("the meaning of", return_tensors="pt"), max_new_tokens=20)
+"""
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(f"{__name__} needs transformers: pip install transformers") from error
+
+from fairseq_fastweights.huggingface.cache import FastWeightCache
+from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM, FastWeightModel
+
+__all__ = ["FastWeightCache", "FastWeightConfig", "FastWeightForCausalLM", "FastWeightModel"]
+
+transformers.AutoConfig.register(FastWeightConfig.model_type, FastWeightConfig, exist_ok=True)
+transformers.AutoModel.register(FastWeightConfig, FastWeightModel, exist_ok=True)
+transformers.AutoModelForCausalLM.register(FastWeightConfig, FastWeightForCausalLM, exist_ok=True)

@@ -1,0 +1,296 @@
+"""The settings of a language model with mixers, as `transformers` keeps them in config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+from fairseq_fastweights.mixers.registry import MIXERS, Kind, lookup, option_name, parse_pattern
+from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
+
+FORMAT = 1
+"""Of config.json; a larger number is a file of a later version of this package, which may mean something else."""
+
+POSITIONS = ("sinusoidal", "learned", "none")
+ACTIVATIONS = ("relu", "gelu", "gelu_accurate", "gelu_fast", "tanh", "linear")
+"""By fairseq's names: "gelu_accurate" is what transformers calls "gelu_new", "gelu_fast" its older name."""
+
+# What `mixer_settings` may not say: it is said once, elsewhere.
+_SAID_ELSEWHERE = {
+    "num_heads": "num_attention_heads",
+    "dropout": "attention_dropout",
+    "max_positions": "max_position_embeddings",
+}
+
+# What transformers itself may have in a config.json beside fields.
+_OF_TRANSFORMERS = {
+    "model_type",
+    "torch_dtype",
+    "num_labels",
+    "name_or_path",
+    "_name_or_path",
+    "_commit_hash",
+    "output_attentions",
+    "attn_implementation",
+    "experts_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_experts_implementation_internal",
+    "per_layer_config",
+    "quantization_config",
+    "auto_map",
+}
+
+
+class FastWeightConfig(PreTrainedConfig):
+    """What tells a `FastWeightModel` from every other.
+
+    All of it is written to config.json, what is as by default too, as `transformers` does with a class's own settings.
+
+    Args:
+        format_version: of the file.
+        vocab_size: how many word types there are.
+        hidden_size: width of the layers.
+        input_size, output_size: widths of the embeddings and of what the output layer reads; None for `hidden_size`.
+        intermediate_size: width between the two halves of a feed-forward network.
+        num_hidden_layers, num_attention_heads: how many there are.
+        mixers: what mixes positions in each layer: a name of `mixers.registry.MIXERS` for each, or a pattern, as in
+            "delta:1-10,softmax:11-12"; None for "delta" in all.
+        mixer_settings: what mixers take beside the number of heads, the dropout and the number of positions, by the
+            names that `mixers.registry.build_mixer` has: "fast_weight_heads", "feature_map", "local_window" ... What is
+            missing is as the mixer has it.
+        max_position_embeddings: how long texts may be, for learned positions and for mixers that are bounded.
+        position_embeddings: one of `POSITIONS`: what is added to the embeddings.
+        hidden_act: one of `ACTIVATIONS`.
+        pre_norm: whether layer norms come before what they serve, not after its sum with its input.
+        final_norm: whether there is one more after the last layer.
+        parallel_residual: whether a layer's mixer and feed-forward network read the same input (GPT-NeoX).
+        rms_norm_eps: norms are RMS norms, with this under the root (Llama); None for layer norms.
+        swiglu: whether feed-forward networks are W2 (silu(Wg x) * W1 x) without biases, whatever `hidden_act` is.
+        embedding_norm: whether the embeddings are normalised.
+        scale_embeddings: whether they are multiplied by the root of `hidden_size`.
+        adaptive_input_cutoffs, adaptive_input_factor: bands of word types of embeddings that get smaller by the factor
+            from band to band (Baevski & Auli 2019); None for embeddings of one size.
+        adaptive_softmax_cutoffs, adaptive_softmax_factor, adaptive_softmax_dropout: bands of the output layer, with
+            which logits are log-probabilities; None for one matrix.
+        tie_word_embeddings: whether output layer and embeddings share their weights; of bands, each with its own.
+        tie_adaptive_projections: whether bands share their projections too.
+        masked_tokens: the word types that the model never predicts.
+        dropout, attention_dropout, activation_dropout: probabilities in training.
+        layerdrop: probability with which a layer is left out in training.
+        initializer_range: standard deviation from which projections and embeddings are drawn; None for fairseq's
+            distributions.
+        use_cache: whether a call returns the mixers' states.
+        pad_token_id, bos_token_id, eos_token_id: word types by number. fairseq's texts begin with the end of another.
+
+    Raises:
+        ValueError: naming the setting, what it was and what it may be. A setting that there is not is refused.
+
+    Example:
+        >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_attention_heads=2, mixers="gated,softmax:6")
+        >>> config.mixers
+        ['gated', 'gated', 'gated', 'gated', 'gated', 'softmax']
+    """
+
+    model_type = "fast_weight"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    format_version: int = FORMAT
+    vocab_size: int = 50260
+    hidden_size: int = 512
+    input_size: int | None = None
+    output_size: int | None = None
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    mixers: list[str] | str | None = None
+    mixer_settings: dict[str, Any] | None = None
+    max_position_embeddings: int = 1024
+    position_embeddings: str = "sinusoidal"
+    hidden_act: str = "relu"
+    pre_norm: bool = True
+    final_norm: bool = True
+    parallel_residual: bool = False
+    rms_norm_eps: float | None = None
+    swiglu: bool = False
+    embedding_norm: bool = False
+    scale_embeddings: bool = True
+    adaptive_input_cutoffs: list[int] | None = None
+    adaptive_input_factor: float = 4.0
+    adaptive_softmax_cutoffs: list[int] | None = None
+    adaptive_softmax_factor: float = 4.0
+    adaptive_softmax_dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    tie_adaptive_projections: bool = False
+    masked_tokens: list[int] | None = None
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    layerdrop: float = 0.0
+    initializer_range: float | None = None
+    use_cache: bool = True
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.format_version != FORMAT:
+            raise ValueError(
+                f"format_version is {self.format_version!r}; this version of fairseq_fastweights reads {FORMAT}"
+            )
+        generation = GenerationConfig().to_dict()
+        unknown = [name for name in kwargs if name not in _OF_TRANSFORMERS and name not in generation]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is {kwargs[unknown[0]]!r}; there is no setting of this name")
+        self._check_numbers()
+        self.input_size = self.hidden_size if self.input_size is None else self.input_size
+        self.output_size = self.hidden_size if self.output_size is None else self.output_size
+        self.mixers = self._read_mixers()
+        self.mixer_settings = self._read_mixer_settings(self.mixers)
+        self._check_names()
+        self.masked_tokens = self.masked_tokens or []
+        self._check_vocabulary()
+        super().__post_init__(**kwargs)
+
+    def mixer_arguments(self) -> dict[str, Any]:
+        """What `mixers.registry.build_mixer` takes as settings."""
+        assert self.mixer_settings is not None
+        settings = dict(self.mixer_settings)
+        if settings.get("normalization") is not None:
+            settings["normalization"] = frozenset(settings["normalization"])
+        settings.setdefault("fast_weight_heads", self.num_attention_heads)
+        return settings | {name: getattr(self, own) for name, own in _SAID_ELSEWHERE.items()}
+
+    def _check_numbers(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            _check_count(name, getattr(self, name))
+        _check_count("max_position_embeddings", self.max_position_embeddings)
+        for name in ("input_size", "output_size"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value!r}; it must be a probability")
+        eps = self.rms_norm_eps
+        if eps is not None and (not _is_number(eps) or eps < 0):
+            raise ValueError(f"rms_norm_eps is {eps!r}; it must be a number of at least 0, or None")
+        if self.hidden_size % self.num_attention_heads and not (self.mixer_settings or {}).get("head_dim"):
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}; it must be a divisor of hidden_size, "
+                f"{self.hidden_size}"
+            )
+        deviation = self.initializer_range
+        if deviation is not None and (not _is_number(deviation) or deviation < 0):
+            raise ValueError(f"initializer_range is {deviation!r}; it must be a standard deviation, or None")
+
+    def _read_mixers(self) -> list[str]:
+        layers, mixers = self.num_hidden_layers, self.mixers
+        if mixers is None:
+            return ["delta"] * layers
+        if isinstance(mixers, str):
+            return list(parse_pattern(mixers, layers))
+        if not isinstance(mixers, (list, tuple)) or len(mixers) != layers:
+            raise ValueError(f"mixers is {mixers!r}; it must hold a name for each of {layers} layers, or be a pattern")
+        for name in mixers:
+            lookup("mixers", name, MIXERS)
+        return list(mixers)
+
+    def _read_mixer_settings(self, mixers: list[str]) -> dict[str, Any]:
+        settings = {} if self.mixer_settings is None else self.mixer_settings
+        if not isinstance(settings, dict):
+            raise ValueError(f"mixer_settings is {settings!r}; it must give settings their values")
+        known = known_mixer_settings(MIXERS)
+        for name, value in settings.items():
+            if name in _SAID_ELSEWHERE:
+                raise ValueError(f"mixer_settings holds {name}; that is {_SAID_ELSEWHERE[name]}, outside of it")
+            if name not in known:
+                raise ValueError(f"mixer_settings holds {name!r}; it may hold {', '.join(sorted(known))}")
+            if name == "normalization" and value is not None:
+                words = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+                if not all(word in NORMALIZATIONS for word in words):
+                    raise ValueError(
+                        f"normalization is {value!r}; it must be a list of {', '.join(NORMALIZATIONS)}, or None"
+                    )
+                settings = settings | {name: sorted(words)}
+        heads = settings.get("fast_weight_heads")
+        if heads is not None:
+            _check_count("fast_weight_heads", heads)
+            if self.hidden_size % heads:
+                raise ValueError(
+                    f"fast_weight_heads is {heads}; it must be a divisor of hidden_size, {self.hidden_size}"
+                )
+        return dict(settings)
+
+    def _check_names(self) -> None:
+        for name, allowed in (("position_embeddings", POSITIONS), ("hidden_act", ACTIVATIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.parallel_residual and not self.pre_norm:
+            raise ValueError("parallel_residual is set; it needs pre_norm, which is not")
+
+    def _check_vocabulary(self) -> None:
+        for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
+            cutoffs = getattr(self, name)
+            if cutoffs is None:
+                continue
+            whole = isinstance(cutoffs, (list, tuple)) and all(_is_count(number) for number in cutoffs)
+            if not whole or not cutoffs or list(cutoffs) != sorted(set(cutoffs)) or cutoffs[-1] > self.vocab_size:
+                raise ValueError(
+                    f"{name} is {cutoffs!r}; its numbers must rise, from 1 at least to vocab_size, {self.vocab_size}, "
+                    "at most"
+                )
+        for name in ("adaptive_input_factor", "adaptive_softmax_factor"):
+            if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be positive")
+        adaptive = self.adaptive_input_cutoffs, self.adaptive_softmax_cutoffs
+        if self.tie_word_embeddings and adaptive != (None, None):
+            same = adaptive[0] == adaptive[1] and self.adaptive_input_factor == self.adaptive_softmax_factor
+            if not same or self.input_size != self.output_size:
+                raise ValueError(
+                    "tie_word_embeddings is set; it needs the cut-offs, the factor and the size of the input to be "
+                    "those of the output"
+                )
+        elif self.tie_word_embeddings and self.input_size != self.output_size:
+            raise ValueError(
+                f"tie_word_embeddings is set; it needs input_size, {self.input_size}, to be output_size, "
+                f"{self.output_size}"
+            )
+        if self.tie_adaptive_projections and not (self.tie_word_embeddings and self.adaptive_softmax_cutoffs):
+            raise ValueError("tie_adaptive_projections is set; it needs tie_word_embeddings and cut-offs")
+        masked = self.masked_tokens
+        if not isinstance(masked, (list, tuple)) or not all(
+            isinstance(number, int) and 0 <= number < self.vocab_size for number in masked
+        ):
+            raise ValueError(f"masked_tokens is {masked!r}; it must be a list of numbers below {self.vocab_size}")
+        if masked and self.adaptive_softmax_cutoffs:
+            raise ValueError("masked_tokens is set; an adaptive softmax has no logits to mask")
+        ends = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        for name, number in (
+            ("pad_token_id", self.pad_token_id),
+            ("bos_token_id", self.bos_token_id),
+            *(("eos_token_id", end) for end in ends),
+        ):
+            if number is not None and not (isinstance(number, int) and 0 <= number < self.vocab_size):
+                raise ValueError(f"{name} is {number!r}; it must be a number below vocab_size, {self.vocab_size}")
+
+
+def known_mixer_settings(kinds: dict[str, Kind]) -> set[str]:
+    """The names that `FastWeightConfig.mixer_settings` may have."""
+    shared = {name for kind in kinds.values() for name in (*kind.shared, kind.heads) if name is not None}
+    own = {option_name(mixer, option) for mixer, kind in kinds.items() for option in kind.options}
+    return (shared | own) - set(_SAID_ELSEWHERE)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not _is_count(value):
+        raise ValueError(f"{name} is {value!r}; it must be a positive whole number")

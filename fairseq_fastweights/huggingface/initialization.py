@@ -1,0 +1,83 @@
+"""What new weights start as: fairseq's distributions, or one normal distribution for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from fairseq_fastweights.feature_maps import FavorMap, orthogonal_features
+from fairseq_fastweights.huggingface.vocabulary import AdaptiveInput, AdaptiveSoftmax
+from fairseq_fastweights.mixers.mixer import Mixer
+
+
+def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None) -> None:
+    """Draws the weights of a module whose parts were drawn before, but for those that were loaded.
+
+    Args:
+        module: any of a model's.
+        std: of the normal distribution of projections and embeddings; None for fairseq's distributions.
+        padding_idx: the row of embeddings that is zero.
+    """
+    with _loaded_stay(module):
+        if isinstance(module, Mixer):
+            _draw_mixer(module, std)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
+            if module.padding_idx is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, nn.Linear) and std is not None:
+            _draw_linear(module, std)
+        elif isinstance(module, (AdaptiveInput, AdaptiveSoftmax)):
+            if std is None:
+                _draw_bands(module, padding_idx)
+        else:
+            _reset(module)
+
+
+def _draw_linear(module: nn.Linear, std: float) -> None:
+    nn.init.normal_(module.weight, std=std)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def _draw_mixer(mixer: Mixer, std: float | None) -> None:
+    parts = list(mixer.modules())
+    for part in parts:
+        if isinstance(part, FavorMap):
+            part.features.copy_(orthogonal_features(part.num_features, part.key_dim, device=part.features.device))
+    _reset(mixer)
+    if std is not None:
+        for part in parts:
+            if isinstance(part, nn.Linear):
+                _draw_linear(part, std)
+    mixer.reset_special_parameters()
+
+
+def _draw_bands(module: nn.Module, padding_idx: int | None) -> None:
+    """fairseq's: the row of padding's number is zero in each band."""
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            if padding_idx is not None and padding_idx < part.num_embeddings:
+                nn.init.zeros_(part.weight[padding_idx])
+        elif isinstance(weight := getattr(part, "weight", None), nn.Parameter):
+            nn.init.xavier_uniform_(weight)
+
+
+def _reset(module: Any) -> None:
+    """What torch's layers, mixers and feature maps have for it."""
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+@contextmanager
+def _loaded_stay(module: nn.Module) -> Iterator[None]:
+    """Puts back, at the end, what transformers has loaded into the module."""
+    tensors = chain(module.parameters(), module.buffers())
+    loaded = [(x, x.clone()) for x in tensors if getattr(x, "_is_hf_initialized", False)]
+    yield
+    for x, before in loaded:
+        x.copy_(before)

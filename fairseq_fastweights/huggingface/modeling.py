@@ -1,0 +1,358 @@
+"""The models, as classes of `transformers`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache, count_tokens
+from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.huggingface.initialization import draw_weights
+from fairseq_fastweights.huggingface.layers import FastWeightDecoderLayer
+from fairseq_fastweights.huggingface.vocabulary import (
+    AdaptiveInput,
+    AdaptiveSoftmax,
+    sinusoidal_positions,
+    tied_bands,
+)
+from fairseq_fastweights.llama_layers import use_rms_norms
+from fairseq_fastweights.mixers.mixer import Mixer
+
+MASKED_LOGIT = -1e4
+"""The logit of a word type that is never predicted, as `models.fast_weight_decoder` has it, and why it is finite."""
+
+_OFFSET = 2
+"""Before the rows of learned positions, as in fairseq, whose position numbers start after padding's."""
+
+_LOSS_OPTIONS = {"num_items_in_batch", "shift_labels", "ignore_index"}
+
+
+class FastWeightPreTrainedModel(PreTrainedModel):
+    """What the models share: how they are made, loaded and saved."""
+
+    config: FastWeightConfig
+    config_class = FastWeightConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FastWeightDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _is_stateful = True
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # Told that this is custom code, transformers leaves out modules without parameters of their own, as mixers are.
+        super()._initialize_weights(module, is_custom_code=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        draw_weights(module, self.config.initializer_range, self.config.pad_token_id)
+
+
+class FastWeightModel(FastWeightPreTrainedModel):
+    """Embeddings, layers with mixers and a last layer norm: what comes before the output layer.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        ValueError: naming the setting, what it was and what it may be.
+
+    Example:
+        >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = FastWeightModel(config).eval()
+        >>> out = model(torch.tensor([[2, 5, 6, 7]]))
+        >>> out.last_hidden_state.shape, out.past_key_values.get_seq_length()
+        (torch.Size([1, 4, 16]), 4)
+    """
+
+    def __init__(self, config: FastWeightConfig) -> None:
+        super().__init__(config)
+        width, padding = config.hidden_size, config.pad_token_id
+        assert config.input_size is not None and config.output_size is not None
+        self.embed_tokens: nn.Module
+        if config.adaptive_input_cutoffs is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.input_size, padding)
+            size_in = config.input_size
+        else:
+            self.embed_tokens = AdaptiveInput(
+                config.vocab_size,
+                padding,
+                config.input_size,
+                config.adaptive_input_factor,
+                width,
+                list(config.adaptive_input_cutoffs),
+            )
+            size_in = width
+        self.embed_scale = math.sqrt(width) if config.scale_embeddings else 1.0
+        self.project_in_dim = nn.Linear(size_in, width, bias=False) if size_in != width else None
+        self.embed_positions = None
+        if config.position_embeddings == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings + _OFFSET, width, _OFFSET - 1)
+        self.layernorm_embedding = nn.LayerNorm(width) if config.embedding_norm else None
+        self.dropout_module = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList([FastWeightDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layer_norm = nn.LayerNorm(width) if config.pre_norm and config.final_norm else None
+        if config.rms_norm_eps is not None:
+            use_rms_norms(self, config.rms_norm_eps)
+        tied_adaptively = config.adaptive_softmax_cutoffs is not None and config.tie_word_embeddings
+        projected = config.output_size != width and not tied_adaptively
+        self.project_out_dim = nn.Linear(width, config.output_size, bias=False) if projected else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """Those of the layers, in order."""
+        return [module for module in self.modules() if isinstance(module, Mixer)]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """From numbers of word types to vectors, before they are scaled."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Puts others in their place."""
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: FastWeightCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Reads texts, or what follows in texts that were read before.
+
+        Args:
+            input_ids: (batch, time).
+            attention_mask: (batch, time), 0 at padding, on whichever side; or (batch, all that was read and is read
+                now), of which the end is taken. Padding is not seen by any other position, and takes no position.
+            position_ids: (batch, time), places in the texts, from 0; None to count them.
+            past_key_values: what the call for the part before returned.
+            inputs_embeds: (batch, time, size), in the place of `input_ids`.
+            use_cache: whether to return the states; None for the configuration's, and in training for no.
+            output_attentions: taken for transformers' sake; there are no attention weights to return.
+            output_hidden_states: whether to return what goes into each layer, and what comes out of the last.
+            return_dict: whether to return fields by name, not a tuple of those that there are.
+
+        Returns:
+            `last_hidden_state`, (batch, time, output_size); `past_key_values`; `hidden_states`.
+
+        Raises:
+            ValueError: naming the argument, what it was and what it may be.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        by_name = self.config.return_dict if return_dict is None else return_dict
+        checkpointing = self.gradient_checkpointing and self.training
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        cache = past_key_values
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        rows, time = x.shape[:2]
+        if cache is not None:
+            cache = check_cache(cache, len(self.layers), rows)
+        elif use_cache and not checkpointing:
+            cache = FastWeightCache(len(self.layers))
+        padding = read_padding(attention_mask, rows, time)
+        places, read = count_tokens(cache, rows, padding, time, x.device)
+
+        x = self.embed_scale * x
+        if self.project_in_dim is not None:
+            x = self.project_in_dim(x)
+        x = self._add_positions(x, places if position_ids is None else position_ids, cache)
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        x = self.dropout_module(x)
+        states: tuple[Any, ...] = ()
+        drop = self.config.layerdrop if self.training else 0.0
+        for layer in self.layers:
+            if keep_states:
+                states += (x,)
+            if drop and torch.rand(()) <= drop:
+                continue
+            x = layer(x, padding=padding, past_key_values=cache)
+        if cache is not None:
+            cache.advance(time, read)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        if self.project_out_dim is not None:
+            x = self.project_out_dim(x)
+        out = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache if use_cache else None,
+            hidden_states=(*states, x) if keep_states else None,
+        )
+        return out if by_name else out.to_tuple()
+
+    def _add_positions(self, x: Tensor, places: Tensor, cache: FastWeightCache | None) -> Tensor:
+        if self.config.position_embeddings == "none":
+            return x
+        if self.embed_positions is None:
+            encoded = sinusoidal_positions(places, x.shape[-1], x.dtype)
+        else:
+            most = self.config.max_position_embeddings
+            # Only where it may be too long does the CPU wait for a GPU, to say so.
+            end = x.shape[1] + (0 if cache is None else cache.get_seq_length())
+            if end > most and not places.is_meta and (end := int(places.max()) + 1) > most:
+                raise ValueError(f"input_ids ends at position {end} of a text; max_position_embeddings is {most}")
+            encoded = self.embed_positions(places + _OFFSET)
+        return x + encoded
+
+
+class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
+    """A language model: `FastWeightModel` and its output layer.
+
+    With an adaptive softmax its logits are log-probabilities.
+
+    Args:
+        config: of the model.
+
+    Example:
+        >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = FastWeightForCausalLM(config).eval()
+        >>> model(torch.tensor([[2, 5, 6, 7]])).logits.shape
+        torch.Size([1, 4, 40])
+        >>> model.generate(torch.tensor([[2, 5, 6, 7]]), max_new_tokens=3, do_sample=False, eos_token_id=None).shape
+        torch.Size([1, 7])
+    """
+
+    _tied_weights_keys: dict[str, str] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: FastWeightConfig) -> None:
+        super().__init__(config)
+        self.model = FastWeightModel(config)
+        self.vocab_size = config.vocab_size
+        assert config.output_size is not None
+        self.lm_head: nn.Module
+        if config.adaptive_softmax_cutoffs is None:
+            self.lm_head = nn.Linear(config.output_size, config.vocab_size, bias=False)
+        else:
+            embeddings = self.model.embed_tokens if config.tie_word_embeddings else None
+            self.lm_head = AdaptiveSoftmax(
+                config.vocab_size,
+                config.output_size,
+                list(config.adaptive_softmax_cutoffs),
+                dropout=config.adaptive_softmax_dropout,
+                factor=config.adaptive_softmax_factor,
+                tied=None if embeddings is None else [band[0].embedding_dim for band in embeddings.embeddings],
+                projections=config.tie_adaptive_projections,
+                hidden_size=config.hidden_size,
+            )
+            if isinstance(embeddings, AdaptiveInput):
+                tied = tied_bands(embeddings, self.lm_head, config.tie_adaptive_projections)
+                self._tied_weights_keys = {f"lm_head.{a}": f"model.embed_tokens.{b}" for a, b in tied.items()}
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self and isinstance(self.lm_head, nn.Linear) and self.config.initializer_range is None:
+            nn.init.normal_(self.lm_head.weight, std=self.lm_head.in_features**-0.5)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *others: Any, **options: Any) -> nn.Embedding:
+        """transformers'; refused where embeddings or output layer are in bands of word types."""
+        for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
+            if new_num_tokens is not None and (cutoffs := getattr(self.config, name)) is not None:
+                raise ValueError(f"{name} is {cutoffs}: a vocabulary in bands cannot be resized")
+        return super().resize_token_embeddings(new_num_tokens, *others, **options)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # it makes a cache of its own
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output layer; None where it is an adaptive softmax, which has no one matrix."""
+        return self.lm_head if isinstance(self.lm_head, nn.Linear) else None
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Puts another in its place."""
+        self.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: FastWeightCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **loss_options: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Computes logits, and the loss where labels are given.
+
+        Args:
+            labels: (batch, time), `input_ids` as they are, -100 where nothing is to be predicted: each position
+                predicts the label of the next.
+            logits_to_keep: for how many positions at the end there are logits; 0 for all; or which, (positions,).
+            loss_options: of transformers' loss for language models, as its Trainer gives them.
+            others: as for `FastWeightModel`.
+
+        Returns:
+            `loss`; `logits`, (batch, positions, vocab_size); `past_key_values`; `hidden_states`.
+
+        Raises:
+            ValueError: as for `FastWeightModel`.
+            TypeError: for an argument that there is not.
+        """
+        if unknown := set(loss_options) - _LOSS_OPTIONS:
+            raise TypeError(f"forward() got an unexpected keyword argument {min(unknown)!r}")
+        by_name = self.config.return_dict if return_dict is None else return_dict
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        features = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(features[:, kept])
+        if self.config.masked_tokens:
+            masked = torch.tensor(self.config.masked_tokens, device=logits.device)
+            logits = logits.index_fill(-1, masked, MASKED_LOGIT)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_options)
+        out = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+        return out if by_name else out.to_tuple()
+
+
+def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor | None:
+    """(rows, time), true where the mask says that there is padding; None if there is none.
+
+    Raises:
+        ValueError: if the mask does not fit so many rows and tokens.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < time:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be ({rows}, {time}), or longer by what "
+            "was read before"
+        )
+    padding = attention_mask[:, attention_mask.shape[1] - time :] == 0
+    if torch.compiler.is_compiling() or padding.is_meta:
+        return padding
+    return padding if bool(padding.any()) else None

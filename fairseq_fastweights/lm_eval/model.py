@@ -1,0 +1,255 @@
+"""Checkpoints of fairseq as a model of lm-evaluation-harness, `--model fairseq-fastweights`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import get_dtype
+from torch import Tensor
+from tqdm import tqdm
+
+log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows what loggers below its own say
+
+_NOT_OF_CHECKPOINTS = {"parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file"}
+
+UNLIMITED = 2**60
+"""More tokens than any text has, and few enough for torch's slices."""
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+"""What a score is kept under, and the tokens of a context and of its continuation."""
+
+
+@dataclass
+class Row:
+    """Tokens that are read, and all continuations that end with them and one token more.
+
+    The choices of a question that have one token each are scored in one row.
+
+    Attributes:
+        tokens: what is read.
+        endings: the number of the request, the length of the continuation and its last token, of each continuation.
+        said: log-probabilities of tokens, from the longest continuation's first to the row's last.
+        greedy: whether each of them is the most probable one.
+        last: log-probabilities of what follows the row.
+    """
+
+    tokens: list[int]
+    endings: list[tuple[int, int, int]] = field(default_factory=list)
+    said: list[float] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
+    last: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def first(self) -> int:
+        """The first position whose prediction is scored."""
+        return len(self.tokens) - max(length for _, length, _ in self.endings)
+
+    def read(self, logits: Tensor, begin: int, dtype: torch.dtype) -> None:
+        """Notes what is scored of a segment's predictions, (steps, words), at the positions from `begin` on."""
+        start = max(self.first, begin)
+        scored = logits[start - begin : max(len(self.tokens) - begin, 0)].log_softmax(-1, dtype=dtype)
+        following = torch.tensor(
+            self.tokens[start + 1 : start + 1 + len(scored)], device=logits.device, dtype=torch.long
+        )
+        within = scored[: len(following)]
+        self.said += within.gather(-1, following[:, None])[:, 0].tolist()
+        self.greedy += (within.argmax(-1) == following).tolist()
+        if len(within) < len(scored):
+            self.last = scored[-1]
+
+    def scores(self) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """The number, the log-probability and whether it is the most probable one, token by token, of each ending."""
+        likeliest = int(self.last.argmax())
+        for number, length, token in self.endings:
+            start = len(self.said) + 1 - length
+            greedy = all(self.greedy[start:]) and token == likeliest
+            yield number, (sum(self.said[start:]) + float(self.last[token]), greedy)
+
+
+@register_model("fairseq-fastweights")
+class FastWeightLM(HFLM):
+    """A checkpoint that fairseq wrote, as it is.
+
+    Where its state has a fixed size, texts of any length are read whole, in segments that pass on the state. Of what is
+    too long for a model that knows positions, or whose state grows, as with softmax attention, it reads the end, as
+    lm_eval's own models do.
+
+    Args:
+        checkpoint: a checkpoint, or the folder with it; as `data` and `tokenizer`, which may help to find what belongs
+            to it, for `conversion.export.load_for_causal_lm`.
+        max_tokens: with `--batch_size auto`, how many tokens are in a batch at most, padding included. Batches are of
+            rows of like length, the longest first, and of at most `--max_batch_size` rows.
+        segment: how many tokens of a row are read at a time.
+        dtype: of the weights; "auto" is the checkpoint's.
+        options: the other arguments of lm_eval's `hf`, but for those that say how to load a model. `add_bos_token`: as
+            fairseq's, a text begins with the end of the one before; with False, with nothing.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it may be, or what is wrong with the checkpoint.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        data: str | None = None,
+        tokenizer: str | None = None,
+        max_tokens: int = 8192,
+        segment: int = 1024,
+        dtype: str | torch.dtype = "auto",
+        **options: Any,
+    ) -> None:
+        for name, value in (("max_tokens", max_tokens), ("segment", segment)):
+            if not (isinstance(value, int) and value > 0):
+                raise ValueError(f"{name} is {value}; it must be a positive whole number")
+        self._model, self.tokenizer, self.updates = load(Path(checkpoint), data, tokenizer)
+        self.max_tokens, self.segment = max_tokens, segment
+        self.tokens_read, self.seconds = 0, 0.0
+        # A whole path cannot be taken for a name of the hub, which lm_eval would ask for it.
+        super().__init__(str(Path(checkpoint).resolve()), backend="causal", dtype=dtype, **options)
+
+    def _get_config(self, *arguments: Any, **options: Any) -> None:
+        self._config = self._model.config
+
+    def _create_tokenizer(self, *arguments: Any, **options: Any) -> None:
+        """It came with the model."""
+
+    def _create_model(self, pretrained: str, *, dtype: str | torch.dtype, **options: Any) -> None:
+        known = signature(HFLM._create_model).parameters
+        for name, value in options.items():
+            if name not in known or (name in _NOT_OF_CHECKPOINTS and value):
+                raise ValueError(f"{name} is {value}; it cannot be said of a checkpoint of fairseq's")
+        self._model.to(self.device, None if dtype == "auto" else get_dtype(dtype))
+
+    @property
+    def max_length(self) -> int:
+        """How many tokens a text may have."""
+        if self._max_length:
+            return int(self._max_length)
+        unlimited = self.config.position_embeddings == "none" and all(
+            mixer.carries and not mixer.bounded for mixer in self.model.model.mixers
+        )
+        return UNLIMITED if unlimited else int(self.config.max_position_embeddings)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        scores: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Scoring continuations")
+        for batch in self._batches(self._rows(requests)):
+            started = time.monotonic()
+            self._read(batch)
+            for number, score in (found for row in batch for found in row.scores()):
+                scores[number] = score
+                if (key := requests[number][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", key, score)
+                bar.update()
+            self._count(sum(len(row.tokens) for row in batch), started)
+        bar.close()
+        return scores
+
+    def _rows(self, requests: Sequence[Request]) -> list[Row]:
+        """What is to be read, the longest last."""
+        rows: dict[tuple[int, ...], Row] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise ValueError(f"a continuation has {len(continuation)} tokens; it must have 1 to {self.max_length}")
+            # A context of spaces may have no tokens.
+            *tokens, last = [*(context or [self.prefix_token_id]), *continuation][-self.max_length - 1 :]
+            rows.setdefault(tuple(tokens), Row(tokens)).endings.append((number, len(continuation), last))
+        return sorted(rows.values(), key=lambda row: len(row.tokens))
+
+    def _batches(self, rows: list[Row]) -> Iterator[list[Row]]:
+        """Takes rows from the end, so that nothing is kept of those that were read."""
+        while rows:
+            size = self._detect_batch_size(len(rows[-1].tokens)) if self.batch_size == "auto" else self.batch_size
+            yield [rows.pop() for _ in range(min(size, len(rows)))]
+
+    def _detect_batch_size(self, length: int | None = None) -> int:
+        """How many rows of this length are in a batch; lm_eval asks without one before it generates."""
+        return max(1, min(self.max_batch_size, self.max_tokens // (length or self.segment)))
+
+    @torch.no_grad()
+    def _read(self, batch: Sequence[Row]) -> None:
+        """Reads rows, the longest first, in segments, each from the state that the one before left."""
+        longest = len(batch[0].tokens)
+        # What follows a row's end is neither seen by what comes before it nor scored.
+        tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in batch], device=self.device)
+        first = min(row.first for row in batch)
+        cache = None
+        for start in range(0, longest, self.segment):
+            end = min(start + self.segment, longest)
+            begin = min(max(first, start), end - 1)  # where the output layer is needed
+            with torch.autocast(self.device.type, self.mixed_precision_dtype, self.mixed_precision_dtype is not None):
+                output = self.model(
+                    tokens[:, start:end],
+                    past_key_values=cache,
+                    use_cache=longest > self.segment,
+                    logits_to_keep=end - begin,
+                )
+            cache = output.get("past_key_values")
+            for row, logits in zip(batch, output.logits, strict=True):
+                row.read(logits, begin, self.softmax_dtype or torch.float32)
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        texts = [request.args[0] for request in requests]
+        windows = [
+            [
+                (None, *utils.make_disjoint_window(window))
+                for window in utils.get_rolling_token_windows(
+                    self.tok_encode(text, add_special_tokens=False),
+                    self.prefix_token_id,
+                    self.max_length,
+                    context_len=1,
+                )
+            ]
+            for text in texts
+        ]
+        scores = iter(self._loglikelihood_tokens([window for text in windows for window in text], disable_tqdm))
+        sums = [sum((next(scores)[0] for _ in text), 0.0) for text in windows]
+        for text, score in zip(texts, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), score)
+        return sums
+
+    def _model_generate(self, context: Tensor, *arguments: Any, attention_mask: Tensor, **options: Any) -> Tensor:
+        started = time.monotonic()
+        output: Tensor = super()._model_generate(context, *arguments, attention_mask=attention_mask, **options)
+        self._count(int(attention_mask.sum()) + output[:, context.shape[1] :].numel(), started)
+        return output
+
+    def _count(self, tokens: int, started: float) -> None:
+        """Notes that these tokens were read or written since `started`."""
+        self.tokens_read += tokens
+        self.seconds += time.monotonic() - started
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval writes of the model into its results, and how fast it was."""
+        speed = self.tokens_read / self.seconds if self.seconds else None
+        if speed is not None:
+            log.info(f"{self.tokens_read:,} tokens, {speed:,.0f} tokens per second")
+        return {
+            **super().get_model_info(),
+            "updates": self.updates,
+            "tokens": self.tokens_read,
+            "tokens_per_second": speed,
+        }
+
+
+def load(checkpoint: Path, data: str | None, tokenizer: str | None) -> tuple[Any, Any, int | None]:
+    """A checkpoint's model and tokenizer, and after how many updates it was written, if it says so."""
+    from fairseq_fastweights.conversion.export import find_run, load_for_causal_lm, read_state
+
+    file = find_run(checkpoint, data, tokenizer).checkpoint
+    history = read_state(file).get("optimizer_history")
+    updates = history[-1].get("num_updates") if history else None
+    return *load_for_causal_lm(file, data=data, tokenizer=tokenizer), updates

@@ -1,0 +1,241 @@
+"""Models of Llama's and Qwen's shape whose attention becomes a fast weight memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq import options, tasks
+from torch.nn.parallel import DistributedDataParallel
+
+from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.attention_transfer import AttentionTransfer, build_attention
+from fairseq_fastweights.conversion.source import read_source
+from fairseq_fastweights.conversion.swap import ADDITIVE_SCALE, check_swap, fold_map, swap
+from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
+from tests.conftest import QUIET, TASK, binarise, command, import_plugin
+from tests.conversion import llamas, sources
+
+WIDTH, HEADS, KV_HEADS, DIM = 24, 4, 2, 8
+SHAPE = {"kv_heads": KV_HEADS, "head_dim": DIM, "projection_bias": "none", "query_key_norm_eps": 1e-3}
+
+
+@pytest.fixture
+def attention() -> SoftmaxAttention:
+    torch.manual_seed(0)
+    made = SoftmaxAttention(WIDTH, HEADS, **SHAPE)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def swapped(attention: SoftmaxAttention, **options) -> FastWeightAttention:
+    torch.manual_seed(1)
+    new = FastWeightAttention(WIDTH, HEADS, **SHAPE | options)
+    check_swap(new)
+    weights = {n: p.detach() for n, p in attention.named_parameters() if not n.startswith("out_proj.")}
+    if isinstance(new.q_norm, torch.nn.Identity):
+        weights = {n: p for n, p in weights.items() if "norm" not in n}
+    with torch.no_grad():
+        for name, (values, _) in swap(new, weights).items():
+            new.get_parameter(name).copy_(values)
+        new.out_proj.weight.copy_(attention.out_proj.weight)
+    return new
+
+
+@torch.no_grad()
+def test_at_full_size_a_memory_reads_the_sources_grouped_projections(attention):
+    new = swapped(attention, update_rule="sum", feature_map="identity", normalization=frozenset())
+    x = torch.randn(7, 1, WIDTH)
+    q, k, v = (p(x)[:, 0].unflatten(-1, (-1, DIM)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k, read = attention.q_norm(q), attention.k_norm(k), torch.zeros(7, HEADS, DIM)
+    for t in range(7):
+        for head in range(HEADS):
+            shared = head // 2
+            read[t, head] = sum((q[t, head] @ k[j, shared]) * v[j, shared] for j in range(t + 1)) * ADDITIVE_SCALE
+    expected = attention.out_proj(read.flatten(1))
+    assert torch.allclose(new(x)[0][:, 0], expected, rtol=1e-4, atol=1e-5)  # sums in another order
+
+
+def test_heads_that_share_keys_share_the_folded_map_and_values_the_mean_of_what_gates_let_in(attention):
+    q, k = attention.q_proj.weight.detach(), attention.k_proj.weight.detach()
+    fold = fold_map(q, k, HEADS, 3)
+    new = swapped(attention, query_key_norm_eps=None, update_rule="decay", feature_dim=3)
+    for shared in range(KV_HEADS):
+        queries = [q[head * DIM : (head + 1) * DIM] for head in range(HEADS) if head // 2 == shared]
+        both = torch.cat([*queries, k[shared * DIM : (shared + 1) * DIM]], dim=1).double()
+        kept = (fold[shared] @ both).square().sum()
+        # Of all maps with orthonormal rows none keeps more, by the theorem of Eckart and Young.
+        assert torch.allclose(kept, torch.linalg.svdvals(both)[:3].square().sum(), rtol=1e-10)
+    folded = torch.einsum("hmd,hdw->hmw", fold[[0, 0, 1, 1]], q.double().unflatten(0, (HEADS, DIM)))
+    assert torch.allclose(new.q_proj.weight.double(), folded.flatten(0, 1), atol=1e-6)
+    folded = torch.einsum("hmd,hdw->hmw", fold, k.double().unflatten(0, (KV_HEADS, DIM)))
+    assert torch.allclose(new.k_proj.weight.double(), folded.flatten(0, 1), atol=1e-6)
+    let_in = (1 - new.value_decay_proj.bias.sigmoid()).view(KV_HEADS, 2, DIM).mean(1).view(-1, 1)
+    assert torch.allclose(new.v_proj.weight, let_in * attention.v_proj.weight, rtol=1e-5)
+    with pytest.raises(ValueError, match="feature_dim is 3; with query_key_norm_eps it must be the 8 numbers"):
+        swapped(attention, update_rule="gated", feature_dim=3)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> dict[str, Path]:
+    folder, made = tmp_path_factory.mktemp("converted"), {}
+    for kind in ("Llama", "Qwen2", "Qwen3"):
+        source = llamas.model(kind, tie_word_embeddings=kind == "Qwen2", head_dim=DIM)
+        made[kind] = folder / kind
+        assert main(["from-huggingface", str(llamas.save(folder / f"{kind}-theirs", source)), str(made[kind])]) == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A text, in the numbers of `llamas.tokenizer`; all converted folders have one dictionary."""
+    folder = tmp_path_factory.mktemp("data")
+    numbers = [" ".join(map(str, llamas.tokenizer().encode(line).ids)) for line in [llamas.TEXT, "the cat"] * 4]
+    for split in ("train", "valid"):
+        (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in numbers))
+    words = "".join(f"{i} 1\n" for i in range(400) if i != 1)
+    (folder / "dict.txt").write_text(words)
+    return binarise(folder, "--srcdict", str(folder / "dict.txt"))
+
+
+def words(data: Path, converted: Path, *flags: str) -> list[str]:
+    """Those of a call of fairseq-train, which starts from a converted model."""
+    shape = (converted / "options.txt").read_text().split()
+    settings = "--optimizer adam --tokens-per-sample 16 --batch-size 4 --max-update 4 --disable-validation".split()
+    return [str(data), *TASK, *shape, *QUIET, *settings, "--lr", "0.003", "--transfer-from", str(converted), *flags]
+
+
+def train(data: Path, converted: Path, save_dir: Path, *flags: str) -> list[float]:
+    """The losses of training by update."""
+    log = command("train", *words(data, converted, *flags), "--save-dir", str(save_dir))
+    return [float(loss) for loss in re.findall(r'"loss": "([^"]+)"', log)]
+
+
+OWN = "embeddings,output,feed-forward"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("Llama", ["--update-rule", "gated", "--scale-read-out", "--feature-dim", "4"]),
+        ("Qwen2", ["--mixers", "decay:1,softmax:2"]),
+        ("Qwen3", ["--update-rule", "delta"]),
+        ("Qwen3", ["--mixers", "gated-delta", "--gated-delta-key-heads", "2", "--transfer", OWN]),
+    ],
+    ids=["gated", "decay", "delta", "gated-delta"],
+)
+def test_a_converted_model_trains(converted, data, tmp_path, kind, flags):
+    losses = train(data, converted[kind], tmp_path, *flags)
+    assert len(losses) == 4 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+    state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
+    rows = state["decoder.layers.0.self_attn.k_proj.weight"].shape[0]
+    assert rows == {"gated": KV_HEADS * 4, "gated-delta": KV_HEADS * WIDTH // HEADS}.get(flags[1], KV_HEADS * DIM)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_attention_transfer_trains_the_memories_alone_towards_the_attention(converted, data, tmp_path, kind):
+    flags = ["--update-rule", "sum", "--feature-map", "relu", "--normalization", "attention", "--criterion"]
+    flags += ["attention_transfer", "--max-update", "12", "--lr", "0.01"]
+    losses = train(data, converted[kind], tmp_path, *flags)
+    assert losses[-1] < 0.7 * losses[0]
+    before = torch.load(converted[kind] / "model.pt", weights_only=False)["model"]
+    after = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
+    moved = {n for n, x in after.items() if n in before and "version" not in n and not torch.equal(x, before[n])}
+    assert moved and all(".self_attn." in name for name in moved)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_each_layer_is_compared_on_what_the_sources_own_layer_reads(converted, kind):
+    """With the source itself for a model, each attention is that of the source, and there is nothing to learn."""
+    import_plugin()
+    source = read_source(converted[kind] / "model.pt")
+    model, dictionary, _ = sources.load(converted[kind], llamas.model(kind))
+    tokens = torch.randint(4, 400, (2, 9))
+    tokens[0, 7:] = dictionary.pad()
+    hidden = model.decoder.extract_features(tokens)[1]["inner_states"]
+    for number, layer in enumerate(model.decoder.layers):
+        x = layer.self_attn_layer_norm(hidden[number])
+        assert torch.allclose(build_attention(source, number)(x)[0], layer.self_attn(x)[0], atol=1e-6)
+    with pytest.raises(ValueError, match="the model must have a mixer other than softmax"):
+        AttentionTransfer(source, model.decoder)
+
+
+class Constant(Mixer):
+    """Gives the same number everywhere, and notes what it reads."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(WIDTH)
+        self.value, self.read = torch.nn.Parameter(torch.tensor(value)), []
+
+    def forward(self, x, state=None, padding=None, **options):
+        self.read.append(x)
+        return self.value.expand(x.shape), {"state": x}
+
+
+def test_errors_are_relative_without_padding_and_layers_read_what_the_attentions_give(converted):
+    import_plugin()
+    source = read_source(converted["Llama"] / "model.pt")
+    model, dictionary, _ = sources.load(converted["Llama"], llamas.model("Llama"))
+    tokens = torch.randint(4, 400, (2, 9))
+    tokens[0, 7:] = dictionary.pad()
+    with torch.no_grad():
+        hidden = model.decoder.extract_features(tokens)[1]["inner_states"]
+        inputs = [layer.self_attn_layer_norm(x) for layer, x in zip(model.decoder.layers, hidden, strict=False)]
+        targets = [m(x, None, tokens.eq(1))[0] for m, x in zip(model.decoder.mixers, inputs, strict=True)]
+    for layer, value in zip(model.decoder.layers, (0.0, 0.5), strict=True):
+        layer.self_attn = Constant(value)
+    mixers = model.decoder.mixers
+    errors = AttentionTransfer(source, model.decoder).errors(model, {"src_tokens": tokens})
+    real = tokens.t().ne(1)
+    for mixer, x, target, error in zip(mixers, inputs, targets, errors, strict=True):
+        assert torch.allclose(mixer.read[0][real], x[real], atol=1e-5)
+        expected = (mixer.value - target[real]).square().sum() / target[real].square().sum()
+        assert torch.allclose(error, expected, rtol=1e-4)
+    errors.sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {f"decoder.layers.{i}.self_attn.value" for i in (0, 1)}
+    assert mixers[0](inputs[0])[0].sum() == 0  # they are themselves again
+
+
+def test_gradients_of_several_processes_are_added_up_or_it_is_refused(converted):
+    import_plugin()
+    from fairseq_fastweights.tasks.attention_transfer_criterion import AttentionTransferCriterion
+
+    call = words(converted["Llama"], converted["Llama"], "--criterion", "attention_transfer")
+    args = options.parse_args_and_arch(options.get_training_parser("fast_weight_language_modeling"), call)
+    criterion = AttentionTransferCriterion(tasks.setup_task(args))
+    waiting = SimpleNamespace(module=DistributedDataParallel.__new__(DistributedDataParallel))
+    with pytest.raises(ValueError, match="with several processes ddp_backend must be legacy_ddp"):
+        criterion(waiting, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--criterion", "attention_transfer", "--transfer", OWN], "transfer is .* it must be all"),
+        (["--criterion", "attention_transfer", "--carry-over-state"], "carry_over_state is set; with criterion att"),
+        (["--kv-heads", "3"], "kv_heads is 3; it must be a divisor of the 4 heads"),
+        (["--head-dim", "-2"], "head_dim is -2; it must be positive"),
+        (["--rms-norm-eps=-1"], "rms_norm_eps is -1.0; it must be at least 0"),
+        (["--quant-noise-pq", "0.1"], "quant_noise_pq is 0.1; with swiglu it must be 0"),
+        (["--rms-norm-eps", "0.5"], "other option +rms_norm_eps +1e-06 +0.5"),
+        (["--mixers", "softmax", "--rotary-scaling", "linear:2"], "other option +rotary_scaling +linear:2"),
+        (["--kv-heads", "1"], r"wrong shape +decoder.layers.0.self_attn.k_proj.weight +16 x 24 +8 x 24"),
+        (["--projection-bias", "qkv"], r"missing +decoder.layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(converted, flags, message):
+    call = words(converted["Llama"], converted["Llama"], *flags)
+    args = options.parse_args_and_arch(options.get_training_parser("fast_weight_language_modeling"), call)
+    with pytest.raises(ValueError, match=message):
+        task = tasks.setup_task(args)
+        task.build_model(args)
+        task.build_criterion(args)

@@ -1,0 +1,143 @@
+"""Llama, Mistral, Qwen2 and Qwen3: a converted model is its source, and gives its bits back."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq.data import encoders
+
+import fairseq_fastweights.data.tokenizer_json  # noqa: F401
+from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.weight_files import WeightFiles
+from tests.conversion import llamas, sources
+from tests.conversion.test_bad_input import edit, setting
+
+# Of logits of a few units, in float32; on one machine they are equal to the bit.
+LOGITS = 1e-5
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 99.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+CASES = {
+    "llama 2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}, {"pieces": True}),
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3}, {"shards": 3}),
+    "llama, linear scaling, tied": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}, "tie_word_embeddings": True},
+        {},
+    ),
+    "llama, another head dim": ("Llama", {"head_dim": 10, "num_key_value_heads": 1}, {}),
+    "mistral": ("Mistral", {"sliding_window": None}, {}),
+    "qwen2, one head of keys": ("Qwen2", {"num_key_value_heads": 1}, {}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}, {}),
+    "qwen3": ("Qwen3", {"head_dim": 8, "rms_norm_eps": 1e-3}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_converted_model_is_its_source_and_gives_its_bits_back(tmp_path, capsys, case):
+    kind, settings, form = CASES[case]
+    source = llamas.model(kind, **settings)
+    theirs, ours, back = llamas.save(tmp_path / "theirs", source, **form), tmp_path / "ours", tmp_path / "back"
+    assert main(["from-huggingface", str(theirs), str(ours)]) == 0, capsys.readouterr().err
+    assert f"--bpe tokenizer_json --tokenizer-json-folder {ours}" in capsys.readouterr().out
+
+    model, _, numbers = sources.load(ours, source)
+    tokens = torch.randint(len(numbers), (3, 40), generator=torch.Generator().manual_seed(5))
+    expected = source(tokens).logits
+    assert expected.std() > 0.5  # so that the bound says something
+    out = model(numbers[tokens])
+    assert (out[0][..., numbers] - expected).abs().max() <= LOGITS
+    cache: dict = {}
+    steps = [model(numbers[tokens][:, :t], incremental_state=cache)[0] for t in range(1, 11)]
+    assert (torch.cat(steps, dim=1) - out[0][:, :10]).abs().max() <= LOGITS
+    if "num_key_value_heads" in settings:  # the cache is as small as the source's
+        heads = settings["num_key_value_heads"]
+        assert cache[model.decoder.mixers[0]]["keys"].shape[1] == heads
+
+    assert main(["to-huggingface", str(ours), str(back)]) == 0, capsys.readouterr().err
+    before, after = WeightFiles(theirs), WeightFiles(back)
+    assert set(after.shapes) == set(before.shapes)
+    assert all(torch.equal(before.read(name), after.read(name)) for name in after.shapes)
+    assert (back / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_text_becomes_the_tokenizers_numbers_and_comes_back(tmp_path, pieces):
+    real = llamas.tokenizer(pieces)
+    theirs = llamas.save(tmp_path / "theirs", llamas.model("Llama"), pieces=pieces)
+    assert main(["from-huggingface", str(theirs), str(tmp_path / "ours")]) == 0
+    bpe = encoders.build_bpe(Namespace(bpe="tokenizer_json", tokenizer_json_folder=str(tmp_path / "ours")))
+    for text in ("", "the cat  sat\n\t12345", "Grüße, 日本語 🎉 \u2028 it's", "x<|begin|>y"):
+        assert [int(n) for n in bpe.encode(text).split()] == real.encode(text).ids
+        if not (pieces and "<|" in text):  # after a word that is cut out its mark for a beginning is a space
+            assert bpe.decode(bpe.encode(text)) == text
+    assert bpe.encode("a<|end|>") == f"{bpe.encode('a')} </s>" and bpe.decode("</s> <unk>") == "<|end|>"
+    starts = [bpe.is_beginning_of_word(str(number)) for number in real.encode("the mat").ids]
+    assert starts[0] is pieces and (pieces or any(starts[1:])) and not bpe.is_beginning_of_word("</s>")
+
+
+def rope(**changes: object):
+    return setting(rope_parameters=LLAMA3 | changes)
+
+
+BAD = [
+    ("Llama", setting(num_hidden_layers=10**12), "num_hidden_layers is 1000000000000; it must be at most 10000"),
+    ("Llama", setting(rope_parameters=[1]), r"rope_parameters is \[1\]; it must be an object"),
+    ("Llama", setting(eos_token_id=None), "eos_token_id is None; it must be one number"),
+    ("Llama", setting(attention_bias=True), "attention_bias is True; only False is supported"),
+    ("Llama", setting(mlp_bias=True), "mlp_bias is True; only False"),
+    ("Llama", setting(num_key_value_heads=3), "num_key_value_heads is 3; it must be a divisor of num_attention_heads"),
+    ("Llama", setting(head_dim=7), "head_dim is 7; it must be even"),
+    ("Llama", setting(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is supported"),
+    ("Llama", setting(rms_norm_eps="small"), "rms_norm_eps is 'small'; it must be a positive number"),
+    ("Llama", rope(rope_type="yarn"), "rope_type is 'yarn'; it must be one of default, linear, llama3"),
+    ("Llama", rope(factor=None), "factor is None; it must be a positive number"),
+    ("Llama", rope(low_freq_factor=4), "rope_parameters is 'llama3:8,4,4,32'; .* LOW less than HIGH"),
+    ("Llama", setting(eos_token_id=7), "eos_token_id is 7, which in tokenizer.json is no added token"),
+    ("Llama", setting(vocab_size=2000), r"tokenizer.json: the tokenizer has \d+ word types, but .* vocab_size, 2000"),
+    ("Llama", lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: there is no such file"),
+    ("Llama", edit("tokenizer.json", lambda _: b'{"model": 1}'), "tokenizer.json: this is no tokenizer"),
+    ("Llama", setting(intermediate_size=30), r"mlp.down_proj.weight +\(24, 28\) +\(24, 30\)"),
+    ("Llama", setting(model_type="qwen2"), r"self_attn.q_proj.bias +missing +\(24,\)"),
+    ("Mistral", setting(sliding_window=8), "sliding_window is 8; only None is supported"),
+    ("Qwen2", setting(use_sliding_window=True), "use_sliding_window is True; only False"),
+    ("Qwen2", setting(layer_types=7), "layer_types holds 7; only 'full_attention'"),
+    ("Qwen2", setting(layer_types=["sliding_attention"]), "layer_types holds 'sliding_attention'; only 'full_att"),
+    ("Qwen3", setting(attention_bias=True), "attention_bias is True; only False"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("llamas")
+    return {kind: llamas.save(folder / kind, llamas.model(kind)) for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+
+
+@pytest.mark.parametrize(("base", "spoil", "message"), BAD)
+def test_what_cannot_be_converted_is_named_and_nothing_is_left(folders, tmp_path, capsys, base, spoil, message):
+    shutil.copytree(folders[base], tmp_path / "source")
+    spoil(tmp_path / "source")
+    assert main(["from-huggingface", str(tmp_path / "source"), str(tmp_path / "target")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and "Traceback" not in error, error
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_older_files_say_the_same(folders, tmp_path):
+    shutil.copytree(folders["Llama"], tmp_path / "source")
+    rope(rope_theta=99.0)(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    assert main(["from-huggingface", str(tmp_path / "source"), str(tmp_path / "new")]) == 0
+    scaling = config.pop("rope_parameters")
+    config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    assert main(["from-huggingface", str(tmp_path / "source"), str(tmp_path / "old")]) == 0
+    new, old = (torch.load(tmp_path / name / "model.pt")["cfg"]["model"] for name in ("new", "old"))
+    assert new == old and new["rotary_scaling"] == "llama3:8,1,4,32" and new["rotary_base"] == 99

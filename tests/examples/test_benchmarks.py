@@ -1,0 +1,159 @@
+"""examples/xatl: what benchmarks.sh runs and when, and the tables and the figure of its results."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import EXAMPLES, Programs, options, refused, run_script
+
+summarize = import_module("xatl.summarize")
+
+SCRIPT, SUMMARY = EXAMPLES / "xatl" / "benchmarks.sh", EXAMPLES / "xatl" / "summarize.py"
+ACCURACIES = {"lambada_openai": 0.5, "hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.5, "arc_challenge": 0.25}
+ACCURACIES |= {"winogrande": 0.4}
+
+
+def result(updates: int | None, shift: float = 0.0, **config: Any) -> str:
+    """What lm_eval writes; of two accuracies the one that a table does not show is 0.9."""
+    scores: dict[str, dict[str, float]] = {}
+    for task, accuracy in ACCURACIES.items():
+        normalised = task in ("hellaswag", "arc_challenge")
+        shown, other = ("acc_norm,none", "acc,none") if normalised else ("acc,none", "acc_norm,none")
+        scores[task] = {shown: accuracy + shift, other: 0.9}
+    scores["lambada_openai"]["perplexity,none"] = 12.5
+    return json.dumps({"results": scores, "config": {"updates": updates, "limit": None, **config}})
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Programs:
+    """In Python's place a program that leaves a result where lm_eval would."""
+    body = 'while [ $# -gt 1 ]; do [ "$1" != --output_path ] || echo {} > "${2%.json}_2026.json"; shift; done'
+    return Programs(tmp_path / "programs", {"python": body})
+
+
+def test_each_checkpoint_is_scored_once_for_its_data_and_options(programs: Programs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("checkpoint_best.pt", "checkpoint_1_50.pt"):
+        (run / name).touch()
+    data = {"DATA": tmp_path}
+
+    def calls(*words: str, **env: object) -> list[list[str]]:
+        done, made = programs.run(SCRIPT, run, *words, env=env)
+        assert done.returncode == 0, done.stderr
+        assert not list(run.glob("*unfinished"))
+        return made
+
+    first, second = calls("--limit", "3", **data)
+    assert [Path(first[1]).name, *first[3:]] == ["benchmark_data.py", str(tmp_path)]
+    assert second[1:3] == ["-m", "fairseq_fastweights.lm_eval"] and second[-2:] == ["--limit", "3"]
+    told = options(second)
+    assert told["--model"] == "fairseq-fastweights" and told["--include_path"] == first[2]
+    assert told["--model_args"] == f"checkpoint={run}/checkpoint_best.pt,add_bos_token=False"
+    assert second[second.index("--tasks") + 1 :][:6] == list(ACCURACIES)
+    assert (run / "benchmarks.json").exists()
+    assert calls("--limit", "3", **data) == []
+    assert len(calls(**data)) == 2 and calls(**data) == []
+    first, second = calls()
+    assert len(first) == 3 and "--include_path" not in second
+    assert len(calls(CHECKPOINT="checkpoint_1_50.pt")) == 2
+    assert {file.name for file in run.glob("*.json")} == {"benchmarks.json", "benchmarks.checkpoint_1_50.json"}
+    assert calls() == []
+    os.utime(run / "benchmarks.json", (1, 1))
+    assert len(calls()) == 2
+
+
+def test_a_test_that_failed_leaves_no_result(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_best.pt").touch()
+    for number, body in enumerate(
+        ('[ "$1" != -m ]', ":")
+    ):  # lm_eval fails; it says that all is well, and writes nothing
+        done, _ = Programs(tmp_path / f"programs{number}", {"python": body}).run(SCRIPT, tmp_path)
+        assert done.returncode == 1
+        assert not list(tmp_path.glob("benchmarks*"))
+
+
+@refused("""
+benchmarks.sh RUN [OPTION ...] -> benchmarks.sh RUN
+nowhere -> RUN is nowhere, which holds no checkpoint_best.pt
+CHECKPOINT=last.pt . -> which holds no last.pt
+CHECKPOINT=a/b.pt . -> CHECKPOINT is a/b.pt; it must be the name of a file in RUN
+DATA=nowhere . -> DATA is nowhere; it must be a folder
+a,b -> RUN is a,b; lm_eval takes no name with a comma or a bracket
+""")
+def test_what_cannot_be_is_refused(env: dict[str, str], words: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_best.pt").touch()
+    words = [] if words[0] == SCRIPT.name else [str(tmp_path) if word == "." else word for word in words]
+    done = run_script(SCRIPT, *words, env=env)
+    assert done.returncode in (1, 2) and message in done.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def cells(text: str, start: str) -> list[list[str]]:
+    """The rows of a table whose first cell begins so, and those below them without a name."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    found = []
+    for number, row in enumerate(rows):
+        if row[0].startswith(start):
+            found += [row, *(below for below in rows[number + 1 : number + 2] if below[0] == "")]
+    return found
+
+
+def test_tables_have_the_papers_numbers_and_below_them_the_measured(tmp_path: Path, run) -> None:
+    for name, files in {
+        "400m-ffn-retnet": {"": result(75_000), ".checkpoint_1_5000": result(5000, 0.1)},
+        "wo-lit": {".checkpoint_1_5000": result(5000), ".checkpoint_1_900": result(900, 0.1)},
+        "mine": {"": result(None, limit=10.0), ".x": "{"},
+    }.items():
+        (tmp_path / name).mkdir()
+        for checkpoint, text in files.items():
+            (tmp_path / name / f"benchmarks{checkpoint}.json").write_text(text)
+    markdown, figure = tmp_path / "table.md", tmp_path / "curves.png"
+    status, out, err = run(SUMMARY, tmp_path, "--markdown", markdown, "--figure", figure)
+    assert status == 0 and figure.read_bytes().startswith(b"\x89PNG") and markdown.read_text() == out
+    measured = ["50.00", "25.00", "50.00", "50.00", "25.00", "40.00", "40.00"]
+    here, paper = ["", "here", "75,000"], "48.81 39.92 66.38 50.55 24.74 52.80 47.20".split()
+    # In Table 2 and, as what is never frozen, in Table 3.
+    assert cells(out, "`400m-ffn-retnet`") == 2 * [
+        ["`400m-ffn-retnet`, 400M, RetNet, E_io + FFN", "the paper", "", *paper],
+        [*here, *measured],
+    ]
+    assert cells(out, "RetNet-430M-XATL") == [
+        ["RetNet-430M-XATL, 150B", "the paper", "", "12.24", *paper],
+        [*here, "12.50", *measured],
+    ]
+    assert cells(out, "`wo-lit`")[1] == ["", "here", "5,000", *measured]
+    assert cells(out, "mine") == [["mine", "here", "–", "12.50", *measured]]
+    assert cells(out, "Pythia-1B, 300B")[0][3:] == "7.92 56.10 47.20 70.70 57.00 27.10 53.50 51.90".split()
+    assert "benchmarks.x.json is damaged" in err and "of a part of the data, --limit 10" in err
+
+
+def test_the_figure_has_tokens_and_averages(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "400m-ffn-retnet"
+    folder.mkdir()
+    for updates in (5000, 1000):
+        (folder / f"benchmarks.checkpoint_1_{updates}.json").write_text(result(updates, updates / 1e5))
+    (folder / "benchmarks.checkpoint_last.json").write_text(result(None))
+    drawn = []
+    monkeypatch.setattr(summarize, "save_figure", lambda figure, path: drawn.extend(figure.axes[0].lines))
+    assert summarize.main([str(tmp_path), "--figure", str(tmp_path / "f.png")]) == 0
+    ((line),) = drawn
+    # 1024 sequences of 2048 tokens an update.
+    assert list(line.get_xdata()) == pytest.approx([2.097152, 10.48576])
+    assert list(line.get_ydata()) == pytest.approx([41.0, 45.0])
+    (folder / "benchmarks.checkpoint_1_1000.json").unlink()
+    (folder / "benchmarks.checkpoint_1_5000.json").unlink()
+    with pytest.raises(SystemExit):
+        summarize.main([str(tmp_path), "--figure", str(tmp_path / "f.png")])
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path, run) -> None:
+    (tmp_path / "x").mkdir()
+    status, _, err = run(SUMMARY, tmp_path, "x")
+    assert status == 1 and "x was not scored" in err and "holds no folder with benchmarks.json" in err

@@ -1,0 +1,175 @@
+"""A file that is missing, cut short, hostile or of something else is named in one line, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.huggingface import FastWeightConfig
+from tests.conversion.test_bad_input import Harmful
+
+Change = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def folders(save, tmp_path_factory) -> dict[str, Path]:
+    """A run, and what it is exported to."""
+    folder = tmp_path_factory.mktemp("bad")
+    save(folder / "run", "--update-rule gated")
+    assert main(["to-huggingface", str(folder / "run"), str(folder / "exported")]) == 0
+    return {"run": folder / "run", "exported": folder / "exported"}
+
+
+def cut(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes(
+        (folder / name).read_bytes()[: (folder / name).stat().st_size // 2]
+    )
+
+
+def checkpoint(change: Callable[[dict], Any]) -> Change:
+    def spoil(folder: Path) -> None:
+        state = torch.load(folder / "checkpoint_best.pt", weights_only=True)
+        torch.save(change(state), folder / "checkpoint_best.pt")
+
+    return spoil
+
+
+def options(**changes: Any) -> Change:
+    return checkpoint(lambda state: state["cfg"]["model"].update(changes) or state)
+
+
+def setting(**changes: Any) -> Change:
+    def spoil(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return spoil
+
+
+def weights(change: Callable[[dict], Any]) -> Change:
+    def spoil(folder: Path) -> None:
+        save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+    return spoil
+
+
+def without_dictionary(folder: Path) -> None:
+    (folder / "dict.txt").unlink()
+    checkpoint(lambda state: state["cfg"]["task"].update(data="nowhere") or state)(folder)
+
+
+FC1 = "model.layers.1.fc1.bias"
+BAD: list[tuple[str, Change, str]] = [
+    (
+        "run",
+        lambda f: (f / "checkpoint_best.pt").unlink(),
+        "source: there is no checkpoint; it must hold one of model.pt",
+    ),
+    ("run", shutil.rmtree, "source: there is no such checkpoint"),
+    ("run", without_dictionary, "checkpoint_best.pt: there is no dict.txt in source or nowhere; --data names"),
+    ("run", cut("checkpoint_best.pt"), "checkpoint_best.pt: .*broken"),
+    ("run", checkpoint(lambda s: s | {"x": Harmful()}), "checkpoint_best.pt: refused: it holds something else"),
+    ("run", checkpoint(lambda s: {"model": [1]}), "checkpoint_best.pt: this is not a checkpoint of fairseq's"),
+    ("run", checkpoint(lambda s: {"model": s["model"]}), "checkpoint_best.pt: "),
+    ("run", lambda f: (f / "dict.txt").write_text("w0 1\nw1 1\n"), "checkpoint_best.pt: .*dictionary (digest|size) is"),
+    ("run", lambda f: (f / "dict.txt").write_text("w0\n"), "checkpoint_best.pt: .*dictionary"),
+    (
+        "run",
+        checkpoint(lambda s: s["model"].pop("decoder.layers.1.fc1.bias") is None or s),
+        r"Missing key.*1\.fc1\.bias",
+    ),
+    ("run", options(decoder_ffn_embed_dim=48), "checkpoint_best.pt: .*size mismatch"),
+    ("run", options(update_rule="delta"), "best.pt: the checkpoint does not fit the model: .*mixers is 'gated'"),
+    ("run", options(character_embeddings=True, character_filters="[(1, 4)]"), "best.pt: "),
+    ("run", options(quant_noise_pq=0.1), "best.pt: "),
+    ("exported", lambda f: (f / "config.json").write_text("{"), "config.json: this is not JSON"),
+    ("exported", lambda f: (f / "model.safetensors").unlink(), "source: there are no weights; it must hold one of"),
+    ("exported", cut("model.safetensors"), "model.safetensors: the file is broken or cut short"),
+    ("exported", lambda f: shutil.rmtree(f / "fairseq"), "fairseq/dict.txt: there is no such file; the weights belong"),
+    ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0 1\n"), "dict.txt: it has 5 word types, .* is 44"),
+    ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0\n"), "dict.txt: this is not a dictionary"),
+    ("exported", weights(lambda s: s.pop(FC1) is None or s), rf"{FC1} +missing +\(32,\)"),
+    ("exported", weights(lambda s: s | {"x": torch.ones(2)}), r"x +\(2,\) +nothing of this name"),
+    ("exported", weights(lambda s: s | {FC1: s[FC1].to(torch.int8)}), f"weight '{FC1}' is int8"),
+    ("exported", setting(tie_word_embeddings=True), "config.json ties lm_head.weight to model.embed_tokens.weight"),
+    ("exported", setting(intermediate_size=48), rf"{FC1} +\(32,\) +\(48,\)"),
+    ("exported", setting(mixers=["gated", "hebb"]), "config.json: mixers is 'hebb'; it must be one of sum, gated"),
+    ("exported", setting(mixer_settings={"windo": 3}), "config.json: mixer_settings holds 'windo'; it may hold"),
+    ("exported", setting(hiden_size=3), "config.json: hiden_size is 3; there is no setting of this name"),
+    ("exported", setting(format_version=2), "config.json: format_version is 2; this version"),
+]
+
+
+@pytest.mark.parametrize(("base", "spoil", "message"), BAD)
+def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys, base, spoil, message):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folders[base], "source")
+    spoil(Path("source"))
+    before = sorted(tmp_path.iterdir())
+    command = "to-huggingface" if base == "run" else "from-huggingface"
+    assert main([command, "source", "target"]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[0].startswith(f"python -m fairseq_fastweights.conversion {command}: error: source"), error
+    assert re.search(message, "\n".join(error)), error
+    assert len(error) == 1 or "the weights do not fit config.json" in error[0]  # of which a table follows
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": "16"}, "hidden_size is '16'; it must be a positive whole number"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3; it must be a divisor of hidden_size, 512"),
+        ({"mixers": ["delta"]}, r"mixers is \['delta'\]; it must hold a name for each of 6 layers"),
+        ({"mixers": "delta:1-7"}, "'1-7' is not within 1 to 6"),
+        ({"mixer_settings": {"num_heads": 2}}, "mixer_settings holds num_heads; that is num_attention_heads"),
+        ({"mixer_settings": {"fast_weight_heads": 3}}, "fast_weight_heads is 3; it must be a divisor of hidden_size"),
+        ({"mixer_settings": {"normalization": ["layer"]}}, r"normalization is \['layer'\]; it must be a list of sum"),
+        ({"mixer_settings": 3}, "mixer_settings is 3; it must give settings their values"),
+        ({"position_embeddings": "rotary"}, "position_embeddings is 'rotary'; it must be one of sinusoidal"),
+        ({"hidden_act": "swish"}, "hidden_act is 'swish'; it must be one of relu"),
+        ({"parallel_residual": True, "pre_norm": False}, "parallel_residual is set; it needs pre_norm"),
+        ({"dropout": 1.5}, r"dropout is 1\.5; it must be a probability"),
+        ({"initializer_range": -1}, "initializer_range is -1; it must be a standard deviation"),
+        ({"adaptive_input_cutoffs": [20, 10]}, r"adaptive_input_cutoffs is \[20, 10\]; its numbers must rise"),
+        ({"adaptive_input_factor": 0}, "adaptive_input_factor is 0; it must be positive"),
+        ({"adaptive_input_cutoffs": [10]}, "tie_word_embeddings is set; it needs the cut-offs"),
+        ({"input_size": 8}, "tie_word_embeddings is set; it needs input_size, 8, to be output_size, 512"),
+        ({"tie_adaptive_projections": True}, "tie_adaptive_projections is set; it needs"),
+        ({"masked_tokens": [-1]}, r"masked_tokens is \[-1\]; it must be a list of numbers below"),
+        ({"eos_token_id": [2, 99999999]}, "eos_token_id is 99999999; it must be a number below vocab_size"),
+    ],
+)
+def test_settings_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FastWeightConfig(**settings)
+
+
+def test_a_checkpoint_of_2019_and_one_in_half_precision_are_taken(save, fairseq, tmp_path):
+    """Which have a Namespace instead of a configuration, and weights that stay in their type both ways."""
+    save(tmp_path / "run", "--update-rule gated")
+    args = fairseq.tiny("fast_weight_lm", "--update-rule gated")
+
+    def older(state: dict) -> dict:
+        half = {name: x.half() if x.is_floating_point() else x for name, x in state["model"].items()}
+        return state | {"args": args, "cfg": None, "model": half}
+
+    checkpoint(older)(tmp_path / "run")
+    assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["dtype"] == "float16"
+    assert main(["from-huggingface", str(tmp_path / "folder"), str(tmp_path / "back")]) == 0
+    before, after = (
+        torch.load(tmp_path / name, weights_only=True)["model"] for name in ("run/checkpoint_best.pt", "back/model.pt")
+    )
+    for name, weight in before.items():
+        assert name.endswith(("version", "_float_tensor")) or torch.equal(after[name], weight), name
+        assert name.endswith(("version", "_float_tensor")) or after[name].dtype == weight.dtype, name
