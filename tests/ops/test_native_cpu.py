@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
@@ -225,3 +226,24 @@ def test_nor_does_a_scan(name, change):
     if name == "initial_state":
         with pytest.raises(RuntimeError, match="state is of type Half; it must be Float"):
             operators.selective_scan_forward(*[*x.values()][:-1], torch.zeros(SCAN[name]).half(), 0)
+
+
+class Called(TorchDispatchMode):
+    """The names of the operators that are called meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.names.append(str(function))
+        return function(*arguments, **(named or {}))
+
+
+@on_cpu
+def test_one_step_in_place_copies_no_state():
+    for rule in (rule for rule in RULES if rule.name in ("sum", "gated delta")):
+        inputs = rule.inputs(T=1, requires_grad=False)
+        with torch.no_grad(), Called() as called:
+            rule.run(inputs, "native", in_place=True)
+        assert called.names == ["fairseq_fastweights.rule_step_.default"]
