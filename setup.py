@@ -88,7 +88,7 @@ setup(
     # 0.12.2, and would try to. tools/build_fairseq.py makes one that it can.
     install_requires=["torch>=2.6", "numpy"],
     extras_require={
-        "conversion": ["safetensors"],
+        "conversion": ["huggingface_hub", "safetensors", "tokenizers"],
         "eval": ["accelerate", "lm-eval==0.4.13", "safetensors", "transformers>=5"],
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
         "huggingface": ["accelerate", "safetensors", "transformers>=5"],
