@@ -27,18 +27,22 @@ QUIET = "--cpu --num-workers 0 --no-progress-bar --log-format json --log-interva
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Names of dtypes, of rows of a table by their `name`, and of tuples, lists and dicts of these and plain values."""
+    """Names of dtypes, of rows of a table by their `name`, and of collections of these and plain values."""
     if isinstance(val, torch.dtype):
         return str(val).removeprefix("torch.")
     if isinstance(val, dict):
-        return pytest_make_parametrize_id([f"{name}={pytest_make_parametrize_id(x) or x}" for name, x in val.items()])
+        names = [_name(x) for x in val.values()]
+        return None if None in names else "x".join(f"{key}={name}" for key, name in zip(val, names, strict=True))
     if isinstance(val, (set, frozenset)):  # whose order differs from process to process
         val = sorted(val, key=str)
     if isinstance(val, (tuple, list)):
-        plain = (str, int, float, type(None))
-        names = [str(x) if isinstance(x, plain) else pytest_make_parametrize_id(x) for x in val]
+        names = [_name(x) for x in val]
         return None if None in names else "x".join(map(str, names))
     return val.name if is_dataclass(val) and isinstance(getattr(val, "name", None), str) else None
+
+
+def _name(val: object) -> str | None:
+    return str(val) if isinstance(val, (str, int, float, type(None))) else pytest_make_parametrize_id(val)
 
 
 @pytest.fixture(autouse=True, scope="session")
