@@ -143,8 +143,8 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
     dictionary = next((place / "dict.txt" for place in places if (place / "dict.txt").is_file()), None)
     if dictionary is None:
         raise ValueError(
-            f"{checkpoint}: there is no dict.txt in {' or '.join(str(place) for place in places)}; --data names the "
-            "folder of the data that it was trained on"
+            f"{checkpoint}: there is no dict.txt in {' or '.join(str(place) for place in places)}; the option data "
+            "names the folder of the data that it was trained on"
         )
     nearby = [dictionary.parent, checkpoint.parent]
     if task.get("transfer_from"):

@@ -75,7 +75,7 @@ BAD: list[tuple[str, Change, str]] = [
         "source: there is no checkpoint; it must hold one of model.pt",
     ),
     ("run", shutil.rmtree, "source: there is no such checkpoint"),
-    ("run", without_dictionary, "checkpoint_best.pt: there is no dict.txt in source or nowhere; --data names"),
+    ("run", without_dictionary, "checkpoint_best.pt: there is no dict.txt in source or nowhere; the option data"),
     ("run", cut("checkpoint_best.pt"), "checkpoint_best.pt: .*broken"),
     ("run", checkpoint(lambda s: s | {"x": Harmful()}), "checkpoint_best.pt: refused: it holds something else"),
     ("run", checkpoint(lambda s: {"model": [1]}), "checkpoint_best.pt: this is not a checkpoint of fairseq's"),
