@@ -216,8 +216,9 @@ def digest(*texts: str) -> str:
 
 def jobs() -> int:
     """How many compilers run at a time."""
+    asked = os.environ.get("MAX_JOBS", "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return int(os.environ.get("MAX_JOBS") or cores or 1)
+    return max(1, int(asked)) if asked.isdigit() else cores or 1
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not environment.is_finished(options.any_python, options.any_torch):
             environment.check_this_python()
             with Path(__file__).open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # a second set-up waits until this one ends, however it ends
+                # A second set-up waits until this one ends, and its steps, which may outlive it where it is killed.
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                environment.inherited = (lock.fileno(),)
                 if not environment.is_finished(options.any_python, options.any_torch):
                     environment.remove_what_is_there()
                     environment.make()
@@ -71,6 +74,7 @@ class Environment:
         self.torch = torch
         self.folder = root / ".venv"
         self.python = self.folder / "bin" / "python"
+        self.inherited: tuple[int, ...] = ()
 
     def stamp(self) -> dict[str, str]:
         """What the environment is made from."""
@@ -100,6 +104,10 @@ class Environment:
         if lacking := [module for module in ("venv", "ensurepip") if importlib.util.find_spec(module) is None]:
             package = f"on Debian and Ubuntu it is in the package python{version[0]}.{version[1]}-venv"
             raise SetupError(f"{sys.executable} lacks the module {lacking[0]} ({package}): install it, or {hint}")
+        if not os.access(base_python(), os.X_OK):
+            raise SetupError(f"{sys.executable} is of an environment whose Python, {base_python()}, is gone: {hint}")
+        if not re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", self.torch):
+            raise SetupError(f"TORCH={self.torch} is no version; it should be like 2.13.0")
 
     def remove_what_is_there(self) -> None:
         """Removes an environment that was interrupted or is outdated; nothing else."""
@@ -138,7 +146,7 @@ class Environment:
         print(f"  {title} ...", end=" ", flush=True)
         started = time.monotonic()
         print("$", *command, file=log, flush=True)
-        result = subprocess.run(command, cwd=self.root, stdout=log, stderr=subprocess.STDOUT)
+        result = subprocess.run(command, cwd=self.root, stdout=log, stderr=subprocess.STDOUT, pass_fds=self.inherited)
         if result.returncode == 0:
             print(f"{time.monotonic() - started:.0f} s", flush=True)
             return

@@ -1,4 +1,4 @@
-"""Checkpoints as fairseq 0.12 writes them, before the first update."""
+"""Checkpoints of fairseq's: read, and written as fairseq 0.12 does before the first update."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,22 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from torch import Tensor
+
+from fairseq_fastweights.conversion.weight_files import load_safely
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint of fairseq's holds, if it is made of tensors and plain values alone.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    import_module("fairseq_fastweights")  # older checkpoints hold a Namespace, which it lets through
+    state = load_safely(checkpoint)
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
+        raise ValueError(f"{checkpoint}: this is not a checkpoint of fairseq's")
+    return state
 
 
 def configuration(settings: Mapping[str, Any]) -> Any:

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
+from fairseq_fastweights.conversion.checkpoints import read_state
 from fairseq_fastweights.conversion.fairseq_options import config_of
 from fairseq_fastweights.conversion.folders import check_target, new_folder
 from fairseq_fastweights.conversion.groups import count_layers
 from fairseq_fastweights.conversion.huggingface import RECORD
 from fairseq_fastweights.conversion.originals import restore_original
 from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE, find_pieces, make_tokenizer
-from fairseq_fastweights.conversion.weight_files import load_safely
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
@@ -150,20 +150,6 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
     if task.get("transfer_from"):
         nearby.append(Path(task["transfer_from"]))
     return Run(checkpoint, dictionary, find_pieces(dictionary, nearby, tokenizer))
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint of fairseq's holds, if it is made of tensors and plain values alone.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    import_module("fairseq_fastweights")  # older checkpoints hold a Namespace, which it lets through
-    state = load_safely(checkpoint)
-    model = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
-        raise ValueError(f"{checkpoint}: this is not a checkpoint of fairseq's")
-    return state
 
 
 def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:

@@ -1,4 +1,4 @@
-"""From a folder that `from-huggingface` made back to one of the class that it was made of: GPT-2 or GPT-NeoX."""
+"""From a folder that `from-huggingface` made back to one of the class that it was made of."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.conversion.checkpoints import read_state
 from fairseq_fastweights.conversion.families import Family, read_family
-from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.folders import new_folder
 from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, check_weights, settings_of
-from fairseq_fastweights.conversion.weight_files import load_safely, read_json
+from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.models import checkpoint_settings
 
 
@@ -21,9 +22,9 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
     """Makes a folder of the class that `from_huggingface` had read.
 
     Args:
-        source: the folder.
-        target: the new folder: `model.safetensors`, in the checkpoint's types, `config.json` and the tokenizer's files
-            as they were.
+        source: the folder, with its `conversion.json`.
+        target: the new folder, which `check_target` allows: `model.safetensors`, in the checkpoint's types,
+            `config.json` and the tokenizer's files as they were.
         checkpoint: of the same model, trained further; None for the folder's `model.pt`.
 
     Raises:
@@ -36,9 +37,6 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
     except ImportError:
         raise ValueError("writing model.safetensors needs the package safetensors: pip install safetensors") from None
 
-    check_target(target)
-    if not (source / RECORD).is_file():
-        raise ValueError(f"{source}: SOURCE must be a folder that from-huggingface wrote; {RECORD} is not there")
     record = read_json(source / RECORD)
     names = record.get("weights")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -67,10 +65,7 @@ def _read_checkpoint(path: Path, family: Family) -> dict[str, Tensor]:
     """The model's weights, after checks that they are of this model."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such checkpoint")
-    state = load_safely(path)
-    model = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
-        raise ValueError(f"{path}: this is not a checkpoint of fairseq's")
+    model: dict[str, Tensor] = read_state(path)["model"]
     try:
         checkpoint_settings.check(model, "decoder", settings_of(family))
     except ValueError as error:

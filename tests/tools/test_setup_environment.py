@@ -85,6 +85,8 @@ def test_an_environment_is_left_alone_but_for_kernels_unless_its_files_or_versio
         (None, "sys.version_info", (3, 14, 0), "; 3.10 to 3.13"),
         (None, "importlib.util.find_spec", lambda name: name != "ensurepip" or None, "-venv): install it"),
         ("thesis.tex", "ROOT", None, "is no environment of Python; move it away"),
+        ("pyvenv.cfg", "base_python", lambda: "gone/python3", "whose Python, gone/python3, is gone"),
+        ("pyvenv.cfg", "TORCH", "newest", "TORCH=newest is no version; it should be like 2.13.0"),
     ],
 )
 def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
@@ -93,8 +95,9 @@ def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
     if there is not None:
         (root / ".venv").mkdir()
         (root / ".venv" / there).touch()
-    monkeypatch.setattr(f"setup_environment.{name}", value or root)
-    assert setup_environment.main([]) == 1
+    if name != "TORCH":
+        monkeypatch.setattr(f"setup_environment.{name}", value or root)
+    assert setup_environment.main(["--torch", value] if name == "TORCH" else []) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and says in error and error.count("\n") == 1
     assert not steps.taken and [path.name for path in root.glob(".venv/*")] == ([there] if there else [])
