@@ -28,7 +28,8 @@ def draw_figures(
     drawn = []
     for setting, curves_at, figures in ((1, max, (2, 4)), (2, min, (5, 3))):
         # What never was a number has no place on an axis; the table says that it was none.
-        points = [result for result in results.get(setting, ()) if result.best_loss is not None]
+        # Those that were evaluated on other sequences than they were trained on are in the table alone, too.
+        points = [r for r in results.get(setting, ()) if r.best_loss is not None and not r.point.evaluate_length]
         if not points:
             continue
         size = curves_at(result.point.size for result in points)
@@ -71,7 +72,7 @@ def _draw_curves(results: Sequence[Result], number: int, setting: int, size: int
     for result in sorted(results, key=lambda result: names.index(result.point.model)):
         curve = [(step, max(loss, SMALLEST)) for step, loss in result.curve if loss is not None]
         style = _style(names.index(result.point.model)) | {"marker": ""}
-        axes.plot(*zip(*curve, strict=True), **style, label=result.title)
+        axes.plot(*zip(*curve, strict=True), **style, label=result.point.model_title)
     axes.set_yscale("log")
     axes.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
     axes.set_xlabel("steps of 32 sequences")

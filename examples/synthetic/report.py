@@ -19,12 +19,13 @@ def loss_table(results: Sequence[Result]) -> str:
     """
     losses: dict[tuple[str, int], list[float]] = {}
     for result in results:
-        cell = losses.setdefault((result.point.model, result.point.size), [])
+        cell = losses.setdefault((result.point.model_title, result.point.size), [])
         cell.append(float("nan") if result.best_loss is None else result.best_loss)
     sizes = sorted({size for _, size in losses})
-    titles = {result.point.model: result.title for result in results}
-    models = [model for setting in MODELS.values() for model in setting if model in titles]
-    rows = [[titles[model], *(_cell(losses.get((model, size), [])) for size in sizes)] for model in models]
+    models = [model for setting in MODELS.values() for model in setting]
+    in_order = sorted(results, key=lambda result: (models.index(result.point.model), result.point.evaluate_length))
+    titles = dict.fromkeys(result.point.model_title for result in in_order)
+    rows = [[title, *(_cell(losses.get((title, size), [])) for size in sizes)] for title in titles]
     return format_table(["model", *(f"S = {size}" for size in sizes)], rows)
 
 

@@ -31,10 +31,6 @@ class Result:
     curve: list[tuple[int, float | None]]
     seconds: float
 
-    @property
-    def title(self) -> str:
-        return MODELS[self.point.setting][self.point.model].title
-
 
 def file_of(folder: Path, setting: int) -> Path:
     return folder / f"setting{setting}.jsonl"
@@ -63,12 +59,12 @@ def read_results(path: Path) -> dict[str, Result]:
 
 
 def one_of_each_seed(results: Iterable[Result]) -> list[Result]:
-    """The results that are compared: of a model, size and seed that of the highest limit of steps, rather on a CPU.
+    """The results that are compared: of a model, size, seed and evaluation that of most steps, rather on a CPU.
 
     Both devices begin with the same weights, so that a second one is no other seed.
     """
     worst_first = sorted(results, key=lambda result: (result.point.max_steps, result.point.device == "cpu"))
-    chosen = {(r.point.setting, r.point.model, r.point.size, r.point.seed): r for r in worst_first}
+    chosen = {(r.point.setting, r.point.model_title, r.point.size, r.point.seed): r for r in worst_first}
     return list(chosen.values())
 
 

@@ -39,13 +39,15 @@ def sequence_length(setting: int, size: int) -> int:
     return size if setting == 1 else 2 * size
 
 
-def draw_sequences(setting: int, size: int, batch: int, device: torch.device | str = "cpu") -> Sequences:
-    """Draws `batch` sequences.
+def draw_sequences(
+    setting: int, size: int, batch: int, device: torch.device | str = "cpu", length: int | None = None
+) -> Sequences:
+    """Draws `batch` sequences of `length` pairs, by default as many as the setting has.
 
     In Setting 1 each key and each value occurs once, in an order of its own; in Setting 2 both are drawn anew for
     every pair.
     """
-    shape = (batch, sequence_length(setting, size))
+    shape = (batch, length or sequence_length(setting, size))
     if setting == 1:
         keys, values = (torch.rand(shape, device=device).argsort(dim=1) for _ in range(2))
     else:

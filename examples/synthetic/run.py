@@ -58,6 +58,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     help = "numbers of keys (default: 20 to 600 by 20 in setting 1, 20 to 200 by 20 in setting 2)"
     parser.add_argument("--sizes", nargs="+", type=_size, metavar="S", help=help)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="which models (default: all of the setting)")
+    help = "pairs in a sequence that evaluates setting 2: 2S as in training (default), or S as in the authors' program"
+    parser.add_argument("--evaluate-length", choices=["S", "2S"], help=help)
     add_out(parser, Path(__file__).resolve().parent / "out")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="where --draw puts figures (default: --out)")
     add_jobs(parser)
@@ -68,6 +70,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.draw and (options.sizes or options.models):
         parser.error("--sizes and --models are for training; --draw draws all that is finished")
+    if options.evaluate_length and options.setting != 2:
+        parser.error("--evaluate-length goes with --setting 2")
     if not options.draw:
         if options.figures:
             parser.error("--figures goes with --draw")
@@ -87,8 +91,9 @@ def train(options: argparse.Namespace) -> None:
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise StepError("--device is 'cuda', but torch finds no GPU here; leave it out to train on the CPU")
+    short = "S" if options.evaluate_length == "S" else ""
     points = [
-        Point(options.setting, model, size, options.seed, options.max_steps, options.device)
+        Point(options.setting, model, size, options.seed, options.max_steps, options.device, short)
         for size in dict.fromkeys(options.sizes or SIZES[options.setting])
         for model in dict.fromkeys(options.models or MODELS[options.setting])
     ]

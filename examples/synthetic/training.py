@@ -44,7 +44,8 @@ class Point:
 
     `setting`: 1 or 2. `model`: a name of `MODELS[setting]`. `size`: S. `seed`: of the initial weights and all that is
     drawn. `max_steps`: where training ends if nothing else ends it. `device`: "cpu" or "cuda", whose generators draw
-    different numbers.
+    different numbers. `evaluate_length`: "S" evaluates Setting 2 on sequences of S pairs, as the authors' program
+    does, "" on as many as in training.
     """
 
     setting: int
@@ -53,6 +54,7 @@ class Point:
     seed: int = 1
     max_steps: int = MAX_STEPS
     device: str = "cpu"
+    evaluate_length: str = ""
 
     @property
     def key(self) -> str:
@@ -60,12 +62,20 @@ class Point:
         protocol = [VERSION, BATCH, LEARNING_RATE, EVALUATE_EVERY, EVALUATED, TARGET, PROGRESS, PATIENCE, KEY_DIM]
         model = asdict(MODELS[self.setting][self.model])
         del model["title"]
-        parts = [asdict(self), model, protocol, embedding_size(self.size)]
+        point = asdict(self)
+        if not self.evaluate_length:
+            del point["evaluate_length"]  # which older lines do not have
+        parts = [point, model, protocol, embedding_size(self.size)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def title(self) -> str:
-        return f"setting {self.setting}, {MODELS[self.setting][self.model].title}, S = {self.size}"
+        return f"setting {self.setting}, {self.model_title}, S = {self.size}"
+
+    @property
+    def model_title(self) -> str:
+        evaluated = f", evaluated on {self.evaluate_length} pairs" if self.evaluate_length else ""
+        return MODELS[self.setting][self.model].title + evaluated
 
     @property
     def work(self) -> float:
@@ -157,11 +167,11 @@ def train_step(retriever: Retriever, optimizer: torch.optim.Optimizer, point: Po
 def evaluate(retriever: Retriever, point: Point) -> float:
     """The mean loss over all possible queries of `EVALUATED` new sequences."""
     retriever.eval()
-    length = sequence_length(point.setting, point.size)
+    length = point.size if point.evaluate_length else sequence_length(point.setting, point.size)
     batch = max(1, min(EVALUATED, AT_ONCE // (point.size * length)))
     total = count = 0.0
     for first in range(0, EVALUATED, batch):
-        sequences = draw_sequences(point.setting, point.size, min(batch, EVALUATED - first), point.device)
+        sequences = draw_sequences(point.setting, point.size, min(batch, EVALUATED - first), point.device, length)
         queries, targets, possible = all_queries(sequences)
         losses = retrieval_loss(retriever(sequences, queries), targets)
         total += losses[possible].sum().item()

@@ -137,12 +137,15 @@ def test_training_ends_at_the_target_without_progress_or_at_the_limit(losses: li
     assert (reason, step, rule.best_loss, rule.best_step) == (*end, best, 100 * (losses.index(best) + 1))
 
 
-def test_an_evaluation_is_the_mean_over_all_queries_whatever_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = training.Point(2, "sum-dpfp-1", 5)
+@pytest.mark.parametrize(("evaluate_length", "pairs"), [("", 10), ("S", 5)])
+def test_an_evaluation_is_the_mean_over_all_queries_whatever_its_batches(
+    evaluate_length: str, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = training.Point(2, "sum-dpfp-1", 5, evaluate_length=evaluate_length)
     retriever = models.Retriever(models.MODELS[2]["sum-dpfp-1"], 5)
     torch.manual_seed(3)
     losses = []
-    for s in [retrieval.draw_sequences(2, 5, 1) for _ in range(20)]:
+    for s in [retrieval.draw_sequences(2, 5, 1, length=pairs) for _ in range(20)]:
         memory = dict(zip(s.keys[0].tolist(), s.values[0].tolist(), strict=True))
         off = retriever(s, torch.tensor([list(memory)])) - F.one_hot(torch.tensor([list(memory.values())]), 5)
         losses += (0.5 * off.square().sum(-1))[0].tolist()
@@ -167,6 +170,7 @@ def test_training_is_repeatable_and_learns(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_points_key_changes_with_all_that_its_result_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     base: dict[str, Any] = {"setting": 1, "model": "linear", "size": 20}
     changes = [{}, {"model": "dpfp-1"}, {"size": 21}, {"seed": 2}, {"max_steps": 7}, {"device": "cuda"}]
+    changes.append({"evaluate_length": "S"})
     keys = [training.Point(**(base | change)).key for change in changes]
     for constant in ("TARGET", "PATIENCE", "PROGRESS", "BATCH", "EVALUATE_EVERY", "VERSION"):
         monkeypatch.setattr(training, constant, 17)

@@ -20,7 +20,11 @@ REQUIRED = {1: (20, 60, 100, 140, 200, 300, 400, 500, 600), 2: (20, 60, 100, 140
 DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}  # their capacities
 FOLDER = EXAMPLES / "synthetic" / "results"
 FINISHED = [r for setting in REQUIRED for r in results.read_results(results.file_of(FOLDER, setting)).values()]
-FIRST = {(r.point.setting, r.point.model, r.point.size): r for r in FINISHED if r.point.seed == 1}
+FIRST = {
+    (r.point.setting, r.point.model, r.point.size): r
+    for r in FINISHED
+    if r.point.seed == 1 and not r.point.evaluate_length
+}
 TARGET = training.TARGET
 
 
