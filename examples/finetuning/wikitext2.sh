@@ -13,8 +13,8 @@
 #         what the source's attention gives). Without it: source, then decay, gated, delta and add with M 4 and 16,
 #         converted and from scratch, and decay and gated scaled
 #
-# UPDATES (default 8000) is the length of the source's training; the others take a tenth of it. JOBS (default 2)
-# models are trained at the same time, one thread each. summarize.py makes the tables and the curves from OUT.
+# UPDATES (default 8000) is the length of the source's training; the others take a tenth of it, with the learning
+# rate LR (default 0.001). JOBS (default 2) models are trained at the same time, one thread each. summarize.py makes the tables and the curves from OUT.
 set -euo pipefail
 
 here=$(dirname "$0")
@@ -67,7 +67,7 @@ else
         # Learnt features and attention's normalisation, as in the conversions that transfer attention first.
         linear) flags=(--update-rule sum --feature-map relu --normalization attention) ;;
     esac
-    flags+=(--feature-dim "$features" --lr 0.001)
+    flags+=(--feature-dim "$features" --lr "${LR:-0.001}")
     case $start-$rule in scaled-* | aligned-decay | aligned-gated) flags+=(--scale-read-out) ;; esac
     if [ "$start" != scratch ]; then
         [ -e "$out/source/trained" ] || die "$out/source is not trained yet; $model starts from it"
