@@ -13,8 +13,9 @@
 #         what the source's attention gives). Without it: source, then decay, gated, delta and add with M 4 and 16,
 #         converted and from scratch, and decay and gated scaled
 #
-# UPDATES (default 8000) is the length of the source's training; the others take a tenth of it, with the learning
-# rate LR (default 0.001). JOBS (default 2) models are trained at the same time, one thread each. summarize.py makes the tables and the curves from OUT.
+# UPDATES (default 8000) is the length of the source's training; the others take a tenth of it, with the learning rate LR
+# (default 0.001). JOBS (default 2) models are trained at the same time, one thread each. summarize.py makes the tables
+# and the curves from OUT.
 set -euo pipefail
 
 here=$(dirname "$0")
