@@ -96,18 +96,14 @@ def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> d
     return {"state bytes": held(prepare().state), "peak bytes": peak(prepare, Generation.advance, device)}
 
 
-def tokens_ahead(rounds: int) -> int:
-    """How far before a length its stretch begins: by a turn that does not count and half of the rounds."""
-    return (2 + rounds) * (TOKENS_OF_A_TURN + 1) // 2
-
-
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, "--backend", "--figure", rules=RULES)
     options = parse(parser)
     lengths, settings = (QUICK_LENGTHS, QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
-    ahead = tokens_ahead(options.rounds)
-    if ahead >= min(lengths):
-        most = max(rounds for rounds in range(options.rounds) if tokens_ahead(rounds) < min(lengths))
+    # A stretch begins a turn that does not count and half of the rounds before its length.
+    ahead = (2 + options.rounds) * (TOKENS_OF_A_TURN + 1) // 2
+    most = (2 * min(lengths) - 1) // (TOKENS_OF_A_TURN + 1) - 2
+    if options.rounds > most:
         parser.error(f"--rounds is {options.rounds}: it may be {most} at most, or the text is shorter than a stretch")
     budget = Budget(options.budget)
     longest = max(lengths) + ahead
@@ -123,9 +119,7 @@ def main() -> None:
 
     def timed(going: dict[Any, Generation], parts: int, what: str) -> dict[Any, dict[str, float]]:
         calls = {name: lambda g=g: g.advance for name, g in going.items()}
-        seconds, made = time_tokens(calls, options.device, options.rounds, budget.share(parts))
-        budget.note(what, made, options.rounds)
-        return seconds
+        return time_tokens(calls, options.device, options.rounds, budget, parts, what)
 
     for number, length in enumerate(lengths):
         begin = length - ahead
@@ -139,7 +133,7 @@ def main() -> None:
             rows[name, length] |= {"model": name, "length": length, **stretch, "seconds": seconds[name]}
         # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
         cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
-        moved, _ = time_tokens(cache, options.device, FEWEST_ROUNDS, budget.share(parts))
+        moved = time_tokens(cache, options.device, FEWEST_ROUNDS, budget, parts, "its cache")
         rows[TRANSFORMER, length]["cache seconds"] = moved["cache"]
     generations.clear()  # and their caches
     for number, name in enumerate(options.rules):

@@ -22,7 +22,7 @@ from typing import Any
 from harness import records
 from harness.commands import binarise, fairseq
 from harness.pages import count
-from harness.program import COMMON, finish, make_parser, parse, positive
+from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import Budget, summarize
 
 SOFTMAX = "softmax"
@@ -70,11 +70,8 @@ def words_per_second(log: str, warm_up: int) -> list[float]:
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, "--backend", rounds=2, models=MODELS)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=positive, help="rows of a batch (default: the paper's)")
     options = parse(parser)
-    settings = dict(QUICK_SETTINGS if options.quick else SETTINGS)
-    if options.batch_size is not None:
-        settings["batch"] = options.batch_size
+    settings = QUICK_SETTINGS if options.quick else SETTINGS
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     budget = Budget(options.budget)

@@ -20,7 +20,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from harness import records
 from harness.memory import held, peak
 from harness.models import build_model, fill_cache
-from harness.program import COMMON, finish, make_parser, parse, positive
+from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import FEWEST_ROUNDS, Budget, clock_for, time_in_turns, time_tokens
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -117,10 +117,6 @@ def advance(generator: SequenceGenerator, hypotheses: Hypotheses) -> Any:
         return generator.search.step(step, scores.view(by_sentence), hypotheses.scores.view(by_sentence))
 
 
-def draw_source(settings: dict[str, int], length: int, device: str = "cpu") -> Tensor:
-    return torch.randint(4, settings["words"], (length,), device=device)
-
-
 def sample(source: Tensor, sentences: int) -> dict[str, dict[str, Tensor]]:
     """A batch as fairseq makes it, of so many times the same sentence."""
     lengths = torch.full((sentences,), len(source), device=source.device)
@@ -128,14 +124,10 @@ def sample(source: Tensor, sentences: int) -> dict[str, dict[str, Tensor]]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, *COMMON, maps=tuple(MAPS))
-    text = f"of a whole translation (default: {SETTINGS['whole']})"
-    parser.add_argument("--whole", type=positive, metavar="TOKENS", help=text)
-    options = parse(parser)
+    options = parse(make_parser(__doc__, *COMMON, maps=tuple(MAPS)))
     lengths, settings = ((4, 8), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
-    if options.whole is not None:
-        settings = settings | {"whole": options.whole}
     budget, device = Budget(options.budget), options.device
+    draw_source = partial(torch.randint, 4, settings["words"], device=device)
     longest = max(*lengths, settings["whole"])
     models = {name: build(name, settings, longest) for name in (TRANSFORMER, *options.maps)}
     # By name the lengths of sources and of what there is of their translations.
@@ -151,9 +143,9 @@ def main() -> None:
             for name, (model, dictionary) in models.items()
         }
         for what, cases in sources.items():
-            own, take_ups, found = Budget(budget.share(parts)), {}, {}
+            take_ups, found = {}, {}
             for source_length, length in cases:
-                source = draw_source(settings, source_length, device)
+                source = draw_source((source_length,))
                 for name, generator in generators.items():
                     hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
                     # Each call takes up the generation that goes on from these, which it leaves as they are. The most
@@ -162,12 +154,11 @@ def main() -> None:
                     take_ups[key] = lambda step=step, before=hypotheses: partial(step, before.clone())
                     found[key] = {"model": name, "beam": beam, "source": source_length, "length": length}
                     found[key] |= {**hypotheses.sizes(), "peak bytes": peak(hypotheses.clone, step, device)}
-            seconds, made = time_tokens(take_ups, device, options.rounds, own.left)
+            seconds = time_tokens(take_ups, device, options.rounds, budget, parts, f"beam {beam}, {what}")
             rows += [row | {"seconds": seconds[key]} for key, row in found.items()]
             parts -= 1
-            budget.note(f"beam {beam}, {what}", made, options.rounds)
     # Whole translations. Whatever they take exactly, each is measured once in a round, and as seldom as is of use.
-    batch = sample(draw_source(settings, settings["source"], device), settings["hypotheses"] // beam)
+    batch = sample(draw_source((settings["source"],)), settings["hypotheses"] // beam)
     calls = {name: partial(generator.generate, [], batch) for name, generator in generators.items()}
     rounds = min(options.rounds, FEWEST_ROUNDS)
     seconds, _ = time_in_turns(calls, dict.fromkeys(calls, 1.0), clock_for(device), rounds=rounds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -33,10 +33,6 @@ class Shape:
     def steps(self) -> bool:
         """Whether this is generation: one token, read from and written to a state, without gradients."""
         return self.time == 1
-
-    def at(self, device: str) -> Shape:
-        """The shape with the batch that is measured on this kind of device ("cpu", "cuda")."""
-        return replace(self, batch=self.cpu_batch or self.batch) if device == "cpu" else self
 
 
 # In the order in which they are measured: what a target depends on comes before what may be cut. They are those of

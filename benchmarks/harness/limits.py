@@ -70,12 +70,8 @@ def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, ra
     else:
         operations = shape.time * shape.key_dim * shape.value_dim * sum(OPERATIONS[rule][: 1 + both])
     operations *= shape.batch * shape.heads
-    times = {"bandwidth": moved / bandwidth(rates, moved), "arithmetic": operations / rates["matmul"][dtype]}
+    # The rate of the measured copy whose size is next to this: a small one stays in the caches, as small inputs do.
+    size = min(rates["copy"], key=lambda size: abs(math.log(int(size) / moved)))
+    times = {"bandwidth": moved / rates["copy"][size], "arithmetic": operations / rates["matmul"][dtype]}
     binding = max(times, key=lambda name: (times[name], name))
     return {"bytes": moved, "operations": operations, "seconds": times[binding], "binding": binding}
-
-
-def bandwidth(rates: dict[str, Any], moved: int) -> float:
-    """The rate of the measured copy whose size is next to this: a small one stays in the caches, as small inputs do."""
-    size = min(rates["copy"], key=lambda size: abs(math.log(int(size) / moved)))
-    return rates["copy"][size]

@@ -56,21 +56,8 @@ def make_parser(doc: str | None, *options: str, rounds: int = ROUNDS, **lists: S
         parser.add_argument(option, **OPTIONS[option])
     parser.set_defaults(rounds=rounds)
     for name, words in lists.items():
-        add_list(parser, f"--{name}", words)
+        parser.add_argument(f"--{name}", nargs="+", choices=words, default=words, help="(default: all)")
     return parser
-
-
-def add_list(parser: ArgumentParser, option: str, names: Sequence[str], default: str | None = None) -> None:
-    """An option for some of these names; without it there are all, or None where the default is told."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(word.strip() for word in text.split(","))
-        if unknown := ", ".join(word for word in chosen if word not in names):
-            raise ArgumentTypeError(f"no such {option[2:]}: {unknown}; there are {', '.join(names)}")
-        return chosen
-
-    text = f"of {','.join(names)}" + (f" (default: {default})" if default else "")
-    parser.add_argument(option, type=parse, default=None if default else tuple(names), metavar="LIST", help=text)
 
 
 def parse(parser: ArgumentParser) -> Namespace:
@@ -87,7 +74,7 @@ def parse(parser: ArgumentParser) -> Namespace:
 def finish(record: dict[str, Any], options: Namespace, draw: Callable[..., None] | None = None) -> None:
     """Shows a record, its targets and its figure, and writes it."""
     print(pages.render(record))
-    print(targets.render(targets.evaluate_one(record)))
+    print(targets.render(targets.evaluate([record], every=False)))
     if options.out is not None:
         records.write(record, options.out)
     if draw is not None and options.figure is not None:

@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator
 from importlib import metadata
@@ -30,10 +31,19 @@ def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command, where = ["git", "describe", "--always", "--dirty", "--exclude", "*"], Path(__file__).parent
         versions["commit"] = subprocess.check_output(command, cwd=where, stderr=subprocess.DEVNULL, text=True).strip()
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, TypeError):
+        cpu = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].strip()
+    machine = {"cpu": cpu, "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()}
+    if hasattr(os, "getloadavg"):  # whether the machine had other work when the run began
+        machine["load before"] = round(os.getloadavg()[0], 2)
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": gpu.name, "gpu memory": gpu.total_memory, "compute capability": f"{gpu.major}.{gpu.minor}"}
     return {
         **{"program": program, "method": METHODS.get(program, 1), "device": device},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **{"machine": _machine(device), "threads": torch.get_num_threads(), "versions": versions, **facts},
+        **{"machine": machine, "threads": torch.get_num_threads(), "versions": versions, **facts},
     }
 
 
@@ -67,20 +77,3 @@ def replacing(path: Path) -> Iterator[Path]:
 def is_current(record: dict[str, Any]) -> bool:
     """Whether a record was measured in the way in which its program measures now."""
     return record.get("method", 1) == METHODS.get(record["program"], 1)
-
-
-def _machine(device: str) -> dict[str, Any]:
-    """Names and sizes; the load says whether the machine had other work when the run began."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
-    capability = torch.backends.cpu.get_cpu_capability()
-    machine: dict[str, Any] = {"cpu": name, "cores": os.cpu_count(), "capability": capability}
-    if hasattr(os, "getloadavg"):
-        machine["load before"] = round(os.getloadavg()[0], 2)
-    if device == "cuda":
-        found = torch.cuda.get_device_properties(0)
-        machine |= {"gpu": found.name, "gpu memory": found.total_memory}
-        machine["compute capability"] = f"{found.major}.{found.minor}"
-    return machine

@@ -73,10 +73,10 @@ def refuse(error: Exception) -> Contestant:
 
 def rows_of(machine: Machine, other: Contestant, kind: Pass = "forward", **limits: float) -> dict[str, Any]:
     machine.calls.append("chunkwise")  # whose first call was before
-    both = [other, machine.contestant("chunkwise")]
+    both = [machine.contestant("chunkwise"), other]
     case = Case(CASES[0].shape, "float32", kind)
     rows, _ = compare(case, both, device="cpu", clock=machine, rates=RATES, rounds=2, **limits)
-    assert rows[-1]["implementation"] == "chunkwise" and rows[-1]["status"] == "measured"
+    assert rows[0]["implementation"] == "chunkwise" and rows[0]["status"] == "measured"
     json.dumps(rows, allow_nan=False)  # they can be written
     return {row["implementation"]: row for row in rows}
 
@@ -114,9 +114,10 @@ def test_what_a_budget_does_not_reach_is_named_and_who_compiles_keeps_nobody_fro
 ) -> None:
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(records, "write", lambda record, path: written.append(record))
-    options = Namespace(budget=5.0, device="cpu", quick=True, rounds=4, out=Path("record.json"))
-    both = [machine.contestant("chunkwise"), machine.contestant("fla", compiles=True)]
-    record = measure_all(CASES, both[:1], options, 100.0, lambda **facts: facts)
+    options = Namespace(budget=5.0, device="cpu", quick=True, rounds=4, out=Path("record.json"), rules=(), peers=None)
+    both = [machine.contestant("chunkwise")]
+    monkeypatch.setattr(comparison, "all_contestants", lambda *_: both)
+    record = measure_all("kernels", CASES, options, 100.0)
     assert [row["shape"] for row in record["rows"]] == ["shape 0"]
     missed = [f"shape {i}, float32, forward: not measured" for i in (1, 2)]
     assert record["cut"] == ["shape 0, float32, forward: 3 rounds of 4", *missed]
@@ -124,7 +125,8 @@ def test_what_a_budget_does_not_reach_is_named_and_who_compiles_keeps_nobody_fro
     written.clear()
     machine.calls.clear()
     options.budget = 100.0
-    record = measure_all(CASES, both, options, 100.0, lambda **facts: facts)
+    both.append(machine.contestant("fla", compiles=True))
+    record = measure_all("kernels", CASES, options, 100.0)
     assert written[-1]["rows"] == record["rows"]
     assert [row["shape"] for row in record["rows"]] == [f"shape {i}" for i in (0, 0, 1, 1, 2, 2)]
     assert [row["status"] for row in record["rows"][::2]] == ["measured"] * 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import records
 from harness.cases import Shape, draw_inputs
-from harness.limits import bandwidth, limit_of
+from harness.limits import limit_of
 from harness.memory import held, peak
 
 TOKENS = 2 * 3 * 5
@@ -37,7 +37,8 @@ def test_every_tensor_is_moved_once(length: str, rule: str, kind: str, numbers: 
     fast = limit_of(SHAPES[length], rule, "float32", kind, inputs, {**RATES, "copy": {"1000": 1e9}})
     assert fast["binding"] == "arithmetic" and fast["seconds"] == operations / 1e3
     # The bandwidth is that of a copy of about this size.
-    assert [bandwidth(RATES, size) for size in (100, 20_000, 40_000)] == [1.0, 1.0, 4.0]
+    copies = {str(numbers): 1.0, str(13 * numbers): 4.0, str(20 * numbers): 8.0}
+    assert limit_of(SHAPES[length], rule, "float32", kind, inputs, {**RATES, "copy": copies})["seconds"] == numbers
 
 
 def test_the_peak_of_a_call_counts_what_lives_at_the_same_time() -> None:

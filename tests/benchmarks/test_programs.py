@@ -14,7 +14,7 @@ from harness.cases import RULES
 
 from tests.benchmarks.conftest import BENCHMARKS, Run
 
-MEASURING = ("kernels", "generation", "translation", "training", "training_length")
+MEASURING = ("kernels", "generation", "translation", "training")
 BOTH = ("forward", "forward+backward")
 
 
@@ -75,7 +75,7 @@ def test_on_a_gpu_the_rules_are_measured_in_three_dtypes_and_what_targets_speak_
 def test_the_rules_agree_in_half_precision(tmp_path: Path, monkeypatch, run: Run) -> None:
     monkeypatch.setattr("kernels.keep_freed_memory", lambda: True)
     dtypes = ("float16", "bfloat16")
-    assert run("kernels", "--quick", "--dtypes", ",".join(dtypes), "--threads", 1, "--out", tmp_path / "out.json") == ""
+    assert run("kernels", "--quick", "--dtypes", *dtypes, "--threads", 1, "--out", tmp_path / "out.json") == ""
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     chunkwise = {(row["dtype"], row["status"]) for row in rows if row["implementation"] == "chunkwise"}
     assert chunkwise == {(dtype, "measured") for dtype in dtypes}
@@ -83,7 +83,7 @@ def test_the_rules_agree_in_half_precision(tmp_path: Path, monkeypatch, run: Run
 
 
 RULES_OF_DELTA, INSTALLED = ("gated delta", "delta", "Kimi delta", "transformers"), ("installed", "transformers")
-# Of programs that compare in turns: each part's passes and contestants.
+# By subject each part's passes and contestants.
 IN_TURNS = {
     "mixers": {
         "scan": (BOTH, ("native", "chunkwise", "transformers")),
@@ -91,20 +91,22 @@ IN_TURNS = {
         "attention": (BOTH, ("softmax", "local", "abc")),
     },
     "gated_delta": dict.fromkeys(("heads of 128", "heads of 64"), ((*BOTH, "steps"), RULES_OF_DELTA)),
-    "transformers_models": dict.fromkeys(("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), INSTALLED)),
+    "models": dict.fromkeys(("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), INSTALLED)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", IN_TURNS)
-def test_programs_take_turns_with_their_peers(program: str, tmp_path: Path, monkeypatch, run: Run) -> None:
+@pytest.mark.parametrize("subject", IN_TURNS)
+def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypatch, run: Run) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("harness.turns.keep_freed_memory", lambda: True)  # of this process it is not to be kept
-    assert run(program, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    expected = [x for part, lists in IN_TURNS[program].items() for x in itertools.product([part], *lists)]
-    assert [(row["part"], row["pass"], row["name"]) for row in rows] == expected
-    assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in rows)
+    program = "against_transformers"
+    monkeypatch.setattr(f"{program}.keep_freed_memory", lambda: True)  # of this process it is not to be kept
+    assert run(program, subject, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
+    record = json.loads((tmp_path / "out.json").read_text())
+    expected = [x for part, lists in IN_TURNS[subject].items() for x in itertools.product([part], *lists)]
+    assert [(row["part"], row["pass"], row["name"]) for row in record["rows"]] == expected
+    assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in record["rows"])
+    assert record["program"] == subject
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -126,8 +128,7 @@ def test_tiny_cases_never_replace_what_was_measured(quick: bool, monkeypatch, ru
         (
             [
                 *[(name, "--rounds") for name in (*MEASURING, "sliding_window")],
-                *[("kernels", "--threads"), ("all_cpu", "--threads"), ("translation", "--whole")],
-                *[("training", "--batch-size"), ("sliding_window", "--batch-size"), ("sliding_window", "--tokens")],
+                *[("kernels", "--threads"), ("all_cpu", "--threads"), ("sliding_window", "--tokens")],
             ],
             ["0", "-1", "1.5", "many"],
             "argument {option}: {value} is not a positive whole number",
@@ -137,8 +138,8 @@ def test_tiny_cases_never_replace_what_was_measured(quick: bool, monkeypatch, ru
             ["0", "-1", "nan", "inf", "long"],
             "argument {option}: {value} is not a positive number of seconds",
         ),
-        ([("kernels", "--rules"), ("generation", "--rules")], ["sum,product"], "no such rules: product"),
-        ([("kernels", "--shapes")], ["tiny"], "no such shapes: tiny"),
+        ([("kernels", "--rules"), ("kernels", "--shapes")], ["tiny"], "argument {option}: invalid choice: 'tiny'"),
+        ([("kernels", "--figure")], ["a.png"], "--lengths is missing"),
         ([("kernels", "--device"), ("generation", "--device")], ["cuda"], "torch sees no GPU"),
     ],
 )
