@@ -215,8 +215,7 @@ def main() -> None:
     comparisons, *sizes = SUBJECTS[options.subject]
     chosen = sizes[options.quick]
     rows = [row for x in comparisons(chosen, options.quick) for row in compare(x, options.rounds)]
-    if options.out is not None:
-        records.write(records.describe_run(options.subject, "cpu", sizes=chosen, rows=rows), options.out)
+    records.save(options.subject, options, sizes=chosen, rows=rows)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,7 @@ def main() -> None:
     shapes.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, shapes=shapes, rules=RULES)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
+    parser.set_defaults(device="cuda")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU, and there is nothing to choose on a CPU")
@@ -149,8 +150,7 @@ def main() -> None:
             budget.cut.append(f"{name}, {rule}, {kind}: not measured")
             continue
         rows += measure(name, rule, kind, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number))
-        if options.out is not None:
-            records.write(records.describe_run("cuda_plans", "cuda", cut=budget.cut, rows=rows), options.out)
+        records.save("cuda_plans", options, cut=budget.cut, rows=rows)
     print(render(rows))
     for line in budget.cut:
         print(f"- cut to keep to the budget: {line}")

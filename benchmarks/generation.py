@@ -144,7 +144,7 @@ def main() -> None:
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     facts = {"settings": settings, "backend": options.backend, "parameters": parameters, "cut": budget.cut}
     in_order = [rows[name, length] for length in lengths for name in names]
-    finish(records.describe_run("generation", options.device, **facts, rows=in_order), options, figures.draw_next_token)
+    finish(records.save("generation", options, **facts, rows=in_order), options, figures.draw_next_token)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from harness import records
 from harness.commands import binarise, fairseq
@@ -76,12 +75,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     budget = Budget(options.budget)
     speeds: dict[str, list[float]] = {model: [] for model in (SOFTMAX, *options.models)}
-
-    def make_record() -> dict[str, Any]:
-        rows = [{"model": model, "words per second": summarize(known)} for model, known in speeds.items() if known]
-        facts = {"settings": settings, "precision": options.precision, "backend": options.backend}
-        return records.describe_run("training", options.device, **facts, cut=budget.cut, rows=rows)
-
+    facts = {"settings": settings, "precision": options.precision, "backend": options.backend, "cut": budget.cut}
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), settings)
         for number, model in itertools.product(range(options.rounds), speeds):
@@ -91,9 +85,9 @@ def main() -> None:
             log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
             speeds[model] += words_per_second(log, settings["warm-up"])
             print(f"{model}: {speeds[model][-1]:,.0f} words/s", file=sys.stderr, flush=True)
-            if options.out is not None:  # one that fails, or is stopped, leaves what was measured before it
-                records.write(make_record(), options.out)
-    finish(make_record(), options)
+            rows = [{"model": model, "words per second": summarize(known)} for model, known in speeds.items() if known]
+            records.save("training", options, **facts, rows=rows)  # if the next fails or is stopped, this is left
+    finish(records.save("training", options, **facts, rows=rows), options)
 
 
 if __name__ == "__main__":

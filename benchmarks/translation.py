@@ -165,7 +165,7 @@ def main() -> None:
     common = {"beam": beam, "source": settings["source"], "length": settings["whole"]}
     whole = [{"model": name, **common, "seconds": seconds[name]} for name in generators]
     facts = {"settings": settings, "cut": budget.cut, "rows": rows, "whole": whole}
-    finish(records.describe_run("translation", device, **facts), options)
+    finish(records.save("translation", options, **facts), options)
 
 
 if __name__ == "__main__":

@@ -131,9 +131,9 @@ def measure_all(
     rows: dict[int, list[Row]] = {}
     cut: dict[int, str] = {}
 
-    def record_so_far() -> dict[str, Any]:
+    def save() -> dict[str, Any]:
         found = {"cut": [cut[n] for n in sorted(cut)], "rows": [row for case in rows.values() for row in case]}
-        return records.describe_run(program, options.device, **facts, **found)
+        return records.save(program, options, **facts, **found)
 
     longest, queue = 0.0, list(range(len(cases)))
     while queue:
@@ -161,6 +161,5 @@ def measure_all(
         done = [row for row in rows[number] if row["status"] == "measured"]
         medians = (f"{row['implementation']} {row['rule']} {row['seconds']['median'] * 1e3:.3g}" for row in done)
         print(f"{case}: {', '.join(medians)} ms", file=sys.stderr, flush=True)
-        if options.out is not None:
-            records.write(record_so_far(), options.out)
-    return record_so_far()
+        save()
+    return save()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from harness import pages, records, targets
+from harness import pages, targets
 from harness.contestants import DEFAULT_FOLDER
 from harness.timing import ROUNDS
 
@@ -72,10 +72,8 @@ def parse(parser: ArgumentParser) -> Namespace:
 
 
 def finish(record: dict[str, Any], options: Namespace, draw: Callable[..., None] | None = None) -> None:
-    """Shows a record, its targets and its figure, and writes it."""
+    """Shows a record, its targets and its figure."""
     print(pages.render(record))
     print(targets.render(targets.evaluate([record], every=False)))
-    if options.out is not None:
-        records.write(record, options.out)
     if draw is not None and options.figure is not None:
         draw(record, options.figure)

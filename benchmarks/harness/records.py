@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from argparse import Namespace
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +46,14 @@ def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **{"machine": machine, "threads": torch.get_num_threads(), "versions": versions, **facts},
     }
+
+
+def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
+    """The record of a run, which is written if --out says where; who saves often leaves what there is when it ends."""
+    record = describe_run(program, options.device, **facts)
+    if options.out is not None:
+        write(record, options.out)
+    return record
 
 
 def write(record: dict[str, Any], path: Path) -> None:
