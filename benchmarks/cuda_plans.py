@@ -1,6 +1,6 @@
 """The ways in which the CUDA kernels can do a call, against each other: what their choice by estimate loses.
 
-    python benchmarks/cuda_plans.py [--shapes LIST] [--rules LIST] [--budget 60] [--out plans.json]
+    python benchmarks/cuda_plans.py [--shapes retnet long ...] [--rules delta ...] [--budget 60] [--out plans.json]
 
 At each shape, rule and pass every plan of the chunked kernels, the one that they choose with other numbers of segments,
 and the recurrent kernels take turns (A B C A B C ...). What the estimates in cuda/choice.cu and cuda/chunked_plan.h
@@ -27,8 +27,6 @@ from fairseq_fastweights.ops import native
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
 PASSES = ("forward", "backward")
-# What the chunked kernels are for comes first.
-ORDER = ("retnet", "long", "mt-big", "baevski-64", "attention", "mt-big-256", "mt-big-512", "gpt2-32", "lm-medium")
 # What may be asked for; what is no plan of a call is left out.
 CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages": (1, 2), "threads": (128, 256)}
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
@@ -132,7 +130,6 @@ def render(rows: list[Row]) -> str:
 
 def main() -> None:
     shapes = [name for name, shape in SHAPES.items() if not shape.steps]  # of whole sequences
-    shapes.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, shapes=shapes, rules=RULES)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
     parser.set_defaults(device="cuda")

@@ -35,7 +35,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     """In the order in which they are measured; on a CPU, unless it is asked for, few are in another dtype."""
     on_cpu = options.device == "cpu"
     shapes = QUICK_SHAPES if options.quick else [SHAPES[name] for name in options.shapes]
-    dtypes = options.dtypes or (("float32",) if on_cpu else DTYPES_ON_GPU)
+    dtypes = options.dtypes or (("float32",) if on_cpu and not options.quick else DTYPES_ON_GPU)
     if on_cpu:
         shapes = [dataclasses.replace(shape, batch=shape.cpu_batch or shape.batch) for shape in shapes]
     pairs = list(itertools.product(shapes, dtypes))

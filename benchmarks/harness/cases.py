@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from torch.nn import functional as F
 
 RULES = ("sum", "gated", "decay", "delta")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Pass = Literal["forward", "forward+backward", "step"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness import records
-from harness.cases import DTYPES, Pass, Shape, draw_inputs
+from harness.cases import DTYPES, Shape, draw_inputs
 from harness.contestants import Contestant, Refusal, Work, all_contestants, build_record
 from harness.limits import limit_of, measure_rates
 from harness.memory import peak
@@ -37,7 +37,7 @@ class Case:
 
     shape: Shape
     dtype: str
-    kind: Pass
+    kind: str
 
     def __str__(self) -> str:
         return f"{self.shape.name}, {self.dtype}, {self.kind}"

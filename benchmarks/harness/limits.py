@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.cases import Inputs, Pass, Shape
+from harness.cases import Inputs, Shape
 from harness.timing import Clock
 
 # Multiplications and additions per entry of the state and step, of the recurrence one step at a time. Forward, what
@@ -51,7 +51,7 @@ def _best(call: Any, clock: Clock, quick: bool) -> float:
     return min(times)
 
 
-def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> dict[str, Any]:
+def limit_of(shape: Shape, rule: str, dtype: str, kind: str, inputs: Inputs, rates: dict[str, Any]) -> dict[str, Any]:
     """The least that a case takes on a machine of these rates. `rule` may be "softmax".
 
     "bytes", every input read once per pass, every output and gradient written once, a step's state both;

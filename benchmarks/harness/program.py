@@ -4,6 +4,7 @@ import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,19 @@ from harness.contestants import DEFAULT_FOLDER
 from harness.timing import ROUNDS
 
 
-def positive(text: str) -> int:
-    """A positive whole number of the command line."""
-    if not (text.isdecimal() and int(text) > 0):
-        raise ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def duration(text: str) -> float:
-    """A positive number of seconds of the command line."""
+def positive(text: str, kind: type = int) -> Any:
+    """A positive number of the command line: of things if it is whole, of seconds otherwise."""
     try:
-        seconds = float(text)
+        number = kind(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return seconds
+        number = 0
+    if not 0 < number < math.inf:
+        what = "whole number" if kind is int else "number of seconds"
+        raise ArgumentTypeError(f"{text} is not a positive {what}")
+    return number
 
+
+duration = partial(positive, kind=float)
 
 # The options that several programs have.
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}

@@ -8,7 +8,6 @@ import platform
 import re
 import subprocess
 from argparse import Namespace
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,17 +66,10 @@ def write(record: dict[str, Any], path: Path) -> None:
         if isinstance(value, list) and value:
             text = "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n ]"
         lines.append(f" {json.dumps(name)}: {text}")
-    with replacing(path) as new:
-        new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of the one at `path` if nothing goes wrong."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield new
+        new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import comparison, records, timing
-from harness.cases import Inputs, Pass, Shape
+from harness.cases import Inputs, Shape
 from harness.comparison import NOT_COMPILED, Case, compare, measure_all
 from harness.contestants import Contestant, Refusal, Work, leaf
 from harness.timing import Call, Clock
@@ -65,7 +65,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def rows_of(machine: Machine, other: Contestant, kind: Pass = "forward", **limits: float) -> dict[str, Any]:
+def rows_of(machine: Machine, other: Contestant, kind: str = "forward", **limits: float) -> dict[str, Any]:
     machine.calls.append("chunkwise")  # whose first call was before
     both = [machine.contestant("chunkwise"), other]
     case = Case(CASES[0].shape, "float32", kind)
@@ -76,7 +76,7 @@ def rows_of(machine: Machine, other: Contestant, kind: Pass = "forward", **limit
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward+backward"])
-def test_who_agrees_is_measured(machine: Machine, kind: Pass) -> None:
+def test_who_agrees_is_measured(machine: Machine, kind: str) -> None:
     row = rows_of(machine, machine.contestant("peer", factor=1 + 1e-5), kind=kind)["peer"]
     assert row["status"] == "measured" and row["difference"] == pytest.approx(1e-5, rel=0.1)
     assert row["seconds"] == {"rounds": 2, "min": 1.0, "lower": 1.0, "median": 1.0, "upper": 1.0}

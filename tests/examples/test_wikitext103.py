@@ -33,7 +33,7 @@ def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines()]
     table = {line[0]: line for line in lines}
     assert table["model"][3:6] == ["valid, in training", "test, sliding", "test, carried over"]
-    assert table["sum-carried"][2] == "2" and "–" not in table["sum-carried"]
+    assert table["sum-carried"][2] == "2" and "–" not in table["sum-carried"][:-1]  # two updates have no speed yet
     assert table["delta-carried"][1] == "missing"
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
