@@ -1,11 +1,11 @@
 """Builds the causal_product kernel of pytorch-fast-transformers 0.4.0 from PyPI, a peer of the sum rule on the CPU.
 
-    python benchmarks/build_causal_product.py [FOLDER]
+    python benchmarks/build_causal_product.py
 
 The one extension that is compared is compiled with -O3 -march=native -ffast-math -fopenmp (the package's own flags are
--fopenmp -ffast-math and what Python was built with) and put into FOLDER (default: build/peers), where the benchmarks
-look for it; nothing is installed. Needs this Python's torch, setuptools and ninja, a C++ compiler and PyPI, and about a
-minute. FOLDER/fast_transformers/BUILD.json says how it was built.
+-fopenmp -ffast-math and what Python was built with) and put into build/peers, where the benchmarks look for it; nothing
+is installed. Needs this Python's torch, setuptools and ninja, a C++ compiler and PyPI, and about a minute.
+build/peers/fast_transformers/BUILD.json says how it was built.
 """
 
 import json
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from harness.contestants import BUILD_FLAGS, BUILD_RECORD, DEFAULT_FOLDER
+from harness.contestants import BUILD_FLAGS, BUILD_RECORD, PEERS
 from harness.program import make_parser
 from torch.utils import cpp_extension
 
@@ -25,11 +25,9 @@ PACKAGE, VERSION, KERNEL = "pytorch-fast-transformers", "0.4.0", "causal_product
 
 
 def main() -> None:
-    """Puts the package's Python files and the compiled kernel into FOLDER/fast_transformers."""
-    parser = make_parser(__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="default: %(default)s")
-    options = parser.parse_args()
-    target = options.folder.resolve() / "fast_transformers"
+    """Puts the package's Python files and the compiled kernel into build/peers/fast_transformers."""
+    make_parser(__doc__).parse_args()
+    target = PEERS / "fast_transformers"
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         flags = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
@@ -48,7 +46,7 @@ def main() -> None:
         (package / BUILD_RECORD).write_text(json.dumps(record, indent=2) + "\n")
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(package, target)
-    print(f"{options.folder}: {PACKAGE} {VERSION}'s causal_product, compiled with {' '.join(BUILD_FLAGS)}")
+    print(f"{target}: {PACKAGE} {VERSION}'s causal_product, compiled with {' '.join(BUILD_FLAGS)}")
 
 
 if __name__ == "__main__":

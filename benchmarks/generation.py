@@ -60,7 +60,7 @@ class Generation:
         with torch.no_grad():
             return self.model(self.tokens[:, : self.length], incremental_state=self.state)[0]
 
-    def go_on(self, name: str, length: int, most_read: int) -> Generation:
+    def go_on(self, name: str, length: int, most_read: int = 0) -> Generation:
         """Brings it to where it goes on after `length` tokens; to read more than `most_read`, its cache is filled."""
         if name == TRANSFORMER and length - self.length > most_read:
             self.state.clear()
@@ -75,11 +75,6 @@ class Generation:
         return self
 
 
-def generation_after(model: Any, name: str, tokens: Tensor, length: int) -> Generation:
-    """A generation that goes on after `length` of these tokens."""
-    return Generation(model, tokens).go_on(name, length, most_read=0)
-
-
 def move_cache(state: dict[str, Any]) -> None:
     """Does the least that fairseq's attention does with its cache: copies keys and values, and reads the copies."""
     for buffer in state.values():
@@ -92,8 +87,9 @@ def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> d
 
     A cache that has been replaced by a longer one is gone, as it is in generation.
     """
-    prepare = partial(generation_after, model, name, tokens, length)
-    return {"state bytes": held(prepare().state), "peak bytes": peak(prepare, Generation.advance, device)}
+    size = held(Generation(model, tokens).go_on(name, length).state)
+    most = peak(lambda: Generation(model, tokens).go_on(name, length), Generation.advance, device)
+    return {"state bytes": size, "peak bytes": most}
 
 
 def main() -> None:
@@ -115,7 +111,7 @@ def main() -> None:
         (name, length): memory(models[name], name, tokens, length, options.device)
         for name, length in itertools.product(names, lengths)
     }
-    generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
+    generations = {name: Generation(model, tokens).go_on(name, 1) for name, model in models.items()}
 
     def timed(going: dict[Any, Generation], parts: int, what: str) -> dict[Any, dict[str, float]]:
         calls = {name: lambda g=g: g.advance for name, g in going.items()}
@@ -138,7 +134,7 @@ def main() -> None:
     generations.clear()  # and their caches
     for number, name in enumerate(options.rules):
         # A rule's lengths one beside the other.
-        growth = {n: generation_after(models[name], name, tokens, n - ahead) for n in lengths}
+        growth = {n: Generation(models[name], tokens).go_on(name, n - ahead) for n in lengths}
         for n, found in timed(growth, len(options.rules) - number, f"{name}, its lengths in turns").items():
             rows[name, n]["seconds beside other lengths"] = found
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 
 from harness import figures
-from harness.cases import DTYPES, QUICK_SHAPES, RULES, SHAPES, Shape
+from harness.cases import QUICK_SHAPES, RULES, SHAPES, Shape
 from harness.comparison import Case, measure_all
 from harness.memory import keep_freed_memory
 from harness.program import COMMON, finish, make_parser, parse
@@ -32,15 +32,14 @@ QUICK_LENGTHS = {"tokens": 64, "heads": 1, "key_dim": 8, "value_dim": 8}
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """In the order in which they are measured; on a CPU, unless it is asked for, few are in another dtype."""
+    """In the order in which they are measured; on a CPU few are in half precision."""
     on_cpu = options.device == "cpu"
     shapes = QUICK_SHAPES if options.quick else [SHAPES[name] for name in options.shapes]
-    dtypes = options.dtypes or (("float32",) if on_cpu and not options.quick else DTYPES_ON_GPU)
+    few = on_cpu and not options.quick
+    dtypes = ("float32",) if few else DTYPES_ON_GPU
     if on_cpu:
         shapes = [dataclasses.replace(shape, batch=shape.cpu_batch or shape.batch) for shape in shapes]
-    pairs = list(itertools.product(shapes, dtypes))
-    if on_cpu and options.dtypes is None and not options.quick:
-        pairs.append((shapes[0], "bfloat16"))
+    pairs = [*itertools.product(shapes, dtypes), *([(shapes[0], "bfloat16")] if few else [])]
     cases = [
         Case(shape, dtype, kind)
         for shape, dtype in pairs
@@ -50,9 +49,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, *COMMON, "--peers", "--figure", rules=RULES, shapes=tuple(SHAPES))
-    help = "(default: all on a GPU; on a CPU float32, and bfloat16 at lm-small)"
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), help=help)
+    parser = make_parser(__doc__, *COMMON, "--figure", rules=RULES, shapes=tuple(SHAPES))
     parser.add_argument("--lengths", action="store_true", help="training time against length; --figure draws it")
     options = parse(parser)
     if options.figure is not None and not options.lengths:

@@ -124,7 +124,7 @@ def measure_all(
     and then, while time is left, again with them: such a run of all contestants takes the place of the one before.
     Returns the record of `program`, with `facts` in it.
     """
-    contestants = all_contestants(options.rules, options.device, options.peers)
+    contestants = all_contestants(options.rules, options.device)
     budget, clock = Budget(options.budget), clock_for(options.device)
     rates = measure_rates(options.device, {c.dtype: DTYPES[c.dtype] for c in cases}, clock, options.quick)
     facts |= {"causal_product": build_record(), "rates": rates}

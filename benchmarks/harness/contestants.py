@@ -112,7 +112,7 @@ def _prepare_softmax(shape: Shape, inputs: Inputs) -> Work:
 CAUSAL_PRODUCT = "causal_product"
 BUILD_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp")
 BUILD_RECORD = "BUILD.json"
-DEFAULT_FOLDER = ROOT / "build" / "peers"
+PEERS = ROOT / "build" / "peers"
 
 
 def build_record() -> dict[str, Any] | None:
@@ -175,8 +175,8 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
     return Work(forward, tensors, inputs.d_out)
 
 
-def all_contestants(rules: Sequence[str], device: str, peers: Path = DEFAULT_FOLDER) -> list[Contestant]:
-    """Everybody who does these rules on this device, or next to them; causal_product is looked for in `peers` first."""
+def all_contestants(rules: Sequence[str], device: str, folder: Path = PEERS) -> list[Contestant]:
+    """Everybody who does these rules on a device, or next to them; causal_product is looked for in `folder` first."""
     found = [Contestant(name, rule, partial(_prepare_ours, name, rule)) for name in BACKENDS for rule in rules]
     found.append(Contestant(SOFTMAX, "softmax", _prepare_softmax, same=False))
     if device == "cuda":
@@ -185,7 +185,7 @@ def all_contestants(rules: Sequence[str], device: str, peers: Path = DEFAULT_FOL
                 prepare = partial(_prepare_fla, rule, module, name, gates)
                 found.append(Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, prepare, same, compiles=True))
     elif "sum" in rules:
-        if (peers / "fast_transformers").is_dir() and str(peers) not in sys.path:
-            sys.path.insert(0, str(peers))
+        if (folder / "fast_transformers").is_dir() and str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
         found.append(Contestant(CAUSAL_PRODUCT, "sum", _prepare_causal_product))
     return found

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from harness import pages, targets
-from harness.contestants import DEFAULT_FOLDER
 from harness.timing import ROUNDS
 
 
@@ -31,7 +30,6 @@ duration = partial(positive, kind=float)
 
 # The options that several programs have.
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-_PEERS = "where build_causal_product.py put its kernel (default: build/peers)"
 OPTIONS: dict[str, dict[str, Any]] = {
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: %(default)s"},
     "--threads": {"type": positive, "help": "threads on the CPU (default: torch's)"},
@@ -41,7 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--quick": {"action": "store_true", "help": "tiny cases, to see that the program runs"},
     "--figure": {**_FILE, "help": "draw the figure to this PNG"},
     "--backend": {"default": "auto", "help": "of the fast weight models (default: %(default)s)"},
-    "--peers": {"type": Path, "metavar": "FOLDER", "default": DEFAULT_FOLDER, "help": _PEERS},
 }
 COMMON = ("--device", "--threads", "--budget", "--rounds", "--out", "--quick")
 

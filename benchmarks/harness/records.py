@@ -20,8 +20,11 @@ PACKAGES = "torch numpy fairseq pytorch-fast-transformers flash-linear-attention
 METHODS = {"generation": 3, "kernels": 2}
 
 
-def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
-    """The head of a record: program, its method, date, machine, threads and versions, and `facts` after them."""
+def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
+    """The record of a run: program, its method, date, machine, threads and versions, and `facts` after them.
+
+    It is written if --out says where; who saves often leaves what there is by then.
+    """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -37,19 +40,14 @@ def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
     machine = {"cpu": cpu, "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()}
     if hasattr(os, "getloadavg"):  # whether the machine had other work when the run began
         machine["load before"] = round(os.getloadavg()[0], 2)
-    if device == "cuda":
+    if options.device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         machine |= {"gpu": gpu.name, "gpu memory": gpu.total_memory, "compute capability": f"{gpu.major}.{gpu.minor}"}
-    return {
-        **{"program": program, "method": METHODS.get(program, 1), "device": device},
+    record = {
+        **{"program": program, "method": METHODS.get(program, 1), "device": options.device},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **{"machine": machine, "threads": torch.get_num_threads(), "versions": versions, **facts},
     }
-
-
-def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
-    """The record of a run, which is written if --out says where; who saves often leaves what there is when it ends."""
-    record = describe_run(program, options.device, **facts)
     if options.out is not None:
         write(record, options.out)
     return record

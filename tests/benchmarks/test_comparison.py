@@ -108,7 +108,7 @@ def test_what_a_budget_does_not_reach_is_named_and_who_compiles_keeps_nobody_fro
 ) -> None:
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(records, "write", lambda record, path: written.append(record))
-    options = Namespace(budget=5.0, device="cpu", quick=True, rounds=4, out=Path("record.json"), rules=(), peers=None)
+    options = Namespace(budget=5.0, device="cpu", quick=True, rounds=4, out=Path("record.json"), rules=())
     both = [machine.contestant("chunkwise")]
     monkeypatch.setattr(comparison, "all_contestants", lambda *_: both)
     record = measure_all("kernels", CASES, options, 100.0)

@@ -1,6 +1,7 @@
 """What a case must move and compute, counted by hand; what a call takes at a time; records, whole or not at all."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,9 @@ def test_the_peak_of_a_call_counts_what_lives_at_the_same_time() -> None:
 
 
 def test_a_record_is_read_as_it_was_written_and_one_that_cannot_be_leaves_the_old_one(tmp_path: Path) -> None:
-    record = records.describe_run("kernels", "cpu", cut=[], rows=[{"a": 1.5}, {"a": None}], rates={"copy": {"4": 1.0}})
     path = tmp_path / "folder" / "record.json"
-    records.write(record, path)
+    facts = {"cut": [], "rows": [{"a": 1.5}, {"a": None}], "rates": {"copy": {"4": 1.0}}}
+    record = records.save("kernels", Namespace(device="cpu", out=path), **facts)
     assert json.loads(path.read_text()) == record
     assert '\n  {"a": 1.5},\n' in path.read_text()  # a line for each row
     assert {"program", "device", "date", "machine", "threads", "versions"} <= set(record)

@@ -58,7 +58,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
 
 
 def test_on_a_gpu_the_rules_are_measured_in_three_dtypes_and_what_targets_speak_of_comes_first() -> None:
-    options = Namespace(device="cuda", quick=False, shapes=("lm-small", "step-8"), dtypes=None)
+    options = Namespace(device="cuda", quick=False, shapes=("lm-small", "step-8"))
     cases = [(case.shape.name, case.shape.batch, case.dtype, case.kind) for case in kernels.cases_of(options)]
     dtypes = ("bfloat16", "float32", "float16")
     assert cases == [
