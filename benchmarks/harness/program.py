@@ -50,7 +50,8 @@ def make_parser(doc: str | None, *options: str, rounds: int = ROUNDS, **lists: S
         parser.add_argument(option, **OPTIONS[option])
     parser.set_defaults(rounds=rounds)
     for name, words in lists.items():
-        parser.add_argument(f"--{name}", nargs="+", choices=words, default=words, help="(default: all)")
+        text = f"of {', '.join(words)} (default: all)"
+        parser.add_argument(f"--{name}", nargs="+", choices=words, default=words, metavar="NAME", help=text)
     return parser
 
 
