@@ -94,15 +94,9 @@ def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, le
         ensemble.forward_decoder(tokens[:, :1], encoder_outs, [state])
     if name == TRANSFORMER:
         fill_cache(ensemble.single_model.decoder.layers, state, rows, length, device)
-    order = draw_order(rows, generator.beam_size).to(device)
+    # Within a beam all change places.
+    order = torch.arange(rows, device=device).view(-1, generator.beam_size).flip(1).flatten()
     return Hypotheses(tokens, scores, order, encoder_outs, [state])
-
-
-def draw_order(rows: int, beam: int) -> Tensor:
-    """Which hypothesis of the same sentence each row continues; in a beam of more than one, some change places."""
-    kept = torch.arange(rows)
-    order = kept // beam * beam + torch.randint(beam, (rows,))
-    return order if beam == 1 or not torch.equal(order, kept) else draw_order(rows, beam)
 
 
 def advance(generator: SequenceGenerator, hypotheses: Hypotheses) -> Any:
