@@ -20,7 +20,6 @@ from pathlib import Path
 
 from harness import records
 from harness.commands import binarise, fairseq
-from harness.pages import count
 from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import Budget, summarize
 
@@ -80,7 +79,7 @@ def main() -> None:
         data = prepare(Path(name), settings)
         for number, model in itertools.product(range(options.rounds), speeds):
             if number and budget.left <= 0:
-                budget.cut.append(f"{model}: {count(number, 'round')} of {options.rounds}")
+                budget.cut.append(f"{model}: {number} rounds of {options.rounds}")
                 continue
             log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
             speeds[model] += words_per_second(log, settings["warm-up"])
