@@ -1,6 +1,6 @@
 """The ways in which the CUDA kernels can do a call, against each other: what their choice by estimate loses.
 
-    python benchmarks/cuda_plans.py [--shapes LIST] [--rules LIST] [--budget 60] [--out plans.json]
+    python benchmarks/cuda_plans.py [--shapes retnet long ...] [--rules delta ...] [--budget 60] [--out plans.json]
 
 At each shape, rule and pass every plan of the chunked kernels, the one that they choose with other numbers of segments,
 and the recurrent kernels take turns (A B C A B C ...). What the estimates in cuda/choice.cu and cuda/chunked_plan.h
@@ -12,9 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness import records
@@ -28,8 +27,6 @@ from fairseq_fastweights.ops import native
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
 PASSES = ("forward", "backward")
-# What the chunked kernels are for comes first.
-ORDER = ("retnet", "long", "mt-big", "baevski-64", "attention", "mt-big-256", "mt-big-512", "gpt2-32", "lm-medium")
 # What may be asked for; what is no plan of a call is left out.
 CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages": (1, 2), "threads": (128, 256)}
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
@@ -37,8 +34,18 @@ SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Way:
+@contextmanager
+def asking(environment: dict[str, str]) -> Iterator[None]:
+    """Asks the kernels for a way, and for none afterwards."""
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in environment:
+            del os.environ[name]
+
+
+class Way(NamedTuple):
     """A way to do a call: the plan in full, None for step by step, and what asks for it."""
 
     plan: dict[str, int] | None
@@ -51,45 +58,25 @@ class Way:
         return text.format(**self.plan).removesuffix(", segments 1")
 
 
-@contextmanager
-def asking(environment: dict[str, str]) -> Iterator[None]:
-    """Asks the kernels for a way, and for none afterwards."""
-    before = {name: os.environ.pop(name) for name in (ALGORITHM, PLAN) if name in os.environ}
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name in environment:
-            del os.environ[name]
-        os.environ.update(before)
+class Call(NamedTuple):
+    """A pass of a rule; the operator that it comes down to, and batch, time, heads, key_dim, value_dim and interval."""
 
-
-@dataclass(frozen=True)
-class Call:
-    """One call of an operator: its name, and batch, time, heads, key_dim, value_dim and steps between kept states."""
-
+    run: Callable[[], Any]
+    rule: str
     operation: str
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    rule: str
-    run: Callable[[], Any]
 
 
 def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
-    """The operator that a pass of a rule comes down to, with the states that training keeps."""
-    operation = ops.OPERATIONS[rule]
-    if (reason := operation.why_not_native(inputs.v.device.type, inputs.v.dtype, shape.key_dim)) is not None:
-        raise ops.BackendUnavailable(reason)
-    interval = native._interval(inputs.k, inputs.v)
-    assert operation.kernel is not None
-    given = operation.kernel.given(inputs.q, inputs.k, inputs.v, inputs.gates[rule])
-    operators = torch.ops.fairseq_fastweights
-    run = partial(operators.rule_forward, *given, None, interval)
+    """A pass of a rule as training makes it: forward keeps states, one for each interval, and backward reads them."""
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])]
+    run = partial(getattr(ops, f"{rule}_rule"), *leaves, backend="native")
     if kind == "backward":
-        states = run()[2]
-        run = partial(operators.rule_backward, inputs.d_out, None, *given, None, states, interval)
+        run = partial(torch.autograd.grad, run()[0], leaves, inputs.d_out, retain_graph=True)
+    interval = native._interval(inputs.k, inputs.v)
     sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, interval)
-    return Call(f"{'delta' if rule == 'delta' else 'diagonal'}_{kind}", sizes, inputs.v.dtype, rule, run)
+    return Call(run, rule, f"{'delta' if rule == 'delta' else 'diagonal'}_{kind}", sizes, inputs.v.dtype)
 
 
 def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
@@ -124,10 +111,8 @@ def measure(name: str, rule: str, kind: str, dtype: torch.dtype, rounds: int, al
     measured, _ = time_in_turns(calls, warm, CudaClock(), hosts=hosts, rounds=rounds, allowed=allowed)
     sizes = dict(zip(("batch", "time", "heads", "key_dim", "value_dim", "interval"), call.sizes, strict=True))
     common = {"shape": name, "rule": rule, "operation": call.operation, "sizes": sizes}
-    return [
-        {**common, "way": label, "plan": way.plan, "chosen": not number, "seconds": measured[label]}
-        for number, (label, way) in enumerate(ways.items())
-    ]
+    rows = [{**common, "way": label, "plan": way.plan, "seconds": measured[label]} for label, way in ways.items()]
+    return [row | {"chosen": row is rows[0]} for row in rows]
 
 
 def render(rows: list[Row]) -> str:
@@ -145,13 +130,15 @@ def render(rows: list[Row]) -> str:
 
 def main() -> None:
     shapes = [name for name, shape in SHAPES.items() if not shape.steps]  # of whole sequences
-    shapes.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, shapes=shapes, rules=RULES)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
+    parser.set_defaults(device="cuda")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU, and there is nothing to choose on a CPU")
 
+    for name in (ALGORITHM, PLAN):
+        os.environ.pop(name, None)  # what the shell asks for
     budget = Budget(options.budget)
     rows: list[Row] = []
     cases = list(itertools.product(options.shapes, options.rules, PASSES))
@@ -160,8 +147,7 @@ def main() -> None:
             budget.cut.append(f"{name}, {rule}, {kind}: not measured")
             continue
         rows += measure(name, rule, kind, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number))
-        if options.out is not None:
-            records.write(records.describe_run("cuda_plans", "cuda", cut=budget.cut, rows=rows), options.out)
+        records.save("cuda_plans", options, cut=budget.cut, rows=rows)
     print(render(rows))
     for line in budget.cut:
         print(f"- cut to keep to the budget: {line}")

@@ -60,7 +60,7 @@ class Generation:
         with torch.no_grad():
             return self.model(self.tokens[:, : self.length], incremental_state=self.state)[0]
 
-    def go_on(self, name: str, length: int, most_read: int) -> Generation:
+    def go_on(self, name: str, length: int, most_read: int = 0) -> Generation:
         """Brings it to where it goes on after `length` tokens; to read more than `most_read`, its cache is filled."""
         if name == TRANSFORMER and length - self.length > most_read:
             self.state.clear()
@@ -75,11 +75,6 @@ class Generation:
         return self
 
 
-def generation_after(model: Any, name: str, tokens: Tensor, length: int) -> Generation:
-    """A generation that goes on after `length` of these tokens."""
-    return Generation(model, tokens).go_on(name, length, most_read=0)
-
-
 def move_cache(state: dict[str, Any]) -> None:
     """Does the least that fairseq's attention does with its cache: copies keys and values, and reads the copies."""
     for buffer in state.values():
@@ -92,22 +87,19 @@ def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> d
 
     A cache that has been replaced by a longer one is gone, as it is in generation.
     """
-    prepare = partial(generation_after, model, name, tokens, length)
-    return {"state bytes": held(prepare().state), "peak bytes": peak(prepare, Generation.advance, device)}
-
-
-def tokens_ahead(rounds: int) -> int:
-    """How far before a length its stretch begins: by a turn that does not count and half of the rounds."""
-    return (2 + rounds) * (TOKENS_OF_A_TURN + 1) // 2
+    size = held(Generation(model, tokens).go_on(name, length).state)
+    most = peak(lambda: Generation(model, tokens).go_on(name, length), Generation.advance, device)
+    return {"state bytes": size, "peak bytes": most}
 
 
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, "--backend", "--figure", rules=RULES)
     options = parse(parser)
     lengths, settings = (QUICK_LENGTHS, QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
-    ahead = tokens_ahead(options.rounds)
-    if ahead >= min(lengths):
-        most = max(rounds for rounds in range(options.rounds) if tokens_ahead(rounds) < min(lengths))
+    # A stretch begins a turn that does not count and half of the rounds before its length.
+    ahead = (2 + options.rounds) * (TOKENS_OF_A_TURN + 1) // 2
+    most = (2 * min(lengths) - 1) // (TOKENS_OF_A_TURN + 1) - 2
+    if options.rounds > most:
         parser.error(f"--rounds is {options.rounds}: it may be {most} at most, or the text is shorter than a stretch")
     budget = Budget(options.budget)
     longest = max(lengths) + ahead
@@ -119,13 +111,11 @@ def main() -> None:
         (name, length): memory(models[name], name, tokens, length, options.device)
         for name, length in itertools.product(names, lengths)
     }
-    generations = {name: generation_after(model, name, tokens, 1) for name, model in models.items()}
+    generations = {name: Generation(model, tokens).go_on(name, 1) for name, model in models.items()}
 
     def timed(going: dict[Any, Generation], parts: int, what: str) -> dict[Any, dict[str, float]]:
         calls = {name: lambda g=g: g.advance for name, g in going.items()}
-        seconds, made = time_tokens(calls, options.device, options.rounds, budget.share(parts))
-        budget.note(what, made, options.rounds)
-        return seconds
+        return time_tokens(calls, options.device, options.rounds, budget, parts, what)
 
     for number, length in enumerate(lengths):
         begin = length - ahead
@@ -139,18 +129,18 @@ def main() -> None:
             rows[name, length] |= {"model": name, "length": length, **stretch, "seconds": seconds[name]}
         # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
         cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
-        moved, _ = time_tokens(cache, options.device, FEWEST_ROUNDS, budget.share(parts))
+        moved = time_tokens(cache, options.device, FEWEST_ROUNDS, budget, parts, "its cache")
         rows[TRANSFORMER, length]["cache seconds"] = moved["cache"]
     generations.clear()  # and their caches
     for number, name in enumerate(options.rules):
         # A rule's lengths one beside the other.
-        growth = {n: generation_after(models[name], name, tokens, n - ahead) for n in lengths}
+        growth = {n: Generation(models[name], tokens).go_on(name, n - ahead) for n in lengths}
         for n, found in timed(growth, len(options.rules) - number, f"{name}, its lengths in turns").items():
             rows[name, n]["seconds beside other lengths"] = found
     parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     facts = {"settings": settings, "backend": options.backend, "parameters": parameters, "cut": budget.cut}
     in_order = [rows[name, length] for length in lengths for name in names]
-    finish(records.describe_run("generation", options.device, **facts, rows=in_order), options, figures.draw_next_token)
+    finish(records.save("generation", options, **facts, rows=in_order), options, figures.draw_next_token)
 
 
 if __name__ == "__main__":

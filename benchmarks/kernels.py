@@ -5,38 +5,43 @@ ratios of medians, and how far each is from what this machine's memory or arithm
 
     python benchmarks/kernels.py [--device cuda] [--budget 300] [--out results.json]
 
-causal_product, an optional peer on the CPU, is built by benchmarks/build_causal_product.py; flash-linear-attention, an
-optional one on a GPU, comes from PyPI. Who cannot take part is listed with the reason.
+--lengths measures training time against length instead: forward and backward of a call with the same number of tokens,
+cut into longer rows. causal_product, an optional peer on the CPU, is built by benchmarks/build_causal_product.py;
+flash-linear-attention, an optional one on a GPU, comes from PyPI. Who cannot take part is listed with the reason.
 """
 
 import argparse
+import dataclasses
 import itertools
-from functools import partial
 
-from harness import records
-from harness.cases import DTYPES, QUICK_SHAPES, RULES, SHAPES
-from harness.comparison import Case, all_contestants, measure_all
-from harness.contestants import build_record
+from harness import figures
+from harness.cases import QUICK_SHAPES, RULES, SHAPES, Shape
+from harness.comparison import Case, measure_all
 from harness.memory import keep_freed_memory
-from harness.program import COMMON, add_list, finish, make_parser, parse
+from harness.program import COMMON, finish, make_parser, parse
 
-# Slower calls are not worth waiting for, in seconds.
-LONGEST_CALL = 3.0
+# Slower calls are not worth waiting for, in seconds; of other lengths they are.
+LONGEST_CALL, LONGEST_CALL_OF_LENGTHS = 3.0, 5.0
 # Of a budget that ends early the targets come first: on a GPU training in bfloat16 at all shapes, then in float32.
 ORDER_ON_GPU = ("forward+backward", "step", "forward")
 DTYPES_ON_GPU = ("bfloat16", "float32", "float16")
+# Heads and dimensions of the shape "long"; fewer heads on a CPU.
+LENGTHS = {"tokens": 16384, "heads": 8, "key_dim": 64, "value_dim": 64, "dtype": "bfloat16"}
+LENGTHS_ON_CPU = {"heads": 2, "dtype": "float32"}
+QUICK_LENGTHS = {"tokens": 64, "heads": 1, "key_dim": 8, "value_dim": 8}
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """In the order in which they are measured; on a CPU, unless it is asked for, few are in another dtype."""
+    """In the order in which they are measured; on a CPU few are in half precision."""
     on_cpu = options.device == "cpu"
     shapes = QUICK_SHAPES if options.quick else [SHAPES[name] for name in options.shapes]
-    dtypes = options.dtypes or (("float32",) if on_cpu else DTYPES_ON_GPU)
-    pairs = list(itertools.product(shapes, dtypes))
-    if on_cpu and options.dtypes is None and not options.quick:
-        pairs.append((shapes[0], "bfloat16"))
+    few = on_cpu and not options.quick
+    dtypes = ("float32",) if few else DTYPES_ON_GPU
+    if on_cpu:
+        shapes = [dataclasses.replace(shape, batch=shape.cpu_batch or shape.batch) for shape in shapes]
+    pairs = [*itertools.product(shapes, dtypes), *([(shapes[0], "bfloat16")] if few else [])]
     cases = [
-        Case(shape.at(options.device), dtype, kind)
+        Case(shape, dtype, kind)
         for shape, dtype in pairs
         for kind in (("step",) if shape.steps else ("forward", "forward+backward"))
     ]
@@ -44,14 +49,25 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, *COMMON, "--peers", rules=RULES, shapes=tuple(SHAPES))
-    add_list(parser, "--dtypes", tuple(DTYPES), "all on a GPU; on a CPU float32, and bfloat16 at lm-small")
+    parser = make_parser(__doc__, *COMMON, "--figure", rules=RULES, shapes=tuple(SHAPES))
+    parser.add_argument("--lengths", action="store_true", help="training time against length; --figure draws it")
     options = parse(parser)
+    if options.figure is not None and not options.lengths:
+        parser.error("--figure is of training time against length: --lengths is missing")
+    if options.lengths:
+        settings = LENGTHS | (LENGTHS_ON_CPU if options.device == "cpu" else {})
+        settings |= QUICK_LENGTHS if options.quick else {}
+        tokens, *sizes, dtype = settings.values()
+        cases = [
+            Case(Shape(f"T = {time}", tokens // time, sizes[0], time, *sizes[1:]), dtype, "forward+backward")
+            for time in ((16, 64) if options.quick else [2**n for n in range(6, 15)])
+        ]
+        record = measure_all("training_length", cases, options, LONGEST_CALL_OF_LENGTHS, settings=settings)
+        finish(record, options, figures.draw_training_length)
+        return
     if options.device == "cpu":
         keep_freed_memory()
-    contestants = all_contestants(options)  # before the build's record, for it makes the peer importable
-    make_record = partial(records.describe_run, "kernels", options.device, causal_product=build_record())
-    finish(measure_all(cases_of(options), contestants, options, LONGEST_CALL, make_record), options)
+    finish(measure_all("kernels", cases_of(options), options, LONGEST_CALL), options)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A model of 2 layers of width 64 scores a text of 10,000 word types with windows 
 each. The two commands take turns, and what counts is the time that each process used, not the time that passed. Needs
 nothing but the environment that `make setup` makes:
 
-    .venv/bin/python benchmarks/sliding_window.py [--tokens 4000] [--rounds 3] [--batch-size 64]
+    .venv/bin/python benchmarks/sliding_window.py [--tokens 4000] [--rounds 3]
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from harness.commands import binarise, fairseq
 from harness.program import make_parser, positive
 
-LENGTH = 64
+LENGTH, BATCH = 64, 64
 TYPES = 10_000
 TASKS = {"fairseq": "language_modeling", "fairseq_fastweights": "fast_weight_language_modeling"}
 
@@ -36,11 +36,11 @@ def prepare(folder: Path, tokens: int) -> tuple[Path, Path]:
     return data, folder / "model" / "checkpoint_last.pt"
 
 
-def measure(data: Path, checkpoint: Path, task: str, batch: int, window: bool) -> tuple[float, float]:
+def measure(data: Path, checkpoint: Path, task: str, window: bool) -> tuple[float, float]:
     """The loss, and the seconds of CPU time."""
     # Without a window each token is read once: next to nothing but the process's start, which both have.
     flags = f"""--user-dir fairseq_fastweights --task {task} --path {checkpoint} --cpu --num-workers 0
-        --no-progress-bar --batch-size {batch} --tokens-per-sample {LENGTH}
+        --no-progress-bar --batch-size {BATCH} --tokens-per-sample {LENGTH}
         {f"--context-window {LENGTH - 1}" if window else ""}"""
     text, seconds = fairseq("eval_lm", str(data), *flags.split(), OMP_NUM_THREADS="1")
     [loss] = re.findall(r"Loss \(base 2\): ([\d.]+)", text)
@@ -48,24 +48,22 @@ def measure(data: Path, checkpoint: Path, task: str, batch: int, window: bool) -
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    texts = {"tokens": (4000, "to score"), "rounds": (3, "of measuring each"), "batch-size": (64, "windows per batch")}
-    for option, (default, text) in texts.items():
-        parser.add_argument(f"--{option}", type=positive, default=default, help=f"{text} (default: %(default)s)")
+    parser = make_parser(__doc__, "--rounds", rounds=3)
+    parser.add_argument("--tokens", type=positive, default=4000, help="to score (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     losses: dict[str, float] = {}
     seconds: dict[str, list[float]] = {peer: [] for peer in TASKS}
     with tempfile.TemporaryDirectory() as name:
         data, checkpoint = prepare(Path(name), options.tokens)
-        _, start = measure(data, checkpoint, TASKS["fairseq"], options.batch_size, window=False)
+        _, start = measure(data, checkpoint, TASKS["fairseq"], window=False)
         for _ in range(options.rounds):
             for peer, task in TASKS.items():
-                losses[peer], used = measure(data, checkpoint, task, options.batch_size, window=True)
+                losses[peer], used = measure(data, checkpoint, task, window=True)
                 seconds[peer].append(used)
     fairseqs, ours = (statistics.median(seconds[peer]) for peer in TASKS)
     figures = {
-        **{"tokens": options.tokens, "batch size": options.batch_size, "loss (base 2)": losses},
+        **{"tokens": options.tokens, "batch size": BATCH, "loss (base 2)": losses},
         **{"CPU seconds, whole process": seconds, "CPU seconds of a process that reads each token once": start},
         **{"ratio, whole process": fairseqs / ours, "ratio, without that": (fairseqs - start) / (ours - start)},
     }

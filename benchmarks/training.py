@@ -17,12 +17,10 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from harness import records
 from harness.commands import binarise, fairseq
-from harness.pages import count
-from harness.program import COMMON, finish, make_parser, parse, positive
+from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import Budget, summarize
 
 SOFTMAX = "softmax"
@@ -70,33 +68,25 @@ def words_per_second(log: str, warm_up: int) -> list[float]:
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, "--backend", rounds=2, models=MODELS)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=positive, help="rows of a batch (default: the paper's)")
     options = parse(parser)
-    settings = dict(QUICK_SETTINGS if options.quick else SETTINGS)
-    if options.batch_size is not None:
-        settings["batch"] = options.batch_size
+    settings = QUICK_SETTINGS if options.quick else SETTINGS
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     budget = Budget(options.budget)
     speeds: dict[str, list[float]] = {model: [] for model in (SOFTMAX, *options.models)}
-
-    def make_record() -> dict[str, Any]:
-        rows = [{"model": model, "words per second": summarize(known)} for model, known in speeds.items() if known]
-        facts = {"settings": settings, "precision": options.precision, "backend": options.backend}
-        return records.describe_run("training", options.device, **facts, cut=budget.cut, rows=rows)
-
+    facts = {"settings": settings, "precision": options.precision, "backend": options.backend, "cut": budget.cut}
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), settings)
         for number, model in itertools.product(range(options.rounds), speeds):
             if number and budget.left <= 0:
-                budget.cut.append(f"{model}: {count(number, 'round')} of {options.rounds}")
+                budget.cut.append(f"{model}: {number} rounds of {options.rounds}")
                 continue
             log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
             speeds[model] += words_per_second(log, settings["warm-up"])
             print(f"{model}: {speeds[model][-1]:,.0f} words/s", file=sys.stderr, flush=True)
-            if options.out is not None:  # one that fails, or is stopped, leaves what was measured before it
-                records.write(make_record(), options.out)
-    finish(make_record(), options)
+            rows = [{"model": model, "words per second": summarize(known)} for model, known in speeds.items() if known]
+            records.save("training", options, **facts, rows=rows)  # if the next fails or is stopped, this is left
+    finish(records.save("training", options, **facts, rows=rows), options)
 
 
 if __name__ == "__main__":

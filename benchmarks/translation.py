@@ -20,7 +20,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from harness import records
 from harness.memory import held, peak
 from harness.models import build_model, fill_cache
-from harness.program import COMMON, finish, make_parser, parse, positive
+from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import FEWEST_ROUNDS, Budget, clock_for, time_in_turns, time_tokens
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -94,15 +94,9 @@ def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, le
         ensemble.forward_decoder(tokens[:, :1], encoder_outs, [state])
     if name == TRANSFORMER:
         fill_cache(ensemble.single_model.decoder.layers, state, rows, length, device)
-    order = draw_order(rows, generator.beam_size).to(device)
+    # Within a beam all change places.
+    order = torch.arange(rows, device=device).view(-1, generator.beam_size).flip(1).flatten()
     return Hypotheses(tokens, scores, order, encoder_outs, [state])
-
-
-def draw_order(rows: int, beam: int) -> Tensor:
-    """Which hypothesis of the same sentence each row continues; in a beam of more than one, some change places."""
-    kept = torch.arange(rows)
-    order = kept // beam * beam + torch.randint(beam, (rows,))
-    return order if beam == 1 or not torch.equal(order, kept) else draw_order(rows, beam)
 
 
 def advance(generator: SequenceGenerator, hypotheses: Hypotheses) -> Any:
@@ -117,10 +111,6 @@ def advance(generator: SequenceGenerator, hypotheses: Hypotheses) -> Any:
         return generator.search.step(step, scores.view(by_sentence), hypotheses.scores.view(by_sentence))
 
 
-def draw_source(settings: dict[str, int], length: int, device: str = "cpu") -> Tensor:
-    return torch.randint(4, settings["words"], (length,), device=device)
-
-
 def sample(source: Tensor, sentences: int) -> dict[str, dict[str, Tensor]]:
     """A batch as fairseq makes it, of so many times the same sentence."""
     lengths = torch.full((sentences,), len(source), device=source.device)
@@ -128,14 +118,10 @@ def sample(source: Tensor, sentences: int) -> dict[str, dict[str, Tensor]]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, *COMMON, maps=tuple(MAPS))
-    text = f"of a whole translation (default: {SETTINGS['whole']})"
-    parser.add_argument("--whole", type=positive, metavar="TOKENS", help=text)
-    options = parse(parser)
+    options = parse(make_parser(__doc__, *COMMON, maps=tuple(MAPS)))
     lengths, settings = ((4, 8), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
-    if options.whole is not None:
-        settings = settings | {"whole": options.whole}
     budget, device = Budget(options.budget), options.device
+    draw_source = partial(torch.randint, 4, settings["words"], device=device)
     longest = max(*lengths, settings["whole"])
     models = {name: build(name, settings, longest) for name in (TRANSFORMER, *options.maps)}
     # By name the lengths of sources and of what there is of their translations.
@@ -151,9 +137,9 @@ def main() -> None:
             for name, (model, dictionary) in models.items()
         }
         for what, cases in sources.items():
-            own, take_ups, found = Budget(budget.share(parts)), {}, {}
+            take_ups, found = {}, {}
             for source_length, length in cases:
-                source = draw_source(settings, source_length, device)
+                source = draw_source((source_length,))
                 for name, generator in generators.items():
                     hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
                     # Each call takes up the generation that goes on from these, which it leaves as they are. The most
@@ -162,19 +148,18 @@ def main() -> None:
                     take_ups[key] = lambda step=step, before=hypotheses: partial(step, before.clone())
                     found[key] = {"model": name, "beam": beam, "source": source_length, "length": length}
                     found[key] |= {**hypotheses.sizes(), "peak bytes": peak(hypotheses.clone, step, device)}
-            seconds, made = time_tokens(take_ups, device, options.rounds, own.left)
+            seconds = time_tokens(take_ups, device, options.rounds, budget, parts, f"beam {beam}, {what}")
             rows += [row | {"seconds": seconds[key]} for key, row in found.items()]
             parts -= 1
-            budget.note(f"beam {beam}, {what}", made, options.rounds)
     # Whole translations. Whatever they take exactly, each is measured once in a round, and as seldom as is of use.
-    batch = sample(draw_source(settings, settings["source"], device), settings["hypotheses"] // beam)
+    batch = sample(draw_source((settings["source"],)), settings["hypotheses"] // beam)
     calls = {name: partial(generator.generate, [], batch) for name, generator in generators.items()}
     rounds = min(options.rounds, FEWEST_ROUNDS)
     seconds, _ = time_in_turns(calls, dict.fromkeys(calls, 1.0), clock_for(device), rounds=rounds)
     common = {"beam": beam, "source": settings["source"], "length": settings["whole"]}
     whole = [{"model": name, **common, "seconds": seconds[name]} for name in generators]
     facts = {"settings": settings, "cut": budget.cut, "rows": rows, "whole": whole}
-    finish(records.describe_run("translation", device, **facts), options)
+    finish(records.save("translation", options, **facts), options)
 
 
 if __name__ == "__main__":

@@ -43,15 +43,8 @@ class Kernel(NamedTuple):
     spill_loads: int = 0
 
 
-class Report(NamedTuple):
-    """What came of one source, compiled for one architecture: its kernels, and what must not be."""
-
-    kernels: list[Kernel]
-    faults: list[str]
-
-
-def read_compiler_output(text: str) -> Report:
-    """The kernels, warnings and spills in the output of ``nvcc -Xptxas -v``."""
+def read_compiler_output(text: str) -> tuple[list[Kernel], list[str]]:
+    """The kernels, and the faults, warnings and spills, in the output of ``nvcc -Xptxas -v``."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     properties: dict[str, int] = {}  # of the function that ptxas spoke of last
     faults = []
@@ -67,9 +60,13 @@ def read_compiler_output(text: str) -> Report:
                 properties[name] = properties.get(name, 0) + int(number)
         elif said := re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", line):
             properties |= {"registers": int(said[1]), "shared_memory": int(said[2] or 0)}
-    names = demangled([name for name, _ in found])
+    names = [name for name, _ in found]
+    if names and shutil.which("c++filt"):  # without parameters and return types
+        command = ["c++filt", "-p"]
+        text = subprocess.run(command, input="\n".join(names), capture_output=True, text=True, check=True).stdout
+        names = re.sub(r"\(anonymous namespace\)::|fairseq_fastweights::", "", text).splitlines()
     kernels = [Kernel(name, sm, **facts) for name, ((_, sm), facts) in zip(names, found.items(), strict=True)]
-    return Report(kernels, faults + [fault for kernel in kernels for fault in spills(kernel)])
+    return kernels, faults + [fault for kernel in kernels for fault in spills(kernel)]
 
 
 def spills(kernel: Kernel) -> list[str]:
@@ -81,16 +78,8 @@ def spills(kernel: Kernel) -> list[str]:
     return [f"{kernel.name} spills registers: {stores} bytes stored, {loads} loaded"]
 
 
-def demangled(names: list[str]) -> list[str]:
-    """C++ names without parameters and return types: as they are, where no c++filt is installed."""
-    if not names or shutil.which("c++filt") is None:
-        return names
-    text = subprocess.run(["c++filt", "-p"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return re.sub(r"\(anonymous namespace\)::|fairseq_fastweights::", "", text).splitlines()
-
-
-def check(nvcc: Nvcc, source: Path, architecture: int) -> Report:
-    """The report on `source`, from what the compiler said the last time if nothing changed since."""
+def check(nvcc: Nvcc, source: Path, architecture: int) -> tuple[list[Kernel], list[str]]:
+    """Kernels and faults of `source`, from what the compiler said the last time if nothing changed since."""
     reports = ROOT / "build" / "native" / "reports"
     flags = [*NVCC_FLAGS, "-Xptxas=-v", *generate_code_flags([f"sm_{architecture}"])]
     work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}")
@@ -102,7 +91,7 @@ def check(nvcc: Nvcc, source: Path, architecture: int) -> Report:
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         target.unlink(missing_ok=True)
         if result.returncode:
-            return Report([], [f"does not compile:\n{result.stdout}"])
+            return [], [f"does not compile:\n{result.stdout}"]
         new.write_text(result.stdout)
         new.replace(kept)
     return read_compiler_output(kept.read_text())
@@ -132,10 +121,10 @@ def main(arguments: list[str] | None = None) -> int:
     work = [(source, architecture) for source in sources for architecture in options.architectures]
     with ThreadPoolExecutor(jobs()) as pool:
         found = list(pool.map(lambda item: check(nvcc, *item), work))
-    kernels = [kernel for report in found for kernel in report.kernels]
+    kernels = [kernel for own, _ in found for kernel in own]
     print(table(kernels))
-    reports = zip(work, found, strict=True)
-    wrong = [f"{source.name}, sm_{number}: {fault}" for (source, number), report in reports for fault in report.faults]
+    pairs = zip(work, found, strict=True)
+    wrong = [f"{source.name}, sm_{number}: {fault}" for (source, number), (_, faults) in pairs for fault in faults]
     print("\n".join(wrong), file=sys.stderr)
     print(f"{len(kernels)} kernels of {len(sources)} files (each architecture counted), {len(wrong)} faults")
     return 1 if wrong or not kernels else 0

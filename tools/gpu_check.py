@@ -96,33 +96,26 @@ def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
         stage.output.unlink(missing_ok=True)
         # What is over is for starting, and for the last case, which no budget cuts short.
         command += ["--budget", f"{max(limit - 20, 1):.0f}"]
-    outcome: dict[str, Any] = {"status": "failed", "seconds": 0.0}
     if shutil.which(command[0]) is None:
-        return {**outcome, "summary": f"{command[0]} is not on PATH"}
+        return {"status": "failed", "seconds": 0.0, "summary": f"{command[0]} is not on PATH"}
     if limit <= 0:
-        return {**outcome, "summary": "no time was left for it"}
+        return {"status": "failed", "seconds": 0.0, "summary": "no time was left for it"}
     started = time.monotonic()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **stage.environment}
     with log.open("w") as file:
         print("$", *command, file=file, flush=True)
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **stage.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **quiet)
         try:
-            outcome["status"] = "passed" if process.wait(limit) == 0 else "failed"
+            status = "passed" if process.wait(limit) == 0 else "failed"
         except subprocess.TimeoutExpired:
-            outcome["status"] = "timed out"
+            status = "timed out"
         finally:
             # What it started may outlive it, and would disturb the stages that follow.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    outcome["seconds"] = round(time.monotonic() - started, 1)
+    outcome: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
     lines = [line for line in log.read_text(errors="replace").splitlines()[1:] if line.strip()] or [""]
     if failures := [line[:300] for line in lines if line.startswith(("FAILED ", "ERROR "))]:
         outcome["failures"] = failures[:MOST_FAILURES]
@@ -134,20 +127,17 @@ def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
 
 def device_name() -> str:
     """The GPU's name. Raises `SystemExit`, with what is missing, where there is nothing to check."""
-    probe = (
-        "import json, torch\n"
-        "print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.is_available()"
-        " and torch.cuda.get_device_name()]))"
-    )
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    command = [sys.executable, "-m", "fairseq_fastweights.env", "--json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or [""])[-1]
         raise SystemExit(f"error: {sys.executable} cannot import torch ({last}); name another with `make PYTHON=...`")
-    version, cuda, name = json.loads(result.stdout.splitlines()[-1])
-    if not cuda or not name:
-        lacks = "sees no GPU" if cuda else "has no CUDA"
+    found = json.loads(result.stdout.splitlines()[-1])
+    if not found["gpus"]:
+        lacks = "sees no GPU" if found["versions"]["CUDA of torch"] else "has no CUDA"
+        version = found["versions"]["torch"]
         raise SystemExit(f"error: torch {version} {lacks}; there is nothing that this could check")
-    return str(name)
+    return str(found["gpus"][0]["name"])
 
 
 def slug(name: str) -> str:
@@ -155,46 +145,41 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def merge(path: Path, stage: str, outcome: dict[str, Any], new: dict[str, Any]) -> None:
-    """Writes the outcome of a stage, in the place of an earlier one, and `new` into the JSON object of a file."""
-    old: dict[str, Any] = {}
-    if path.exists():
-        try:
-            old = json.loads(path.read_text())
-        except ValueError:
-            path.replace(path.with_suffix(".unreadable"))
-    outcomes = {**old.get("gpu check", {}), stage: outcome}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps({**old, "gpu check": outcomes, **new}, indent=1) + "\n")
-    temporary.replace(path)
+def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[str]:
+    """Runs all stages within so many seconds; returns the names of those that did not pass.
 
-
-def check(plan: Sequence[Stage], results: Path, seconds: float) -> dict[str, str]:
-    """Runs all stages within so many seconds; every outcome is in the file `results` before the next stage begins."""
+    Every outcome is in the file `results`, in the place of an earlier one, before the next stage begins.
+    """
     deadline = time.monotonic() + seconds
-    WORK.mkdir(parents=True, exist_ok=True)
+    for folder in (WORK, results.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     whole_log = WORK / "gpu-check.log"
     whole_log.write_text("")
-    statuses = {}
+    bad = []
     for stage in plan:
         print(f"{stage.name} ...", end=" ", flush=True)
         log = WORK / f"{slug(stage.name)}.log"
         outcome = run(stage, deadline - time.monotonic(), log)
-        statuses[stage.name] = status = outcome["status"]
         told = str(outcome.get("summary", outcome.get("found")))
-        print(f"{status}, {outcome['seconds']:.0f} s: {told[:300]}", flush=True)
+        print(f"{outcome['status']}, {outcome['seconds']:.0f} s: {told[:300]}", flush=True)
         text = log.read_text(errors="replace")
-        if status != "passed":
+        if outcome["status"] != "passed":
+            bad.append(stage.name)
             print("\n".join(f"    {line[:300]}" for line in text.splitlines()[-25:]), flush=True)
-        whole_log.write_text(f"{whole_log.read_text()}== {stage.name}: {status}\n{text}\n")
+        with whole_log.open("a") as file:
+            file.write(f"== {stage.name}: {outcome['status']}\n{text}\n")
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        new = {stage.name: json.loads(stage.output.read_text())} if stage.output and stage.output.is_file() else {}
-        merge(results, stage.name, {"date": date, **outcome}, new)
+        known = json.loads(results.read_text()) if results.exists() else {}
+        known.setdefault("gpu check", {})[stage.name] = {"date": date, **outcome}
+        if stage.output is not None and stage.output.is_file():
+            known[stage.name] = json.loads(stage.output.read_text())
+        new = results.with_suffix(".new")
+        new.write_text(json.dumps(known, indent=1) + "\n")
+        new.replace(results)
         if out := os.environ.get("OUT"):
             for path in (results, whole_log):
                 shutil.copy(path, out)
-    return statuses
+    return bad
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -216,9 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
     name = device_name()
     results = RESULTS / f"{slug(name)}.json"
     print(f"{name}: results go to {results.relative_to(ROOT)}", flush=True)
-    bad = [name for name, status in check(chosen, results, 60 * options.minutes).items() if status != "passed"]
+    bad = check(chosen, results, 60 * options.minutes)
     print(f"{len(chosen)} stages, {'not passed: ' + ', '.join(bad) if bad else 'all passed'}")
-    return 1 if bad else 0
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

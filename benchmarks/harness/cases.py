@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from torch.nn import functional as F
 
 RULES = ("sum", "gated", "decay", "delta")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Pass = Literal["forward", "forward+backward", "step"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +30,6 @@ class Shape:
     def steps(self) -> bool:
         """Whether this is generation: one token, read from and written to a state, without gradients."""
         return self.time == 1
-
-    def at(self, device: str) -> Shape:
-        """The shape with the batch that is measured on this kind of device ("cpu", "cuda")."""
-        return replace(self, batch=self.cpu_batch or self.batch) if device == "cpu" else self
 
 
 # In the order in which they are measured: what a target depends on comes before what may be cut. They are those of

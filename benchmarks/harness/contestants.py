@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,10 +60,6 @@ class Contestant:
     same: bool = True
     compiles: bool = False
 
-    @property
-    def label(self) -> str:
-        return f"{self.name} {self.rule}"
-
 
 def leaf(x: Tensor) -> Tensor:
     """A contiguous copy of x that gets a gradient."""
@@ -81,13 +77,9 @@ def _heads_first(call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k:
     return Work(lambda: call(*tensors), tensors, d_out, lambda out: out.transpose(1, 2))
 
 
-# The reference is a loop over time: for one step it is what "auto" took before there were kernels.
-BACKENDS = ("native", "chunkwise", "reference")
-
-
-def our_rules(rules: Iterable[str]) -> list[Contestant]:
-    """Each rule on each backend of this project, backend by backend."""
-    return [Contestant(name, rule, partial(_prepare_ours, name, rule)) for name in BACKENDS for rule in rules]
+# Chunkwise, which is there on every machine, comes first and says what is right. The reference is a loop over time: for
+# one step it is what "auto" took before there were kernels.
+BACKENDS = ("chunkwise", "native", "reference")
 
 
 def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work:
@@ -115,16 +107,12 @@ def _prepare_softmax(shape: Shape, inputs: Inputs) -> Work:
     return _heads_first(attend, inputs.wide_q, inputs.wide_k, inputs)
 
 
-def softmax_attention() -> list[Contestant]:
-    return [Contestant(SOFTMAX, "softmax", _prepare_softmax, same=False)]
-
-
 # The optional peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. build_causal_product.py
 # puts it into a folder of its own; an installed package is found as well, compiled with nobody knows what flags.
 CAUSAL_PRODUCT = "causal_product"
 BUILD_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp")
 BUILD_RECORD = "BUILD.json"
-DEFAULT_FOLDER = ROOT / "build" / "peers"
+PEERS = ROOT / "build" / "peers"
 
 
 def build_record() -> dict[str, Any] | None:
@@ -135,13 +123,6 @@ def build_record() -> dict[str, Any] | None:
         return None
     path = Path(fast_transformers.__file__).parent / BUILD_RECORD
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def causal_product(folder: Path) -> list[Contestant]:
-    """The peer, looked for in `folder` and then among the installed packages."""
-    if (folder / "fast_transformers").is_dir() and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    return [Contestant(CAUSAL_PRODUCT, "sum", _prepare_causal_product)]
 
 
 def _prepare_causal_product(shape: Shape, inputs: Inputs) -> Work:
@@ -173,17 +154,6 @@ _FUNCTIONS = (
 )
 
 
-def flash_linear_attention(rules: Iterable[str]) -> list[Contestant]:
-    """The functions that are this project's rules, or next to them."""
-    chosen = [function for function in _FUNCTIONS if function[0] in set(rules)]
-    return [
-        Contestant(
-            f"{FLASH_LINEAR_ATTENTION} {name}", rule, partial(_prepare_fla, rule, module, name, gates), same, True
-        )
-        for rule, module, name, gates, same in chosen
-    ]
-
-
 def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Shape, inputs: Inputs) -> Work:
     try:
         function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
@@ -203,3 +173,19 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
         return function(q, k, v, **dict(zip(gates, given, strict=True)), **options)[0]
 
     return Work(forward, tensors, inputs.d_out)
+
+
+def all_contestants(rules: Sequence[str], device: str, folder: Path = PEERS) -> list[Contestant]:
+    """Everybody who does these rules on a device, or next to them; causal_product is looked for in `folder` first."""
+    found = [Contestant(name, rule, partial(_prepare_ours, name, rule)) for name in BACKENDS for rule in rules]
+    found.append(Contestant(SOFTMAX, "softmax", _prepare_softmax, same=False))
+    if device == "cuda":
+        for rule, module, name, gates, same in _FUNCTIONS:
+            if rule in rules:
+                prepare = partial(_prepare_fla, rule, module, name, gates)
+                found.append(Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, prepare, same, compiles=True))
+    elif "sum" in rules:
+        if (folder / "fast_transformers").is_dir() and str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+        found.append(Contestant(CAUSAL_PRODUCT, "sum", _prepare_causal_product))
+    return found

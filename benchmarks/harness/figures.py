@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.records import replacing
-
 COLOURS = {"sum": "tab:blue", "gated": "tab:green", "decay": "tab:orange", "delta": "tab:red"}
 COLOURS |= {"transformer": "black", "softmax": "black"}
 STYLES = {"native": "-", "chunkwise": "--", "SDPA": "-", "causal_product": ":"}
@@ -56,8 +54,8 @@ def _figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[Any
     for each in axes[0]:
         each.grid(alpha=0.3)
     # Without the version of matplotlib in it, the same record gives the same file.
-    with replacing(path) as new:
-        figure.savefig(new, format="png", dpi=120, metadata={"Software": None})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
     pyplot.close(figure)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.cases import Inputs, Pass, Shape
+from harness.cases import Inputs, Shape
 from harness.timing import Clock
 
 # Multiplications and additions per entry of the state and step, of the recurrence one step at a time. Forward, what
@@ -51,7 +51,7 @@ def _best(call: Any, clock: Clock, quick: bool) -> float:
     return min(times)
 
 
-def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, rates: dict[str, Any]) -> dict[str, Any]:
+def limit_of(shape: Shape, rule: str, dtype: str, kind: str, inputs: Inputs, rates: dict[str, Any]) -> dict[str, Any]:
     """The least that a case takes on a machine of these rates. `rule` may be "softmax".
 
     "bytes", every input read once per pass, every output and gradient written once, a step's state both;
@@ -70,12 +70,8 @@ def limit_of(shape: Shape, rule: str, dtype: str, kind: Pass, inputs: Inputs, ra
     else:
         operations = shape.time * shape.key_dim * shape.value_dim * sum(OPERATIONS[rule][: 1 + both])
     operations *= shape.batch * shape.heads
-    times = {"bandwidth": moved / bandwidth(rates, moved), "arithmetic": operations / rates["matmul"][dtype]}
+    # The rate of the measured copy whose size is next to this: a small one stays in the caches, as small inputs do.
+    size = min(rates["copy"], key=lambda size: abs(math.log(int(size) / moved)))
+    times = {"bandwidth": moved / rates["copy"][size], "arithmetic": operations / rates["matmul"][dtype]}
     binding = max(times, key=lambda name: (times[name], name))
     return {"bytes": moved, "operations": operations, "seconds": times[binding], "binding": binding}
-
-
-def bandwidth(rates: dict[str, Any], moved: int) -> float:
-    """The rate of the measured copy whose size is next to this: a small one stays in the caches, as small inputs do."""
-    size = min(rates["copy"], key=lambda size: abs(math.log(int(size) / moved)))
-    return rates["copy"][size]

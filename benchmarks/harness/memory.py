@@ -1,12 +1,9 @@
 """How much memory a call takes, and memory that calls free, kept by the process for the calls after them."""
 
 import ctypes
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -44,15 +41,12 @@ def peak(prepare: Callable[[], T], call: Callable[[T], Any], device: str) -> int
         with record_function(_MARK):
             kept = call(prepared)
     del kept, prepared
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    [start] = [event["ts"] for event in events if event["name"] == _MARK and event["ph"] == "X"]
+    events = profiler.profiler.kineto_results.events()
+    [start] = [event.start_ns() for event in events if event.name() == _MARK]
     most = size = 0
-    for event in sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]):
-        size += event["args"]["Bytes"]
-        most = size if event["ts"] < start else max(most, size)
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        size += event.nbytes()
+        most = size if event.start_ns() < start else max(most, size)
     return most
 
 

@@ -15,7 +15,7 @@ import fairseq_fastweights.models.fast_weight_transformer  # noqa: F401
 from fairseq_fastweights.tasks.fast_weight_language_modeling import FastWeightLanguageModelingTask
 
 
-def build_model(task: str, arch: str, flags: dict[str, object], words: int, seed: int = 0) -> tuple[Any, Dictionary]:
+def build_model(task: str, arch: str, flags: dict[str, object], words: int) -> tuple[Any, Dictionary]:
     """A model with random weights, made ready for generation as `fairseq-generate` does, and its dictionary.
 
     `flags` are what `fairseq-train` would be given beside --share-decoder-input-output-embed; `words` does not count
@@ -30,13 +30,11 @@ def build_model(task: str, arch: str, flags: dict[str, object], words: int, seed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fairseq's ways with hydra
         config = convert_namespace_to_omegaconf(args)
-    torch.manual_seed(seed)
-    if task == "translation":
-        owner = TranslationTask(config.task, dictionary, dictionary)
-    else:
-        owner = FastWeightLanguageModelingTask(config.task, dictionary)
-    model = owner.build_model(config.model).eval().requires_grad_(False)
-    if task == "translation":
+    torch.manual_seed(0)
+    translation = task == "translation"
+    owner, dictionaries = (TranslationTask, 2) if translation else (FastWeightLanguageModelingTask, 1)
+    model = owner(config.task, *[dictionary] * dictionaries).build_model(config.model).eval().requires_grad_(False)
+    if translation:
         model.prepare_for_inference_(config)
     return model, dictionary
 

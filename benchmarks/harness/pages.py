@@ -1,5 +1,6 @@
 """The results of every program as Markdown, from its record: tables by column, and what stands beside them."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -78,13 +79,11 @@ def _kernels(record: Record) -> Iterator[str]:
     for dtype, kind in _unique((row["dtype"], row["pass"]) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["dtype"], row["pass"]) == (dtype, kind)]
         yield f"**{kind}, {dtype}**\n\n{_rules(rows)}"
-    rates = {
-        what: {of: significant(rate / 1e9) for of, rate in found.items()} for what, found in record["rates"].items()
-    }
-    copies = ", ".join(f"{rate} GB/s for {int(size) >> 20:,} MiB" for size, rate in rates["copy"].items())
-    products = ", ".join(f"{rate} GFLOP/s in {dtype}" for dtype, rate in rates["matmul"].items())
+    rates = record["rates"]
+    copies = (f"{significant(rate / 1e9)} GB/s for {int(size) >> 20:,} MiB" for size, rate in rates["copy"].items())
+    products = (f"{significant(rate / 1e9)} GFLOP/s in {dtype}" for dtype, rate in rates["matmul"].items())
     text = "The machine, measured in the same run: a copy moves {} (read and written); a matrix product does {}.\n"
-    yield text.format(copies, products)
+    yield text.format(", ".join(copies), ", ".join(products))
     yield _absent(record["rows"])
     if record["cut"]:
         yield "Cut to keep to the budget:\n\n" + "".join(f"- {line}\n" for line in record["cut"])
@@ -94,30 +93,25 @@ def _rules(rows: Sequence[Row]) -> str:
     """Rules by shape: the native kernels where they ran, chunkwise elsewhere, and the others' time over it."""
     header = ["shape", "B x H, T, K, V", "rule", "backend", "median (quartiles), ms", "of the limit", *PEERS]
     lines = []
-    for shape in _unique(row["shape"] for row in rows):
-        for rule in RULES:
-            here = [row for row in rows if row["shape"] == shape and row["rule"] in (rule, "softmax")]
-            done = {row["implementation"]: row for row in here if row["status"] == "measured"}
-            own = done.get("native", done.get("chunkwise"))
-            if own is None:
-                continue
-            sizes = "{batch} x {heads}, {time:,}, {key_dim}, {value_dim}".format(**own["sizes"])
-            limit = f"{own['limit']['seconds'] / median(own) * 100:.0f}% of {own['limit']['binding']}"
-            others = [_times_as_long(name, own, done.values()) for name in PEERS]
-            lines.append([shape, sizes, rule, own["implementation"], spread(own["seconds"], 1e3), limit, *others])
+    for shape, rule in itertools.product(_unique(row["shape"] for row in rows), RULES):
+        here = [row for row in rows if row["shape"] == shape and row["rule"] in (rule, "softmax")]
+        done = {row["implementation"]: row for row in here if row["status"] == "measured"}
+        own = done.get("native", done.get("chunkwise"))
+        if own is None:
+            continue
+        sizes = "{batch} x {heads}, {time:,}, {key_dim}, {value_dim}".format(**own["sizes"])
+        limit = f"{own['limit']['seconds'] / median(own) * 100:.0f}% of {own['limit']['binding']}"
+        others = []
+        for name in PEERS:  # the fastest function of each
+            functions = [row for row in done.values() if row is not own and row["implementation"].split()[0] == name]
+            best = min(functions, key=median, default=None)
+            function = "" if best is None else best["implementation"].removeprefix(name)
+            times = "–" if best is None else ratio(median(best) / median(own))
+            others.append(times + (f" ({function.strip()})" if function else ""))
+        lines.append([shape, sizes, rule, own["implementation"], spread(own["seconds"], 1e3), limit, *others])
     # A peer that nowhere took part has no column.
     kept = [i for i in range(len(header)) if header[i] not in PEERS or any(line[i] != "–" for line in lines)]
     return markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines], left=4)
-
-
-def _times_as_long(name: str, own: Row, rows: Iterable[Row]) -> str:
-    """How many times as long the fastest function of an implementation takes."""
-    others = [row for row in rows if row is not own and f"{row['implementation']} ".startswith(f"{name} ")]
-    if not others:
-        return "–"
-    best = min(others, key=median)
-    function = best["implementation"].removeprefix(name)
-    return ratio(median(best) / median(own)) + (f" ({function.strip()})" if function else "")
 
 
 def _absent(rows: Sequence[Row]) -> str:

@@ -4,37 +4,32 @@ import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from harness import pages, records, targets
-from harness.contestants import DEFAULT_FOLDER
+from harness import pages, targets
 from harness.timing import ROUNDS
 
 
-def positive(text: str) -> int:
-    """A positive whole number of the command line."""
-    if not (text.isdecimal() and int(text) > 0):
-        raise ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def duration(text: str) -> float:
-    """A positive number of seconds of the command line."""
+def positive(text: str, kind: type = int) -> Any:
+    """A positive number of the command line: of things if it is whole, of seconds otherwise."""
     try:
-        seconds = float(text)
+        number = kind(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return seconds
+        number = 0
+    if not 0 < number < math.inf:
+        what = "whole number" if kind is int else "number of seconds"
+        raise ArgumentTypeError(f"{text} is not a positive {what}")
+    return number
 
+
+duration = partial(positive, kind=float)
 
 # The options that several programs have.
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-_PEERS = "where build_causal_product.py put its kernel (default: build/peers)"
 OPTIONS: dict[str, dict[str, Any]] = {
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: %(default)s"},
     "--threads": {"type": positive, "help": "threads on the CPU (default: torch's)"},
@@ -44,7 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--quick": {"action": "store_true", "help": "tiny cases, to see that the program runs"},
     "--figure": {**_FILE, "help": "draw the figure to this PNG"},
     "--backend": {"default": "auto", "help": "of the fast weight models (default: %(default)s)"},
-    "--peers": {"type": Path, "metavar": "FOLDER", "default": DEFAULT_FOLDER, "help": _PEERS},
 }
 COMMON = ("--device", "--threads", "--budget", "--rounds", "--out", "--quick")
 
@@ -56,21 +50,9 @@ def make_parser(doc: str | None, *options: str, rounds: int = ROUNDS, **lists: S
         parser.add_argument(option, **OPTIONS[option])
     parser.set_defaults(rounds=rounds)
     for name, words in lists.items():
-        add_list(parser, f"--{name}", words)
+        text = f"of {', '.join(words)} (default: all)"
+        parser.add_argument(f"--{name}", nargs="+", choices=words, default=words, metavar="NAME", help=text)
     return parser
-
-
-def add_list(parser: ArgumentParser, option: str, names: Sequence[str], default: str | None = None) -> None:
-    """An option for some of these names; without it there are all, or None where the default is told."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(word.strip() for word in text.split(","))
-        if unknown := ", ".join(word for word in chosen if word not in names):
-            raise ArgumentTypeError(f"no such {option[2:]}: {unknown}; there are {', '.join(names)}")
-        return chosen
-
-    text = f"of {','.join(names)}" + (f" (default: {default})" if default else "")
-    parser.add_argument(option, type=parse, default=None if default else tuple(names), metavar="LIST", help=text)
 
 
 def parse(parser: ArgumentParser) -> Namespace:
@@ -85,10 +67,8 @@ def parse(parser: ArgumentParser) -> Namespace:
 
 
 def finish(record: dict[str, Any], options: Namespace, draw: Callable[..., None] | None = None) -> None:
-    """Shows a record, its targets and its figure, and writes it."""
+    """Shows a record, its targets and its figure."""
     print(pages.render(record))
-    print(targets.render(targets.evaluate_one(record)))
-    if options.out is not None:
-        records.write(record, options.out)
+    print(targets.render(targets.evaluate([record], every=False)))
     if draw is not None and options.figure is not None:
         draw(record, options.figure)

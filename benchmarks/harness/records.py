@@ -5,8 +5,9 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Iterator
+from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ PACKAGES = "torch numpy fairseq pytorch-fast-transformers flash-linear-attention
 METHODS = {"generation": 3, "kernels": 2}
 
 
-def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
-    """The head of a record: program, its method, date, machine, threads and versions, and `facts` after them."""
+def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
+    """The record of a run: program, its method, date, machine, threads and versions, and `facts` after them.
+
+    It is written if --out says where; who saves often leaves what there is by then.
+    """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -30,11 +34,23 @@ def describe_run(program: str, device: str, **facts: Any) -> dict[str, Any]:
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command, where = ["git", "describe", "--always", "--dirty", "--exclude", "*"], Path(__file__).parent
         versions["commit"] = subprocess.check_output(command, cwd=where, stderr=subprocess.DEVNULL, text=True).strip()
-    return {
-        **{"program": program, "method": METHODS.get(program, 1), "device": device},
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, TypeError):
+        cpu = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].strip()
+    machine = {"cpu": cpu, "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()}
+    if hasattr(os, "getloadavg"):  # whether the machine had other work when the run began
+        machine["load before"] = round(os.getloadavg()[0], 2)
+    if options.device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": gpu.name, "gpu memory": gpu.total_memory, "compute capability": f"{gpu.major}.{gpu.minor}"}
+    record = {
+        **{"program": program, "method": METHODS.get(program, 1), "device": options.device},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **{"machine": _machine(device), "threads": torch.get_num_threads(), "versions": versions, **facts},
+        **{"machine": machine, "threads": torch.get_num_threads(), "versions": versions, **facts},
     }
+    if options.out is not None:
+        write(record, options.out)
+    return record
 
 
 def write(record: dict[str, Any], path: Path) -> None:
@@ -48,17 +64,10 @@ def write(record: dict[str, Any], path: Path) -> None:
         if isinstance(value, list) and value:
             text = "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n ]"
         lines.append(f" {json.dumps(name)}: {text}")
-    with replacing(path) as new:
-        new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of the one at `path` if nothing goes wrong."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield new
+        new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
@@ -67,20 +76,3 @@ def replacing(path: Path) -> Iterator[Path]:
 def is_current(record: dict[str, Any]) -> bool:
     """Whether a record was measured in the way in which its program measures now."""
     return record.get("method", 1) == METHODS.get(record["program"], 1)
-
-
-def _machine(device: str) -> dict[str, Any]:
-    """Names and sizes; the load says whether the machine had other work when the run began."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
-    capability = torch.backends.cpu.get_cpu_capability()
-    machine: dict[str, Any] = {"cpu": name, "cores": os.cpu_count(), "capability": capability}
-    if hasattr(os, "getloadavg"):
-        machine["load before"] = round(os.getloadavg()[0], 2)
-    if device == "cuda":
-        found = torch.cuda.get_device_properties(0)
-        machine |= {"gpu": found.name, "gpu memory": found.total_memory}
-        machine["compute capability"] = f"{found.major}.{found.minor}"
-    return machine

@@ -8,7 +8,7 @@ The targets are those of benchmarks/targets.json, a list of what is asked of a p
     what: the target as a reader would say it; {fewest} and {most} stand for the lengths that were measured.
     "at least" or "at most": the limit, for the worst of the cases, which are called by their label.
     slow, fast: what is changed in a case to find the two rows of which one's time is over the other's.
-    number: otherwise, the name of a number of the native kernels' row, or of a model's rows.
+    number: otherwise, the name of a number of the row that `fast` finds, by default the native kernels'.
     show: how a number is written.
 """
 
@@ -31,14 +31,6 @@ class Failure(str):
 Number = float | str | None
 
 GOALS = json.loads((ROOT / "benchmarks" / "targets.json").read_text())
-# What tells a row of a program's results from its others.
-_KEYS = {
-    "kernels": ("shape", "dtype", "pass", "implementation", "rule"),
-    "generation": ("model", "length"),
-    "translation": ("model", "beam", "source", "length"),
-    "training": ("model",),
-    **dict.fromkeys(("gated_delta", "models"), ("part", "pass", "name")),
-}
 
 
 class Verdict(NamedTuple):
@@ -84,31 +76,28 @@ def _reasons(cases: Sequence[tuple[str, str]]) -> str:
     return "; ".join(dict.fromkeys(reason for _, reason in cases))
 
 
-def evaluate(records: Sequence[Record]) -> list[Verdict]:
-    """All targets, in the order of the project's table. A target whose record is not there is unmeasured."""
+def evaluate(records: Sequence[Record], every: bool = True) -> list[Verdict]:
+    """All targets, in the order of the project's table, or those alone that the records speak of.
+
+    A target whose record is not there is unmeasured.
+    """
     known = {(record["program"], record["device"]): record for record in records}
-    return [verdict for goals in GOALS for verdict in _evaluate(goals, known.get((goals["program"], goals["device"])))]
-
-
-def evaluate_one(record: Record) -> list[Verdict]:
-    """The targets that this record speaks of."""
-    about = record["program"], record["device"]
-    return [verdict for g in GOALS if (g["program"], g["device"]) == about for verdict in _evaluate(g, record)]
-
-
-def _evaluate(goals: dict[str, Any], record: Record | None) -> list[Verdict]:
-    where, absent = goals["unmeasured"]
-    span: dict[str, Any] = {"fewest": "the fewest", "most": "the most"}
-    if record is not None:
-        where = goals["where"].format(threads=count(record["threads"], "thread"), **record.get("settings", {}))
-        span = {name: f"{length:,}" for name, length in _span(record).items()} or span
     verdicts = []
-    for target in goals["targets"]:
-        [sense] = {"at least", "at most"} & set(target)
-        show = getattr(pages, target.get("show", "ratio"))
-        cases = goals["cases"] | target.get("cases", {})
-        found = judge(sense, target[sense], show, [("", absent)] if record is None else _compare(target, cases, record))
-        verdicts.append(Verdict(where, target["what"].format(**span), f"{sense} {show(target[sense])}", *found))
+    for goals in GOALS:
+        record = known.get((goals["program"], goals["device"]))
+        if record is None and not every:
+            continue
+        where, absent = goals["unmeasured"]
+        span: dict[str, Any] = {"fewest": "the fewest", "most": "the most"}
+        if record is not None:
+            where = goals["where"].format(threads=count(record["threads"], "thread"), **record.get("settings", {}))
+            span |= {name: f"{length:,}" for name, length in _span(record).items()}
+        for target in goals["targets"]:
+            [sense] = {"at least", "at most"} & set(target)
+            show = getattr(pages, target.get("show", "ratio"))
+            cases = goals["cases"] | target.get("cases", {})
+            found = judge(sense, target[sense], show, _compare(target, cases, record) if record else [("", absent)])
+            verdicts.append(Verdict(where, target["what"].format(**span), f"{sense} {show(target[sense])}", *found))
     return verdicts
 
 
@@ -124,23 +113,20 @@ def _span(record: Record) -> dict[str, int]:
 
 def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) -> list[tuple[str, Number]]:
     """Of each case a number, or why there is none."""
-    keys, span = _KEYS[record["program"]], _span(record)
-    rows = {tuple(row[key] for key in keys): row for row in record["rows"]}
+    rows, span = record["rows"], _span(record)
 
     def find(case: Row, changes: Row) -> Row | str:
         wanted = case | {name: span.get(value, value) for name, value in changes.items()}
-        row = rows.get(tuple(wanted[key] for key in keys))
+        row = next((row for row in rows if wanted.items() <= row.items()), None)
         return "not in the run, or cut" if row is None else _why_not(row) or row
 
     def number(case: Row) -> Number:
-        if "number" in target and "model" in case:
-            return _of_a_model(target["number"], record["rows"], case["model"])
         fast = find(case, target.get("fast", {"implementation": "native"}))
-        slow = find(case, target.get("slow", {"implementation": "native"}))
+        slow = find(case, target["slow"]) if "slow" in target else fast
         if isinstance(fast, str) or isinstance(slow, str):
             return fast if isinstance(fast, str) else slow
         if "number" in target:
-            return _OF_NATIVE[target["number"]](record["rows"], fast)
+            return _NUMBERS[target["number"]](rows, fast)
         flags = (record.get("causal_product") or {"flags": []})["flags"]
         if slow.get("implementation") == "causal_product" and not set(BUILD_FLAGS) <= set(flags):
             return "causal_product is not the build of build_causal_product.py: its flags are unknown"
@@ -148,7 +134,7 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
 
     def values(key: str) -> list[Any]:
         if choices[key] == "*":
-            every = dict.fromkeys(row[key] for row in record["rows"])
+            every = dict.fromkeys(row[key] for row in rows)
             return [value for value in every if value not in ("transformer", "softmax")]
         chosen = (record["settings"]["source"] if value == "of one length" else value for value in choices[key])
         return [value for value in chosen if value != target.get("but")]
@@ -181,16 +167,17 @@ def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
     return min(times) / median(own) if times else "no peer ran"
 
 
-def _of_a_model(number: str, rows: Sequence[Row], model: str) -> Number:
-    if number == "speed over softmax":
-        speeds = {row["model"]: median(row, "words per second") for row in rows}
-        return speeds[model] / speeds["softmax"]
-    assert number == "longest over shortest"
-    medians = [median(row, "seconds beside other lengths") for row in rows if row["model"] == model]
+def _over_softmax(rows: Sequence[Row], own: Row) -> Number:
+    [softmax] = [row for row in rows if row["model"] == "softmax"]
+    return median(own, "words per second") / median(softmax, "words per second")
+
+
+def _longest_over_shortest(rows: Sequence[Row], own: Row) -> Number:
+    medians = [median(row, "seconds beside other lengths") for row in rows if row["model"] == own["model"]]
     return max(medians) / min(medians)
 
 
-_OF_NATIVE: dict[str, Callable[[Sequence[Row], Row], Number]] = {
+_NUMBERS: dict[str, Callable[[Sequence[Row], Row], Number]] = {
     "best peer over it": _over_best_peer,
     "of the bandwidth": lambda rows, own: (
         own["limit"]["seconds"] / median(own) if own["limit"]["binding"] == "bandwidth" else None
@@ -198,4 +185,6 @@ _OF_NATIVE: dict[str, Callable[[Sequence[Row], Row], Number]] = {
     "memory": lambda rows, own: own["memory"]["extra"] / own["memory"]["tensors"],
     # The first call of each rule and pass in its process is at the first shape.
     "first call beyond the second": lambda rows, own: own["first call"] - own["second call"],
+    "speed over softmax": _over_softmax,
+    "longest over shortest": _longest_over_shortest,
 }

@@ -107,11 +107,6 @@ class Budget:
         """What each of so many parts to come may take."""
         return self.left / max(parts, 1)
 
-    def note(self, what: str, made: int, rounds: int) -> None:
-        """Says what was cut, if it was."""
-        if made < rounds:
-            self.cut.append(f"{what}: {made} rounds of {rounds}")
-
 
 def first_calls(call: Call, synchronize: Call, longest: float = math.inf) -> tuple[float, float, float]:
     """The seconds of the first two calls, until the device has finished, and of the second until it had its work.
@@ -157,10 +152,13 @@ def time_in_turns(
 
 
 def time_tokens(
-    take_ups: dict[str, Callable[[], Call]], device: str, rounds: int, allowed: float
-) -> tuple[dict[str, dict[str, float]], int]:
-    """Times a token of generations that `TurnClock` takes up: a turn of each that does not count, then the rounds."""
-    clock = TurnClock(clock_for(device))
+    take_ups: dict[str, Callable[[], Call]], device: str, rounds: int, budget: Budget, parts: int, what: str
+) -> dict[str, dict[str, float]]:
+    """Times a token of generations that `TurnClock` takes up: a turn of each that does not count, then the rounds.
+
+    It may take the budget's share of so many parts, which notes what was cut of them.
+    """
+    clock, allowed = TurnClock(clock_for(device)), budget.share(parts)
     warm = {}
     began = time.perf_counter()
     for name, take_up in take_ups.items():
@@ -168,7 +166,10 @@ def time_tokens(
         clock.seconds(take_up, TOKENS_OF_A_TURN)
         warm[name] = (time.perf_counter() - start) / TOKENS_OF_A_TURN
     left = max(0.0, allowed - (time.perf_counter() - began))
-    return time_in_turns(take_ups, warm, clock, rounds=rounds, allowed=left)
+    seconds, made = time_in_turns(take_ups, warm, clock, rounds=rounds, allowed=left)
+    if made < rounds:
+        budget.cut.append(f"{what}: {made} rounds of {rounds}")
+    return seconds
 
 
 def summarize(times: Sequence[float]) -> dict[str, float]:

@@ -82,15 +82,6 @@ def fail(message: str) -> None:
     sys.exit(1)
 
 
-def markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def markdown_header(cells: Sequence[str]) -> list[str]:
-    """The two lines of it: names, the first to the left, the others, of numbers, to the right."""
-    return [markdown_row(cells), markdown_row(["---", *["---:"] * (len(cells) - 1)])]
-
-
 def shown(value: float | None, form: str) -> str:
     return ABSENT if value is None else format(value, form)
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import summaries
 from common.curves import new_figure, plain, save_figure
+from common.tables import format_table
 
 WIKITEXT2 = (
     *("softmax", "sum", "delta", "delta-no-positions", "sum-carried", "delta-carried"),
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     def find(out: Path) -> list[ScoredRun]:
         return [read_run(out / name) for name in options.models or find_models(out)]
 
-    runs = summaries.summarize(options, find, "the log of a training", format_table)
+    runs = summaries.summarize(options, find, "the log of a training", format_runs)
     if options.figure:
         summaries.draw_curves(runs, options.figure, "perplexity")
     if options.state_figure:
@@ -115,7 +116,7 @@ def read_run(folder: Path) -> ScoredRun:
     return run
 
 
-def format_table(runs: list[ScoredRun]) -> str:
+def format_runs(runs: list[ScoredRun]) -> str:
     """A table in markdown, with columns only for what was scored somewhere."""
     scored = sorted({name for run in runs for name in run.scores})
     columns = [
@@ -143,7 +144,7 @@ def format_table(runs: list[ScoredRun]) -> str:
                 *(summaries.shown(x, ",.0f") for x in numbers),
             ]
         )
-    return "\n".join([*summaries.markdown_header(header), *map(summaries.markdown_row, rows)])
+    return format_table(header, rows)
 
 
 def draw_states(runs: list[ScoredRun], path: Path) -> None:

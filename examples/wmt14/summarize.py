@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import summaries
+from common.tables import format_table
 from papers.schlag import TABLES
 
 SUBSETS = ("valid", "test")
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     def find(folder: Path) -> list[ScoredRun]:
         return [read_run(folder / name) for name in options.models or find_models(folder)]
 
-    runs = summaries.summarize(options, find, "a training or a result", format_table)
+    runs = summaries.summarize(options, find, "a training or a result", format_runs)
     if options.figure:
         summaries.draw_curves(runs, options.figure, "perplexity of subwords")
     return 0
@@ -92,7 +93,7 @@ def read_run(folder: Path) -> ScoredRun:
     return run
 
 
-def format_table(runs: list[ScoredRun]) -> str:
+def format_runs(runs: list[ScoredRun]) -> str:
     """A table in markdown, with the paper's columns if one of the models is in its table."""
     with_paper = any(run.papers_bleu for run in runs)
     columns = [f"{subset} BLEU{kind}" for subset in SUBSETS for kind in ([", paper"] if with_paper else []) + [""]]
@@ -119,9 +120,7 @@ def format_table(runs: list[ScoredRun]) -> str:
                 summaries.shown(test.get("tokens_per_second"), ",.0f"),
             ]
         )
-    return "\n".join(
-        [*summaries.markdown_header(header), *map(summaries.markdown_row, rows), "", *format_notes(runs)]
-    ).rstrip()
+    return "\n".join([format_table(header, rows), "", *format_notes(runs)]).rstrip()
 
 
 def format_notes(runs: list[ScoredRun]) -> list[str]:

@@ -13,6 +13,7 @@ from fairseq_fastweights.conversion import tokenizer as tokenizers
 from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.families import Family, buffers, read_family
 from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.text_tables import text_table
 from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
 from fairseq_fastweights.conversion.whole_tokenizer import read_whole_tokenizer
 from fairseq_fastweights.mixers.registry import build_mixer
@@ -97,9 +98,7 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
     ]
     if not rows:
         return
-    table = [("weight", "found", "expected"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = text_table([("weight", "found", "expected"), *rows]).splitlines()
     raise ValueError("\n  ".join([f"{what} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fairseq_fastweights.conversion.groups import GROUPS, attention_of, count_layers, group_of
 from fairseq_fastweights.conversion.source import Source
 from fairseq_fastweights.conversion.swap import check_swap, reads_without_scale, swap
+from fairseq_fastweights.conversion.text_tables import text_table
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
@@ -93,7 +94,7 @@ class Report:
         rows = [[group, *(self.count(group, column) for column in columns)] for group in (*GROUPS, _NO_GROUP)]
         rows.append(["all", *(sum(row[i] for row in rows) for i in range(1, 1 + len(columns)))])  # type: ignore[misc]
         lines = [["parameters", *columns], *([str(row[0]), *(f"{n:,}" for n in row[1:])] for row in rows)]
-        text = f"transfer from {self.source}\n" + _table(lines, numbers=True)
+        text = f"transfer from {self.source}\n" + text_table(lines, numbers=True)
         for (first, *others), number in sorted(self._tied().items()):
             text += f"\n{number:,} parameters of {first} are tied to {', '.join(others)}"
         return text + (f"\n{self.advice}" if self.advice else "")
@@ -151,7 +152,7 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     if misfits:
         raise ValueError(
             f"the weights in {source.file} do not fit the model; nothing was transferred\n"
-            + _table([["what", "name", "source", "model"], *misfits])
+            + text_table([["what", "name", "source", "model"], *misfits])
         )
     if not any(groups & set(target.groups) for target in targets):
         raise ValueError(
@@ -281,16 +282,3 @@ def _copy(targets: list[Target], source: Source, groups: frozenset[str], attenti
 def _set(target: Target, values: Tensor, how: str) -> None:
     target.parameter.copy_(values)
     target.how = how
-
-
-def _table(rows: list[list[str]], numbers: bool = False) -> str:
-    """Rows of words in columns; all but the first column to the right where they are numbers."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            word.rjust(n) if numbers and i else word.ljust(n)
-            for i, (word, n) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)

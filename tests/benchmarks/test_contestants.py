@@ -4,7 +4,7 @@ used where the packages are not: what is tested is how they are called."""
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,15 +36,21 @@ def check(contestant: Contestant, length: str) -> None:
         assert all(x.is_contiguous() for x in (*work.inputs, work.d_out))
 
 
+def contestants_on(device: str, name: str, *rules: str) -> list[Contestant]:
+    """Those whose names begin so."""
+    return [one for one in contestants.all_contestants(rules, device) if one.name.startswith(name)]
+
+
 @pytest.mark.parametrize("length", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_our_backends_get_all_gates_and_the_state(rule: str, length: str) -> None:
-    check(contestants.our_rules([rule])[1], length)
+    [contestant] = contestants_on("cpu", "chunkwise", rule)
+    check(contestant, length)
 
 
 def test_attention_is_causal_and_as_wide_as_the_values() -> None:
     inputs = INPUTS["segment"]
-    [contestant] = contestants.softmax_attention()
+    [contestant] = contestants_on("cpu", contestants.SOFTMAX)
     work = contestant.prepare(SHAPES["segment"], inputs)
     scores = torch.einsum("bthd,bshd->bhts", inputs.wide_q, inputs.wide_k) / 6**0.5
     weights = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf")).softmax(-1)
@@ -61,31 +67,29 @@ def causal_dot_product(q, k, v):
 
 
 def test_peers_are_optional_and_causal_product_is_found_in_its_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
     names = ("fast_transformers", "fla", "fast_transformers.causal_product")
-    for name in names[:2]:
-        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
-    for peers, message in (
-        (contestants.causal_product(tmp_path), "build_causal_product.py builds it"),
-        (contestants.flash_linear_attention(["sum"]), "ModuleNotFoundError"),
-    ):
-        with pytest.raises(Refusal, match=message):
-            peers[0].prepare(SHAPES["segment"], INPUTS["segment"])
-    assert contestants.build_record() is None
+    with monkeypatch.context() as patch:
+        for name in names[:2]:
+            patch.setitem(sys.modules, name, None)  # importing it fails
+        for device, name, message in (
+            ("cpu", "causal_product", "build_causal_product.py builds it"),
+            ("cuda", "fla", "ModuleNotFoundError"),
+        ):
+            with pytest.raises(Refusal, match=message):
+                contestants_on(device, name, "sum")[0].prepare(SHAPES["segment"], INPUTS["segment"])
+        assert contestants.build_record() is None
     package = tmp_path / "fast_transformers"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "causal_product.py").write_text(STAND_IN)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    try:
-        check(contestants.causal_product(tmp_path)[0], "segment")
-        assert contestants.build_record() is None
-        (package / BUILD_RECORD).write_text(json.dumps({"flags": ["-O3"]}))
-        assert contestants.build_record() == {"flags": ["-O3"]}
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]  # and again at the end
+    check(contestants.all_contestants(["sum"], "cpu", tmp_path)[-1], "segment")
+    assert contestants.build_record() is None
+    (package / BUILD_RECORD).write_text(json.dumps({"flags": ["-O3"]}))
+    assert contestants.build_record() == {"flags": ["-O3"]}
 
 
 def stand_in(module: str, *names: str) -> Any:
@@ -109,12 +113,12 @@ def stand_in(module: str, *names: str) -> Any:
 @pytest.mark.parametrize("length", SHAPES)
 def test_flash_linear_attention_is_called_for_our_rules(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gates = {"linear_attn": (), "gla": ("gk", "gv"), "simple_gla": ("g",), "delta_rule": (), "retention": ()}
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, names in gates.items():
-        module = ModuleType(f"fla.ops.{name}")
-        vars(module).update({f"{form}_{name}": stand_in(name, *names) for form in ("chunk", "fused_recurrent")})
-        for known in (ModuleType("fla"), ModuleType("fla.ops"), module):
-            monkeypatch.setitem(sys.modules, known.__name__, known)
-    functions = contestants.flash_linear_attention(RULES)
+        module = SimpleNamespace(**{f"{form}_{name}": stand_in(name, *names) for form in ("chunk", "fused_recurrent")})
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
+    functions = contestants_on("cuda", "fla ", *RULES)
     assert len(functions) == 10 and all(function.compiles for function in functions)
     inputs = {"fla chunk_gla": 4, "fla chunk_retention": 3, "fla fused_recurrent_retention": 3}
     assert {contestant.name for contestant in functions if not contestant.same} == set(inputs)

@@ -5,13 +5,11 @@ import os
 import cuda_plans
 import pytest
 import torch
-from cuda_plans import ALGORITHM, PLAN, Call, asking, call_of, ways_of
-from harness.cases import RULES, Shape, draw_inputs
+from cuda_plans import ALGORITHM, PLAN, asking, call_of, ways_of
+from harness.cases import Shape, draw_inputs
 
-from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 
-SMALL = Shape("small", 2, 3, 40, 8, 16, 2)
 NUMBERS = (*cuda_plans.CHOICES, "segments")
 
 
@@ -25,10 +23,14 @@ def kernels(operation: str, sizes: tuple[int, ...], *_: object, **__: object) ->
     return {**plan, "blocks": 1, "shared": 1000} if possible else None
 
 
-def test_each_way_is_found_once_and_asked_for_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "results"), [("forward", 2), ("backward", 4)])
+def test_each_way_to_do_a_pass_is_found_once_and_asked_for(kind: str, results: int, monkeypatch) -> None:
     monkeypatch.setattr(native, "cuda_plan", kernels)
-    monkeypatch.setenv(ALGORITHM, "recurrent")
-    ways = ways_of(Call("diagonal_forward", (2, 40, 3, 8, 16, 64), torch.bfloat16, "sum", lambda: None), (9, 0))
+    shape = Shape("small", 2, 3, 40, 8, 16, 2)
+    call = call_of(shape, "delta", kind, draw_inputs(shape, torch.float32, "cpu"))
+    assert (call.operation, call.sizes) == (f"delta_{kind}", (2, 40, 3, 8, 16, 64))
+    assert len(call.run()) == len(call.run()) == results
+    ways = ways_of(call, (9, 0))
     # The first is what is chosen if nobody asks.
     assert ways[0].environment == {} and ways[0].plan is not None and ways[0].plan["chunk"] == 64
     assert ways[1].plan is None and str(ways[1]) == "recurrent"
@@ -38,21 +40,4 @@ def test_each_way_is_found_once_and_asked_for_while_it_is_timed(monkeypatch: pyt
     assert len({str(way) for way in ways}) == len(ways) == len(plans) + 1
     with asking(ways[-1].environment):
         assert kernels("", ()) == ways[-1].plan
-    assert os.environ[ALGORITHM] == "recurrent" and PLAN not in os.environ
-
-
-@pytest.mark.parametrize("kind", cuda_plans.PASSES)
-@pytest.mark.parametrize("rule", RULES)
-def test_the_operator_that_is_timed_is_the_rule(rule: str, kind: str) -> None:
-    inputs = draw_inputs(SMALL, torch.float32, "cpu")
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])]
-    out, _ = getattr(ops, f"{rule}_rule")(*leaves, backend="native")
-    expected = [out] if kind == "forward" else torch.autograd.grad(out, leaves, inputs.d_out)
-    for x in leaves:
-        x.requires_grad_(False)
-    call = call_of(SMALL, rule, kind, inputs)
-    made = [x for x in call.run() if x.numel()]
-    assert call.operation == f"{'delta' if rule == 'delta' else 'diagonal'}_{kind}"
-    assert (call.sizes, call.rule) == ((2, 40, 3, 8, 16, 64), rule)
-    for actual, wanted in zip(made, expected, strict=False):
-        torch.testing.assert_close(actual, wanted)
+    assert not {ALGORITHM, PLAN} & set(os.environ)

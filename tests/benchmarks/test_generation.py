@@ -6,7 +6,7 @@ from typing import Any
 import generation
 import pytest
 import torch
-from generation import TRANSFORMER, generation_after
+from generation import TRANSFORMER, Generation
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, 
         for end in range(1, 15):
             model(tokens[:, :end], incremental_state=generated[0])
             generated[end] = shapes(generated[0])
-    rolling = generation_after(model, name, tokens, 2)
+    rolling = Generation(model, tokens).go_on(name, 2)
     assert shapes(rolling.state) == generated[2]
     kept = {key: buffer.get("prev_key") for key, buffer in rolling.state.items()}
     rolling.go_on(name, 12, most_read)
@@ -47,7 +47,7 @@ def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, 
 
 def test_a_token_is_the_next_one() -> None:
     model, tokens = build("delta"), draw_tokens(6)
-    rolling = generation_after(model, "delta", tokens, 1)
+    rolling = Generation(model, tokens).go_on("delta", 1)
     steps = torch.cat([rolling.advance() for _ in range(5)], dim=1)
     with torch.no_grad():
         expected = model(tokens)[0][:, 1:]

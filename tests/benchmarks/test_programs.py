@@ -14,7 +14,7 @@ from harness.cases import RULES
 
 from tests.benchmarks.conftest import BENCHMARKS, Run
 
-MEASURING = ("kernels", "generation", "translation", "training", "training_length")
+MEASURING = ("kernels", "generation", "translation", "training")
 BOTH = ("forward", "forward+backward")
 
 
@@ -31,22 +31,21 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
         assert record["machine"]["cpu"] and record["versions"]["torch"] == torch.__version__
         assert f"]({name}.json)" in page.read_text()
 
-    measured = set()
+    def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
+        return {tuple(row.get(key) for key in keys) for row in found[name]["rows"]}
+
+    ours = itertools.product((*BOTH, "step"), ["chunkwise"], RULES)
+    others = [*itertools.product(["step"], ["reference"], RULES), *itertools.product(BOTH, ["SDPA"], ["softmax"])]
+    measured = columns("kernels_cpu", "dtype", "status", "pass", "implementation", "rule")
+    dtypes = ("float32", "bfloat16", "float16")
+    assert {(dtype, "measured", *who) for who in (*ours, *others) for dtype in dtypes} <= measured
     for row in found["kernels_cpu"]["rows"]:
         if row["status"] == "measured":
             seconds = row["seconds"]
             assert 0 < seconds["min"] <= seconds["lower"] <= seconds["median"] <= seconds["upper"]
             assert row["limit"]["seconds"] > 0
-            measured.add((row["pass"], row["implementation"], row["rule"]))
         else:
             assert row["status"] == "unavailable" and row["message"]
-    expected = {*itertools.product((*BOTH, "step"), ["chunkwise"], RULES)}
-    expected |= {*itertools.product(["step"], ["reference"], RULES), *((kind, "SDPA", "softmax") for kind in BOTH)}
-    assert expected <= measured
-
-    def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
-        return {tuple(row[key] for key in keys) for row in found[name]["rows"]}
-
     models = ("transformer", "elu", "dpfp-2", "favor-128")
     tokens = set(itertools.product(("transformer", "delta", "decay", "sum"), (16, 32)))
     assert columns("next_token", "model", "length") == tokens
@@ -59,7 +58,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
 
 
 def test_on_a_gpu_the_rules_are_measured_in_three_dtypes_and_what_targets_speak_of_comes_first() -> None:
-    options = Namespace(device="cuda", quick=False, shapes=("lm-small", "step-8"), dtypes=None)
+    options = Namespace(device="cuda", quick=False, shapes=("lm-small", "step-8"))
     cases = [(case.shape.name, case.shape.batch, case.dtype, case.kind) for case in kernels.cases_of(options)]
     dtypes = ("bfloat16", "float32", "float16")
     assert cases == [
@@ -72,18 +71,8 @@ def test_on_a_gpu_the_rules_are_measured_in_three_dtypes_and_what_targets_speak_
     assert cases == [*[(48, "float32")] * 2, (8, "float32"), *[(48, "bfloat16")] * 2]
 
 
-def test_the_rules_agree_in_half_precision(tmp_path: Path, monkeypatch, run: Run) -> None:
-    monkeypatch.setattr("kernels.keep_freed_memory", lambda: True)
-    dtypes = ("float16", "bfloat16")
-    assert run("kernels", "--quick", "--dtypes", ",".join(dtypes), "--threads", 1, "--out", tmp_path / "out.json") == ""
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    chunkwise = {(row["dtype"], row["status"]) for row in rows if row["implementation"] == "chunkwise"}
-    assert chunkwise == {(dtype, "measured") for dtype in dtypes}
-    assert not [row for row in rows if row["status"] == "failed"]
-
-
 RULES_OF_DELTA, INSTALLED = ("gated delta", "delta", "Kimi delta", "transformers"), ("installed", "transformers")
-# Of programs that compare in turns: each part's passes and contestants.
+# By subject each part's passes and contestants.
 IN_TURNS = {
     "mixers": {
         "scan": (BOTH, ("native", "chunkwise", "transformers")),
@@ -91,20 +80,22 @@ IN_TURNS = {
         "attention": (BOTH, ("softmax", "local", "abc")),
     },
     "gated_delta": dict.fromkeys(("heads of 128", "heads of 64"), ((*BOTH, "steps"), RULES_OF_DELTA)),
-    "transformers_models": dict.fromkeys(("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), INSTALLED)),
+    "models": dict.fromkeys(("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), INSTALLED)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", IN_TURNS)
-def test_programs_take_turns_with_their_peers(program: str, tmp_path: Path, monkeypatch, run: Run) -> None:
+@pytest.mark.parametrize("subject", IN_TURNS)
+def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypatch, run: Run) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("harness.turns.keep_freed_memory", lambda: True)  # of this process it is not to be kept
-    assert run(program, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    expected = [x for part, lists in IN_TURNS[program].items() for x in itertools.product([part], *lists)]
-    assert [(row["part"], row["pass"], row["name"]) for row in rows] == expected
-    assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in rows)
+    program = "against_transformers"
+    monkeypatch.setattr(f"{program}.keep_freed_memory", lambda: True)  # of this process it is not to be kept
+    assert run(program, subject, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
+    record = json.loads((tmp_path / "out.json").read_text())
+    expected = [x for part, lists in IN_TURNS[subject].items() for x in itertools.product([part], *lists)]
+    assert [(row["part"], row["pass"], row["name"]) for row in record["rows"]] == expected
+    assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in record["rows"])
+    assert record["program"] == subject
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -126,8 +117,7 @@ def test_tiny_cases_never_replace_what_was_measured(quick: bool, monkeypatch, ru
         (
             [
                 *[(name, "--rounds") for name in (*MEASURING, "sliding_window")],
-                *[("kernels", "--threads"), ("all_cpu", "--threads"), ("translation", "--whole")],
-                *[("training", "--batch-size"), ("sliding_window", "--batch-size"), ("sliding_window", "--tokens")],
+                *[("kernels", "--threads"), ("all_cpu", "--threads"), ("sliding_window", "--tokens")],
             ],
             ["0", "-1", "1.5", "many"],
             "argument {option}: {value} is not a positive whole number",
@@ -137,8 +127,8 @@ def test_tiny_cases_never_replace_what_was_measured(quick: bool, monkeypatch, ru
             ["0", "-1", "nan", "inf", "long"],
             "argument {option}: {value} is not a positive number of seconds",
         ),
-        ([("kernels", "--rules"), ("generation", "--rules")], ["sum,product"], "no such rules: product"),
-        ([("kernels", "--shapes")], ["tiny"], "no such shapes: tiny"),
+        ([("kernels", "--rules"), ("kernels", "--shapes")], ["tiny"], "argument {option}: invalid choice: 'tiny'"),
+        ([("kernels", "--figure")], ["a.png"], "--lengths is missing"),
         ([("kernels", "--device"), ("generation", "--device")], ["cuda"], "torch sees no GPU"),
     ],
 )

@@ -42,10 +42,12 @@ def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
 
     monkeypatch.setattr(timing, "clock_for", lambda device: CountingClock())
     take_ups = {name: lambda name=name: made.append("taken up") or (lambda: made.append(name)) for name in "ab"}
-    seconds, rounds_made = timing.time_tokens(take_ups, "cpu", 5, allowed)
+    budget = timing.Budget(2 * allowed, now=lambda: 0.0)
+    seconds = timing.time_tokens(take_ups, "cpu", 5, budget, parts=2, what="after 9")
     turns = [["taken up", name, "timed", *[name] * TOKENS_OF_A_TURN] for name in "ab"]
     assert made == (turns[0] + turns[1]) * (rounds + 1)
-    assert rounds_made == rounds and [seconds[name]["rounds"] for name in "ab"] == [rounds] * 2
+    assert [seconds[name]["rounds"] for name in "ab"] == [rounds] * 2
+    assert budget.cut == ([] if rounds == 5 else ["after 9: 3 rounds of 5"])
     assert TurnClock(Clock()).repeats(1e-6) == TurnClock(Clock()).repeats(10.0) == TOKENS_OF_A_TURN
 
 

@@ -1,0 +1,222 @@
+"""Against what Hugging Face's Transformers runs on a CPU: contestants take turns, and ratios are of medians.
+
+    .venv/bin/python benchmarks/against_transformers.py SUBJECT [--threads 1] [--rounds 5] [--out results.json]
+
+mixers: Mamba's selective scan, its kernels, its form by chunks and the scan of Transformers, one step after the other;
+a layer of `Mamba` and a `MambaMixer` with the same weights; local attention and ABC beside softmax attention.
+gated_delta: the gated delta rule and the functions that Qwen3-Next runs, given normalised queries and keys and one gate
+for each head; beside them the plain delta rule, and the rule with a gate for each key dimension (Kimi delta attention).
+models: random models of the real classes, Qwen3-Next and Kimi-Linear of about 100 million parameters, before and after
+`integrations.transformers.install`: a prompt, and a token after it. Their logits are compared first.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from harness import records
+from harness.memory import keep_freed_memory
+from harness.program import make_parser, parse
+from harness.timing import Clock, first_calls, time_in_turns
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.mamba import modeling_mamba
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.integrations.transformers import install
+from fairseq_fastweights.mixers.mamba import Mamba
+from fairseq_fastweights.mixers.registry import build_mixer
+
+Calls = dict[str, Callable[[], Any]]
+Comparison = tuple[str, str, int, Calls]
+"""What is compared; its pass, "forward+backward", which differentiates what a call returns (a tensor, or the first of
+several), or the name of a pass in which nothing is differentiated; how many steps a call has; the calls by name, of
+which the first is what the others are compared with."""
+PEER = "transformers"
+# The scan's backward pass goes over all steps as often as there are steps, which for many takes minutes.
+LONGEST_BACKWARD_OF_PEER = 64
+HEADS, STEPS = 8, 100  # of the gated delta rule
+ALL_MODELS = {"num_attention_heads": 8, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+ALL_MODELS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 352}
+# By model what its configuration has beside the sizes and what all have.
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-Next": {
+        **{"num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        **{"num_experts": 4, "shared_expert_intermediate_size": 352},
+    },
+    "Kimi-Linear": {
+        **{"num_key_value_heads": 8, "linear_num_heads": 8, "linear_head_dim": 64, "num_local_experts": 4},
+        **{"kv_lora_rank": 64, "q_lora_rank": None, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64},
+    },
+}
+
+
+def scans(time: int, batch: int, channels: int, state: int) -> Calls:
+    """By name a forward pass; each gets its inputs in the memory layout that it wants."""
+    u, B, C = (torch.randn(batch, time, size, requires_grad=True) for size in (channels, state, state))
+    delta = F.softplus(torch.randn(batch, time, channels) - 4).requires_grad_()
+    A = -torch.arange(1.0, state + 1).repeat(channels, 1)
+    A.requires_grad_()
+    D = torch.ones(channels, requires_grad=True)
+    theirs = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (u, delta, B, C)]
+    ours = {name: partial(ops.selective_scan, u, delta, A, B, C, D, backend=name) for name in ("native", "chunkwise")}
+    return {**ours, PEER: partial(modeling_mamba.mamba_selective_scan, *theirs[:2], A, *theirs[2:], D)}
+
+
+def layers(time: int, batch: int, channels: int, state: int) -> Calls:
+    config = transformers.MambaConfig(hidden_size=channels // 2, state_size=state, num_hidden_layers=1)
+    theirs = modeling_mamba.MambaMixer(config, layer_idx=0)
+    ours = Mamba(channels // 2, state=state)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(time, batch, channels // 2, requires_grad=True)
+    x_theirs = x.detach().transpose(0, 1).contiguous().requires_grad_()
+    return {"Mamba": partial(ours, x), PEER: partial(theirs, x_theirs)}
+
+
+def attention(time: int, batch: int, channels: int, state: int) -> Calls:
+    """Layers of one row, in heads of 64 but where they are tiny."""
+    x = torch.randn(time, 1, channels, requires_grad=True)
+    settings = {"num_heads": max(1, channels // 64)}
+    return {name: partial(build_mixer(name, channels, settings), x) for name in ("softmax", "local", "abc")}
+
+
+def mixers(sizes: dict[str, int], quick: bool) -> Iterator[Comparison]:
+    cases = [("forward", 1024), ("forward+backward", 1024), ("forward+backward", LONGEST_BACKWARD_OF_PEER)]
+    lengths = [("forward+backward", 4**n) for n in range(4, 8)]
+    if quick:
+        cases = lengths = [("forward", 8), ("forward+backward", 8)]
+    for prepare, name, its_cases in (
+        (scans, "scan", cases),
+        (layers, "layer", cases),
+        (attention, "attention", lengths),
+    ):
+        for kind, time in its_cases:
+            calls = prepare(time, **sizes)
+            if kind != "forward" and time > LONGEST_BACKWARD_OF_PEER:
+                calls.pop(PEER, None)
+            yield name, kind, time, calls
+
+
+def rules(batch: int, time: int, dim: int) -> Calls:
+    q, k, v = (torch.randn(batch, time, HEADS, dim) for _ in range(3))
+    q, k = (F.normalize(x, dim=-1) for x in (q, k))
+    beta, by_head, by_key = torch.rand(batch, time, HEADS), -torch.rand(batch, time, HEADS), -torch.rand_like(k)
+    for x in (q, k, v, beta, by_head, by_key):
+        x.requires_grad_()
+    ours, peer = {}, {}
+    call = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    if time == 1:
+        state = torch.randn(batch, HEADS, dim, dim)
+        ours, peer = ({"initial_state": state, name: True} for name in ("in_place", "output_final_state"))
+        call = modeling_qwen3_next.torch_recurrent_gated_delta_rule
+    calls = {
+        "gated delta": partial(ops.gated_delta_rule, q, k, v, beta, by_head, **ours),
+        "delta": partial(ops.delta_rule, q, k, v, beta, **ours),
+        "Kimi delta": partial(ops.gated_delta_rule, q, k, v, beta, by_key, **ours),
+        PEER: partial(call, q, k, v, g=by_head, beta=beta, **peer),
+    }
+    # One step alone would pay for what the contestant before it left in the cache.
+    return calls if time > 1 else {name: lambda c=c: [c() for _ in range(STEPS)] for name, c in calls.items()}
+
+
+def gated_delta(sizes: dict[str, tuple[int, int, int]], quick: bool) -> Iterator[Comparison]:
+    """By part the sizes are rows, steps and the dimension of a head."""
+    for part, (batch, time, dim) in sizes.items():
+        for kind in ("forward", "forward+backward"):
+            yield part, kind, time, rules(batch, time, dim)
+        yield part, "steps", STEPS, rules(1, 1, dim)
+
+
+def models(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
+    for name, settings in MODELS.items():
+        torch.manual_seed(0)
+        kind = name.replace("-", "")
+        kinds = [*["linear_attention"] * 3, "full_attention"] * (sizes["num_hidden_layers"] // 4)
+        config = getattr(transformers, f"{kind}Config")(**sizes, layer_types=kinds, **ALL_MODELS, **settings)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        yield from both_ways(name, model, prompt=20 if quick else 2048)
+
+
+def both_ways(name: str, model: Any, prompt: int) -> list[Comparison]:
+    """A prompt, and a token after a prompt."""
+    text = torch.randint(2, model.config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(1))
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    with install(model):
+        installed = {name: x for name, x in vars(module).items() if before[name] is not x}
+    prefill, token, logits = {}, {}, []
+
+    def call(functions: dict[str, Any], text: Tensor, **options: Any) -> Tensor:
+        # To put functions in their places takes microseconds; all that `install` does, milliseconds.
+        vars(module).update(functions)
+        return model(text, **options).logits
+
+    for way, functions in (("installed", installed), (PEER, {name: before[name] for name in installed})):
+        vars(module).update(functions)
+        with torch.no_grad():
+            first = model(text, use_cache=True)
+        logits.append(first.logits)
+        prefill[way] = partial(call, functions, text)
+        # One more token, which joins the cache: it grows alike in both.
+        token[way] = partial(call, functions, text[:, :1], past_key_values=first.past_key_values)
+    error = float((logits[0] - logits[1]).abs().max())
+    if not error <= 1e-3:
+        raise RuntimeError(f"logits differ by {error:g}: what is measured is not the same")
+    return [(name, "prefill", prompt, prefill), (name, "token", 1, token)]
+
+
+# By subject its comparisons, their sizes, and tiny ones.
+SUBJECTS: dict[str, tuple[Callable[..., Iterator[Comparison]], dict[str, Any], dict[str, Any]]] = {
+    "mixers": (mixers, {"batch": 4, "channels": 512, "state": 16}, {"batch": 1, "channels": 16, "state": 4}),
+    "gated_delta": (
+        gated_delta,
+        {"heads of 128": (1, 2048, 128), "heads of 64": (4, 512, 64)},
+        {"heads of 128": (1, 20, 8), "heads of 64": (2, 9, 4)},
+    ),
+    "models": (
+        models,
+        {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12},
+        {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4},
+    ),
+}
+
+
+def compare(comparison: Comparison, rounds: int) -> list[dict[str, Any]]:
+    """Makes a comparison; prints and returns a row for each of its calls."""
+    part, kind, time, calls = comparison
+
+    def backward_too(forward: Callable[[], Any]) -> None:
+        out = forward()
+        (out if isinstance(out, Tensor) else out[0]).sum().backward()
+
+    way = partial(partial, backward_too) if kind == "forward+backward" else torch.no_grad()
+    calls = {name: way(call) for name, call in calls.items()}
+    warm = {name: first_calls(call, lambda: None)[1] for name, call in calls.items()}
+    seconds, _ = time_in_turns(calls, warm, Clock(), rounds=rounds)
+    first, rows = next(iter(seconds)), []
+    for name, measured in seconds.items():
+        ratio = measured["median"] / seconds[first]["median"]
+        rows.append({"part": part, "pass": kind, "time": time, "name": name, "ratio": ratio, "seconds": measured})
+        print(f"{part:14}{kind:18}{time:5}  {name:14}{1e3 * measured['median']:9.1f} ms {ratio:6.2f} x {first}")
+    return rows
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "--threads", "--rounds", "--out", "--quick", rounds=5)
+    parser.add_argument("subject", choices=SUBJECTS)
+    parser.set_defaults(device="cpu")
+    options = parse(parser)
+    keep_freed_memory()
+    comparisons, *sizes = SUBJECTS[options.subject]
+    chosen = sizes[options.quick]
+    rows = [row for x in comparisons(chosen, options.quick) for row in compare(x, options.rounds)]
+    records.save(options.subject, options, sizes=chosen, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
