@@ -16,8 +16,13 @@ BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy
 2 also runs with NumPy 1; the converse does not hold."""
 
-ADDED = {"fairseq_checkpoint_loader.py": "checkpoint_loader.py", "fairseq_settings.py": "settings.py"}
-"""Files beside this one, and their names in fairseq."""
+ADDED = {
+    "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
+    "fairseq_settings.py": "settings.py",
+    "../fairseq_fastweights/digests.py": "digests.py",
+    "../fairseq_fastweights/integrity.py": "integrity.py",
+}
+"""Files, from this one's folder, and their names in fairseq."""
 
 
 class UnexpectedSourceError(Exception):
@@ -265,6 +270,18 @@ def add_defaults(''',
         Edit("setup.py", "  install_requires=[\n", '  python_requires=">=3.10",\n        install_requires=[\n'),
         Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
     ],
+    # A checkpoint with a flipped bit was loaded without a word, and a pipe in its place waited for. What is saved has
+    # digests, which the loader of `safe_checkpoints` compares.
+    "noticed_damage": [
+        Edit(
+            _CHECKPOINTS,
+            "from fairseq.checkpoint_loader import load_checkpoint_file\n",
+            "from fairseq.checkpoint_loader import load_checkpoint_file, open_checkpoint\n"
+            "from fairseq.digests import with_digests\n",
+        ),
+        Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
+        Edit(_CHECKPOINTS, "torch.save(obj, f)", "torch.save(with_digests(obj), f)"),
+    ],
 }
 
 
@@ -294,4 +311,4 @@ def apply_cures(root: Path) -> None:
             edit.apply(root, f"cure {number} ({name})")
     read_settings_safely(root)
     for file, added in ADDED.items():
-        shutil.copyfile(Path(__file__).with_name(file), root / "fairseq" / added)
+        shutil.copyfile(Path(__file__).parent / file, root / "fairseq" / added)
