@@ -17,6 +17,7 @@ BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 2 also runs with NumPy 1; the converse does not hold."""
 
 ADDED = {
+    "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
     "fairseq_settings.py": "settings.py",
     "../fairseq_fastweights/digests.py": "digests.py",
@@ -281,6 +282,20 @@ def add_defaults(''',
         ),
         Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
         Edit(_CHECKPOINTS, "torch.save(obj, f)", "torch.save(with_digests(obj), f)"),
+    ],
+    # Binarised data that is cut short, or of another dictionary, was an error of NumPy's or PyTorch's, often after an
+    # hour of training. What there is of it is looked at first.
+    "checked_data": [
+        Edit(
+            "fairseq/data/data_utils.py",
+            "        dataset_impl_k = dataset_impl\n",
+            "        check_split(path_k, dictionary)\n        dataset_impl_k = dataset_impl\n",
+        ),
+        Edit(
+            "fairseq/data/data_utils.py",
+            "from fairseq.file_io import PathManager\n",
+            "from fairseq.binarised_data import check_split\nfrom fairseq.file_io import PathManager\n",
+        ),
     ],
 }
 

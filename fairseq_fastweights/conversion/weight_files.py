@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights import integrity
+from fairseq_fastweights import integrity, safetensors_digests
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files of weights, in the order in which they are looked for."""
@@ -137,6 +137,8 @@ def _open_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: the file is broken or cut short ({_first_line(error)})") from None
+    if damage := safetensors_digests.why_damaged(path):
+        raise ValueError(f"{path} {damage}")
 
     def reader(name: str) -> Callable[[], Tensor]:
         return lambda: opened.get_tensor(name)
