@@ -175,7 +175,7 @@ def complain(path: str | os.PathLike[str], reason: str) -> str:
         reason += f"; the newest whole one beside it is {whole.name}: --restore-file {whole}"
     elif others:
         reason += f"; of {len(others)} more in {folder} none is whole"
-    return f"checkpoint {path} {reason}"
+    return f"{path} {reason}"
 
 
 def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
@@ -196,7 +196,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
         ValueError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
     """
     if complaint := _why_absurd(os.fstat(file.fileno()).st_size, state):
-        raise ValueError(f"checkpoint {path} is refused: {complaint}")
+        raise ValueError(f"{path} is refused: {complaint}")
     changed = changed_parts(state)
     if isinstance(state, dict):
         state.pop(DIGESTS, None)
@@ -207,7 +207,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
             raise ValueError(complain(path, damage))
         if changed:
             logger.warning(
-                "checkpoint %s: its digest of %s is not that of what it holds. A program changed it after training, as "
+                "%s: its digest of %s is not that of what it holds. A program changed it after training, as "
                 "one that averages checkpoints does, or it was damaged before it was written",
                 path,
                 " and ".join(changed),

@@ -128,6 +128,8 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     ("settings", "message"),
     [
         ({"hidden_size": "16"}, "hidden_size is '16'; it must be a positive whole number"),
+        ({"hidden_size": 10**13}, "hidden_size is 10000000000000; it must be at most 1000000000"),
+        ({"num_hidden_layers": 10**9, "mixers": "delta"}, "num_hidden_layers is 1000000000; it must be at most 10000"),
         ({"num_attention_heads": 3}, "num_attention_heads is 3; it must be a divisor of hidden_size, 512"),
         ({"mixers": ["delta"]}, r"mixers is \['delta'\]; it must hold a name for each of 6 layers"),
         ({"mixers": "delta:1-7"}, "'1-7' is not within 1 to 6"),
