@@ -43,6 +43,13 @@ def checkpoint(change: Callable[[dict], Any]) -> Change:
     return spoil
 
 
+def flip(folder: Path) -> None:
+    """Changes a bit of the last weight."""
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
 def options(**changes: Any) -> Change:
     return checkpoint(lambda state: state["cfg"]["model"].update(changes) or state)
 
@@ -94,6 +101,7 @@ BAD: list[tuple[str, Change, str]] = [
     ("exported", lambda f: (f / "config.json").write_text("{"), "config.json: this is not JSON"),
     ("exported", lambda f: (f / "model.safetensors").unlink(), "source: there are no weights; it must hold one of"),
     ("exported", cut("model.safetensors"), "model.safetensors: the file is broken or cut short"),
+    ("exported", flip, "model.safetensors is damaged: its weights have not the digest"),
     ("exported", lambda f: shutil.rmtree(f / "fairseq"), "fairseq/dict.txt: there is no such file; the weights belong"),
     ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0 1\n"), "dict.txt: it has 5 word types, .* is 44"),
     ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0\n"), "dict.txt: this is not a dictionary"),
