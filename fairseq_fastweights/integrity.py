@@ -1,0 +1,275 @@
+"""Whether a checkpoint is, byte by byte, what was written: damage is noticed before any number of it is used.
+
+`torch.save` notes a CRC-32 of each record of the zip archive that it writes, which `torch.load` never looks at. What
+this project writes has digests of its content, too, under "digests" beside "model": also the format of before torch
+1.6, which has no CRCs, can carry them, and they notice what was damaged before it was written. A program that loads a
+checkpoint, changes it and saves it again keeps the digests of before: where they are not the content's and the CRCs
+are, it is said and no error.
+
+This notices accidents, not intent: whoever can change a file can write what fits it. It knows torch and NumPy alone, so
+that `tools/build_fairseq.py` can put it into fairseq, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import mmap
+import os
+import re
+import stat
+import struct
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from .digests import DIGESTS, THREADS, changed_parts, digests, tensors_in  # relative, to be found in fairseq, too
+
+logger = logging.getLogger(__name__)
+
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_ENCRYPTED, _FOLDER = 0x2061, 0x10  # among a record's flags, among its attributes
+_EXPANDED = 2**26
+"""Bytes that expanded tensors may claim in files of any size."""
+_KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISSOCK: "a socket",
+}
+
+
+def why_damaged(path: str | os.PathLike[str]) -> str | None:
+    """What is wrong with a checkpoint, or any file of `torch.save`: words that follow its name; None for a whole one.
+
+    Example:
+        >>> why_damaged("checkpoint_last.pt")
+        'is damaged: its record archive/data/7 is not what was written (CRC-32 5f2e01bb, and noted is 1c00d4a9)'
+    """
+    try:
+        if kind := why_not_regular(path):
+            return kind
+        with open(path, "rb") as file:
+            return damage_of(file)
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+
+
+def why_not_regular(path: str | os.PathLike[str]) -> str | None:
+    """Why a path is not to be opened: a pipe lets whoever opens it wait, a device has no end.
+
+    Raises:
+        OSError: if there is nothing.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        return None
+    kind = next((kind for is_kind, kind in _KINDS.items() if is_kind(mode)), "something else")
+    return f"is {kind}; it must be a regular file"
+
+
+def damage_of(file: BinaryIO) -> str | None:
+    """As `why_damaged`, of an open file, which is then where it was.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    at = file.tell()
+    try:
+        file.seek(0)
+        start = file.read(len(_ZIP))
+        file.seek(0)
+        if not start:
+            return "is empty (0 bytes)"
+        if start == _ZIP:
+            return _damage_of_archive(file)
+        if start.startswith(_PICKLE):
+            return _damage_of_pickle(file)
+        return f"is damaged or no checkpoint: it begins with {start!r}"
+    finally:
+        file.seek(at)
+
+
+def _damage_of_archive(file: BinaryIO) -> str | None:
+    try:
+        torch._C.PyTorchFileReader(file)  # which minds other parts of the directory than Python does
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except Exception:  # what they raise depends on where the directory is damaged
+        return "is cut short or damaged: the directory at its end cannot be read"
+    if not any(record.CRC for record in records):
+        return None  # as torch.serialization.set_crc32_options(False) lets torch write it
+    with (
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        memoryview(content) as view,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        complaints = list(pool.map(partial(_damage_of_record, view), records))
+    found = (f"its record {x.filename} {said}" for x, said in zip(records, complaints, strict=True) if said)
+    return next((f"is damaged: {first}" for first in found), None)
+
+
+def _damage_of_record(view: memoryview, record: zipfile.ZipInfo) -> str | None:
+    """Looks where torch looks: after the record's header, whose lengths count, for the size that the directory says."""
+    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+        return "is compressed, which torch.save never does"
+    if record.flag_bits & _ENCRYPTED or record.external_attr & _FOLDER:  # torch would read what memory holds by chance
+        return "is encrypted or a folder, which torch.save never writes"
+    header = bytes(view[record.header_offset : record.header_offset + 30])
+    if len(header) < 30 or not header.startswith(_ZIP):
+        return "is not where the directory says"
+    name_size, extra_size = struct.unpack("<HH", header[26:30])
+    name_at = record.header_offset + 30
+    name = bytes(view[name_at : name_at + name_size])
+    if name != record.orig_filename.encode():
+        return f"is called {name!r} where it stands"
+    begin = name_at + name_size + extra_size
+    content = view[begin : begin + record.file_size]
+    if len(content) != record.file_size:
+        return f"has {len(content)} bytes of {record.file_size}"
+    found = zlib.crc32(content)
+    content.release()
+    if found != record.CRC:
+        return f"is not what was written (CRC-32 {found:08x}, and noted is {record.CRC:08x})"
+    return None
+
+
+def _damage_of_pickle(file: BinaryIO) -> str | None:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a damaged file raises depends on where it is damaged
+        if unknown := re.search(r"(?<=GLOBAL )\S+", str(error)):
+            return f"is damaged, or holds something else than tensors and plain values ({unknown[0]})"
+        reason = str(error).removeprefix("Weights only load failed. ").split(". ")[0].splitlines()
+        return f"is cut short or damaged ({reason[0] if reason else type(error).__name__})"
+    return _not_as_noted(changed_parts(state) or [])
+
+
+def _not_as_noted(parts: list[str]) -> str | None:
+    return f"is damaged: what it holds under {' and '.join(parts)} has not the digest that is noted" if parts else None
+
+
+def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """The checkpoints in a folder, `*.pt`, that are whole: the last that was written first.
+
+    Each is read, once it is asked for, from beginning to end.
+    """
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if entry.name.endswith(".pt") and entry.is_file()]
+    for entry in sorted(found, key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True):
+        if why_damaged(entry.path) is None:
+            yield Path(entry.path)
+
+
+def complain(path: str | os.PathLike[str], reason: str) -> str:
+    """One line about a checkpoint with which something is wrong, `why_damaged`: what to go on from in its place."""
+    folder = Path(path).parent
+    others = [other for other in folder.glob("*.pt") if other.is_file() and not _same(other, path)]
+    whole = next((other for other in whole_checkpoints(folder) if not _same(other, path)), None) if others else None
+    if whole is not None:
+        reason += f"; the newest whole one beside it is {whole.name}: --restore-file {whole}"
+    elif others:
+        reason += f"; of {len(others)} more in {folder} none is whole"
+    return f"{path} {reason}"
+
+
+def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> None:
+    """Checks a checkpoint that was just loaded, and takes its digests out of it.
+
+    Where they are the content's, the file is not read once more for its CRCs.
+
+    Args:
+        file: the open file.
+        path: by which the user knows it.
+        state: what it holds.
+
+    Raises:
+        ValueError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
+    """
+    if complaint := _why_absurd(os.fstat(file.fileno()).st_size, state):
+        raise ValueError(f"{path} is refused: {complaint}")
+    changed = changed_parts(state)
+    if isinstance(state, dict):
+        state.pop(DIGESTS, None)
+    if changed == []:
+        return
+    if is_archive(file):
+        if damage := damage_of(file):
+            raise ValueError(complain(path, damage))
+        if changed:
+            logger.warning(
+                "%s: its digest of %s is not that of what it holds. A program changed it after training, as "
+                "one that averages checkpoints does, or it was damaged before it was written",
+                path,
+                " and ".join(changed),
+            )
+    elif reason := _not_as_noted(changed or []):
+        raise ValueError(complain(path, reason))
+
+
+def is_archive(file: BinaryIO) -> bool:
+    """Whether an open file begins as zip archives do; it is then where it was."""
+    at = file.tell()
+    file.seek(0)
+    start = file.read(len(_ZIP))
+    file.seek(at)
+    return start == _ZIP
+
+
+def _why_absurd(size: int, state: Any) -> str | None:
+    """A tensor whose numbers repeat those of a smaller storage may claim any size: most that are meant do not."""
+    claimed = 0
+    for name, tensor in tensors_in(state):
+        if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
+            claimed += tensor.nbytes
+            if claimed > max(size, _EXPANDED):
+                return f"{name} has shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes; the file has {size:,}"
+    return None
+
+
+def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
+    """Whether a checkpoint is whole, and a line about it, with the digests of its parts."""
+    if damage := why_damaged(path):
+        return False, complain(path, damage)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:
+        return True, f"{path} is whole; it cannot be read further: {str(error).splitlines()[0]}"
+    if not isinstance(state, dict):
+        return True, f"{path} is whole; it holds {type(state).__name__}, no parts by name"
+    changed = changed_parts(state)
+    noted = "none is noted" if changed is None else "as noted"
+    if changed:
+        noted = f"of {', '.join(changed)} another one is noted"
+    listed = ", ".join(f"{name} {digest}" for name, digest in digests(state).items())
+    return True, f"{path} is whole; digests ({noted}): {listed}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Looks at checkpoints: `python -m fairseq_fastweights.integrity FILE...`; 1 if one is damaged."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fairseq_fastweights.integrity",
+        description="Says whether checkpoints are whole, and shows the digests of what they hold.",
+    )
+    parser.add_argument("file", nargs="+", help="a checkpoint")
+    described = [describe(path) for path in parser.parse_args(arguments).file]
+    print("\n".join(line for _, line in described))
+    return 0 if all(whole for whole, _ in described) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
