@@ -1,0 +1,52 @@
+"""The folder of a training's checkpoints: one training at a time writes there, and starts from a whole checkpoint."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+LOCK = ".training.lock"
+
+_held: dict[str, IO[str]] = {}
+"""The locks of this process, by folder. They end with the process, however it ends."""
+
+
+def claim(save_dir: str) -> None:
+    """Makes the folder where it is not there, and keeps other trainings out of it as long as this process lives.
+
+    Ends the process with one line if the folder cannot be written to, or if another training has it.
+    """
+    try:
+        os.makedirs(save_dir, exist_ok=True)
+        # Beside what another process is reading.
+        file = open(os.path.join(save_dir, LOCK), "a+")  # noqa: SIM115 (it stays open: that is the lock)
+    except OSError as error:
+        raise SystemExit(_unwritable(save_dir, error)) from None
+    key = os.path.realpath(save_dir)
+    if key in _held:
+        _held[key].close()
+    _held[key] = file
+    try:
+        # Not flock, which a killed process's data workers, forked from it, would hold for seconds.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise SystemExit(
+            f"save_dir is {save_dir}, where another training runs ({file.read().strip()}); it must be another folder, "
+            "or that training must end"
+        ) from None
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        for unfinished in Path(save_dir).glob("checkpoint*.pt.tmp"):  # by a training that was killed
+            unfinished.unlink()
+    except OSError as error:
+        raise SystemExit(_unwritable(save_dir, error)) from None
+
+
+def _unwritable(save_dir: str, error: OSError) -> str:
+    return f"save_dir is {save_dir}, which cannot be written to ({error.strerror}); it must be a folder that can be"
