@@ -1,0 +1,159 @@
+"""Whether a checkpoint is, byte by byte, what was written: damage is noticed before any number of it is used.
+
+`torch.save` notes a CRC-32 of each record of the zip archive that it writes, which `torch.load` never looks at. The
+format of before torch 1.6 has none: such files are loaded, which notices those that are cut short.
+
+This notices accidents, not intent: whoever can change a file can write what fits it. It knows torch alone, so that
+`tools/build_fairseq.py` can put it into fairseq, too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_ENCRYPTED, _FOLDER = 0x2061, 0x10  # among a record's flags, among its attributes
+_KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISSOCK: "a socket",
+}
+
+
+def why_damaged(path: str | os.PathLike[str]) -> str | None:
+    """What is wrong with a checkpoint, or any file of `torch.save`: words that follow its name; None for a whole one.
+
+    Example:
+        >>> why_damaged("checkpoint_last.pt")
+        'is damaged: its record archive/data/7 is not what was written (CRC-32 5f2e01bb, and noted is 1c00d4a9)'
+    """
+    try:
+        if kind := why_not_regular(path):
+            return kind
+        with open(path, "rb") as file:
+            return damage_of(file)
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+
+
+def why_not_regular(path: str | os.PathLike[str]) -> str | None:
+    """Why a path is not to be opened: a pipe lets whoever opens it wait, a device has no end.
+
+    Raises:
+        OSError: if there is nothing.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        return None
+    kind = next((kind for is_kind, kind in _KINDS.items() if is_kind(mode)), "something else")
+    return f"is {kind}; it must be a regular file"
+
+
+def damage_of(file: BinaryIO) -> str | None:
+    """As `why_damaged`, of an open file, which is then where it was.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    at = file.tell()
+    try:
+        file.seek(0)
+        start = file.read(len(_ZIP))
+        file.seek(0)
+        if not start:
+            return "is empty (0 bytes)"
+        if start == _ZIP:
+            return _damage_of_archive(file)
+        if start.startswith(_PICKLE):
+            return _damage_of_pickle(file)
+        return f"is damaged or no checkpoint: it begins with {start!r}"
+    finally:
+        file.seek(at)
+
+
+def _damage_of_archive(file: BinaryIO) -> str | None:
+    try:
+        torch._C.PyTorchFileReader(file)  # which minds other parts of the directory than Python does
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except Exception:  # what they raise depends on where the directory is damaged
+        return "is cut short or damaged: the directory at its end cannot be read"
+    if not any(record.CRC for record in records):
+        return None  # as torch.serialization.set_crc32_options(False) lets torch write it
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+        for record in records:
+            if complaint := _damage_of_record(view, record):
+                return f"is damaged: its record {record.filename} {complaint}"
+    return None
+
+
+def _damage_of_record(view: memoryview, record: zipfile.ZipInfo) -> str | None:
+    """Looks where torch looks: after the record's header, whose lengths count, for the size that the directory says."""
+    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+        return "is compressed, which torch.save never does"
+    if record.flag_bits & _ENCRYPTED or record.external_attr & _FOLDER:  # torch would read what memory holds by chance
+        return "is encrypted or a folder, which torch.save never writes"
+    header = bytes(view[record.header_offset : record.header_offset + 30])
+    if len(header) < 30 or not header.startswith(_ZIP):
+        return "is not where the directory says"
+    name_size, extra_size = struct.unpack("<HH", header[26:30])
+    name_at = record.header_offset + 30
+    name = bytes(view[name_at : name_at + name_size])
+    if name != record.orig_filename.encode():
+        return f"is called {name!r} where it stands"
+    begin = name_at + name_size + extra_size
+    content = view[begin : begin + record.file_size]
+    if len(content) != record.file_size:
+        return f"has {len(content)} bytes of {record.file_size}"
+    found = zlib.crc32(content)
+    content.release()
+    if found != record.CRC:
+        return f"is not what was written (CRC-32 {found:08x}, and noted is {record.CRC:08x})"
+    return None
+
+
+def _damage_of_pickle(file: BinaryIO) -> str | None:
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a damaged file raises depends on where it is damaged
+        if unknown := re.search(r"(?<=GLOBAL )\S+", str(error)):
+            return f"is damaged, or holds something else than tensors and plain values ({unknown[0]})"
+        reason = str(error).removeprefix("Weights only load failed. ").split(". ")[0].splitlines()
+        return f"is cut short or damaged ({reason[0] if reason else type(error).__name__})"
+    return None
+
+
+def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """The checkpoints in a folder, `*.pt`, that are whole: the last that was written first.
+
+    Each is read, once it is asked for, from beginning to end.
+    """
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if entry.name.endswith(".pt") and entry.is_file()]
+    for entry in sorted(found, key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True):
+        if why_damaged(entry.path) is None:
+            yield Path(entry.path)
+
+
+def complain(path: str | os.PathLike[str], reason: str) -> str:
+    """One line about a checkpoint with which something is wrong, `why_damaged`: what to go on from in its place."""
+    folder = Path(path).parent
+    whole = next(whole_checkpoints(folder), None) if folder.is_dir() else None
+    if whole is None:
+        return f"checkpoint {path} {reason}; no other checkpoint in {folder} is whole"
+    return f"checkpoint {path} {reason}; the newest whole one beside it is {whole.name}: --restore-file {whole}"

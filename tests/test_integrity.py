@@ -1,0 +1,137 @@
+"""Damage of checkpoints is noticed, wherever it is, before anything of them is used."""
+
+import os
+import random
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_fastweights import integrity
+
+STATE = {
+    "model": {f"layer{i}": torch.arange(20.0).view(4, 5) / (i + 3) for i in range(3)}
+    | {"half": torch.arange(6).bfloat16()},
+    "cfg": {"lr": [0.25], "name": "x"},
+}
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two checkpoints hold the same."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[name], b[name]) for name in a)
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+@contextmanager
+def flipped(path: Path, bit: int) -> Iterator[None]:
+    """A file of which one bit is another, in place: to write it anew takes much longer."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(bit // 8)
+        (value,) = file.read(1)
+        for written in (value ^ 1 << bit % 8, value):
+            file.seek(bit // 8)
+            file.write(bytes([written]))
+            if written != value:
+                yield
+
+
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    path = tmp_path / "checkpoint_last.pt"
+    torch.save(STATE, path)
+    return path
+
+
+def test_a_flipped_bit_is_noticed_or_changes_nothing(whole):
+    content = whole.read_bytes()
+    # In the record's directory, at the end, bits decide which records there are, and whether torch reads them at all.
+    directory = content.index(b"PK\x01\x02") * 8
+    bits = random.Random(0).sample(range(len(content) * 8), 500) + list(range(directory, len(content) * 8, 3))
+    noticed = 0
+    for bit in bits:
+        with flipped(whole, bit):
+            if integrity.why_damaged(whole):
+                noticed += 1
+            else:
+                assert equal(torch.load(whole, weights_only=True), STATE), bit
+    assert noticed > len(bits) / 2
+
+
+def test_every_flipped_bit_of_a_weight_is_told_with_its_record(whole):
+    content, weights = whole.read_bytes(), STATE["model"]["layer1"].numpy().tobytes()
+    begin = content.index(weights) * 8
+    for bit in range(begin, begin + len(weights) * 8, 7):
+        with flipped(whole, bit):
+            assert re.fullmatch(
+                r"is damaged: its record .*/data/1 is not what was written \(CRC-32 \w{8}, and noted is \w{8}\)",
+                str(integrity.why_damaged(whole)),
+            )
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_is_cut_short_is_noticed(tmp_path, zipped):
+    path = tmp_path / "checkpoint.pt"
+    torch.save(STATE, path, _use_new_zipfile_serialization=zipped)
+    assert integrity.why_damaged(path) is None
+    for size in reversed(range(0, path.stat().st_size, 3)):
+        os.truncate(path, size)
+        assert integrity.why_damaged(path), size
+
+
+def test_what_other_programs_write_is_whole(tmp_path):
+    path = tmp_path / "x.pt"
+    for content in ({"args": Namespace(a=1)}, {"path": Path("x")}):  # the safe loader knows one of these classes
+        torch.save(content, path)
+        assert integrity.why_damaged(path) is None
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(STATE, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert integrity.why_damaged(path) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.mkdir(), "is a folder; it must be a regular file"),
+        (os.mkfifo, "is a pipe; it must be a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device; it must be a regular file"),
+        (lambda path: path.touch(), "is empty (0 bytes)"),
+        (lambda path: path.write_bytes(b"<!DOCTYPE html>"), "is damaged or no checkpoint: it begins with b'<!DO'"),
+        (lambda path: path.write_bytes(b"PK\3\4" * 99), "is cut short or damaged: the directory at its end cannot"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said_and_never_waited_for(tmp_path, make, reason):
+    make(tmp_path / "model.pt")
+    assert str(integrity.why_damaged(tmp_path / "model.pt")).startswith(reason)
+
+
+def test_the_newest_whole_checkpoint_is_named(whole):
+    folder = whole.parent
+    for age, name in enumerate(("checkpoint2.pt", "checkpoint3.pt", "checkpoint1.pt", "notes.txt"), start=1):
+        shutil.copy(whole, folder / name)
+        os.utime(folder / name, (10**9 - age, 10**9 - age))
+    assert [path.name for path in integrity.whole_checkpoints(folder)] == [
+        *("checkpoint_last.pt", "checkpoint2.pt", "checkpoint3.pt", "checkpoint1.pt")
+    ]
+    whole.write_bytes(whole.read_bytes()[:-1])
+    (folder / "checkpoint2.pt").write_bytes(b"")
+    said = integrity.complain(whole, integrity.why_damaged(whole))
+    assert said == (
+        f"checkpoint {whole} is cut short or damaged: the directory at its end cannot be read; the newest whole one "
+        f"beside it is checkpoint3.pt: --restore-file {folder}/checkpoint3.pt"
+    )
+    for name in ("checkpoint1.pt", "checkpoint3.pt"):
+        (folder / name).unlink()
+    assert integrity.complain(whole, "is damaged").endswith(f"; no other checkpoint in {folder} is whole")
