@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
 
 from fairseq_fastweights.tasks.interruptions import Interruption, leave
-from fairseq_fastweights.tasks.save_dir import claim
+from fairseq_fastweights.tasks.save_dir import claim, replace_damaged
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,24 @@ def _largest(trainer: Any, number: int) -> int:
     if trainer.data_parallel_world_size == 1:
         return number
     numbers = torch.tensor(number, device=trainer.device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=trainer.data_parallel_process_group)
+    distributed_utils.all_reduce(numbers, trainer.data_parallel_process_group, op="max")
     return int(numbers)
 
 
 def _verify_checkpoint_directory(original: Callable[..., Any]) -> Callable[..., Any]:
     return claim
+
+
+def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(cfg: Any, trainer: Any, **others: Any) -> Any:
+        """fairseq's; where the last checkpoint is damaged, of the newest that is whole."""
+        if cfg.restore_file == "checkpoint_last.pt":
+            if trainer.is_data_parallel_master:
+                replace_damaged(cfg.save_dir, trainer.checkpoint_suffix)
+            _largest(trainer, 0)  # the others look when the first is done
+        return original(cfg, trainer, **others)
+
+    return load
 
 
 def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +102,7 @@ def _put_around(module: ModuleType, wrapper: Callable[[Callable[..., Any]], Call
     setattr(module, name, wraps(original)(wrapper(original)))
 
 
-for _wrapper in (_verify_checkpoint_directory, _save_checkpoint):
+for _wrapper in (_verify_checkpoint_directory, _load_checkpoint, _save_checkpoint):
     _put_around(checkpoint_utils, _wrapper)
 for _name in ("fairseq_cli.train", "__main__"):
     if hasattr(sys.modules.get(_name), "validate_and_save"):

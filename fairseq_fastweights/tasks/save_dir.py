@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import IO
+
+from fairseq_fastweights.integrity import whole_checkpoints, why_damaged
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".training.lock"
 
@@ -46,6 +52,29 @@ def claim(save_dir: str) -> None:
             unfinished.unlink()
     except OSError as error:
         raise SystemExit(_unwritable(save_dir, error)) from None
+
+
+def replace_damaged(save_dir: str, suffix: str) -> None:
+    """Puts a copy of the newest whole checkpoint in the place of a damaged last one, which is kept beside it.
+
+    Ends the process with one line if none is whole.
+    """
+    last = Path(save_dir, f"checkpoint_last{suffix}.pt")
+    complaint = why_damaged(last) if last.is_file() else None
+    if complaint is None:
+        return
+    pattern = f"checkpoint*{suffix}.pt"
+    whole = next((path for path in whole_checkpoints(save_dir) if path.match(pattern)), None)
+    if whole is None:
+        raise SystemExit(
+            f"{last} {complaint}, and no other checkpoint there is whole; to begin anew, it must be removed"
+        )
+    copy, kept = last.with_suffix(".pt.tmp"), last.with_suffix(".pt.damaged")
+    shutil.copyfile(whole, copy)
+    kept.unlink(missing_ok=True)
+    os.link(last, kept)
+    os.replace(copy, last)
+    logger.warning("%s %s; training goes on from %s, and %s keeps the former", last, complaint, whole.name, kept.name)
 
 
 def _unwritable(save_dir: str, error: OSError) -> str:
