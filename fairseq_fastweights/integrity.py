@@ -1,29 +1,41 @@
 """Whether a checkpoint is, byte by byte, what was written: damage is noticed before any number of it is used.
 
-`torch.save` notes a CRC-32 of each record of the zip archive that it writes, which `torch.load` never looks at. The
-format of before torch 1.6 has none: such files are loaded, which notices those that are cut short.
+`torch.save` notes a CRC-32 of each record of the zip archive that it writes, which `torch.load` never looks at. What
+this project writes has digests of its content, too, under "digests" beside "model": also the format of before torch
+1.6, which has no CRCs, can carry them, and they notice what was damaged before it was written. A program that loads a
+checkpoint, changes it and saves it again keeps the digests of before: where they are not the content's and the CRCs
+are, it is said and no error.
 
-This notices accidents, not intent: whoever can change a file can write what fits it. It knows torch alone, so that
-`tools/build_fairseq.py` can put it into fairseq, too.
+This notices accidents, not intent: whoever can change a file can write what fits it. It knows torch and NumPy alone, so
+that `tools/build_fairseq.py` can put it into fairseq, too.
 """
 
 from __future__ import annotations
 
+import argparse
+import logging
 import mmap
 import os
 import re
 import stat
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
+from .digests import DIGESTS, changed_parts, digests  # relative, to be found in fairseq, too
+
+logger = logging.getLogger(__name__)
+
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _ENCRYPTED, _FOLDER = 0x2061, 0x10  # among a record's flags, among its attributes
+_EXPANDED = 2**26
+"""Bytes that expanded tensors may claim in files of any size."""
 _KINDS = {
     stat.S_ISDIR: "a folder",
     stat.S_ISFIFO: "a pipe",
@@ -129,13 +141,17 @@ def _damage_of_record(view: memoryview, record: zipfile.ZipInfo) -> str | None:
 
 def _damage_of_pickle(file: BinaryIO) -> str | None:
     try:
-        torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged file raises depends on where it is damaged
         if unknown := re.search(r"(?<=GLOBAL )\S+", str(error)):
             return f"is damaged, or holds something else than tensors and plain values ({unknown[0]})"
         reason = str(error).removeprefix("Weights only load failed. ").split(". ")[0].splitlines()
         return f"is cut short or damaged ({reason[0] if reason else type(error).__name__})"
-    return None
+    return _not_as_noted(changed_parts(state) or [])
+
+
+def _not_as_noted(parts: list[str]) -> str | None:
+    return f"is damaged: what it holds under {' and '.join(parts)} has not the digest that is noted" if parts else None
 
 
 def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
@@ -153,7 +169,120 @@ def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
 def complain(path: str | os.PathLike[str], reason: str) -> str:
     """One line about a checkpoint with which something is wrong, `why_damaged`: what to go on from in its place."""
     folder = Path(path).parent
-    whole = next(whole_checkpoints(folder), None) if folder.is_dir() else None
-    if whole is None:
-        return f"checkpoint {path} {reason}; no other checkpoint in {folder} is whole"
-    return f"checkpoint {path} {reason}; the newest whole one beside it is {whole.name}: --restore-file {whole}"
+    others = [other for other in folder.glob("*.pt") if other.is_file() and not _same(other, path)]
+    whole = next((other for other in whole_checkpoints(folder) if not _same(other, path)), None) if others else None
+    if whole is not None:
+        reason += f"; the newest whole one beside it is {whole.name}: --restore-file {whole}"
+    elif others:
+        reason += f"; of {len(others)} more in {folder} none is whole"
+    return f"checkpoint {path} {reason}"
+
+
+def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> None:
+    """Checks a checkpoint that was just loaded, and takes its digests out of it.
+
+    Where they are the content's, the file is not read once more for its CRCs.
+
+    Args:
+        file: the open file.
+        path: by which the user knows it.
+        state: what it holds.
+
+    Raises:
+        ValueError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
+    """
+    if complaint := _why_absurd(os.fstat(file.fileno()).st_size, state):
+        raise ValueError(f"checkpoint {path} is refused: {complaint}")
+    changed = changed_parts(state)
+    if isinstance(state, dict):
+        state.pop(DIGESTS, None)
+    if changed == []:
+        return
+    if is_archive(file):
+        if damage := damage_of(file):
+            raise ValueError(complain(path, damage))
+        if changed:
+            logger.warning(
+                "checkpoint %s: its digest of %s is not that of what it holds. A program changed it after training, as "
+                "one that averages checkpoints does, or it was damaged before it was written",
+                path,
+                " and ".join(changed),
+            )
+    elif reason := _not_as_noted(changed or []):
+        raise ValueError(complain(path, reason))
+
+
+def is_archive(file: BinaryIO) -> bool:
+    """Whether an open file begins as zip archives do; it is then where it was."""
+    at = file.tell()
+    file.seek(0)
+    start = file.read(len(_ZIP))
+    file.seek(at)
+    return start == _ZIP
+
+
+def _why_absurd(size: int, state: Any) -> str | None:
+    """A tensor whose numbers repeat those of a smaller storage may claim any size: most that are meant do not."""
+    claimed = 0
+    for name, tensor in _tensors(state):
+        if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
+            claimed += tensor.nbytes
+            if claimed > max(size, _EXPANDED):
+                return f"{name} has shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes; the file has {size:,}"
+    return None
+
+
+def _tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All within it, by name, each object once."""
+    seen = set()
+    stack = [("", state)]
+    while stack:
+        name, value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (dict, argparse.Namespace)):
+            entries = value if isinstance(value, dict) else vars(value)
+            stack += [(f"{name}.{key}".lstrip("."), x) for key, x in entries.items()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            stack += [(f"{name}.{number}".lstrip("."), x) for number, x in enumerate(value)]
+
+
+def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
+    """Whether a checkpoint is whole, and a line about it, with the digests of its parts."""
+    if damage := why_damaged(path):
+        return False, complain(path, damage)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:
+        return True, f"{path} is whole; it cannot be read further: {str(error).splitlines()[0]}"
+    if not isinstance(state, dict):
+        return True, f"{path} is whole; it holds {type(state).__name__}, no parts by name"
+    changed = changed_parts(state)
+    noted = "none is noted" if changed is None else "as noted"
+    if changed:
+        noted = f"of {', '.join(changed)} another one is noted"
+    listed = ", ".join(f"{name} {digest}" for name, digest in digests(state).items())
+    return True, f"{path} is whole; digests ({noted}): {listed}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Looks at checkpoints: `python -m fairseq_fastweights.integrity FILE...`; 1 if one is damaged."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fairseq_fastweights.integrity",
+        description="Says whether checkpoints are whole, and shows the digests of what they hold.",
+    )
+    parser.add_argument("file", nargs="+", help="a checkpoint")
+    described = [describe(path) for path in parser.parse_args(arguments).file]
+    print("\n".join(line for _, line in described))
+    return 0 if all(whole for whole, _ in described) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

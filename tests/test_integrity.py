@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fairseq_fastweights import integrity
+from fairseq_fastweights.digests import DIGESTS, digests, with_digests
 
 STATE = {
     "model": {f"layer{i}": torch.arange(20.0).view(4, 5) / (i + 3) for i in range(3)}
@@ -64,6 +65,25 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(whole):
             else:
                 assert equal(torch.load(whole, weights_only=True), STATE), bit
     assert noticed > len(bits) / 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about what the bits make of the pickle
+def test_a_flipped_bit_of_the_old_format_is_noticed_by_the_digests_or_changes_nothing(whole):
+    torch.save(with_digests(STATE), whole, _use_new_zipfile_serialization=False)
+    size = whole.stat().st_size
+    noticed = 0
+    for bit in random.Random(0).sample(range(size * 8), 1000):
+        with flipped(whole, bit), whole.open("rb") as file:
+            try:
+                state = torch.load(file, weights_only=True)
+                integrity.check_loaded(file, whole, state)
+                assert "model" in state  # as all that load checkpoints ask
+            except Exception:
+                noticed += 1
+            else:
+                # In the name of the digests it makes them a part like others.
+                assert equal({name: state[name] for name in STATE}, STATE) and len(state) <= len(STATE) + 1, bit
+    assert noticed > 700
 
 
 def test_every_flipped_bit_of_a_weight_is_told_with_its_record(whole):
@@ -127,11 +147,79 @@ def test_the_newest_whole_checkpoint_is_named(whole):
     ]
     whole.write_bytes(whole.read_bytes()[:-1])
     (folder / "checkpoint2.pt").write_bytes(b"")
-    said = integrity.complain(whole, integrity.why_damaged(whole))
+    said = integrity.complain(whole, str(integrity.why_damaged(whole)))
     assert said == (
         f"checkpoint {whole} is cut short or damaged: the directory at its end cannot be read; the newest whole one "
         f"beside it is checkpoint3.pt: --restore-file {folder}/checkpoint3.pt"
     )
     for name in ("checkpoint1.pt", "checkpoint3.pt"):
         (folder / name).unlink()
-    assert integrity.complain(whole, "is damaged").endswith(f"; no other checkpoint in {folder} is whole")
+    assert (
+        integrity.complain(whole, "is damaged") == f"checkpoint {whole} is damaged; of 1 more in {folder} none is whole"
+    )
+    (folder / "checkpoint2.pt").unlink()
+    assert integrity.complain(whole, "is damaged") == f"checkpoint {whole} is damaged"
+
+
+def change(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "model": {**state["model"], "half": torch.zeros(6).bfloat16()}}
+
+
+def test_what_a_program_changed_and_saved_again_is_said_and_loaded(whole, caplog):
+    def check() -> None:
+        with whole.open("rb") as file:
+            state = torch.load(file)
+            integrity.check_loaded(file, whole, state)
+            assert DIGESTS not in state
+
+    for state in (STATE, with_digests(STATE), change(STATE)):
+        torch.save(state, whole)
+        check()
+        assert not caplog.text
+    torch.save(change(with_digests(STATE)), whole)
+    check()
+    assert f"checkpoint {whole}: its digest of model is not that of what it holds. A program" in caplog.text
+    torch.save(change(with_digests(STATE)), whole, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=f"^checkpoint {whole} is damaged: what it holds under model has not the"):
+        check()
+    assert "under model has not the digest" in str(integrity.why_damaged(whole))  # no other is advised to be taken
+
+
+def test_a_tensor_that_claims_more_than_a_file_can_hold_is_refused_by_name(whole):
+    states = {
+        "few": torch.zeros(1).expand(1000, 1000),
+        "many": torch.zeros(1).expand(2**20, 2**20),
+        "deep": torch.zeros(2**10).as_strided((2**5, 2**30), (1, 0)),
+    }
+    for name, tensor in states.items():
+        for zipped in (True, False):
+            torch.save(with_digests({"model": {"w": [tensor]}}), whole, _use_new_zipfile_serialization=zipped)
+            assert integrity.why_damaged(whole) is None
+            with whole.open("rb") as file:
+                state = torch.load(file)
+                if name == "few":
+                    integrity.check_loaded(file, whole, state)
+                    continue
+                shape, size = re.escape(str(tuple(tensor.shape))), whole.stat().st_size
+                said = (
+                    rf"^checkpoint {whole} is refused: model.w.0 has shape {shape}, [\d,]+ bytes; the file has {size:,}"
+                )
+                with pytest.raises(ValueError, match=said):
+                    integrity.check_loaded(file, whole, state)
+
+
+def test_the_command_says_what_is_whole_and_shows_the_digests(whole, capsys):
+    def told(content: Any) -> tuple[int, str]:
+        torch.save(content, whole)
+        status = integrity.main([str(whole)])
+        return status, capsys.readouterr().out
+
+    listed = ", ".join(f"{name} {digest}" for name, digest in digests(STATE).items())
+    assert told(STATE) == (0, f"{whole} is whole; digests (none is noted): {listed}\n")
+    assert told(with_digests(STATE)) == (0, f"{whole} is whole; digests (as noted): {listed}\n")
+    assert "digests (of model another one is noted): model " in told(change(with_digests(STATE)))[1]
+    assert told([1]) == (0, f"{whole} is whole; it holds list, no parts by name\n")
+    assert "cannot be read further: Weights only load failed" in told({"path": Path("x")})[1]
+    os.truncate(whole, 99)
+    assert integrity.main([str(whole), "nowhere"]) == 1
+    assert re.fullmatch("checkpoint .* is cut short .*\ncheckpoint nowhere does not exist\n", capsys.readouterr().out)

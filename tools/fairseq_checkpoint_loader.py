@@ -1,7 +1,7 @@
 """Loads checkpoint files without running code that they may contain.
 
 `tools/fairseq_cures.py` puts this module into fairseq as `fairseq/checkpoint_loader.py`, where every read of a
-checkpoint goes through it. It imports nothing of fairseq.
+checkpoint goes through it. Of fairseq it imports nothing but `integrity`, which notices damage, and is this project's.
 
 A checkpoint is a pickle, and a pickle may name any function for the unpickler to call. PyTorch's safe loader
 (`torch.load(..., weights_only=True)`) calls only what is on a list. Checkpoints of fairseq need a little more:
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from fairseq import integrity
 
 
 class _OldMeter:
@@ -112,6 +113,16 @@ def _only_allowing(allowed: list[Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(before)
 
 
+def open_checkpoint(file: str, path: str) -> BinaryIO:
+    """Opens the checkpoint in `file`, known to the user as `path`.
+
+    Raises `ValueError`, naming `path`, when it is no regular file: to open a pipe might wait forever.
+    """
+    if reason := integrity.why_not_regular(file):
+        raise ValueError(f"checkpoint {path} {reason}")
+    return open(file, "rb")
+
+
 def load_checkpoint_file(file: BinaryIO, path: str) -> dict[str, Any]:
     """The content of the open checkpoint `file`, known to the user as `path`, tensors on the CPU.
 
@@ -119,7 +130,7 @@ def load_checkpoint_file(file: BinaryIO, path: str) -> dict[str, Any]:
     checkpoint of fairseq needs, and when it is no checkpoint of fairseq.
     """
     if not file.read(1):
-        raise ValueError(f"checkpoint {path} is empty (0 bytes)")
+        raise ValueError(integrity.complain(path, "is empty (0 bytes)"))
     file.seek(0)
     try:
         with _only_allowing(_ALLOWED):
@@ -127,7 +138,9 @@ def load_checkpoint_file(file: BinaryIO, path: str) -> dict[str, Any]:
     except (OSError, MemoryError):
         raise
     except Exception as error:  # what a damaged file raises depends on where it is damaged
-        raise ValueError(f"checkpoint {path} {_complaint(error)}") from None
+        damage = integrity.damage_of(file) if integrity.is_archive(file) else None
+        raise ValueError(integrity.complain(path, damage or _complaint(error))) from None
+    integrity.check_loaded(file, path, state)
     if not isinstance(state, dict) or "model" not in state:
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(

@@ -18,8 +18,14 @@ BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy
 2 also runs with NumPy 1; the converse does not hold."""
 
-ADDED = {"fairseq_checkpoint_loader.py": "checkpoint_loader.py", "fairseq_settings.py": "settings.py"}
-"""Files beside this one, and their names in fairseq."""
+ADDED = {
+    "fairseq_binarised_data.py": "binarised_data.py",
+    "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
+    "fairseq_settings.py": "settings.py",
+    "../fairseq_fastweights/digests.py": "digests.py",
+    "../fairseq_fastweights/integrity.py": "integrity.py",
+}
+"""Files, from this one's folder, and their names in fairseq."""
 
 
 class UnexpectedSourceError(Exception):
@@ -268,6 +274,32 @@ def add_defaults(''',
         Edit("setup.py", "  install_requires=[\n", '  python_requires=">=3.10",\n        install_requires=[\n'),
         Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
     ],
+    # A checkpoint with a flipped bit was loaded without a word, and a pipe in its place waited for. What is saved has
+    # digests, which the loader of `safe_checkpoints` compares.
+    "noticed_damage": [
+        Edit(
+            _CHECKPOINTS,
+            "from fairseq.checkpoint_loader import load_checkpoint_file\n",
+            "from fairseq.checkpoint_loader import load_checkpoint_file, open_checkpoint\n"
+            "from fairseq.digests import with_digests\n",
+        ),
+        Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
+        Edit(_CHECKPOINTS, "torch.save(obj, f)", "torch.save(with_digests(obj), f)"),
+    ],
+    # Binarised data that is cut short, or of another dictionary, was an error of NumPy's or PyTorch's, often after an
+    # hour of training. What there is of it is looked at first.
+    "checked_data": [
+        Edit(
+            "fairseq/data/data_utils.py",
+            "        dataset_impl_k = dataset_impl\n",
+            "        check_split(path_k, dictionary)\n        dataset_impl_k = dataset_impl\n",
+        ),
+        Edit(
+            "fairseq/data/data_utils.py",
+            "from fairseq.file_io import PathManager\n",
+            "from fairseq.binarised_data import check_split\nfrom fairseq.file_io import PathManager\n",
+        ),
+    ],
 }
 
 
@@ -297,4 +329,4 @@ def apply_cures(root: Path) -> None:
             edit.apply(root, f"cure {number} ({name})")
     read_settings_safely(root)
     for file, added in ADDED.items():
-        shutil.copyfile(Path(__file__).with_name(file), root / "fairseq" / added)
+        shutil.copyfile(Path(__file__).parent / file, root / "fairseq" / added)

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from fairseq_fastweights.conversion.weight_files import load_safely
+from fairseq_fastweights.digests import with_digests
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -82,6 +83,6 @@ def write_checkpoint(path: Path, cfg: Any, model: Mapping[str, Tensor]) -> None:
     }
     try:
         with path.open("wb") as file:
-            torch.save(state, file)
+            torch.save(with_digests(state), file)
     except RuntimeError as error:  # in which torch hides why the file could not be written
         raise OSError(f"{path.name}: {error.__context__ or error}") from error

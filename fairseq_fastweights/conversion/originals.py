@@ -16,6 +16,7 @@ from fairseq_fastweights.conversion.folders import new_folder
 from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, check_weights, settings_of
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.safetensors_digests import note_digest
 
 
 def restore_original(source: Path, target: Path, checkpoint: Path | None = None) -> None:
@@ -54,6 +55,7 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
     with new_folder(target) as folder:
         try:
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            note_digest(folder / "model.safetensors")
         except SafetensorError as error:
             raise OSError(f"model.safetensors: {error}") from error
         for original in sorted((source / ORIGINALS).iterdir()):

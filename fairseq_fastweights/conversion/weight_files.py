@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fairseq_fastweights import integrity, safetensors_digests
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files of weights, in the order in which they are looked for."""
@@ -66,6 +67,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: if it is missing, broken, or no object.
     """
     try:
+        if kind := integrity.why_not_regular(path):
+            raise ValueError(f"{path} {kind}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
@@ -77,23 +80,35 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_safely(path: Path) -> Any:
-    """What torch.save wrote, if it is made of tensors and plain values alone.
+    """What torch.save wrote, if it is made of tensors and plain values alone, and undamaged.
 
     Raises:
         ValueError: naming the file, if it is broken or holds anything else.
     """
     try:
-        mappable = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
-    except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()
-        what = next((line for line in reason if "GLOBAL" in line or "nsupported" in line), reason[0] if reason else "")
-        raise ValueError(
-            f"{path}: refused: it holds something else than tensors, or is broken ({what.strip()})"
-        ) from None
-    # What torch makes of a file that was cut short: an OSError, too.
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
-        raise ValueError(f"{path}: the file is broken ({_first_line(error)})") from None
+        if kind := integrity.why_not_regular(path):
+            raise ValueError(f"{path} {kind}")
+        file = path.open("rb")
+    except OSError as error:
+        raise ValueError(f"{path}: the file cannot be read ({error.strerror})") from None
+    with file:
+        archive = integrity.is_archive(file)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+        except Exception as error:  # what a damaged file raises depends on where it is damaged
+            if archive and (damage := integrity.damage_of(file)):
+                raise ValueError(integrity.complain(path, damage)) from None
+            raise ValueError(f"{path}: {_complaint(error)}") from None
+        integrity.check_loaded(file, path, state)
+    return state
+
+
+def _complaint(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    if isinstance(error, pickle.UnpicklingError):
+        what = next((line for line in lines if "GLOBAL" in line or "nsupported" in line), lines[0] if lines else "")
+        return f"refused: it holds something else than tensors, or is broken ({what.strip()})"
+    return f"the file is broken ({_first_line(error)})"
 
 
 def _shards(index: Path) -> list[Path]:
@@ -122,6 +137,8 @@ def _open_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: the file is broken or cut short ({_first_line(error)})") from None
+    if damage := safetensors_digests.why_damaged(path):
+        raise ValueError(f"{path} {damage}")
 
     def reader(name: str) -> Callable[[], Tensor]:
         return lambda: opened.get_tensor(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
 )
 from fairseq_fastweights.llama_layers import use_rms_norms
 from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.safetensors_digests import note_digest, why_damaged
 
 MASKED_LOGIT = -1e4
 """The logit of a word type that is never predicted, as `models.fast_weight_decoder` has it, and why it is finite."""
@@ -49,6 +52,30 @@ class FastWeightPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         draw_weights(module, self.config.initializer_range, self.config.pad_token_id)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *others: Any, **options: Any) -> None:
+        """transformers'; afterwards each file of weights has a digest. What `push_to_hub=True` sends has none.
+
+        Args:
+            save_directory: the folder.
+            others, options: transformers'.
+        """
+        super().save_pretrained(save_directory, *others, **options)
+        if options.get("is_main_process", True):
+            for path in sorted(Path(save_directory).glob("model*.safetensors")):
+                note_digest(path)
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *others: Any, **named: Any) -> Any:
+        """transformers'; after a look at the digests in the files.
+
+        Raises:
+            ValueError: naming a file that is damaged.
+        """
+        for path in checkpoint_files or ():
+            if str(path).endswith(".safetensors") and (damage := why_damaged(path)):
+                raise ValueError(f"{path} {damage}")
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *others, **named)
 
 
 class FastWeightModel(FastWeightPreTrainedModel):

@@ -1,0 +1,90 @@
+"""Digests of a checkpoint's content, which are kept in it, under "digests" beside "model".
+
+Each is of one part of the checkpoint: of the names, types, shapes and bytes of its tensors and of all its plain values,
+in their order, whatever the format of the file. Bytes count by their CRC-32, which is fast and misses no accident of up
+to 32 bits in a row; it is no proof against intent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+DIGESTS = "digests"
+"""What they are under in a checkpoint."""
+
+
+def with_digests(state: Any) -> Any:
+    """A checkpoint, to be saved, with digests of all that is in it; other objects as they are."""
+    if not isinstance(state, dict) or "model" not in state:
+        return state
+    # No part's name stands alone: a pickle would have the string once, and one flipped bit in it would change both.
+    return {**state, DIGESTS: [f"{name} {digest}" for name, digest in digests(state).items()]}
+
+
+def digests(state: dict[str, Any]) -> dict[str, str]:
+    """Those of a checkpoint's parts, by name; what is None has none."""
+    seen: dict[Any, bytes] = {}
+    parts = {str(name): part for name, part in state.items() if name != DIGESTS and part is not None}
+    return {name: hashlib.sha256(_fingerprint(part, seen)).hexdigest()[:16] for name, part in parts.items()}
+
+
+def _fingerprint(value: Any, seen: dict[Any, bytes]) -> bytes:
+    """Of one value; what is of none of these types counts by the name of its type alone."""
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        value = value.item()  # as the safe loader reads it
+    if value is None or type(value) in (str, int, float, bool, bytes, complex, torch.Size, torch.dtype, torch.device):
+        return repr(value).encode()
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = b"within itself"
+    if isinstance(value, torch.Tensor):
+        parts = [b"tensor", _tensor_fingerprint(value, seen)]
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        native = np.ascontiguousarray(value, value.dtype.newbyteorder("="))  # as NumPy's own unpickling makes it
+        parts = [b"array", f"{native.dtype.str} {value.shape} {zlib.crc32(native.data)}".encode()]
+    elif isinstance(value, (dict, argparse.Namespace)):
+        entries = value.items() if isinstance(value, dict) else vars(value).items()
+        parts = [b"dict", *(_fingerprint(x, seen) for entry in entries for x in entry)]
+    elif isinstance(value, (list, tuple)):
+        parts = [b"list" if isinstance(value, list) else b"tuple", *(_fingerprint(x, seen) for x in value)]
+    elif isinstance(value, (set, frozenset)):
+        parts = [b"set", *sorted(_fingerprint(x, seen) for x in value)]
+    else:
+        parts = [type(value).__qualname__.encode()]
+    found = hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
+    seen[id(value)] = found
+    return found
+
+
+def _tensor_fingerprint(tensor: torch.Tensor, seen: dict[Any, bytes]) -> bytes:
+    described = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return described.encode()
+    plain, storage = tensor.detach(), tensor.untyped_storage()
+    if tensor.nbytes > storage.nbytes():  # its numbers stand for several each, for as many as it says
+        described += f" {tensor.stride()}"
+        plain = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    place = (plain.data_ptr(), plain.device, plain.dtype, plain.shape, plain.stride())
+    if place not in seen:  # of tied weights one is enough
+        plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
+        seen[place] = b"%d" % zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return described.encode() + b" " + seen[place]
+
+
+def changed_parts(state: Any) -> list[str] | None:
+    """The parts of a checkpoint of which it has other digests, or none; None if it has no digests at all."""
+    if not isinstance(state, dict) or DIGESTS not in state:
+        return None
+    noted = state[DIGESTS]
+    try:
+        found = digests(state)
+    except RecursionError:  # nothing that was saved with digests is nested so deeply
+        found = {}
+    told = dict(str(line).rpartition(" ")[::2] for line in noted) if isinstance(noted, list) else {}
+    return sorted(name for name in {*found, *told} if found.get(name) != told.get(name))

@@ -1,0 +1,88 @@
+"""Digests in files of safetensors, which have no checksums of their own: under "digest" in a file's metadata.
+
+A digest is of the names, types, shapes and bytes of the file's tensors, whatever their order. Programs that change
+weights and write them anew leave metadata out that they do not know, and with it the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+from fairseq_fastweights.integrity import why_not_regular
+
+_METADATA, _DIGEST = "__metadata__", "digest"
+
+
+def note_digest(path: Path) -> None:
+    """Writes a whole file's digest into it.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    header, begin = _read_header(path)
+    header[_METADATA] = {**header.get(_METADATA, {}), _DIGEST: _digest(path, header, begin)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # numbers begin at whole words
+    beside = path.with_name(f"{path.name}.tmp")
+    with path.open("rb") as old, beside.open("wb") as new:
+        new.write(struct.pack("<Q", len(text)) + text)
+        old.seek(begin)
+        shutil.copyfileobj(old, new, 2**20)
+    os.replace(beside, path)
+
+
+def why_damaged(path: str | os.PathLike[str]) -> str | None:
+    """What is wrong with a file: words that follow its name; None for one that has its digest, or none.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    if kind := why_not_regular(path):
+        return kind
+    try:
+        header, begin = _read_header(Path(path))
+        noted = header.get(_METADATA, {}).get(_DIGEST)
+        if noted is None or _digest(Path(path), header, begin) == noted:
+            return None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "is cut short or damaged: what it says of its weights cannot be"
+    return "is damaged: its weights have not the digest that is noted in it; it must be fetched or written anew"
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a file says of its tensors, and where their bytes begin."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        size = int.from_bytes(start, "little")
+        if len(start) < 8 or size > os.fstat(file.fileno()).st_size - 8:
+            raise ValueError("no header")
+        header = json.loads(file.read(size))
+    if not isinstance(header, dict):
+        raise ValueError("a header of another kind")
+    return header, 8 + size
+
+
+def _digest(path: Path, header: dict[str, Any], begin: int) -> str:
+    found = hashlib.sha256()
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        memoryview(content) as view,
+    ):
+        for name in sorted(header.keys() - {_METADATA}):
+            tensor = header[name]
+            first, last = tensor["data_offsets"]
+            with view[begin + first : begin + last] as numbers:
+                if len(numbers) != last - first:
+                    raise ValueError(f"{name} is cut short")
+                told = (name, tensor["dtype"], tensor["shape"], zlib.crc32(numbers))
+            found.update(json.dumps(told).encode())
+    return found.hexdigest()[:16]

@@ -1,0 +1,86 @@
+"""Weights in a file of safetensors that are not those that its digest is of are refused."""
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fairseq_fastweights.safetensors_digests import note_digest, why_damaged
+
+WEIGHTS = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(3).bfloat16(), "none": torch.ones(0, 2)}
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    save_file(WEIGHTS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+def digest(path: Path) -> str | None:
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+        return file.metadata().get("digest")
+
+
+def test_a_digest_is_noted_and_nothing_else_is_changed(path):
+    assert why_damaged(path) is None and digest(path) is None  # as of other people's files
+    note_digest(path)
+    found = load_file(path)
+    assert found.keys() == WEIGHTS.keys() and all(torch.equal(x, WEIGHTS[name]) for name, x in found.items())
+    assert why_damaged(path) is None and [x.name for x in path.parent.iterdir()] == [path.name]
+    first = digest(path)
+    save_file(dict(reversed(WEIGHTS.items())), path, metadata={"format": "pt"})
+    note_digest(path)
+    assert digest(path) == first
+    for change in (
+        {"b": WEIGHTS["b"] + 1},
+        {"b": WEIGHTS["b"].view(3, 2)},
+        {"a": torch.ones(3).half()},
+        {"c": WEIGHTS["b"]},
+    ):
+        save_file(WEIGHTS | change, path, metadata={"format": "pt"})
+        note_digest(path)
+        assert digest(path) != first
+
+
+def test_a_flipped_bit_is_noticed_or_changes_nothing(path):
+    note_digest(path)
+    content = path.read_bytes()
+    missed = 0
+    with path.open("r+b", buffering=0) as file:
+        for bit in range(0, len(content) * 8, 3):
+            file.seek(bit // 8)
+            file.write(bytes([content[bit // 8] ^ 1 << bit % 8]))
+            if why_damaged(path) is None:
+                missed += 1
+                try:
+                    found = load_file(path)
+                except Exception:
+                    continue  # safetensors minds other things, as the order of the tensors
+                assert found.keys() == WEIGHTS.keys() and all(
+                    torch.equal(x, WEIGHTS[name]) for name, x in found.items()
+                )
+            file.seek(bit // 8)
+            file.write(content[bit // 8 : bit // 8 + 1])
+    # In the digest's own name and in what else is said of the file, as "format", there is nothing to be noticed.
+    assert missed < len(content) / 3
+
+
+def test_what_is_cut_short_says_absurd_sizes_or_is_no_file_is_told(path):
+    note_digest(path)
+    content = path.read_bytes()
+    for size in range(len(content)):
+        path.write_bytes(content[:size])
+        assert why_damaged(path) == "is cut short or damaged: what it says of its weights cannot be"
+    for header in (b"[]", b"{", b'{"__metadata__":{"digest":"x"},"a":{}}', b'{"__metadata__":3}', b"[" * 10**5):
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+        assert why_damaged(path) == "is cut short or damaged: what it says of its weights cannot be"
+    path.write_bytes(struct.pack("<Q", 2**60) + content[8:])
+    assert why_damaged(path) == "is cut short or damaged: what it says of its weights cannot be"
+    path.unlink()
+    os.mkfifo(path)
+    assert why_damaged(path) == "is a pipe; it must be a regular file"
