@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _interruption = Interruption()
 _saved = 0
 """How many checkpoints this process has written, or helped to."""
+_looked_after: set[str] = set()
 
 
 def _largest(trainer: Any, number: int) -> int:
@@ -40,6 +41,7 @@ def _verify_checkpoint_directory(original: Callable[..., Any]) -> Callable[..., 
 def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(cfg: Any, trainer: Any, **others: Any) -> Any:
         """fairseq's; where the last checkpoint is damaged, of the newest that is whole."""
+        _look_after_signals()
         if cfg.restore_file == "checkpoint_last.pt":
             if trainer.is_data_parallel_master:
                 replace_damaged(cfg.save_dir, trainer.checkpoint_suffix)
@@ -102,9 +104,15 @@ def _put_around(module: ModuleType, wrapper: Callable[[Callable[..., Any]], Call
     setattr(module, name, wraps(original)(wrapper(original)))
 
 
+def _look_after_signals() -> None:
+    """In the module that is about to train; it is not there before, or it is the one that was started."""
+    for name in {"fairseq_cli.train", "__main__"} - _looked_after:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "validate_and_save"):
+            _looked_after.add(name)
+            for wrapper in (_train, _validate_and_save):
+                _put_around(module, wrapper)
+
+
 for _wrapper in (_verify_checkpoint_directory, _load_checkpoint, _save_checkpoint):
     _put_around(checkpoint_utils, _wrapper)
-for _name in ("fairseq_cli.train", "__main__"):
-    if hasattr(sys.modules.get(_name), "validate_and_save"):
-        for _wrapper in (_train, _validate_and_save):
-            _put_around(sys.modules[_name], _wrapper)

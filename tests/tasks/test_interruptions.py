@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from fairseq.trainer import Trainer
+from faults import differences, trained
 
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, train
 from tests.tasks.conftest import slow
-from tests.tasks.test_resuming import CARRY, differences, trained
+from tests.tasks.test_resuming import CARRY
 
 FLAGS = [*CARRY, "--decoder-layers", "1", "--no-epoch-checkpoints"]
 

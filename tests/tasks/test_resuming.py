@@ -2,39 +2,16 @@
 
 import math
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fairseq.data.iterators import CountingIterator, GroupedIterator
+from faults import differences, trained
 
 from tests.conftest import train
-from tests.tasks.conftest import losses, slow, train_in_two, weights
+from tests.tasks.conftest import losses, slow, train_in_two
 
 CARRY = ["--no-token-positional-embeddings", "--carry-over-state", "--lr", "0.001"]
-
-
-def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """Where two checkpoints, or parts of them, are not the same bits."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [found for key in one for found in differences(one[key], other[key], f"{name}.{key}")]
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        return [x for i, pair in enumerate(zip(one, other, strict=True)) for x in differences(*pair, f"{name}.{i}")]
-    if torch.is_tensor(one) and torch.is_tensor(other):
-        return [] if one.dtype == other.dtype and torch.equal(one, other) else [name]
-    return [] if type(one) is type(other) and one == other else [name]
-
-
-def trained(folder: Path) -> dict[str, Any]:
-    """What of a checkpoint says how training goes on, without times."""
-    state = torch.load(folder / "checkpoint_last.pt", weights_only=True)
-    state["model"] = weights(folder / "checkpoint_last.pt")
-    extra = state["extra_state"]
-    kept = {name: extra[name] for name in ("train_iterator", "ema", "ema_fp32_params") if name in extra}
-    # The history has a row for each time that the run was taken up.
-    return {name: state[name] for name in ("model", "last_optimizer_state")} | kept | state["optimizer_history"][-1]
-
 
 HALF = "--fp16 --fp16-scale-window 3 --fp16-init-scale"
 WAYS = {
