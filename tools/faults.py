@@ -69,6 +69,7 @@ class Training:
         log = os.open(self.folder / f"{self.starts}-{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
         arguments = [str(self.data), *MODEL, "--save-dir", str(self.save_dir)]
         if self.processes > 1:
             arguments += "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn".split()
@@ -130,9 +131,13 @@ def _signalled(number: signal.Signals, training: Training, draw: random.Random, 
     started[0].join(draw.uniform(0, seconds))
     if started[0].is_alive():
         os.kill(started[0].pid, number)
+    started[0].join(60)
+    # What died without a word is noticed by torchrun, which ends the others.
+    patience = 60 if started[0].exitcode in (0, 128 + number) else 0.1
     for process in started:
-        process.join(60)
+        process.join(patience)
         process.kill()
+        process.join()
     lost = training.updates_lost()
     if number != signal.SIGKILL:
         # Before the first update the signal ends the process by itself.

@@ -35,7 +35,10 @@ def _largest(trainer: Any, number: int) -> int:
 
 
 def _verify_checkpoint_directory(original: Callable[..., Any]) -> Callable[..., Any]:
-    return claim
+    def verify(save_dir: str) -> None:
+        claim(save_dir)
+
+    return verify
 
 
 def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,12 @@ FLAGS = [*CARRY, "--decoder-layers", "1", "--no-epoch-checkpoints"]
 
 def forked(run: Callable[[], object]) -> int | None:
     """The exit code of a process that does this; forked, as to import fairseq anew would take longer."""
-    process = multiprocessing.get_context("fork").Process(target=run)
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
+        run()
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
     process.start()
     process.join(timeout=120)
     process.kill()
