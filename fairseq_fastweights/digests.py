@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,9 @@ import torch
 
 DIGESTS = "digests"
 """What they are under in a checkpoint."""
+
+THREADS = min(8, os.cpu_count() or 1)
+"""How many CRCs are worked out at once: zlib lets go of Python's lock."""
 
 
 def with_digests(state: Any) -> Any:
@@ -29,12 +35,12 @@ def with_digests(state: Any) -> Any:
 
 def digests(state: dict[str, Any]) -> dict[str, str]:
     """Those of a checkpoint's parts, by name; what is None has none."""
-    seen: dict[Any, bytes] = {}
+    seen, crcs = dict[int, bytes](), _crcs(state)
     parts = {str(name): part for name, part in state.items() if name != DIGESTS and part is not None}
-    return {name: hashlib.sha256(_fingerprint(part, seen)).hexdigest()[:16] for name, part in parts.items()}
+    return {name: hashlib.sha256(_fingerprint(part, seen, crcs)).hexdigest()[:16] for name, part in parts.items()}
 
 
-def _fingerprint(value: Any, seen: dict[Any, bytes]) -> bytes:
+def _fingerprint(value: Any, seen: dict[int, bytes], crcs: dict[Any, bytes]) -> bytes:
     """Of one value; what is of none of these types counts by the name of its type alone."""
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         value = value.item()  # as the safe loader reads it
@@ -44,17 +50,17 @@ def _fingerprint(value: Any, seen: dict[Any, bytes]) -> bytes:
         return seen[id(value)]
     seen[id(value)] = b"within itself"
     if isinstance(value, torch.Tensor):
-        parts = [b"tensor", _tensor_fingerprint(value, seen)]
+        parts = [b"tensor", _tensor_fingerprint(value, crcs)]
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         native = np.ascontiguousarray(value, value.dtype.newbyteorder("="))  # as NumPy's own unpickling makes it
         parts = [b"array", f"{native.dtype.str} {value.shape} {zlib.crc32(native.data)}".encode()]
     elif isinstance(value, (dict, argparse.Namespace)):
         entries = value.items() if isinstance(value, dict) else vars(value).items()
-        parts = [b"dict", *(_fingerprint(x, seen) for entry in entries for x in entry)]
+        parts = [b"dict", *(_fingerprint(x, seen, crcs) for entry in entries for x in entry)]
     elif isinstance(value, (list, tuple)):
-        parts = [b"list" if isinstance(value, list) else b"tuple", *(_fingerprint(x, seen) for x in value)]
+        parts = [b"list" if isinstance(value, list) else b"tuple", *(_fingerprint(x, seen, crcs) for x in value)]
     elif isinstance(value, (set, frozenset)):
-        parts = [b"set", *sorted(_fingerprint(x, seen) for x in value)]
+        parts = [b"set", *sorted(_fingerprint(x, seen, crcs) for x in value)]
     else:
         parts = [type(value).__qualname__.encode()]
     found = hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
@@ -62,19 +68,72 @@ def _fingerprint(value: Any, seen: dict[Any, bytes]) -> bytes:
     return found
 
 
-def _tensor_fingerprint(tensor: torch.Tensor, seen: dict[Any, bytes]) -> bytes:
+def _crcs(state: Any) -> dict[Any, bytes]:
+    """Those of the bytes of all tensors within it, by where they are: of tied weights one is enough."""
+    plain = {}
+    for _, tensor in tensors_in(state):
+        if _has_bytes(tensor):
+            numbers = _numbers(tensor)
+            plain[_place(numbers)] = numbers
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(plain, pool.map(_crc, plain.values()), strict=True))
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """What is there of a tensor: itself, or the storage where its numbers stand for several each."""
+    storage = tensor.untyped_storage()
+    if tensor.nbytes <= storage.nbytes():
+        return tensor.detach()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _crc(tensor: torch.Tensor) -> bytes:
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return b"%d" % zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _tensor_fingerprint(tensor: torch.Tensor, crcs: dict[Any, bytes]) -> bytes:
     described = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    if not _has_bytes(tensor):
         return described.encode()
-    plain, storage = tensor.detach(), tensor.untyped_storage()
-    if tensor.nbytes > storage.nbytes():  # its numbers stand for several each, for as many as it says
+    numbers = _numbers(tensor)
+    if numbers.shape != tensor.shape:
         described += f" {tensor.stride()}"
-        plain = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    place = (plain.data_ptr(), plain.device, plain.dtype, plain.shape, plain.stride())
-    if place not in seen:  # of tied weights one is enough
-        plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
-        seen[place] = b"%d" % zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return described.encode() + b" " + seen[place]
+    return described.encode() + b" " + crcs[_place(numbers)]
+
+
+def tensors_in(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors within a checkpoint, by name, each object once."""
+    seen = set()
+    stack = [("", state)]
+    while stack:
+        name, value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (dict, argparse.Namespace)):
+            entries = value if isinstance(value, dict) else vars(value)
+            stack += [(f"{name}.{key}".lstrip("."), x) for key, x in entries.items()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            stack += [(f"{name}.{number}".lstrip("."), x) for number, x in enumerate(value)]
 
 
 def changed_parts(state: Any) -> list[str] | None:

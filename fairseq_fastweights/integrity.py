@@ -23,12 +23,14 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from .digests import DIGESTS, changed_parts, digests  # relative, to be found in fairseq, too
+from .digests import DIGESTS, THREADS, changed_parts, digests, tensors_in  # relative, to be found in fairseq, too
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +109,14 @@ def _damage_of_archive(file: BinaryIO) -> str | None:
         return "is cut short or damaged: the directory at its end cannot be read"
     if not any(record.CRC for record in records):
         return None  # as torch.serialization.set_crc32_options(False) lets torch write it
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
-        for record in records:
-            if complaint := _damage_of_record(view, record):
-                return f"is damaged: its record {record.filename} {complaint}"
-    return None
+    with (
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        memoryview(content) as view,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        complaints = list(pool.map(partial(_damage_of_record, view), records))
+    found = (f"its record {x.filename} {said}" for x, said in zip(records, complaints, strict=True) if said)
+    return next((f"is damaged: {first}" for first in found), None)
 
 
 def _damage_of_record(view: memoryview, record: zipfile.ZipInfo) -> str | None:
@@ -175,7 +180,7 @@ def complain(path: str | os.PathLike[str], reason: str) -> str:
         reason += f"; the newest whole one beside it is {whole.name}: --restore-file {whole}"
     elif others:
         reason += f"; of {len(others)} more in {folder} none is whole"
-    return f"checkpoint {path} {reason}"
+    return f"{path} {reason}"
 
 
 def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
@@ -196,7 +201,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
         ValueError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
     """
     if complaint := _why_absurd(os.fstat(file.fileno()).st_size, state):
-        raise ValueError(f"checkpoint {path} is refused: {complaint}")
+        raise ValueError(f"{path} is refused: {complaint}")
     changed = changed_parts(state)
     if isinstance(state, dict):
         state.pop(DIGESTS, None)
@@ -207,7 +212,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
             raise ValueError(complain(path, damage))
         if changed:
             logger.warning(
-                "checkpoint %s: its digest of %s is not that of what it holds. A program changed it after training, as "
+                "%s: its digest of %s is not that of what it holds. A program changed it after training, as "
                 "one that averages checkpoints does, or it was damaged before it was written",
                 path,
                 " and ".join(changed),
@@ -228,30 +233,12 @@ def is_archive(file: BinaryIO) -> bool:
 def _why_absurd(size: int, state: Any) -> str | None:
     """A tensor whose numbers repeat those of a smaller storage may claim any size: most that are meant do not."""
     claimed = 0
-    for name, tensor in _tensors(state):
+    for name, tensor in tensors_in(state):
         if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
             claimed += tensor.nbytes
             if claimed > max(size, _EXPANDED):
                 return f"{name} has shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes; the file has {size:,}"
     return None
-
-
-def _tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """All within it, by name, each object once."""
-    seen = set()
-    stack = [("", state)]
-    while stack:
-        name, value = stack.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, (dict, argparse.Namespace)):
-            entries = value if isinstance(value, dict) else vars(value)
-            stack += [(f"{name}.{key}".lstrip("."), x) for key, x in entries.items()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            stack += [(f"{name}.{number}".lstrip("."), x) for number, x in enumerate(value)]
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:

@@ -149,16 +149,14 @@ def test_the_newest_whole_checkpoint_is_named(whole):
     (folder / "checkpoint2.pt").write_bytes(b"")
     said = integrity.complain(whole, str(integrity.why_damaged(whole)))
     assert said == (
-        f"checkpoint {whole} is cut short or damaged: the directory at its end cannot be read; the newest whole one "
+        f"{whole} is cut short or damaged: the directory at its end cannot be read; the newest whole one "
         f"beside it is checkpoint3.pt: --restore-file {folder}/checkpoint3.pt"
     )
     for name in ("checkpoint1.pt", "checkpoint3.pt"):
         (folder / name).unlink()
-    assert (
-        integrity.complain(whole, "is damaged") == f"checkpoint {whole} is damaged; of 1 more in {folder} none is whole"
-    )
+    assert integrity.complain(whole, "is damaged") == f"{whole} is damaged; of 1 more in {folder} none is whole"
     (folder / "checkpoint2.pt").unlink()
-    assert integrity.complain(whole, "is damaged") == f"checkpoint {whole} is damaged"
+    assert integrity.complain(whole, "is damaged") == f"{whole} is damaged"
 
 
 def change(state: dict[str, Any]) -> dict[str, Any]:
@@ -178,9 +176,9 @@ def test_what_a_program_changed_and_saved_again_is_said_and_loaded(whole, caplog
         assert not caplog.text
     torch.save(change(with_digests(STATE)), whole)
     check()
-    assert f"checkpoint {whole}: its digest of model is not that of what it holds. A program" in caplog.text
+    assert f"{whole}: its digest of model is not that of what it holds. A program" in caplog.text
     torch.save(change(with_digests(STATE)), whole, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=f"^checkpoint {whole} is damaged: what it holds under model has not the"):
+    with pytest.raises(ValueError, match=f"^{whole} is damaged: what it holds under model has not the"):
         check()
     assert "under model has not the digest" in str(integrity.why_damaged(whole))  # no other is advised to be taken
 
@@ -201,9 +199,7 @@ def test_a_tensor_that_claims_more_than_a_file_can_hold_is_refused_by_name(whole
                     integrity.check_loaded(file, whole, state)
                     continue
                 shape, size = re.escape(str(tuple(tensor.shape))), whole.stat().st_size
-                said = (
-                    rf"^checkpoint {whole} is refused: model.w.0 has shape {shape}, [\d,]+ bytes; the file has {size:,}"
-                )
+                said = rf"^{whole} is refused: model.w.0 has shape {shape}, [\d,]+ bytes; the file has {size:,}"
                 with pytest.raises(ValueError, match=said):
                     integrity.check_loaded(file, whole, state)
 
@@ -222,4 +218,4 @@ def test_the_command_says_what_is_whole_and_shows_the_digests(whole, capsys):
     assert "cannot be read further: Weights only load failed" in told({"path": Path("x")})[1]
     os.truncate(whole, 99)
     assert integrity.main([str(whole), "nowhere"]) == 1
-    assert re.fullmatch("checkpoint .* is cut short .*\ncheckpoint nowhere does not exist\n", capsys.readouterr().out)
+    assert re.fullmatch(".* is cut short .*\nnowhere does not exist\n", capsys.readouterr().out)

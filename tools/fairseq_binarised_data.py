@@ -103,7 +103,8 @@ def _read_index(path: str) -> _Index | None:
         if len(head) < (18 if magic == _MMAP else 40):
             raise ValueError(f"{path} is cut short: it has {size} bytes, fewer than an index begins with")
         if magic == _MMAP:
-            version, code, entries = struct.unpack("<xQBQ", head)
+            more, version, code, entries = struct.unpack("<BQBQ", head)
+            version += more << 64  # the first byte is still one of the magic number, which has nine
             expected = 26 + entries * (4 + 8)
         else:
             version, code, _, entries, numbers = struct.unpack("<QQQQQ", head)

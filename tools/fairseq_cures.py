@@ -279,9 +279,10 @@ def add_defaults(''',
     "noticed_damage": [
         Edit(
             _CHECKPOINTS,
-            "from fairseq.checkpoint_loader import load_checkpoint_file\n",
-            "from fairseq.checkpoint_loader import load_checkpoint_file, open_checkpoint\n"
-            "from fairseq.digests import with_digests\n",
+            "from fairseq.file_io import PathManager\n",
+            "from fairseq.checkpoint_loader import open_checkpoint\n"
+            "from fairseq.digests import with_digests\n"
+            "from fairseq.file_io import PathManager\n",
         ),
         Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
         Edit(_CHECKPOINTS, "torch.save(obj, f)", "torch.save(with_digests(obj), f)"),

@@ -42,6 +42,8 @@ _OF_TRANSFORMERS = {
     "auto_map",
 }
 
+_MOST = {"num_hidden_layers": 10**4, "vocab_size": 10**9, "hidden_size": 10**9, "intermediate_size": 10**9}
+
 
 class FastWeightConfig(PreTrainedConfig):
     """What tells a `FastWeightModel` from every other.
@@ -165,6 +167,9 @@ class FastWeightConfig(PreTrainedConfig):
     def _check_numbers(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             _check_count(name, getattr(self, name))
+        for name, most in _MOST.items():  # of what is made for each layer, or laid out, before a weight is looked at
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at most {most}")
         _check_count("max_position_embeddings", self.max_position_embeddings)
         for name in ("input_size", "output_size"):
             if getattr(self, name) is not None:

@@ -70,6 +70,7 @@ SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("neox", "only .*(True|1e-05) is supported", {"attention_bias": False, "layer_norm_eps": 1e-6}),
     ("gpt2", "it must be one of ", {"model_type": "bert", "activation_function": "silu"}),
     ("gpt2", "it must be a positive whole number", {"n_layer": None, "n_embd": True, "n_positions": 0}),
+    ("gpt2", "it must be at most 10000", {"n_layer": 10**9}),
     ("gpt2", "it must be a divisor of n_embd, 12", {"n_head": 5}),
     ("neox", "it must be a divisor of hidden_size, 16", {"num_attention_heads": 3}),
     ("gpt2", "it must be at least 0 and less than 1", {"resid_pdrop": 1.5, "attn_pdrop": 1}),
@@ -125,7 +126,7 @@ BAD: list[tuple[str, Spoil, str]] = [
     # On the way back.
     ("converted", edit("conversion.json", lambda _: b"{}"), "conversion.json: weights must be a list of names"),
     ("converted", gone("model.pt"), "model.pt: there is no such checkpoint"),
-    ("converted", cut("model.pt"), "checkpoint source/model.pt is cut short"),
+    ("converted", cut("model.pt"), "source/model.pt is cut short"),
     ("converted", lambda f: torch.save([1], f / "model.pt"), "model.pt: this is not a checkpoint of fairseq's"),
     ("converted", weights(lambda s: {"model": s["model"] | {"x": 1}}, "model.pt"), "this is not a checkpoint of fairs"),
     ("converted", weights(lambda s: {"model": s["model"] | {"x": torch.ones(2)}}, "model.pt"), r"x +\(2,\) +nothing"),

@@ -11,6 +11,7 @@ from fairseq_fastweights.conversion.families import buffers
 from fairseq_fastweights.conversion.huggingface import from_huggingface
 from fairseq_fastweights.conversion.originals import restore_original
 from fairseq_fastweights.conversion.weight_files import WeightFiles
+from fairseq_fastweights.digests import changed_parts
 from tests.conversion import sources
 
 LOGITS = 1e-4  # of a few units; what is seen is below 2e-6
@@ -85,6 +86,7 @@ def test_a_converted_model_is_its_source_and_gives_its_bits_back(case, tmp_path)
 
     restore_original(tmp_path / "ours", tmp_path / "back")
     before, after = WeightFiles(theirs), WeightFiles(tmp_path / "back")
+    assert changed_parts(state) == [] and b'"digest":"' in (tmp_path / "back" / "model.safetensors").read_bytes()
     assert set(after.shapes) == {name for name in before.shapes if not buffers(name)}
     for name in after.shapes:
         assert before.read(name).dtype == after.read(name).dtype and torch.equal(before.read(name), after.read(name))

@@ -43,6 +43,13 @@ def checkpoint(change: Callable[[dict], Any]) -> Change:
     return spoil
 
 
+def flip(folder: Path) -> None:
+    """Changes a bit of the last weight."""
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
 def options(**changes: Any) -> Change:
     return checkpoint(lambda state: state["cfg"]["model"].update(changes) or state)
 
@@ -94,6 +101,7 @@ BAD: list[tuple[str, Change, str]] = [
     ("exported", lambda f: (f / "config.json").write_text("{"), "config.json: this is not JSON"),
     ("exported", lambda f: (f / "model.safetensors").unlink(), "source: there are no weights; it must hold one of"),
     ("exported", cut("model.safetensors"), "model.safetensors: the file is broken or cut short"),
+    ("exported", flip, "model.safetensors is damaged: its weights have not the digest"),
     ("exported", lambda f: shutil.rmtree(f / "fairseq"), "fairseq/dict.txt: there is no such file; the weights belong"),
     ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0 1\n"), "dict.txt: it has 5 word types, .* is 44"),
     ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0\n"), "dict.txt: this is not a dictionary"),
@@ -128,6 +136,8 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     ("settings", "message"),
     [
         ({"hidden_size": "16"}, "hidden_size is '16'; it must be a positive whole number"),
+        ({"hidden_size": 10**13}, "hidden_size is 10000000000000; it must be at most 1000000000"),
+        ({"num_hidden_layers": 10**9, "mixers": "delta"}, "num_hidden_layers is 1000000000; it must be at most 10000"),
         ({"num_attention_heads": 3}, "num_attention_heads is 3; it must be a divisor of hidden_size, 512"),
         ({"mixers": ["delta"]}, r"mixers is \['delta'\]; it must hold a name for each of 6 layers"),
         ({"mixers": "delta:1-7"}, "'1-7' is not within 1 to 6"),

@@ -55,6 +55,17 @@ def test_what_is_saved_is_what_is_loaded(mixers, settings, tmp_path):
     assert torch.equal(base(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
 
 
+def test_weights_that_are_not_those_of_their_digest_are_refused(tmp_path):
+    build("delta").save_pretrained(tmp_path, max_shard_size="10KB")
+    path = max(tmp_path.glob("model-*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for kind in (transformers.AutoModel, transformers.AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=f"{path.name} is damaged: its weights have not the digest that is noted"):
+            kind.from_pretrained(tmp_path)
+
+
 def test_the_configuration_says_everything(tmp_path):
     config = FastWeightConfig(**SIZES, mixers="delta,local:2", mixer_settings={"normalization": ["sum"]})
     config.save_pretrained(tmp_path)

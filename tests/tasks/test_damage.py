@@ -10,6 +10,7 @@ import torch
 from fairseq_fastweights import integrity
 from fairseq_fastweights.digests import DIGESTS, changed_parts
 from tests.conftest import evaluate, train
+from tests.tasks.conftest import train_translation
 
 pytestmark = pytest.mark.usefixtures("our_fairseq")
 
@@ -52,16 +53,16 @@ def test_a_flipped_bit_is_refused_and_what_is_whole_is_named(corpus, run, way):
     with pytest.raises(ValueError) as error:
         WAYS[way](corpus, path)
     said = str(error.value)
-    assert said.startswith(f"checkpoint {path} is damaged: its record ") and "\n" not in said
+    assert said.startswith(f"{path} is damaged: its record ") and "\n" not in said
     assert said.endswith(f"; the newest whole one beside it is checkpoint1.pt: --restore-file {run}/checkpoint1.pt")
     assert not list(run.glob("new/*.pt"))
 
 
-def test_checkpoints_of_trainings_have_digests_which_the_old_format_is_checked_by(corpus, run):
-    path = run / "checkpoint_last.pt"
-    flags = "--carry-over-state --store-ema --max-update 43 --save-interval-updates 1 --no-epoch-checkpoints".split()
-    log = train(corpus, run, *flags, "--reset-dataloader", "--reset-optimizer", "--reset-lr-scheduler")
-    assert "digest" not in log
+def test_checkpoints_of_trainings_have_digests_which_the_old_format_is_checked_by(corpus, tmp_path):
+    path = tmp_path / "checkpoint_last.pt"
+    for updates in ("2", "3"):
+        flags = "--carry-over-state --store-ema --no-epoch-checkpoints --max-update".split()
+        assert "digest" not in train(corpus, tmp_path, *flags, updates)
     assert changed_parts(torch.load(path, weights_only=True)) == []
     before = evaluate(corpus, path, "--tokens-per-sample", "16")
     in_old_format(path)
@@ -91,3 +92,25 @@ def test_a_pipe_is_not_waited_for(corpus, tmp_path):
     os.mkfifo(tmp_path / "model.pt")
     with pytest.raises(ValueError, match=r"model\.pt is a pipe; it must be a regular file"):
         evaluate(corpus, tmp_path / "model.pt")
+
+
+DATA = {
+    "idx": (lambda path: os.truncate(path, path.stat().st_size - 5), "bytes; with the .* entries that it says it must"),
+    "bin": (lambda path: os.truncate(path, path.stat().st_size - 5), "bytes; by .*idx it must have"),
+    "dict": (lambda path: path.write_text("".join(path.read_text().splitlines(True)[:9])), "the token number "),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("task", ["language", "translation"])
+def test_damaged_data_is_named_before_the_first_update(request, tmp_path, task, kind):
+    of_language = task == "language"
+    data = shutil.copytree(request.getfixturevalue("corpus" if of_language else "pairs"), tmp_path / "data")
+    name = "train" if of_language else "train.en-de.de"
+    spoil, message = DATA[kind]
+    spoil(data / ("dict.txt" if of_language else "dict.de.txt") if kind == "dict" else data / f"{name}.{kind}")
+    with pytest.raises(ValueError, match=message) as error:
+        (train if of_language else train_translation)(data, tmp_path / "run")
+    said = str(error.value)
+    assert said.startswith(str(data)) and "\n" not in said
+    assert not list(tmp_path.glob("run/*.pt"))

@@ -48,6 +48,15 @@ def test_cures_change_the_expected_source_once(source: Path) -> None:
             edit.apply(source, "it")
 
 
+def test_the_files_in_the_fairseq_that_is_installed_are_those_that_are_here(our_fairseq: None) -> None:
+    """One that is changed without a new version would be what the tests see, and no user has."""
+    import fairseq
+
+    for file, added in fairseq_cures.ADDED.items():
+        here = Path(fairseq_cures.__file__).parent / file
+        assert (Path(fairseq.__file__).parent / added).read_text() == here.read_text(), file
+
+
 @pytest.fixture
 def build(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An environment with a `version` of fairseq that has the failure `before`, as the new one `after`; what pip is
