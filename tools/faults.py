@@ -76,11 +76,15 @@ class Training:
             arguments += ["--distributed-init-method", f"file://{self.folder}/meeting-{self.starts}"]
             arguments += ["--distributed-world-size", str(self.processes), "--distributed-rank", str(rank)]
         sys.argv = ["fairseq-train", *arguments, "--batch-size", str(4 // self.processes)]
-        self.after_update(lambda number: (self.folder / "updates").write_text(str(number)) if rank == 0 else None)
+        updates = os.open(self.folder / "updates", os.O_WRONLY | os.O_CREAT)
+        if rank == 0:
+            self.after_update(lambda number: os.pwrite(updates, str(number).encode(), 0))
         if prepare is not None:
             prepare(self)
         try:
             import_module("fairseq_cli.train").cli_main()
+        except KeyboardInterrupt:  # multiprocessing would make 1 of it, and Python makes 130
+            os._exit(128 + signal.SIGINT)
         except Exception:
             traceback.print_exc()
             os._exit(1)
@@ -101,7 +105,7 @@ class Training:
         """How many updates that were done are not in the last checkpoint."""
         done = self.folder / "updates"
         kept = trained(self.save_dir)["num_updates"] if self.last.exists() else 0
-        return max(0, int(done.read_text() or 0) - kept) if done.exists() else 0
+        return max(0, int(done.read_bytes() or 0) - kept) if done.exists() else 0
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
@@ -216,26 +220,34 @@ def read_only(training: Training, draw: random.Random, seconds: float) -> int:
     """folder read-only after a random update, and at the next start"""
     number = draw.randrange(1, UPDATES)
 
-    def become_nobody(training: Training) -> None:
+    def become_nobody() -> None:
         if os.getuid() == 0:  # who may write everywhere
             os.setuid(NOBODY)
 
-    def prepare(training: Training) -> None:
-        def forbid(done: int) -> None:
+    def forbid(training: Training) -> None:
+        def after(done: int) -> None:
             if done == number:
-                os.chmod(training.save_dir, 0o555)
+                training.save_dir.chmod(0o555)
+                become_nobody()
 
-        become_nobody(training)
-        training.after_update(forbid)
+        training.after_update(after)
 
-    if os.getuid() == 0:
-        for folder in (training.folder, training.save_dir):
-            os.chown(folder, NOBODY, NOBODY)
-    for now in (prepare, become_nobody):
-        [process] = training.start(now)
+    def begin_so(training: Training) -> None:
+        checkpoints = import_module("fairseq.checkpoint_utils")
+        original = checkpoints.verify_checkpoint_directory
+
+        def verify(save_dir: str) -> None:
+            become_nobody()
+            original(save_dir)
+
+        checkpoints.verify_checkpoint_directory = verify
+
+    for prepare in (forbid, begin_so):
+        [process] = training.start(prepare)
         process.join(60)
         assert process.exitcode == 1, f"exit code {process.exitcode}"
-    assert "which cannot be written to (Permission denied)" in (training.folder / "2-0.log").read_text()
+    refused = (training.folder / "2-0.log").read_text()
+    assert "which cannot be written to (Permission denied)" in refused, f"it says {refused[-200:]}"
     training.save_dir.chmod(0o755)
     return training.updates_lost()
 
@@ -311,7 +323,8 @@ def main(arguments: list[str] | None = None) -> int:
 def try_all(options: argparse.Namespace, folder: Path) -> int:
     """The table, row by row; 1 if a training ended otherwise than the undisturbed one, else 0."""
     torch.set_num_threads(1)
-    import_module("fairseq_cli.train")
+    for module in ("fairseq_cli.train", "fairseq_cli.preprocess", "torch._dynamo"):  # once, for all that are forked
+        import_module(module)
     import_module("fairseq.utils").import_user_module(argparse.Namespace(user_dir=f"{ROOT}/fairseq_fastweights"))
     folder.mkdir(parents=True, exist_ok=True)
     data, failed = write_corpus(folder), 0

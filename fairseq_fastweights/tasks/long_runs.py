@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
 
 from fairseq_fastweights.tasks.interruptions import Interruption, leave
 from fairseq_fastweights.tasks.save_dir import claim, replace_damaged
@@ -45,7 +46,7 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(cfg: Any, trainer: Any, **others: Any) -> Any:
         """fairseq's; where the last checkpoint is damaged, of the newest that is whole."""
         _look_after_signals()
-        if cfg.restore_file == "checkpoint_last.pt":
+        if cfg.restore_file == "checkpoint_last.pt" and not cfg.no_save:
             if trainer.is_data_parallel_master:
                 replace_damaged(cfg.save_dir, trainer.checkpoint_suffix)
             _largest(trainer, 0)  # the others look when the first is done
@@ -91,6 +92,8 @@ def _validate_and_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if number:
             if _saved == before:
                 checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+            if cfg.checkpoint.write_checkpoints_asynchronously:
+                PathManager.async_close()  # waits for them, as fairseq does at a training's end
             # torchrun ends the others as soon as one has ended: all wait for the one that writes.
             _largest(trainer, number)
             outcome = "no_save is set" if cfg.checkpoint.no_save else "the same command goes on from there"
