@@ -125,9 +125,10 @@ def trained(save_dir: Path) -> dict[str, Any]:
     extra = state["extra_state"]
     kept = {name: extra[name] for name in ("train_iterator", "ema", "ema_fp32_params") if name in extra}
     # A number whose type fairseq looks at, and whose value it never sets.
-    model = {name: x for name, x in state["model"].items() if not name.endswith("_float_tensor")}
+    model: dict[str, Any] = {name: x for name, x in state["model"].items() if not name.endswith("_float_tensor")}
     # The history has a row for each time that the run was taken up.
-    return {"model": model, "optimizer": state["last_optimizer_state"]} | kept | state["optimizer_history"][-1]
+    history: dict[str, Any] = state["optimizer_history"][-1]
+    return {"model": model, "optimizer": state["last_optimizer_state"], **kept, **history}
 
 
 def _signalled(number: signal.Signals, training: Training, draw: random.Random, seconds: float) -> int:
@@ -233,7 +234,7 @@ def read_only(training: Training, draw: random.Random, seconds: float) -> int:
         training.after_update(after)
 
     def begin_so(training: Training) -> None:
-        checkpoints = import_module("fairseq.checkpoint_utils")
+        checkpoints: Any = import_module("fairseq.checkpoint_utils")
         original = checkpoints.verify_checkpoint_directory
 
         def verify(save_dir: str) -> None:
