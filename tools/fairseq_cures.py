@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from fairseq_run_cures import RUN_CURES
+
 VERSION = "0.12.2+fastweights.4"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
@@ -262,6 +264,7 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
+    **{name: [Edit(*edit) for edit in edits] for name, edits in RUN_CURES.items()},
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),

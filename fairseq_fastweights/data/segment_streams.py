@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from fairseq.data import FairseqDataset, data_utils, iterators
+from fairseq.data import FairseqDataset, data_utils
 from torch import Tensor
 
 from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 
-logger = logging.getLogger(__name__)
+Stretch = tuple[int, int]
+"""From one token of a corpus up to another, which is not in it."""
 
 
 class SegmentStreams(FairseqDataset):
@@ -28,15 +28,24 @@ class SegmentStreams(FairseqDataset):
         corpus: the text.
         streams: how many streams, over all processes; process p of n has the p-th n-th of them.
         segment_length: tokens to a segment.
-        pad: the padding symbol, for the ends of streams that are one token shorter than others.
+        pad: the padding symbol, for the ends of streams that are shorter than others.
         documents: those of the corpus, if they are to be told apart.
+        rows: what each stream reads instead of its part of the corpus: stretches, none of which continues another.
+        begun: of each stream, whether its first segment continues one that was read before.
 
     Raises:
         ValueError: if there are more streams than tokens, or the segment length is not positive.
     """
 
     def __init__(
-        self, corpus: TokenCorpus, streams: int, segment_length: int, pad: int, documents: Documents | None = None
+        self,
+        corpus: TokenCorpus,
+        streams: int,
+        segment_length: int,
+        pad: int,
+        documents: Documents | None = None,
+        rows: list[list[Stretch]] | None = None,
+        begun: list[bool] | None = None,
     ) -> None:
         if segment_length < 1:
             raise ValueError(f"tokens_per_sample is {segment_length}; it must be at least 1")
@@ -51,26 +60,40 @@ class SegmentStreams(FairseqDataset):
         self.segment_length = segment_length
         self.pad = pad
         self.documents = documents
-        self.bounds = [len(corpus) * i // streams for i in range(streams + 1)]
-        longest = max(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
-        self.segments = -(-longest // segment_length)
+        bounds = [len(corpus) * i // streams for i in range(streams + 1)]
+        self.rows = rows or [[stretch] for stretch in zip(bounds, bounds[1:], strict=False)]
+        self.begun = begun or [False] * streams
+        self.segments = max(sum(map(self._segments, row)) for row in self.rows)
 
     def __len__(self) -> int:
         return self.segments * self.streams
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         segment, stream = divmod(index, self.streams)
-        start = self.bounds[stream] + segment * self.segment_length
-        stop = min(start + self.segment_length, self.bounds[stream + 1])
+        row, rest = self.rows[stream], self.rest(stream, segment)
+        start, end = rest[0] if rest else (0, 0)
+        stop = min(start + self.segment_length, end)
         sample = {
             "id": index,
             "source": self.corpus.read_inputs(start, stop),
             "target": self.corpus.read_targets(start, stop),
-            "continues": segment > 0,
+            "continues": self.begun[stream] if segment == 0 else rest[:1] == [] or rest[0] not in row,
         }
         if self.documents is not None:
             sample["starts"] = self.documents.starts(start, stop)
         return sample
+
+    def _segments(self, stretch: Stretch) -> int:
+        return -(-(stretch[1] - stretch[0]) // self.segment_length)
+
+    def rest(self, stream: int, segments: int) -> list[Stretch]:
+        """What there is for a stream to read after that many of its segments."""
+        row = self.rows[stream]
+        for number, stretch in enumerate(row):
+            if segments < self._segments(stretch):
+                return [(stretch[0] + segments * self.segment_length, stretch[1]), *row[number + 1 :]]
+            segments -= self._segments(stretch)
+        return []
 
     def batches(self, shards: int) -> list[list[int]]:
         """The batches of all processes, in the order in which fairseq deals them out to `shards` processes."""
@@ -110,55 +133,3 @@ class SegmentStreams(FairseqDataset):
 
     def ordered_indices(self) -> npt.NDArray[np.int64]:
         return np.arange(len(self))
-
-
-class Carrier(Protocol):
-    """A model that carries states from segment to segment."""
-
-    def carried_states(self) -> list[dict[str, Tensor]]:
-        """What the next segments start from, layer by layer: tensors (rows, ...), on the CPU; empty for nothing."""
-        ...
-
-    def restore_carried_states(self, states: list[dict[str, Tensor]]) -> None:
-        """Lets the next segments start from such states."""
-        ...
-
-
-class SegmentIterator(iterators.EpochBatchIterator):
-    """fairseq's iterator over `SegmentStreams`, whose place in mid-epoch, as checkpoints keep it, has the states there.
-
-    One process writes fairseq's checkpoints, the first: what the others carry is not kept.
-
-    Args:
-        streams: the segments.
-        carrier: the model that reads them in training; None where nothing is to be resumed.
-        others: fairseq's.
-    """
-
-    def __init__(self, streams: SegmentStreams, carrier: Carrier | None, **others: Any) -> None:
-        super().__init__(dataset=streams, collate_fn=streams.collater, disable_shuffling=True, **others)
-        self._carrier = carrier
-        # With any of these other than before, a row goes on elsewhere in the text than where its state was left.
-        self._layout = {
-            "tokens": len(streams.corpus),
-            "streams": streams.streams,
-            "processes": self.num_shards,
-            "tokens per sample": streams.segment_length,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self._carrier is not None and state["iterations_in_epoch"] > 0:
-            state["carried_states"] = {"layout": self._layout, "states": self._carrier.carried_states()}
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        carried = state_dict.get("carried_states")
-        if self._carrier is None or carried is None or self.shard_id > 0:
-            return
-        if carried["layout"] == self._layout:
-            self._carrier.restore_carried_states(carried["states"])
-        else:
-            was, now = (", ".join(f"{x} {name}" for name, x in y.items()) for y in (carried["layout"], self._layout))
-            logger.warning("the checkpoint's states are left out: they are of %s, now there are %s", was, now)

@@ -19,7 +19,8 @@ from fairseq_fastweights.conversion.source import Source, check_dictionary, find
 from fairseq_fastweights.conversion.transfer import transfer
 from fairseq_fastweights.conversion.transfer_options import TransferOptions, check_options
 from fairseq_fastweights.data.documents import Documents, PackedDocuments
-from fairseq_fastweights.data.segment_streams import Carrier, SegmentIterator, SegmentStreams
+from fairseq_fastweights.data.segment_iterator import Carrier, SegmentIterator
+from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT, FastWeightDecoder

@@ -1,19 +1,17 @@
 """What the data sets hand to a model: every token predicted once, and in which context."""
 
 import itertools
-from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 import torch
 from fairseq.data import Dictionary, TruncatedDictionary
 
-from fairseq_fastweights.data.segment_streams import SegmentIterator, SegmentStreams
+from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 
 EOS, PAD = 2, 1
-STATES = [{"state": torch.ones(2, 3)}]
 
 
 class Lines(list):
@@ -79,7 +77,7 @@ def test_what_cannot_be_read_is_refused_by_name(make, message):
 @pytest.mark.parametrize("length", [1, 4, 200])
 def test_streams_cover_the_corpus_once_and_each_row_goes_on_where_it_was(tokens, processes, rows, length):
     data = SegmentStreams(corpus_of(5, tokens - 5), rows * processes, length, PAD)
-    assert np.ptp(np.diff(data.bounds)) <= 1
+    assert np.ptp(np.diff([start for [(start, _)] in data.rows] + [tokens])) <= 1
     batches = data.batches(processes)
     assert len(batches) % processes == 0  # no process runs out of batches before another
     seen: list[int] = []
@@ -129,39 +127,3 @@ def test_windows_score_every_token_once_in_the_context_that_fairseq_gives_it(tok
 def test_windows_of_equal_length_are_read_together():
     for tokens, expected in ((16, [[0], [1, 2]]), (15, [[0], [1], [2]]), (5, [[0]])):
         assert SlidingWindows(corpus_of(tokens), new=4, context=4).batches(max_windows=4) == expected
-
-
-def iterate(carrier: Mock | None, rows=2, shards=1, shard=0, length=4, tokens=40) -> SegmentIterator:
-    data = SegmentStreams(corpus_of(tokens), rows * shards, length, PAD)
-    return SegmentIterator(data, carrier, batch_sampler=data.batches(shards), num_shards=shards, shard_id=shard)
-
-
-def state_after(batches: int, iterator: SegmentIterator) -> dict[str, object]:
-    list(itertools.islice(iterator.next_epoch_itr(shuffle=False), batches))
-    return iterator.state_dict()
-
-
-def test_states_are_kept_in_mid_epoch_alone():
-    carrier = Mock(carried_states=lambda: STATES)
-    assert state_after(2, iterate(carrier))["carried_states"]["states"] is STATES
-    for batches, other in ((0, carrier), (5, carrier), (2, None)):  # 20 tokens of each row are 5 batches
-        assert "carried_states" not in state_after(batches, iterate(other))
-
-
-OTHER_PLACES = [{"rows": 3}, {"shards": 2}, {"rows": 1, "shards": 2}, {"length": 5}, {"tokens": 41}]
-
-
-@pytest.mark.parametrize(
-    ("kept", "now", "restored", "told"),
-    [({}, {}, True, False), ({"shards": 2}, {"shards": 2}, True, False)]
-    + [({"shards": 2}, {"shards": 2, "shard": 1}, False, False)]  # the first process's are not those of others
-    + [({}, other, False, True) for other in OTHER_PLACES],
-)
-def test_states_are_taken_up_at_the_place_in_the_text_where_they_were_left_alone(kept, now, restored, told, caplog):
-    state = state_after(2, iterate(Mock(carried_states=lambda: STATES), **kept))
-    carrier = Mock()
-    iterate(carrier, **now).load_state_dict(state)
-    del state["carried_states"]  # as of checkpoints from before they were kept
-    iterate(carrier, **now).load_state_dict(state)
-    assert carrier.mock_calls == [call.restore_carried_states(STATES)] * restored
-    assert ("are of 40 tokens, 2 streams, 1 processes, 4 tokens per sample, now there are" in caplog.text) == told

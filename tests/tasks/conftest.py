@@ -74,6 +74,7 @@ def loss_alone(data: Path, checkpoint: Path, *, apart: bool = False, new: int = 
 def train_in_two(data: Path, folder: Path, *flags: str) -> str:
     """fairseq-train in two processes: what the first logs; checkpoints go to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "meeting").unlink(missing_ok=True)  # of a run before
     common = [*TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam", "--save-dir", str(folder), *flags]
     common += "--tokens-per-sample 16 --batch-size 4 --ddp-backend legacy_ddp --distributed-backend gloo".split()
     common += ["--distributed-world-size", "2", "--distributed-no-spawn"]

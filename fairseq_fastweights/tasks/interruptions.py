@@ -1,0 +1,74 @@
+"""SIGINT and SIGTERM while a model is trained: the running update ends, a checkpoint is written, then the process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import mmap
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any, NoReturn
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """Notes the first of these signals, `number`; 0 before it. A second SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._former: dict[int, Any] = {}
+        self._pid = 0
+        # What data workers, forked from this process, see of it: whether it is ending.
+        self._ending = mmap.mmap(-1, 1)
+
+    def begin(self) -> None:
+        """From now on signals are noted, except where they were ignored, as SIGINT in a shell's background job."""
+        if self._former or threading.current_thread() is not threading.main_thread():
+            return
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            # What is registered last runs first: before multiprocessing ends its processes by SIGTERM.
+            atexit.register(self._tell_that_it_is_ending)
+        for number in _NUMBERS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._note)
+
+    def end(self) -> None:
+        """From now on signals do what they did before."""
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        self._former, self.number = {}, 0
+
+    def _tell_that_it_is_ending(self) -> None:
+        self._ending[0] = 1
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A data worker. Ctrl-C, and Slurm, signal all processes: it must not end before the update that is waiting
+            # for its batch. It ends with the process that it works for.
+            if number == signal.SIGTERM and self._ending[0]:
+                os._exit(128 + number)
+        elif number == self.number == signal.SIGINT:
+            os._exit(128 + number)
+        else:
+            self.number = number
+            # No logger: what it does may just have been interrupted.
+            again = "; once more: ends at once" if number == signal.SIGINT else ""
+            name = signal.Signals(number).name
+            os.write(2, f"{name}: ends after this update, when its checkpoint is written{again}\n".encode())
+
+
+def leave(number: int) -> NoReturn:
+    """Ends this process as the signal would have: with the exit code that shells give it.
+
+    Python's own end would abort the process (SIGABRT) if a thread that reads batches is within PyTorch's code then.
+    """
+    logging.shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + number)

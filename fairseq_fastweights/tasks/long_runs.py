@@ -1,0 +1,124 @@
+"""What long runs need of fairseq-train, for every task: put around its functions when --user-dir is imported."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
+
+from fairseq_fastweights.tasks.interruptions import Interruption, leave
+from fairseq_fastweights.tasks.save_dir import claim, replace_damaged
+
+logger = logging.getLogger(__name__)
+
+_interruption = Interruption()
+_saved = 0
+"""How many checkpoints this process has written, or helped to."""
+_looked_after: set[str] = set()
+
+
+def _largest(trainer: Any, number: int) -> int:
+    """The largest of all processes' numbers. None has it before all have given theirs."""
+    if trainer.data_parallel_world_size == 1:
+        return number
+    numbers = torch.tensor(number, device=trainer.device)
+    distributed_utils.all_reduce(numbers, trainer.data_parallel_process_group, op="max")
+    return int(numbers)
+
+
+def _verify_checkpoint_directory(original: Callable[..., Any]) -> Callable[..., Any]:
+    def verify(save_dir: str) -> None:
+        claim(save_dir)
+
+    return verify
+
+
+def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(cfg: Any, trainer: Any, **others: Any) -> Any:
+        """fairseq's; where the last checkpoint is damaged, of the newest that is whole."""
+        _look_after_signals()
+        if cfg.restore_file == "checkpoint_last.pt" and not cfg.no_save:
+            if trainer.is_data_parallel_master:
+                replace_damaged(cfg.save_dir, trainer.checkpoint_suffix)
+            _largest(trainer, 0)  # the others look when the first is done
+        return original(cfg, trainer, **others)
+
+    return load
+
+
+def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None) -> Any:
+        global _saved
+        if not cfg.no_save and hasattr(epoch_itr, "gather_states"):
+            epoch_itr.gather_states()
+        original(cfg, trainer, epoch_itr, val_loss)
+        _saved += 1
+
+    return save
+
+
+def _train(original: Callable[..., Any]) -> Callable[..., Any]:
+    def train(cfg: Any, trainer: Any, task: Any, epoch_itr: Any) -> Any:
+        """fairseq's, of one epoch. Signals are noted until the last one's end."""
+        _interruption.begin()
+        goes_on = False
+        try:
+            losses, should_stop = original(cfg, trainer, task, epoch_itr)
+            updates, epochs = (getattr(cfg.optimization, name) or math.inf for name in ("max_update", "max_epoch"))
+            goes_on = not should_stop and trainer.get_num_updates() < updates and epoch_itr.next_epoch_idx <= epochs
+            return losses, should_stop
+        finally:
+            if not goes_on:
+                _interruption.end()
+
+    return train
+
+
+def _validate_and_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_and_save(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *others: Any) -> Any:
+        """fairseq's, after every update; the last one if a process has been interrupted."""
+        before = _saved
+        results = original(cfg, trainer, task, epoch_itr, *others)
+        number = _largest(trainer, _interruption.number)
+        if number:
+            if _saved == before:
+                checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+            if cfg.checkpoint.write_checkpoints_asynchronously:
+                PathManager.async_close()  # waits for them, as fairseq does at a training's end
+            # torchrun ends the others as soon as one has ended: all wait for the one that writes.
+            _largest(trainer, number)
+            outcome = "no_save is set" if cfg.checkpoint.no_save else "the same command goes on from there"
+            logger.info("interrupted after %s updates; %s", trainer.get_num_updates(), outcome)
+            leave(number)
+        return results
+
+    return validate_and_save
+
+
+def _put_around(module: ModuleType, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    name = wrapper.__name__[1:]
+    original = getattr(module, name)
+    setattr(module, name, wraps(original)(wrapper(original)))
+
+
+def _look_after_signals() -> None:
+    """In the module that is about to train; it is not there before, or it is the one that was started."""
+    for name in {"fairseq_cli.train", "__main__"} - _looked_after:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "validate_and_save"):
+            _looked_after.add(name)
+            for wrapper in (_train, _validate_and_save):
+                _put_around(module, wrapper)
+
+
+for _wrapper in (_verify_checkpoint_directory, _load_checkpoint, _save_checkpoint):
+    _put_around(checkpoint_utils, _wrapper)

@@ -1,0 +1,81 @@
+"""The folder of a training's checkpoints: one training at a time writes there, and starts from a whole checkpoint."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import IO
+
+from fairseq_fastweights.integrity import whole_checkpoints, why_damaged
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".training.lock"
+
+_held: dict[str, IO[str]] = {}
+"""The locks of this process, by folder. They end with the process, however it ends."""
+
+
+def claim(save_dir: str) -> None:
+    """Makes the folder where it is not there, and keeps other trainings out of it as long as this process lives.
+
+    Ends the process with one line if the folder cannot be written to, or if another training has it.
+    """
+    try:
+        os.makedirs(save_dir, exist_ok=True)
+        # Beside what another process is reading.
+        file = open(os.path.join(save_dir, LOCK), "a+")  # noqa: SIM115 (it stays open: that is the lock)
+    except OSError as error:
+        raise SystemExit(_unwritable(save_dir, error)) from None
+    key = os.path.realpath(save_dir)
+    if key in _held:
+        _held[key].close()
+    _held[key] = file
+    try:
+        # Not flock, which a killed process's data workers, forked from it, would hold for seconds.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise SystemExit(
+            f"save_dir is {save_dir}, where another training runs ({file.read().strip()}); it must be another folder, "
+            "or that training must end"
+        ) from None
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        for unfinished in Path(save_dir).glob("checkpoint*.pt.tmp"):  # by a training that was killed
+            unfinished.unlink()
+    except OSError as error:
+        raise SystemExit(_unwritable(save_dir, error)) from None
+
+
+def replace_damaged(save_dir: str, suffix: str) -> None:
+    """Puts a copy of the newest whole checkpoint in the place of a damaged last one, which is kept beside it.
+
+    Ends the process with one line if none is whole.
+    """
+    last = Path(save_dir, f"checkpoint_last{suffix}.pt")
+    complaint = why_damaged(last) if last.is_file() else None
+    if complaint is None:
+        return
+    pattern = f"checkpoint*{suffix}.pt"
+    whole = next((path for path in whole_checkpoints(save_dir) if path.match(pattern)), None)
+    if whole is None:
+        raise SystemExit(
+            f"{last} {complaint}, and no other checkpoint there is whole; to begin anew, it must be removed"
+        )
+    copy, kept = last.with_suffix(".pt.tmp"), last.with_suffix(".pt.damaged")
+    shutil.copyfile(whole, copy)
+    kept.unlink(missing_ok=True)
+    os.link(last, kept)
+    os.replace(copy, last)
+    logger.warning("%s %s; training goes on from %s, and %s keeps the former", last, complaint, whole.name, kept.name)
+
+
+def _unwritable(save_dir: str, error: OSError) -> str:
+    return f"save_dir is {save_dir}, which cannot be written to ({error.strerror}); it must be a folder that can be"

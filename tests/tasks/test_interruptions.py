@@ -1,0 +1,184 @@
+"""Signals, folders and files that a long run may meet: it ends with a checkpoint, or does not begin."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq.trainer import Trainer
+from faults import differences, trained
+
+from tests.conftest import QUIET, SMALL_MODEL, TASK, command, train
+from tests.tasks.conftest import slow
+from tests.tasks.test_resuming import CARRY
+
+FLAGS = [*CARRY, "--decoder-layers", "1", "--no-epoch-checkpoints"]
+
+
+def forked(run: Callable[[], object]) -> int | None:
+    """The exit code of a process that does this; forked, as to import fairseq anew would take longer."""
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
+        run()
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
+    process.start()
+    process.join(timeout=120)
+    process.kill()
+    return process.exitcode
+
+
+def when_update_is_running(number: int, act: Callable[[], object]) -> None:
+    """In this process, which is to be a forked one."""
+    original = Trainer.train_step
+
+    def train_step(trainer: Trainer, *arguments: object, **named: object) -> object:
+        if trainer.get_num_updates() == number - 1:
+            act()
+        return original(trainer, *arguments, **named)
+
+    Trainer.train_step = train_step
+
+
+def last_update(folder: Path) -> int:
+    return trained(folder)["num_updates"]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six updates without an interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(corpus, folder, *FLAGS, "--max-update", "6")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "flags"),
+    [
+        (signal.SIGINT, []),
+        (signal.SIGTERM, []),
+        # It is the last update of an epoch, which is saved and validated in any case.
+        slow(signal.SIGTERM, ["--batch-size", "48"]),
+    ],
+)
+def test_a_signal_lets_the_running_update_end_and_the_run_goes_on_from_there(corpus, tmp_path, whole, number, flags):
+    def run() -> None:
+        when_update_is_running(3, lambda: os.kill(os.getpid(), number))
+        train(corpus, tmp_path, *FLAGS, *flags)
+
+    assert forked(run) == 128 + number
+    assert last_update(tmp_path) == 3
+    train(corpus, tmp_path, *FLAGS, "--max-update", "6", *flags)
+    if flags:
+        shutil.rmtree(whole := tmp_path / "whole", ignore_errors=True)
+        train(corpus, whole, *FLAGS, "--max-update", "6", *flags)
+    assert not differences(trained(whole), trained(tmp_path))
+
+
+def test_a_signal_to_data_workers_too_lets_the_running_update_end(corpus, tmp_path):
+    def run() -> None:
+        os.setpgrp()
+        when_update_is_running(3, lambda: os.killpg(0, signal.SIGTERM))
+        train(corpus, tmp_path, "--num-workers", "2")
+
+    assert forked(run) == 143
+    assert last_update(tmp_path) == 3
+
+
+@pytest.mark.slow
+def test_all_processes_end_when_one_is_interrupted(corpus, tmp_path):
+    common = [*TASK, *SMALL_MODEL, *QUIET, *FLAGS, "--optimizer", "adam", "--save-dir", str(tmp_path)]
+    common += "--tokens-per-sample 16 --batch-size 4 --ddp-backend legacy_ddp --distributed-backend gloo".split()
+    common += ["--distributed-world-size", "2", "--distributed-no-spawn", "--max-update", "9", "--disable-validation"]
+    common += ["--distributed-init-method", f"file://{tmp_path}/meeting", "--distributed-rank"]
+
+    def run(rank: int) -> None:
+        when_update_is_running(3, lambda: rank and os.kill(os.getpid(), signal.SIGTERM))
+        command("train", str(corpus), *common, str(rank))
+
+    codes: list[int | None] = []
+    threads = [threading.Thread(target=lambda rank=rank: codes.append(forked(lambda: run(rank)))) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [143, 143] and last_update(tmp_path) == 3
+
+
+def test_a_second_ctrl_c_ends_at_once_and_one_that_was_ignored_stays_so(corpus, tmp_path):
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def run() -> None:
+        when_update_is_running(3, interrupt)
+        train(corpus, tmp_path, *FLAGS)
+
+    def run_in_background() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        run()
+
+    assert forked(run) == 130 and not list(tmp_path.glob("*.pt"))
+    assert forked(run_in_background) == 0 and last_update(tmp_path) == 10
+
+
+def test_signals_do_what_they_did_after_a_run(corpus, tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train(corpus, tmp_path, *FLAGS, "--max-epoch", "1", "--max-update", "0", "--batch-size", "32", "--no-save")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_folder_belongs_to_one_run(corpus, tmp_path, capfd):
+    (tmp_path / "checkpoint_1_5.pt.tmp").touch()  # of one that was killed
+    train(corpus, tmp_path, *FLAGS, "--max-update", "1")
+    assert not list(tmp_path.glob("*.tmp"))
+    before = (tmp_path / "checkpoint_last.pt").read_bytes()
+    # This process has the folder still.
+    assert forked(lambda: train(corpus, tmp_path, *FLAGS, "--max-update", "2")) == 1
+    said = capfd.readouterr().err
+    assert f"save_dir is {tmp_path}, where another training runs (process {os.getpid()} on " in said
+    assert "Traceback" not in said and (tmp_path / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(corpus, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        SystemExit, match=r"save_dir is .*file/x, which cannot be written to \(Not a directory\); it must"
+    ):
+        train(corpus, tmp_path / "file" / "x", *FLAGS)
+
+
+@pytest.mark.slow
+def test_a_folder_that_vanishes_is_made_again(corpus, tmp_path, whole):
+    def run() -> None:
+        when_update_is_running(3, lambda: shutil.rmtree(tmp_path))
+        train(corpus, tmp_path, *FLAGS, "--max-update", "6")
+
+    assert forked(run) == 0
+    assert not differences(trained(whole), trained(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["bit", "short", "all"])
+def test_a_damaged_checkpoint_is_replaced_by_the_newest_that_is_whole(corpus, tmp_path, whole, how):
+    train(corpus, tmp_path, *FLAGS, *"--max-update 4 --save-interval-updates 2".split())
+    last, newest = tmp_path / "checkpoint_last.pt", tmp_path / "checkpoint_1_4.pt"
+    damaged = bytearray(last.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    damaged = damaged[: -1 if how == "bit" else len(damaged) // 3]
+    for path in [last, newest] if how == "short" else tmp_path.glob("*.pt") if how == "all" else [last]:
+        path.write_bytes(damaged)
+    torch.save({"model": {}}, tmp_path / "crash.pt")  # has no place in the data
+    if how == "all":
+        with pytest.raises(SystemExit, match=r"checkpoint_last.pt is cut short or damaged.*, and no other checkpoint"):
+            train(corpus, tmp_path, *FLAGS, "--max-update", "6")
+        return
+    log = train(corpus, tmp_path, *FLAGS, "--max-update", "6")
+    assert f"training goes on from checkpoint_1_{4 if how == 'bit' else 2}.pt, and checkpoint_last.pt.damaged" in log
+    assert (tmp_path / "checkpoint_last.pt.damaged").read_bytes() == damaged
+    assert not differences(trained(whole), trained(tmp_path))
