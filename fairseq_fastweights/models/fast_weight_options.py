@@ -7,7 +7,6 @@
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from functools import partial
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -131,9 +130,23 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
     }
 
 
-def mixer_builder(name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS) -> Callable[[int], Mixer]:
-    """What makes a layer's mixer, given its width."""
-    return partial(build_mixer, name, settings=settings, kinds=kinds)
+def mixer_builder(
+    name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS, side: str = "decoder"
+) -> Callable[[int], Mixer]:
+    """What makes a layer's mixer, given its width, with errors that name the options of the model's `side`."""
+
+    def build(embed_dim: int) -> Mixer:
+        try:
+            return build_mixer(name, embed_dim, settings, kinds)
+        except ValueError as error:
+            first, _, why = str(error).partition(" ")
+            option = {"num_heads": f"{side}_attention_heads", "head_dim": "head_dim", "backend": "fast_weight_backend"}
+            if first not in option:
+                raise
+            why = why.replace("embed_dim", f"{side}_embed_dim").replace("num_heads", f"{side}_attention_heads")
+            raise ValueError(f"{option[first]} {why}") from None
+
+    return build
 
 
 def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default_rule: str) -> tuple[str, ...]:

@@ -153,7 +153,7 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ({"normalization": "layer"}, r"normalization is 'layer'; it must be auto, none"),
         ({"normalization": "removal", "update_rule": "sum"}, r"'removal', but the sum rule removes nothing"),
         ({"fast_weight_backend": "cuda"}, r"backend is 'cuda'; .*auto, reference, chunkwise"),
-        ({"decoder_attention_heads": 3}, r"num_heads is 3; .*divisor of embed_dim, 16"),
+        ({"decoder_attention_heads": 3}, r"^decoder_attention_heads is 3; .*divisor of decoder_embed_dim, 16"),
         *(
             ({"fast_weight_heads": n}, f"fast_weight_heads is {n}; it must be a divisor of decoder_embed_dim, 16")
             for n in (0, -2, 3, 32)
