@@ -110,7 +110,7 @@ def _told(raised: Raised) -> str | None:
 
 def _in_options(message: str) -> str:
     """An error's message with options as they are typed: those that it begins with as argparse has it."""
-    names = _options()
+    names = option_names()
     first, _, rest = message.partition(" ")
     rest = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda found: _dashes(found[0]) if found[0] in names else found[0], rest)
     return f"argument {_dashes(first)}: {rest}" if first in names else f"{first} {rest}"
@@ -120,7 +120,7 @@ def _dashes(name: str) -> str:
     return name if name == "data" else f"--{name.replace('_', '-')}"
 
 
-def _options() -> set[str]:
+def option_names() -> set[str]:
     """The names of the options of fairseq's commands, and of the registered models and tasks."""
     from fairseq import options
     from fairseq.models import MODEL_DATACLASS_REGISTRY

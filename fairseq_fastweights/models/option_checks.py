@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,9 @@ def _check_training(args: Any) -> None:
         raise ValueError(
             f"adam_betas is {betas!r}; it must be two numbers, at least 0 and less than 1, as '(0.9, 0.98)'"
         )
-    if getattr(args, "lr_scheduler", None) == "polynomial_decay" and not args.total_num_update > 0:
-        raise ValueError(f"total_num_update is {args.total_num_update:g}; with polynomial_decay it must be positive")
+    updates = getattr(args, "total_num_update", None)  # not set, it is a reference to max_update
+    if isinstance(updates, str) and re.fullmatch(r"[-+]?0*(\.0*)?|-.*", updates):
+        raise ValueError(f"total_num_update is {updates}; it must be positive")
     restored = Path(getattr(args, "restore_file", None) or "")
     # Without it fairseq begins anew; a run's own may be missing, as at its beginning.
     if len(restored.parts) > 1 and restored.parent != Path(args.save_dir) and not restored.exists():
