@@ -28,7 +28,7 @@ def fail(program: str, error: BaseException, text: str | None = None) -> int:
     if tracebacks_wanted():
         traceback.print_exception(error)
     else:
-        print(f"{program}: error: {_one_line(text or str(error) or type(error).__name__)}", file=sys.stderr)
+        print(f"{program}: error: {text or str(error) or type(error).__name__}", file=sys.stderr)
     return 2
 
 
@@ -54,7 +54,7 @@ def _end(
     if text is None:
         otherwise(kind, error, trace)
         return
-    raise SystemExit(fail(os.path.basename(sys.argv[0]), error, text))
+    raise SystemExit(fail(os.path.basename(sys.argv[0]), error, textwrap.shorten(text, 2000, placeholder=" ...")))
 
 
 class Raised(NamedTuple):
@@ -139,7 +139,3 @@ def option_names() -> set[str]:
     names |= {name for config in configs for name in getattr(config, "__dataclass_fields__", ())}
     encoders = {name.replace("decoder", "encoder", 1) for name in names if name.startswith("decoder_")}
     return names | encoders | {"fast_weight_attention"}  # of the translation model, which has no dataclass
-
-
-def _one_line(text: str) -> str:
-    return textwrap.shorten(text, 2000, placeholder=" ...")

@@ -15,7 +15,6 @@ import textwrap
 
 from fairseq_fastweights.command_line import fail
 
-
 PROGRAM = "python -m fairseq_fastweights.lm_eval"
 
 

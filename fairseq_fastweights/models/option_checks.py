@@ -153,6 +153,9 @@ def _check_training(args: Any) -> None:
     updates = getattr(args, "total_num_update", None)  # not set, it is a reference to max_update
     if isinstance(updates, str) and re.fullmatch(r"[-+]?0*(\.0*)?|-.*", updates):
         raise ValueError(f"total_num_update is {updates}; it must be positive")
+    most, length = args.max_tokens, getattr(args, "tokens_per_sample", 0)
+    if most is not None and most < length and args.sample_break_mode == "none":
+        raise ValueError(f"max_tokens is {most}; it must be at least tokens_per_sample, {length}")
     restored = Path(getattr(args, "restore_file", None) or "")
     # Without it fairseq begins anew; a run's own may be missing, as at its beginning.
     if len(restored.parts) > 1 and restored.parent != Path(args.save_dir) and not restored.exists():
