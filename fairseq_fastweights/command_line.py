@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,13 @@ from typing import Any, NamedTuple
 
 _PACKAGE = Path(__file__).parent
 _FILES = ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError")
+_NOISE: tuple[tuple[str, type[Warning], str], ...] = (
+    ("", UserWarning, r"hydra\."),
+    (r"\s*'config' is validated against ConfigStore", UserWarning, ""),
+    (r"\s*The version_base parameter is not specified", UserWarning, ""),
+    ("'pin_memory' argument is set as true", UserWarning, r"torch\."),
+    ("", FutureWarning, r"fairseq\."),
+)
 _MISFIT = "Cannot load model parameters from checkpoint"
 
 
@@ -38,12 +46,17 @@ def tracebacks_wanted() -> bool:
 
 
 def install() -> None:
-    """Lets the command of fairseq that is running, if one is, end in one line."""
+    """Lets the command of fairseq that is running, if one is, end in one line, and leave out warnings of its own."""
     frames = (frame.f_code for frame, _ in traceback.walk_stack(None))
     commanded = any(
         code.co_name == "cli_main" and Path(code.co_filename).parent.name == "fairseq_cli" for code in frames
     )
-    if commanded and not tracebacks_wanted():
+    if not commanded:
+        return
+    # How fairseq uses hydra and torch: nothing that its user could change. What -W says comes before.
+    for message, category, module in _NOISE:
+        warnings.filterwarnings("ignore", message, category, module, append=True)
+    if not tracebacks_wanted():
         sys.excepthook = partial(_end, sys.excepthook)
 
 
@@ -95,6 +108,10 @@ def _told(raised: Raised) -> str | None:
     if raised.kind == "BackendUnavailable":
         return f"argument --fast-weight-backend: {raised.message}"
     if raised.kind in _FILES or (raised.kind == "OSError" and raised.message.startswith("Model file not found")):
+        return raised.message
+    # Of the reader of checkpoints that our fairseq has, and of torch about the weights of another model.
+    unreadable = raised.kind == "ValueError" and on_purpose and file.parts[-2:] == ("fairseq", "checkpoint_loader.py")
+    if unreadable or raised.message.startswith("Error(s) in loading state_dict for"):
         return raised.message
     # In ops/, arguments of functions are refused, which no user of a command has given.
     if raised.kind == "ValueError" and on_purpose and _PACKAGE in file.parents and _PACKAGE / "ops" not in file.parents:
