@@ -6,7 +6,7 @@
 
 import ast
 import math
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -29,6 +29,8 @@ from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import (
     FastWeightOptions,
+    add_group,
+    defaults_in_help,
     mixer_builder,
     mixer_settings,
     parse_mixers,
@@ -43,104 +45,110 @@ from fairseq_fastweights.models.option_checks import (
 )
 
 
+@defaults_in_help
 @dataclass
-class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOptions):
-    """Options of `fast_weight_lm`: those of fairseq's `transformer_lm` and of fast weight memories."""
+class FastWeightLanguageModelOptions(FastWeightOptions):
+    """What `fast_weight_lm` adds to the options of fairseq's `transformer_lm`."""
 
     softmax_attention_layers: str = field(
         default="",
         metadata={
-            "help": "comma-separated numbers, from 1, of layers with softmax attention; all: every layer, which is "
-            "fairseq's Transformer"
+            "help": "layers that keep softmax attention: comma-separated numbers from 1, or all, which makes fairseq's "
+            "Transformer"
         },
     )
     fast_weight_heads: Optional[int] = field(
         default=None,
-        metadata={"help": "number of heads in layers with fast weights (default: decoder-attention-heads)"},
+        metadata={"help": "number of heads in layers with fast weights (default: --decoder-attention-heads)"},
     )
     no_attention_bias: bool = field(
         default=False,
         metadata={
-            "help": "projections of mixers other than softmax have no bias (the gates that decay a memory keep theirs)"
+            "help": "leave out the biases of the projections in all mixers but softmax; gates that decay a memory keep "
+            "theirs"
         },
     )
     init_std: Optional[float] = field(
         default=None,
         metadata={
-            "help": "draw the weights of all projections and embeddings from N(0, this) instead of fairseq's "
-            "initial distributions"
+            "help": "standard deviation of the normal distribution that all projections and embeddings are drawn from "
+            "(default: fairseq's initial distributions)"
         },
     )
     rotary_dim: int = field(
         default=0,
         metadata={
-            "help": "softmax attention turns the first so many dimensions of each head's queries and keys by their "
-            "positions (rotary position embedding); 0: none. Memories have order without it, and retention turns all "
-            "dimensions in any case"
+            "help": "number of dimensions of each query and key that softmax attention rotates by position (rotary "
+            "position embedding); 0 is none. Memories do not need it, and retention always rotates all dimensions"
         },
     )
     rotary_base: float = field(
-        default=10000.0, metadata={"help": "base of the wave lengths of the rotary position embedding"}
+        default=10000.0, metadata={"help": "base of the wavelengths of the rotary position embedding"}
     )
     rotary_scaling: str = field(
         default="",
         metadata={
-            "help": "how the rotary position embedding turns less, for longer texts than a model was trained on: "
-            "linear:FACTOR, or llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3"
+            "help": "scaling of the rotary position embedding for texts longer than in training: linear:FACTOR, or "
+            "llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3"
         },
     )
     kv_heads: int = field(
         default=0,
         metadata={
-            "help": "heads of keys and values, each of which serves as many heads of queries, in softmax attention and "
-            "memories (0: as many as of queries)"
+            "help": "number of heads of keys and values in softmax attention and memories (grouped-query attention); 0 "
+            "is as many as of queries"
         },
     )
     head_dim: int = field(
         default=0,
-        metadata={"help": "dimension of each head in softmax attention and memories (0: the width over the heads)"},
+        metadata={
+            "help": "dimension of each head in softmax attention and memories; 0 is the width divided by the heads"
+        },
     )
     projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = field(  # type: ignore[valid-type]
         default="all",
         metadata={
-            "help": "which projections of softmax attention and memories have biases: qkv: not that of the output "
-            "(Qwen2); none (Llama). Gates keep theirs"
+            "help": "which projections of softmax attention and memories have biases: all, qkv (all but that of the "
+            "output, as in Qwen2) or none (Llama); gates keep theirs"
         },
     )
     query_key_norm_eps: Optional[float] = field(
         default=None,
         metadata={
-            "help": "softmax attention and memories have an RMS norm of the queries and keys of each head, with this "
-            "under the root (Qwen3); default: no norm"
+            "help": "normalise the queries and keys of each head by an RMS norm with this epsilon, as in Qwen3 "
+            "(default: no norm)"
         },
     )
     rms_norm_eps: Optional[float] = field(
         default=None,
-        metadata={
-            "help": "norms are RMS norms, with this under the root (Llama: 1e-5); default: fairseq's layer norms"
-        },
+        metadata={"help": "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)"},
     )
     swiglu: bool = field(
         default=False,
         metadata={
-            "help": "feed-forward networks are W2 (silu(Wg x) * W1 x), without biases (Shazeer 2020; Llama): "
-            "--activation-fn says nothing"
+            "help": "use SwiGLU feed-forward networks, W2 (silu(Wg x) * W1 x) without biases (Shazeer 2020), as Llama; "
+            "--activation-fn is ignored then"
         },
     )
     parallel_residual: bool = field(
         default=False,
         metadata={
-            "help": "a layer's attention and feed-forward network read the same input, each through its own layer "
-            "norm, and both are added to it (GPT-NeoX)"
+            "help": "let attention and feed-forward network read the same input, each through a layer norm of its own, "
+            "as in GPT-NeoX"
         },
     )
     mask_special_symbols: bool = field(
         default=False,
         metadata={
-            "help": "<s>, <pad> and <unk> have probability 0: for vocabularies that came without them. Text with <unk> "
-            "in it has an infinite perplexity"
+            "help": "give <s>, <pad> and <unk> probability 0, for vocabularies that came without them; text that "
+            "contains <unk> then has infinite perplexity"
         },
     )
+
+
+@dataclass
+class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightLanguageModelOptions):
+    """Options of `fast_weight_lm`: those of fairseq's `transformer_lm` and of fast weight memories."""
 
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
@@ -199,6 +207,11 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         if args.init_std is not None:
             _draw_weights(decoder, args.init_std)
         return cls(decoder)
+
+    @classmethod
+    def add_groups(cls, parser: ArgumentParser) -> None:
+        """Adds its own options to a parser, as a group; fairseq adds the others."""
+        add_group(parser, "fast weight memories and other mixers", FastWeightLanguageModelOptions())
 
     @classmethod
     def complete(cls, args: Any) -> tuple[Any, tuple[str, ...]]:

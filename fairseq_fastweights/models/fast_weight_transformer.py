@@ -26,6 +26,8 @@ from fairseq_fastweights.mixers.registry import SOURCE_MIXERS
 from fairseq_fastweights.models.fast_weight_options import (
     MEMORIES,
     FastWeightOptions,
+    add_group,
+    defaults_in_help,
     mixer_builder,
     mixer_settings,
     parse_mixers,
@@ -45,6 +47,7 @@ PLACES = ("encoder", "decoder", "cross")
 """Where the Transformer has attention: the encoder's and the decoder's to itself, the decoder's to the encoder."""
 
 
+@defaults_in_help
 @dataclass
 class FastWeightTransformerOptions(FastWeightOptions):
     """What `fast_weight_transformer` adds to the options of fairseq's `transformer`."""
@@ -52,23 +55,23 @@ class FastWeightTransformerOptions(FastWeightOptions):
     fast_weight_attention: str = field(
         default="encoder,decoder,cross",
         metadata={
-            "help": "comma-separated: which attention is a fast weight memory, of encoder, decoder (self-attention) "
-            "and cross (from decoder to encoder); the others are softmax. none: all are. The encoder and cross read "
-            "their source as a whole, with the sum rule: there is no order in which a memory could forget or correct"
+            "help": "which attentions are fast weight memories: comma-separated encoder, decoder (self-attention) and "
+            "cross (from decoder to encoder), or none; the others are softmax. Encoder and cross always use the sum "
+            "rule, as they read a whole source, which has no order to forget or correct in"
         },
     )
     update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="sum",
         metadata={
-            "help": "how the memory of the decoder's self-attention is written: sum (linear Transformer, Performer), "
-            "gated, decay (Mao 2022), delta (Delta Network), retention (RetNet)"
+            "help": "update rule of the memory in the decoder's self-attention: sum (linear Transformer, Performer), "
+            "gated, decay (Mao 2022), delta (Delta Network) or retention (RetNet)"
         },
     )
     normalization: str = field(
         default="auto",
         metadata={
-            "help": "of the decoder's self-attention, comma-separated: sum, attention, removal (delta rule only), or "
-            "none; auto is what the rule's paper uses. Encoder and cross always have attention normalisation"
+            "help": "normalisation of the decoder's self-attention: comma-separated sum, attention and removal (delta "
+            "rule only), or none; auto is what the rule's paper uses. Encoder and cross always use attention"
         },
     )
 
@@ -91,6 +94,11 @@ class FastWeightTransformerModel(TransformerModel):
         """fairseq's options, and our own."""
         super().add_args(parser)
         gen_parser_from_dataclass(parser, FastWeightTransformerOptions(), delete_default=True)
+
+    @classmethod
+    def add_groups(cls, parser: ArgumentParser) -> None:
+        """Adds its own options to a parser, as a group; fairseq adds the others."""
+        add_group(parser, "fast weight memories and other mixers", FastWeightTransformerOptions())
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "FastWeightTransformerModel":

@@ -4,12 +4,14 @@
 
 import logging
 import os
+from argparse import ArgumentParser
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from fairseq import utils
 from fairseq.data import FairseqDataset, data_utils, indexed_dataset, iterators
+from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
@@ -38,26 +40,30 @@ _SEARCHED = 1_000_000
 
 
 @dataclass
-class FastWeightLanguageModelingConfig(LanguageModelingConfig, TransferOptions):
-    """Options of the task: those of fairseq's `language_modeling`, of carried states and of transferred weights."""
+class FastWeightTaskOptions(TransferOptions):
+    """What the task adds to the options of fairseq's `language_modeling`: carried states and transferred weights."""
 
     carry_over_state: bool = field(
         default=False,
         metadata={
-            "help": "read the corpus as --batch-size contiguous streams, segment after segment of "
-            "--tokens-per-sample tokens, each starting with the state that the one before left; "
-            "backpropagation stops at the segment's edge. fairseq-eval-lm reads one stream unless --batch-size says "
-            "otherwise"
+            "help": "read the corpus as --batch-size contiguous streams in segments of --tokens-per-sample tokens, "
+            "each of which starts with the state that the one before left, without gradients; fairseq-eval-lm reads "
+            "one stream unless --batch-size is given (default: off)"
         },
     )
     separate_documents: bool = field(
         default=False,
         metadata={
-            "help": "read every document as if it stood alone, though segments are filled with one after the other: "
-            "states start empty at its beginning, attention and windows end there, positions are counted from there. "
-            "Empty lines separate documents, as with --sample-break-mode complete_doc"
+            "help": "read every document as if it stood alone, though segments hold several: memories, attention and "
+            "positions begin anew at each; empty lines end documents, as with --sample-break-mode complete_doc "
+            "(default: off)"
         },
     )
+
+
+@dataclass
+class FastWeightLanguageModelingConfig(LanguageModelingConfig, FastWeightTaskOptions):
+    """Options of the task: those of fairseq's `language_modeling`, and its own."""
 
 
 @register_task("fast_weight_language_modeling", dataclass=FastWeightLanguageModelingConfig)
@@ -87,6 +93,14 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         for option in ("carry_over_state", "separate_documents"):
             if getattr(args, option):
                 self._check_text(args, option)
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        """Adds its own options as a group, and fairseq's."""
+        gen_parser_from_dataclass(
+            parser.add_argument_group("carried states and transferred weights"), FastWeightTaskOptions()
+        )
+        super().add_args(parser)
 
     @staticmethod
     def _check_text(args: Any, option: str) -> None:
