@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fairseq_fastweights.command_line import fail
 from fairseq_fastweights.conversion import hub, whole_tokenizer
 from fairseq_fastweights.conversion.families import FAMILIES
 from fairseq_fastweights.conversion.folders import check_target
@@ -54,8 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             _to(options)
     except (ValueError, OSError) as error:
-        print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
-        return 2
+        return fail(f"{parser.prog} {options.command}", error)
     return 0
 
 

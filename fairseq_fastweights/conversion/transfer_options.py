@@ -20,39 +20,46 @@ class TransferOptions(FairseqDataclass):
     transfer_from: Optional[str] = field(
         default=None,
         metadata={
-            "help": "before training, take the weights of a trained Transformer language model: a folder with model.pt "
-            "and dict.txt, or a checkpoint of fairseq with dict.txt beside it. Fast weight layers start at the weights "
-            "of the attention in whose place they are (Mao 2022). Its dictionary must be that of the data"
+            "help": "start training from the weights of this Transformer language model: a folder with model.pt and "
+            "dict.txt, or a checkpoint with dict.txt beside it; its dictionary must be that of the data (default: "
+            "random weights)"
         },
     )
     transfer: str = field(
         default="all",
         metadata={
-            "help": f"which weights to take: all, or comma-separated: {', '.join(GROUPS)}. Norms go with what they "
-            "precede"
+            "help": f"which weights of --transfer-from to take: all, or comma-separated {', '.join(GROUPS)}; norms go "
+            "with what follows them (default: all)"
         },
     )
     freeze: str = field(
         default="none",
         metadata={
-            "help": "which of the weights that were taken stay as they are: none, all, or groups as for transfer"
+            "help": "which of the weights that were taken are not trained: none, all, or groups as in --transfer "
+            "(default: none)"
         },
     )
     unfreeze_threshold: Optional[float] = field(
         default=None,
         metadata={
-            "help": "train frozen weights too once the training loss improves, from one interval to the next, by less "
-            "than this part of itself (Choi 2024, Sec. 3.1, which has 0.01); default: they stay frozen"
+            "help": "train frozen weights too once the training loss improves by less than this fraction from one "
+            "interval to the next, 0.01 in Choi 2024, Sec. 3.1 (default: they stay frozen)"
         },
     )
     unfreeze_patience: int = field(
-        default=1, metadata={"help": "for how many intervals in a row the loss must improve by less"}
+        default=1,
+        metadata={
+            "help": "number of intervals in a row in which the loss must improve by less than --unfreeze-threshold "
+            "(default: 1)"
+        },
     )
     unfreeze_interval: Optional[int] = field(
-        default=None, metadata={"help": "number of updates in an interval; must be given with --unfreeze-threshold"}
+        default=None,
+        metadata={"help": "number of updates in an interval (default: none; --unfreeze-threshold needs it)"},
     )
     dry_run: bool = field(
-        default=False, metadata={"help": "report what would be transferred and frozen, and stop before training"}
+        default=False,
+        metadata={"help": "report what would be transferred and frozen, and stop before training (default: off)"},
     )
 
     # Set elsewhere; what weights can be transferred or frozen depends on them.

@@ -10,30 +10,31 @@ checkpoint of fairseq as it is (`fairseq_fastweights.lm_eval.model`), and transf
 
 from __future__ import annotations
 
-import logging
 import sys
 import textwrap
 
+from fairseq_fastweights.command_line import fail
+
+PROGRAM = "python -m fairseq_fastweights.lm_eval"
+
 
 def main() -> int:
-    """Runs lm_eval's command with the arguments of this one; returns the exit status."""
+    """Runs lm_eval's command with the arguments of this one; returns the exit status, 2 for what a user can mend."""
     try:
         from lm_eval.__main__ import cli_evaluate
 
         import fairseq_fastweights.huggingface
         import fairseq_fastweights.lm_eval.model  # noqa: F401
     except ModuleNotFoundError as error:
-        print(f"lm_eval: there is no package {error.name}; pip install 'fairseq-fastweights[eval]'", file=sys.stderr)
-        return 1
+        told = f"there is no package {error.name}; pip install 'fairseq-fastweights[eval]'"
+        return fail(PROGRAM, error, told)
     try:
         cli_evaluate()
     except (OSError, ValueError) as error:
         told = textwrap.shorten(str(error), 500) or type(error).__name__
         if isinstance(error, ConnectionError):  # it names the data set or the model
             told += "; it must be in the cache of HF_HOME, or --include_path name tasks that read files"
-        logging.getLogger("lm_eval").debug("where it comes from", exc_info=True)
-        print(f"lm_eval: {told}", file=sys.stderr)
-        return 1
+        return fail(PROGRAM, error, told)
     return 0
 
 

@@ -46,7 +46,7 @@ class ABCMLP(BoundedMemoryAttention):
     """
 
     options: ClassVar[dict[str, Option]] = {
-        "slots": Option(int, 32, "how many slots each head has for keys, and as many for values")
+        "slots": Option(int, 32, "number of slots for keys, and for values, in each head of ABC")
     }
     needs_positions = True
 

@@ -84,12 +84,12 @@ class GatedDelta(Mixer):
     """
 
     options = {
-        "key_heads": Option(int, 0, "heads of queries and keys, a divisor of those of values (0: as many)"),
-        "key_dim": Option(int, 0, "dimension of each key (0: the width over the heads)"),
-        "value_dim": Option(int, 0, "dimension of each head's values (0: the width over the heads)"),
-        "conv": Option(int, 4, "inputs that the short convolution reaches"),
-        "negative_eigenvalues": Option(bool, False, "let write strengths reach 2, which turns a value around"),
-        "eps": Option(float, 1e-5, "what is added under the root of the norm of what is read"),
+        "key_heads": Option(int, 0, "number of heads of queries and keys, a divisor of those of values; 0 is as many"),
+        "key_dim": Option(int, 0, "dimension of each head's keys; 0 is the width divided by the heads"),
+        "value_dim": Option(int, 0, "dimension of each head's values; 0 is the width divided by the heads"),
+        "conv": Option(int, 4, "width of the short convolution"),
+        "negative_eigenvalues": Option(bool, False, "let write strengths reach 2 (negative eigenvalues)"),
+        "eps": Option(float, 1e-5, "epsilon of the norm of what is read"),
     }
 
     takes_starts = True
@@ -278,7 +278,7 @@ class DeltaProduct(GatedDelta):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
     """
 
-    options = {"writes": Option(int, 2, "corrections for each token"), **GatedDelta.options}
+    options = {"writes": Option(int, 2, "number of corrections per token"), **GatedDelta.options}
 
     def __init__(self, embed_dim: int, num_heads: int = 1, *, writes: int = 2, **others: Any) -> None:
         if writes < 1:

@@ -46,7 +46,7 @@ class Linformer(BoundedMemoryAttention):
     """
 
     options: ClassVar[dict[str, Option]] = {
-        "slots": Option(int, 64, "how many slots each head has for keys, and as many for values")
+        "slots": Option(int, 64, "number of slots for keys, and for values, in each head of Linformer")
     }
     carries = False
     bounded = True

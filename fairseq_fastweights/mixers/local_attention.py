@@ -48,7 +48,7 @@ class LocalAttention(ReadsBySoftmax):
     """
 
     options: ClassVar[dict[str, Option]] = {
-        "window": Option(int, 32, "how many positions each position sees, itself among them")
+        "window": Option(int, 32, "number of positions that local attention sees, the current one included")
     }
     needs_positions = True
     takes_attention = True

@@ -50,10 +50,10 @@ class Mamba(Mixer):
     """
 
     options = {
-        "state": Option(int, 16, "numbers that each channel of Mamba remembers"),
-        "conv": Option(int, 4, "inputs that the convolution of Mamba reaches"),
-        "expansion": Option(int, 2, "channels of Mamba for each dimension of the input"),
-        "dt_rank": Option(int, 0, "numbers that Mamba makes step sizes from (0: a sixteenth of the width)"),
+        "state": Option(int, 16, "dimension of the state of each channel of Mamba"),
+        "conv": Option(int, 4, "width of the convolution of Mamba"),
+        "expansion": Option(int, 2, "number of channels of Mamba per dimension of the input"),
+        "dt_rank": Option(int, 0, "rank of Mamba's projection to step sizes; 0 is a sixteenth of the width"),
     }
 
     takes_starts = True

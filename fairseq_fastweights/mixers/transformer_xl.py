@@ -69,9 +69,9 @@ class TransformerXL(ReadsBySoftmax):
     """
 
     options: ClassVar[dict[str, Option]] = {
-        "memory": Option(int, 64, "how many positions before a segment Transformer-XL sees"),
-        "clamp_len": Option(int, 0, "longer distances are taken for this one by Transformer-XL (0: none are)"),
-        "same_length": Option(bool, False, "lets each position of Transformer-XL see as many before it, `memory`"),
+        "memory": Option(int, 64, "number of positions before a segment that Transformer-XL sees"),
+        "clamp_len": Option(int, 0, "largest distance that Transformer-XL tells from longer ones; 0 is no limit"),
+        "same_length": Option(bool, False, "let all positions of Transformer-XL see equally many before them"),
     }
 
     takes_starts = True

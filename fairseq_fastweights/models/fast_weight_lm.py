@@ -5,12 +5,14 @@
 # ruff: noqa: UP045
 
 import ast
+import math
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from fairseq.data import Dictionary
-from fairseq.dataclass import ChoiceEnum
-from fairseq.models import register_model, register_model_architecture
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import register_model
 from fairseq.models.transformer_lm import (
     TransformerLanguageModel,
     TransformerLanguageModelConfig,
@@ -22,115 +24,131 @@ from fairseq.utils import safe_getattr
 from torch import nn
 
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
+from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import (
     FastWeightOptions,
+    add_group,
+    defaults_in_help,
     mixer_builder,
     mixer_settings,
     parse_mixers,
     set_defaults,
 )
+from fairseq_fastweights.models.option_checks import (
+    check_inference,
+    check_model_itself,
+    check_ranges,
+    read_cutoffs,
+    register_architecture,
+)
 
 
+@defaults_in_help
 @dataclass
-class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightOptions):
-    """Options of `fast_weight_lm`: those of fairseq's `transformer_lm` and of fast weight memories."""
+class FastWeightLanguageModelOptions(FastWeightOptions):
+    """What `fast_weight_lm` adds to the options of fairseq's `transformer_lm`."""
 
     softmax_attention_layers: str = field(
         default="",
         metadata={
-            "help": "comma-separated numbers, from 1, of layers with softmax attention; all: every layer, which is "
-            "fairseq's Transformer"
+            "help": "layers that keep softmax attention: comma-separated numbers from 1, or all, which makes fairseq's "
+            "Transformer"
         },
     )
     fast_weight_heads: Optional[int] = field(
         default=None,
-        metadata={"help": "number of heads in layers with fast weights (default: decoder-attention-heads)"},
+        metadata={"help": "number of heads in layers with fast weights (default: --decoder-attention-heads)"},
     )
     no_attention_bias: bool = field(
         default=False,
         metadata={
-            "help": "projections of mixers other than softmax have no bias (the gates that decay a memory keep theirs)"
+            "help": "leave out the biases of the projections in all mixers but softmax; gates that decay a memory keep "
+            "theirs"
         },
     )
     init_std: Optional[float] = field(
         default=None,
         metadata={
-            "help": "draw the weights of all projections and embeddings from N(0, this) instead of fairseq's "
-            "initial distributions"
+            "help": "standard deviation of the normal distribution that all projections and embeddings are drawn from "
+            "(default: fairseq's initial distributions)"
         },
     )
     rotary_dim: int = field(
         default=0,
         metadata={
-            "help": "softmax attention turns the first so many dimensions of each head's queries and keys by their "
-            "positions (rotary position embedding); 0: none. Memories have order without it, and retention turns all "
-            "dimensions in any case"
+            "help": "number of dimensions of each query and key that softmax attention rotates by position (rotary "
+            "position embedding); 0 is none. Memories do not need it, and retention always rotates all dimensions"
         },
     )
     rotary_base: float = field(
-        default=10000.0, metadata={"help": "base of the wave lengths of the rotary position embedding"}
+        default=10000.0, metadata={"help": "base of the wavelengths of the rotary position embedding"}
     )
     rotary_scaling: str = field(
         default="",
         metadata={
-            "help": "how the rotary position embedding turns less, for longer texts than a model was trained on: "
-            "linear:FACTOR, or llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3"
+            "help": "scaling of the rotary position embedding for texts longer than in training: linear:FACTOR, or "
+            "llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3"
         },
     )
     kv_heads: int = field(
         default=0,
         metadata={
-            "help": "heads of keys and values, each of which serves as many heads of queries, in softmax attention and "
-            "memories (0: as many as of queries)"
+            "help": "number of heads of keys and values in softmax attention and memories (grouped-query attention); 0 "
+            "is as many as of queries"
         },
     )
     head_dim: int = field(
         default=0,
-        metadata={"help": "dimension of each head in softmax attention and memories (0: the width over the heads)"},
+        metadata={
+            "help": "dimension of each head in softmax attention and memories; 0 is the width divided by the heads"
+        },
     )
     projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = field(  # type: ignore[valid-type]
         default="all",
         metadata={
-            "help": "which projections of softmax attention and memories have biases: qkv: not that of the output "
-            "(Qwen2); none (Llama). Gates keep theirs"
+            "help": "which projections of softmax attention and memories have biases: all, qkv (all but that of the "
+            "output, as in Qwen2) or none (Llama); gates keep theirs"
         },
     )
     query_key_norm_eps: Optional[float] = field(
         default=None,
         metadata={
-            "help": "softmax attention and memories have an RMS norm of the queries and keys of each head, with this "
-            "under the root (Qwen3); default: no norm"
+            "help": "normalise the queries and keys of each head by an RMS norm with this epsilon, as in Qwen3 "
+            "(default: no norm)"
         },
     )
     rms_norm_eps: Optional[float] = field(
         default=None,
-        metadata={
-            "help": "norms are RMS norms, with this under the root (Llama: 1e-5); default: fairseq's layer norms"
-        },
+        metadata={"help": "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)"},
     )
     swiglu: bool = field(
         default=False,
         metadata={
-            "help": "feed-forward networks are W2 (silu(Wg x) * W1 x), without biases (Shazeer 2020; Llama): "
-            "--activation-fn says nothing"
+            "help": "use SwiGLU feed-forward networks, W2 (silu(Wg x) * W1 x) without biases (Shazeer 2020), as Llama; "
+            "--activation-fn is ignored then"
         },
     )
     parallel_residual: bool = field(
         default=False,
         metadata={
-            "help": "a layer's attention and feed-forward network read the same input, each through its own layer "
-            "norm, and both are added to it (GPT-NeoX)"
+            "help": "let attention and feed-forward network read the same input, each through a layer norm of its own, "
+            "as in GPT-NeoX"
         },
     )
     mask_special_symbols: bool = field(
         default=False,
         metadata={
-            "help": "<s>, <pad> and <unk> have probability 0: for vocabularies that came without them. Text with <unk> "
-            "in it has an infinite perplexity"
+            "help": "give <s>, <pad> and <unk> probability 0, for vocabularies that came without them; text that "
+            "contains <unk> then has infinite perplexity"
         },
     )
+
+
+@dataclass
+class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightLanguageModelOptions):
+    """Options of `fast_weight_lm`: those of fairseq's `transformer_lm` and of fast weight memories."""
 
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
@@ -148,8 +166,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         Raises:
             ValueError: for options that contradict each other, before anything is built.
         """
-        softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
-        names = parse_mixers(args, softmax_layers, args.decoder_layers, FastWeightLanguageModelConfig.update_rule)
+        check_ranges(args)
+        names = _layer_mixers(args)
         if args.decoder_layers_to_keep:
             kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)
             names = tuple(names[number - 1] for number in kept)
@@ -160,7 +178,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             else:
                 args.softmax_attention_layers = ",".join(str(i) for i, name in enumerate(names, 1) if name == "softmax")
         if args.adaptive_softmax_cutoff is not None:
-            _read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, len(task.target_dictionary))
+            read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, len(task.target_dictionary))
             if args.mask_special_symbols:
                 raise ValueError(
                     f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
@@ -190,6 +208,23 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             _draw_weights(decoder, args.init_std)
         return cls(decoder)
 
+    @classmethod
+    def add_groups(cls, parser: ArgumentParser) -> None:
+        """Adds its own options to a parser, as a group; fairseq adds the others."""
+        add_group(parser, "fast weight memories and other mixers", FastWeightLanguageModelOptions())
+
+    @classmethod
+    def complete(cls, args: Any) -> tuple[Any, tuple[str, ...]]:
+        """A command's options with the defaults of those that were not given, and the mixers of the layers."""
+        options = Namespace(**vars(args))
+        set_defaults(options, FastWeightLanguageModelConfig, FairseqDataclass)
+        return options, _layer_mixers(options)
+
+    def prepare_for_inference_(self, cfg: Any) -> None:
+        """Prepares for evaluation or generation, after a look at the command's options."""
+        check_inference(cfg)
+        super().prepare_for_inference_(cfg)
+
     def load_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -205,10 +240,32 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
 
+def _layer_mixers(args: Any) -> tuple[str, ...]:
+    """The names of the mixers of the layers, before any layer is left out."""
+    softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
+    return parse_mixers(args, softmax_layers, args.decoder_layers, FastWeightLanguageModelConfig.update_rule)
+
+
 def _check_shape(args: Any) -> None:
-    """Checks the options by which models after the first Transformer differ from it."""
-    if args.rms_norm_eps is not None and not args.rms_norm_eps >= 0:
-        raise ValueError(f"rms_norm_eps is {args.rms_norm_eps}; it must be at least 0")
+    """Checks what sizes must have to do with one another, and options of models after the first Transformer."""
+    if args.init_std is not None and not 0 < args.init_std < math.inf:
+        raise ValueError(f"init_std is {args.init_std}; it must be positive")
+    if not args.rotary_base > 0:
+        raise ValueError(f"rotary_base is {args.rotary_base}; it must be positive")
+    parse_scaling(args.rotary_scaling)
+    if args.share_decoder_input_output_embed:
+        if args.character_embeddings or args.adaptive_input:
+            other = "character_embeddings" if args.character_embeddings else "adaptive_input"
+            raise ValueError(f"share_decoder_input_output_embed is set; with {other} it must not be")
+        if args.decoder_input_dim != args.decoder_output_dim:
+            raise ValueError(
+                f"decoder_input_dim is {args.decoder_input_dim} and decoder_output_dim {args.decoder_output_dim}; with "
+                "share_decoder_input_output_embed they must be the same"
+            )
+    block = args.quant_noise_pq_block_size
+    for name in ("decoder_embed_dim", "decoder_ffn_embed_dim"):
+        if args.quant_noise_pq and getattr(args, name) % block:
+            raise ValueError(f"quant_noise_pq_block_size is {block}; it must divide {name}, {getattr(args, name)}")
     if args.swiglu and args.quant_noise_pq:
         raise ValueError(f"quant_noise_pq is {args.quant_noise_pq}; with swiglu it must be 0")
 
@@ -245,7 +302,7 @@ def _build_embeddings(args: Any, dictionary: Dictionary) -> nn.Module:
     if args.character_embeddings:
         return CharacterTokenEmbedder(
             dictionary,
-            ast.literal_eval(args.character_filters),
+            _read_filters(args.character_filters),
             args.character_embedding_dim,
             args.decoder_embed_dim,
             args.char_embedder_highway_layers,
@@ -254,7 +311,7 @@ def _build_embeddings(args: Any, dictionary: Dictionary) -> nn.Module:
         _check_tied_bands(args)
     if not args.adaptive_input:
         return FastWeightLanguageModel.build_embedding(args, dictionary, args.decoder_input_dim)
-    cutoffs = _read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary))
+    cutoffs = read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary))
     if int(args.decoder_input_dim // args.adaptive_input_factor ** len(cutoffs)) < 1:
         raise ValueError(
             f"adaptive_input_factor is {args.adaptive_input_factor:g}: with decoder_input_dim {args.decoder_input_dim} "
@@ -273,6 +330,17 @@ def _build_embeddings(args: Any, dictionary: Dictionary) -> nn.Module:
     )
 
 
+def _read_filters(text: str) -> list[Any]:
+    """Reads --character-filters, a Python list of pairs."""
+    try:
+        filters = [(int(width), int(number)) for width, number in ast.literal_eval(text)]
+    except (TypeError, ValueError, SyntaxError):
+        filters = []
+    if not filters or not all(width > 0 and number > 0 for width, number in filters):
+        raise ValueError(f"character_filters is {text!r}; it must be a list of pairs of widths and numbers of filters")
+    return filters
+
+
 def _check_tied_bands(args: Any) -> None:
     if not args.adaptive_input:
         raise ValueError("tie_adaptive_weights is set; it needs adaptive_input, which is not")
@@ -283,19 +351,6 @@ def _check_tied_bands(args: Any) -> None:
     ):
         if own != other:
             raise ValueError(f"{name} is {own!r}; with tie_adaptive_weights it must be that of the input, {other!r}")
-
-
-def _read_cutoffs(name: str, text: str | None, types: int) -> list[int]:
-    """Reads comma-separated cut-offs between bands of word types."""
-    words = [] if text is None else [word.strip() for word in str(text).strip("[]").split(",")]
-    if not words or not all(word.isdecimal() for word in words):
-        raise ValueError(f"{name} is {text!r}; it must be comma-separated numbers of word types")
-    cutoffs = [int(word) for word in words]
-    if cutoffs != sorted(set(cutoffs)) or cutoffs[0] < 1 or cutoffs[-1] > types:
-        raise ValueError(
-            f"{name} is {text!r}; its numbers must rise, from 1 at least to the dictionary's {types} types at most"
-        )
-    return cutoffs
 
 
 def _draw_weights(decoder: FastWeightDecoder, std: float) -> None:
@@ -313,7 +368,10 @@ def _draw_weights(decoder: FastWeightDecoder, std: float) -> None:
         mixer.reset_special_parameters()
 
 
-@register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_small")
+check_model_itself("fast_weight_lm")
+
+
+@register_architecture("fast_weight_lm", "fast_weight_lm_wiki103_small")
 def fast_weight_lm_wiki103_small(args: Any) -> None:
     """Schlag et al. 2021, Sec. 6.3 and App. F, "small": D = 128, to be trained on segments of 256."""
     # Embeddings of one size for all bands: a factor of 1. Post-norm, which fairseq's base would overrule.
@@ -344,14 +402,14 @@ def fast_weight_lm_wiki103_small(args: Any) -> None:
     args.decoder_normalize_before = normalize_before
 
 
-@register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_medium")
+@register_architecture("fast_weight_lm", "fast_weight_lm_wiki103_medium")
 def fast_weight_lm_wiki103_medium(args: Any) -> None:
     """Schlag et al. 2021, Sec. 6.3 and App. F, "medium": D = 256, to be trained on segments of 384."""
     args.decoder_embed_dim = safe_getattr(args, "decoder_embed_dim", 256)
     fast_weight_lm_wiki103_small(args)
 
 
-@register_model_architecture("fast_weight_lm", "fast_weight_lm_baevski_wiki103")
+@register_architecture("fast_weight_lm", "fast_weight_lm_baevski_wiki103")
 def fast_weight_lm_baevski_wiki103(args: Any) -> None:
     """Baevski & Auli 2019 as fairseq has it: 16 layers, 1024 wide, 8 heads, adaptive input and softmax."""
     set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)

@@ -4,14 +4,15 @@
 # they stand, and knows `Optional` alone.
 # ruff: noqa: UP045
 
-from argparse import Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from functools import partial
+from types import MappingProxyType
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.initialize import add_defaults
+from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
 from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf
@@ -37,6 +38,23 @@ MixerOptions = make_dataclass(
 """The options that each kind of mixer has for itself."""
 
 
+def defaults_in_help(options: type[FairseqDataclass]) -> type[FairseqDataclass]:
+    """Ends the help of each option with its default, where it does not say it in other words."""
+    for option in fields(options):
+        text = option.metadata.get("help")
+        if text and "(default: " not in text:
+            words = "off" if option.default is False else option.default if option.default != "" else "none"
+            option.metadata = MappingProxyType({**option.metadata, "help": f"{text} (default: {words})"})
+    return options
+
+
+def add_group(parser: ArgumentParser, title: str, options: FairseqDataclass) -> None:
+    """Adds options to a parser as a group; like fairseq's of models, they are there only where somebody sets them."""
+    group = parser.add_argument_group(title, argument_default=SUPPRESS)
+    gen_parser_from_dataclass(group, options, delete_default=True)
+
+
+@defaults_in_help
 @dataclass
 class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     """Options of mixers, which language and translation models share."""
@@ -44,59 +62,58 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     mixers: str = field(
         default="",
         metadata={
-            "help": "what mixes positions in which of the decoder's layers: comma-separated names with the numbers of "
-            "their layers, as in 'delta:1-10,softmax:11-12' or, with one name for all layers that are left, "
-            f"'delta,softmax:6,12'. There are {', '.join(MIXERS)} (default: what --update-rule and the other options "
-            "below say)"
+            "help": "mixers of the decoder's layers: comma-separated names, each with the numbers of its layers, as in "
+            "'delta:1-10,softmax:11-12'; one name may stand for all other layers, as in 'delta,softmax:6,12'. The "
+            f"names are {', '.join(MIXERS)} (default: --update-rule in all layers)"
         },
     )
     update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="delta",
         metadata={
-            "help": "how a layer's memory is written: sum adds each value under its key (linear Transformer, "
-            "Performer), gated decays the memory by one gate per head, decay by a gate per key and per value "
-            "dimension (Mao 2022), delta corrects what the key retrieves (Delta Network), retention decays it by a "
-            "number that each head has, and normalises and gates what is read (RetNet)"
+            "help": "update rule of the memories: sum adds each value under its key (linear Transformer, Performer); "
+            "gated decays the memory by one gate per head; decay by a gate per key and value dimension (Mao 2022); "
+            "delta corrects what the key retrieves (Delta Network); retention decays it by a constant per head, and "
+            "normalises and gates the output (RetNet)"
         },
     )
     feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
         default="auto",
         metadata={
-            "help": "phi of keys and queries; auto is what the rule's paper uses: elu for sum and delta, identity "
-            "for gated, decay and retention"
+            "help": "feature map of queries and keys; auto is what the rule's paper uses: elu for sum and delta, "
+            "identity for gated, decay and retention"
         },
     )
     feature_dim: Optional[int] = field(
         default=None,
         metadata={
-            "help": "size of each head's keys and queries after the feature map: the memory of a head is feature-dim "
-            "x head dim (default: the head dim for identity, elu, relu and tanh; 2 x favor-features; 2 x head dim "
-            "x dpfp-nu)"
+            "help": "dimension of queries and keys after the feature map; the memory of a head has this times the head "
+            "dimension numbers (default: the head dimension; 2 x --favor-features for favor; 2 x head dimension x "
+            "--dpfp-nu for dpfp)"
         },
     )
     dpfp_nu: int = field(default=1, metadata={"help": "nu of the feature map dpfp (Schlag et al. 2021, Eq. 37)"})
     favor_features: Optional[int] = field(
         default=None,
         metadata={
-            "help": "m of the feature map favor, half its output's size (default: feature-dim / 2, or head dim x "
-            "log head dim)"
+            "help": "number of random features m of the feature map favor, whose output has 2 m dimensions (default: "
+            "half of --feature-dim, or head dimension x log head dimension)"
         },
     )
     normalization: str = field(
         default="auto",
         metadata={
-            "help": "comma-separated: sum (keys and queries divided by their sums), attention (the read-out divided "
-            "by what a value of 1 would read), removal (delta rule only: the same for the value it removes); none; "
-            "auto is what the rule's paper uses: attention for sum, sum for delta, none for gated, decay and retention"
+            "help": "normalisation: comma-separated sum (divides queries and keys by their sums), attention (divides "
+            "what is read by what a value of 1 would give) and removal (delta rule only: divides what is removed "
+            "alike), or none; auto is what the rule's paper uses: attention for sum, sum for delta, none for the others"
         },
     )
     scale_read_out: bool = field(
         default=False,
-        metadata={"help": "multiply what is read from the memory by 1 / sqrt(head dim) before the output projection"},
+        metadata={"help": "multiply what is read from the memory by 1 / sqrt(head dimension)"},
     )
     fast_weight_backend: ChoiceEnum(list(ops.BACKENDS)) = field(  # type: ignore[valid-type]
         default="auto",
-        metadata={"help": "implementation of the update rules"},
+        metadata={"help": "implementation of the update rules; auto takes compiled kernels where there are some"},
     )
 
 
@@ -131,9 +148,23 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
     }
 
 
-def mixer_builder(name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS) -> Callable[[int], Mixer]:
-    """What makes a layer's mixer, given its width."""
-    return partial(build_mixer, name, settings=settings, kinds=kinds)
+def mixer_builder(
+    name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS, side: str = "decoder"
+) -> Callable[[int], Mixer]:
+    """What makes a layer's mixer, given its width, with errors that name the options of the model's `side`."""
+
+    def build(embed_dim: int) -> Mixer:
+        try:
+            return build_mixer(name, embed_dim, settings, kinds)
+        except ValueError as error:
+            first, _, why = str(error).partition(" ")
+            option = {"num_heads": f"{side}_attention_heads", "head_dim": "head_dim", "backend": "fast_weight_backend"}
+            if first not in option:
+                raise
+            why = why.replace("embed_dim", f"{side}_embed_dim").replace("num_heads", f"{side}_attention_heads")
+            raise ValueError(f"{option[first]} {why}") from None
+
+    return build
 
 
 def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default_rule: str) -> tuple[str, ...]:

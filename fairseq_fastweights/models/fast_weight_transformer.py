@@ -9,7 +9,7 @@ from typing import Any
 from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from fairseq.models import register_model, register_model_architecture
+from fairseq.models import register_model
 from fairseq.models.transformer import (
     TransformerConfig,
     TransformerModel,
@@ -26,6 +26,8 @@ from fairseq_fastweights.mixers.registry import SOURCE_MIXERS
 from fairseq_fastweights.models.fast_weight_options import (
     MEMORIES,
     FastWeightOptions,
+    add_group,
+    defaults_in_help,
     mixer_builder,
     mixer_settings,
     parse_mixers,
@@ -34,11 +36,18 @@ from fairseq_fastweights.models.fast_weight_options import (
 from fairseq_fastweights.models.fast_weight_transformer_decoder import FastWeightTransformerDecoder
 from fairseq_fastweights.models.fast_weight_transformer_encoder import FastWeightTransformerEncoder
 from fairseq_fastweights.models.mixer_layers import MixerBuilder
+from fairseq_fastweights.models.option_checks import (
+    check_inference,
+    check_ranges,
+    read_cutoffs,
+    register_architecture,
+)
 
 PLACES = ("encoder", "decoder", "cross")
 """Where the Transformer has attention: the encoder's and the decoder's to itself, the decoder's to the encoder."""
 
 
+@defaults_in_help
 @dataclass
 class FastWeightTransformerOptions(FastWeightOptions):
     """What `fast_weight_transformer` adds to the options of fairseq's `transformer`."""
@@ -46,23 +55,23 @@ class FastWeightTransformerOptions(FastWeightOptions):
     fast_weight_attention: str = field(
         default="encoder,decoder,cross",
         metadata={
-            "help": "comma-separated: which attention is a fast weight memory, of encoder, decoder (self-attention) "
-            "and cross (from decoder to encoder); the others are softmax. none: all are. The encoder and cross read "
-            "their source as a whole, with the sum rule: there is no order in which a memory could forget or correct"
+            "help": "which attentions are fast weight memories: comma-separated encoder, decoder (self-attention) and "
+            "cross (from decoder to encoder), or none; the others are softmax. Encoder and cross always use the sum "
+            "rule, as they read a whole source, which has no order to forget or correct in"
         },
     )
     update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="sum",
         metadata={
-            "help": "how the memory of the decoder's self-attention is written: sum (linear Transformer, Performer), "
-            "gated, decay (Mao 2022), delta (Delta Network), retention (RetNet)"
+            "help": "update rule of the memory in the decoder's self-attention: sum (linear Transformer, Performer), "
+            "gated, decay (Mao 2022), delta (Delta Network) or retention (RetNet)"
         },
     )
     normalization: str = field(
         default="auto",
         metadata={
-            "help": "of the decoder's self-attention, comma-separated: sum, attention, removal (delta rule only), or "
-            "none; auto is what the rule's paper uses. Encoder and cross always have attention normalisation"
+            "help": "normalisation of the decoder's self-attention: comma-separated sum, attention and removal (delta "
+            "rule only), or none; auto is what the rule's paper uses. Encoder and cross always use attention"
         },
     )
 
@@ -87,6 +96,11 @@ class FastWeightTransformerModel(TransformerModel):
         gen_parser_from_dataclass(parser, FastWeightTransformerOptions(), delete_default=True)
 
     @classmethod
+    def add_groups(cls, parser: ArgumentParser) -> None:
+        """Adds its own options to a parser, as a group; fairseq adds the others."""
+        add_group(parser, "fast weight memories and other mixers", FastWeightTransformerOptions())
+
+    @classmethod
     def build_model(cls, args: Any, task: Any) -> "FastWeightTransformerModel":
         """Builds the model for a task's dictionaries.
 
@@ -94,6 +108,8 @@ class FastWeightTransformerModel(TransformerModel):
             ValueError: for options that contradict each other, before anything is built.
         """
         set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
+        check_ranges(args)
+        _check_shape(args, len(task.target_dictionary))
         places = parse_places(args.fast_weight_attention)
         names = _decoder_mixers(args)
         if set(names) != {"softmax"} and safe_getattr(args, "cross_self_attention", False):
@@ -132,6 +148,18 @@ class FastWeightTransformerModel(TransformerModel):
         cross = _source_mixer(cfg, "cross", heads, source_dim=cfg.encoder.embed_dim)
         return FastWeightTransformerDecoder(cfg, tgt_dict, embed_tokens, mixers, cross)
 
+    @classmethod
+    def complete(cls, args: Any) -> tuple[Any, tuple[str, ...]]:
+        """A command's options, and the mixers of the decoder's layers."""
+        for side in ("encoder", "decoder"):
+            kept, layers = getattr(args, f"{side}_layers_to_keep", None) or [], getattr(args, f"{side}_layers")
+            if len(set(kept)) < len(kept) or not all(0 <= number < layers for number in kept):
+                raise ValueError(
+                    f"{side}_layers_to_keep is {kept}; it must be comma-separated numbers from 0 to {layers - 1}, "
+                    "each once"
+                )
+        return args, _decoder_mixers(args)
+
     def set_beam_size(self, beam_size: int) -> None:
         """Tells what reads the source how many hypotheses there may be for each."""
         for module in self.decoder.modules():
@@ -142,14 +170,32 @@ class FastWeightTransformerModel(TransformerModel):
         """Prepares for generation.
 
         Raises:
-            ValueError: if it is to print or use an alignment that this model's attention cannot give.
+            ValueError: for options out of their range, or if it is to print or use an alignment that this model's
+                attention cannot give.
         """
+        check_inference(cfg)
         if "cross" in parse_places(self.args.fast_weight_attention):
             for option in ("print_alignment", "replace_unk"):
                 value = getattr(cfg.generation, option, None)
                 if value not in (None, False):
                     raise _no_alignments(option, value)
         super().prepare_for_inference_(cfg)
+
+
+def _check_shape(args: Any, types: int) -> None:
+    """Checks what sizes must have to do with one another."""
+    shared = args.share_decoder_input_output_embed or args.share_all_embeddings
+    if shared and args.decoder_output_dim != args.decoder_embed_dim:
+        raise ValueError(
+            f"decoder_output_dim is {args.decoder_output_dim}; with shared embeddings it must be decoder_embed_dim, "
+            f"{args.decoder_embed_dim}"
+        )
+    if args.adaptive_softmax_cutoff:
+        read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, types)
+    for name in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
+        # fairseq's parser makes a list of it, of which its models expect to be text.
+        if kept := safe_getattr(args, name, None):
+            setattr(args, name, kept if isinstance(kept, str) else ",".join(map(str, kept)))
 
 
 def _decoder_mixers(args: Any) -> tuple[str, ...]:
@@ -163,7 +209,8 @@ def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str,
     """The name of what reads a source there, and what makes it; None for fairseq's softmax attention."""
     if place not in parse_places(cfg.fast_weight_attention):
         return "softmax", None
-    return "sum", mixer_builder("sum", {**mixer_settings(cfg, heads), **others}, SOURCE_MIXERS)
+    side = "encoder" if place == "encoder" else "decoder"
+    return "sum", mixer_builder("sum", {**mixer_settings(cfg, heads), **others}, SOURCE_MIXERS, side)
 
 
 def _no_alignments(option: str, value: object) -> ValueError:
@@ -191,34 +238,34 @@ def parse_places(text: str) -> frozenset[str]:
     return frozenset(words)
 
 
-@register_model_architecture("fast_weight_transformer", "fast_weight_transformer")
+@register_architecture("fast_weight_transformer", "fast_weight_transformer")
 def fast_weight_transformer(args: Any) -> None:
     """fairseq's `transformer`: 6 + 6 layers, 512 wide, 8 heads."""
     set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
     base_architecture(args)
 
 
-@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_base")
+@register_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_base")
 def fast_weight_transformer_wmt_en_de_base(args: Any) -> None:
     """Vaswani et al. 2017, base."""
     fast_weight_transformer(args)
 
 
-@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_big")
+@register_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_big")
 def fast_weight_transformer_wmt_en_de_big(args: Any) -> None:
     """Schlag et al. 2021, App. E: Vaswani et al.'s big model, 6 + 6 layers, 1024 wide, 16 heads."""
     set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
     transformer_vaswani_wmt_en_de_big(args)
 
 
-@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_iwslt_de_en")
+@register_architecture("fast_weight_transformer", "fast_weight_transformer_iwslt_de_en")
 def fast_weight_transformer_iwslt_de_en(args: Any) -> None:
     """fairseq's `transformer_iwslt_de_en`: 6 + 6 layers, 512 wide, 4 heads, for some hundred thousand sentences."""
     set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
     transformer_iwslt_de_en(args)
 
 
-@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_multi30k_en_de")
+@register_architecture("fast_weight_transformer", "fast_weight_transformer_multi30k_en_de")
 def fast_weight_transformer_multi30k_en_de(args: Any) -> None:
     """4 + 4 layers, 128 wide, 4 heads, for Multi30k's 29,000 sentences (Wu et al. 2021, "tiny")."""
     for name, value in {
@@ -234,7 +281,7 @@ def fast_weight_transformer_multi30k_en_de(args: Any) -> None:
     fast_weight_transformer(args)
 
 
-@register_model_architecture("fast_weight_transformer", "fast_weight_transformer_tiny")
+@register_architecture("fast_weight_transformer", "fast_weight_transformer_tiny")
 def fast_weight_transformer_tiny(args: Any) -> None:
     """fairseq's `transformer_tiny`, for tests: 2 + 2 layers, 64 wide, 2 heads."""
     set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fairseq.models import register_model_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig, base_lm_architecture
 from fairseq.utils import safe_getattr
 
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModelConfig
 from fairseq_fastweights.models.fast_weight_options import set_defaults
+from fairseq_fastweights.models.option_checks import register_architecture
 
 # Layers, width, heads.
 GPT2 = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20), "xl": (48, 1600, 25)}
@@ -43,7 +43,7 @@ def _register(name: str, document: str, sizes: tuple[int, int, int], **settings:
         base_lm_architecture(args)
 
     architecture.__doc__ = document
-    register_model_architecture("fast_weight_lm", name)(architecture)
+    register_architecture("fast_weight_lm", name)(architecture)
 
 
 for _size, _sizes in GPT2.items():

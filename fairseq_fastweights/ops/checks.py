@@ -161,6 +161,11 @@ def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tens
             "in_place is True, but initial_state or an input requires a gradient; what changes in place cannot be "
             "differentiated: call it under torch.no_grad()"
         )
+    if initial_state.is_neg():
+        raise ValueError(
+            "initial_state is a negative view, as the imaginary part of a conjugate, and in_place is True; it must be "
+            "a tensor of its own, as resolve_neg() makes it"
+        )
     strides = initial_state.stride()
     if 0 in strides and any(n > 1 and s == 0 for n, s in zip(initial_state.shape, strides, strict=True)):
         raise ValueError(
@@ -181,6 +186,8 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     if tensor.dtype not in _ALLOWED:
         allowed = ", ".join(str(t).removeprefix("torch.") for t in FLOAT_TYPES)
         raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {allowed}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} has layout {tensor.layout}; it must be torch.strided, as of to_dense()")
     return tensor
 
 

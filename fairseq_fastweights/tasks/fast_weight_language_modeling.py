@@ -4,12 +4,14 @@
 
 import logging
 import os
+from argparse import ArgumentParser
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from fairseq import utils
 from fairseq.data import FairseqDataset, data_utils, indexed_dataset, iterators
+from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
@@ -25,6 +27,12 @@ from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT, FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import check_architecture
+from fairseq_fastweights.models.option_checks import (
+    check_criterion,
+    check_is_language_model,
+    check_positions,
+    check_ranges,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +41,30 @@ _SEARCHED = 1_000_000
 
 
 @dataclass
-class FastWeightLanguageModelingConfig(LanguageModelingConfig, TransferOptions):
-    """Options of the task: those of fairseq's `language_modeling`, of carried states and of transferred weights."""
+class FastWeightTaskOptions(TransferOptions):
+    """What the task adds to the options of fairseq's `language_modeling`: carried states and transferred weights."""
 
     carry_over_state: bool = field(
         default=False,
         metadata={
-            "help": "read the corpus as --batch-size contiguous streams, segment after segment of "
-            "--tokens-per-sample tokens, each starting with the state that the one before left; "
-            "backpropagation stops at the segment's edge. fairseq-eval-lm reads one stream unless --batch-size says "
-            "otherwise"
+            "help": "read the corpus as --batch-size contiguous streams in segments of --tokens-per-sample tokens, "
+            "each of which starts with the state that the one before left, without gradients; fairseq-eval-lm reads "
+            "one stream unless --batch-size is given (default: off)"
         },
     )
     separate_documents: bool = field(
         default=False,
         metadata={
-            "help": "read every document as if it stood alone, though segments are filled with one after the other: "
-            "states start empty at its beginning, attention and windows end there, positions are counted from there. "
-            "Empty lines separate documents, as with --sample-break-mode complete_doc"
+            "help": "read every document as if it stood alone, though segments hold several: memories, attention and "
+            "positions begin anew at each; empty lines end documents, as with --sample-break-mode complete_doc "
+            "(default: off)"
         },
     )
+
+
+@dataclass
+class FastWeightLanguageModelingConfig(LanguageModelingConfig, FastWeightTaskOptions):
+    """Options of the task: those of fairseq's `language_modeling`, and its own."""
 
 
 @register_task("fast_weight_language_modeling", dataclass=FastWeightLanguageModelingConfig)
@@ -66,8 +78,14 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
 
     def __init__(self, args: Any, *others: Any, **named: Any) -> None:
         super().__init__(args, *others, **named)
+        check_ranges(args)
+        if args.tokens_per_sample < 1:
+            raise ValueError(
+                f"tokens_per_sample without the context window is {args.tokens_per_sample}; it must be at least 1"
+            )
         # Whether every model built so far can be asked for its last positions only.
         self._all_take_last_positions = True
+        self._has_adaptive_softmax = False
         # Symbols that one of them never predicts.
         self._masked_symbols: set[int] = set()
         self._freezing: Freezing | None = None
@@ -76,6 +94,14 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         for option in ("carry_over_state", "separate_documents"):
             if getattr(args, option):
                 self._check_text(args, option)
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        """Adds its own options as a group, and fairseq's."""
+        gen_parser_from_dataclass(
+            parser.add_argument_group("carried states and transferred weights"), FastWeightTaskOptions()
+        )
+        super().add_args(parser)
 
     @staticmethod
     def _check_text(args: Any, option: str) -> None:
@@ -98,12 +124,14 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 raise ValueError(f"{name} is {value}; with {option} it must be {wanted[0]}: {why}")
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
+        check_is_language_model(args)
         if not from_checkpoint:
             check_architecture(args)
         source = None if from_checkpoint else self._read_source()
         model = super().build_model(args, from_checkpoint)
         ours = isinstance(getattr(model, "decoder", None), FastWeightDecoder)
         self._all_take_last_positions &= ours
+        self._has_adaptive_softmax = getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None
         if ours:
             self._masked_symbols.update(model.decoder.masked_symbols)
         for option, why in (
@@ -120,9 +148,16 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             self._carrier = model.decoder
             for concern in sorted({mixer.concern_when_carried() or "" for mixer in model.decoder.mixers} - {""}):
                 logger.warning("carry_over_state: %s", concern)
+        if not from_checkpoint:
+            check_positions(model, self.args)
         if source is not None:
             self._transfer(model, source)
         return model
+
+    def build_criterion(self, args: Any) -> Any:
+        """fairseq's; it is built after the model, which it must fit."""
+        check_criterion(args, self._has_adaptive_softmax)
+        return super().build_criterion(args)
 
     def _read_source(self) -> Source | None:
         """The model to transfer from, if there is one and its dictionary is that of the data."""
@@ -183,10 +218,6 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 are to be told apart, but there is no empty line.
             FileNotFoundError: if it is not there.
         """
-        if self.args.tokens_per_sample < 1:
-            raise ValueError(
-                f"tokens_per_sample without the context window is {self.args.tokens_per_sample}; it must be at least 1"
-            )
         corpus = self._load_corpus(split, epoch, combine)  # in any case, for its message if there is no token
         self._search_for_masked_symbols(corpus)
         documents = self._documents_of(corpus)

@@ -204,7 +204,10 @@ def test_what_is_wrong_is_said_in_a_line(few_tasks: None, checkpoint, monkeypatc
         ([*model, "checkpoint=none.pt", "--tasks", "piqa"], "none.pt: there is no such checkpoint"),
         ([*model, "checkpoint=none.pt", "--tasks", "none"], "Tasks not found: none"),
     ):
-        assert call(monkeypatch, *words) == 1
+        assert call(monkeypatch, *words) == 2
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("lm_eval: ") and told in last
+        assert last.startswith("python -m fairseq_fastweights.lm_eval: error: ") and told in last
+    monkeypatch.setenv("FASTWEIGHTS_TRACEBACK", "1")
+    assert call(monkeypatch, *words) == 2
+    assert "Traceback" in capsys.readouterr().err
     assert "fairseq_fastweights.huggingface" in sys.modules  # transformers knows its models

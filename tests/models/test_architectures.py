@@ -102,7 +102,11 @@ def test_flags_overrule_what_an_architecture_sets_and_hydra_does_what_flags_do(o
     changed = {"decoder_layers": 6, "decoder_embed_dim": 24, "decoder_attention_heads": 4, "dropout": 0.25}
     changed |= {"decoder_normalize_before": True, "adaptive_input_cutoff": "5,6", "max_target_positions": 77}
     if arch in OURS:
-        changed |= {"update_rule": "delta" if "retnet" in arch else "sum", "rotary_base": 5, "init_std": 0.5}
+        changed |= {
+            "update_rule": "delta" if "retnet" in arch or "mamba" in arch else "sum",
+            "rotary_base": 5,
+            "init_std": 0.5,
+        }
     for given in ({}, changed):
         flags = "".join(f" --{k.replace('_', '-')} {'' if v is True else v}" for k, v in given.items())
         args, model = fairseq.parse(arch, f"--tokens-per-sample 16 {flags}"), in_hydra(arch, given)
@@ -153,7 +157,7 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ({"normalization": "layer"}, r"normalization is 'layer'; it must be auto, none"),
         ({"normalization": "removal", "update_rule": "sum"}, r"'removal', but the sum rule removes nothing"),
         ({"fast_weight_backend": "cuda"}, r"backend is 'cuda'; .*auto, reference, chunkwise"),
-        ({"decoder_attention_heads": 3}, r"num_heads is 3; .*divisor of embed_dim, 16"),
+        ({"decoder_attention_heads": 3}, r"^decoder_attention_heads is 3; .*divisor of decoder_embed_dim, 16"),
         *(
             ({"fast_weight_heads": n}, f"fast_weight_heads is {n}; it must be a divisor of decoder_embed_dim, 16")
             for n in (0, -2, 3, 32)
@@ -166,7 +170,7 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ({"mixers": "delta,mamba:2", "mamba_dt_rank": -1}, r"^mamba_dt_rank is -1; it must be"),
         ({**SOFTMAX, "rotary_dim": 3}, r"rotary_dim is 3; it must be an even number from 2 to the head dim, 8"),
         ({**SOFTMAX, "parallel_residual": True}, r"parallel_residual is set; it needs decoder_normalize_before"),
-        ({"feature_dim": 0}, r"feature_dim is 0; it must be a positive integer"),
+        ({"feature_dim": 0}, r"feature_dim is 0; it must be at least 1"),
         ({"feature_map": "favor", "feature_dim": 8, "favor_features": 3}, r"is 8; with favor_features 3 it must be 6"),
         *(
             ({**ADAPTIVE, name: text}, rf"{name} is {text!r}")

@@ -84,8 +84,8 @@ def test_a_checkpoint_of_another_dictionary_is_refused_by_name(fairseq):
         ("--normalization auto --feature-map auto", "--normalization sum --feature-map elu"),
         ("--softmax-attention-layers 2,1", ALL),
         ("--dropout 0.1", "--dropout 0.3 --fast-weight-backend reference"),
-        # The head dim and the heads are that without, and the map of this rule has no nu.
-        ("", "--feature-dim 8 --fast-weight-heads 2 --dpfp-nu 3"),
+        # The head dim and the heads are that without.
+        ("", "--feature-dim 8 --fast-weight-heads 2"),
         ("--feature-map favor --feature-dim 6", "--feature-map favor --favor-features 3"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fairseq import options as fairseq_options
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.modules import MultiheadAttention
 
@@ -144,7 +145,8 @@ def test_attention_is_fast_weight_where_it_is_said_and_nowhere_else(places):
     attention = (model(**inputs)[1]["attn"] or [None])[0]
     assert (attention is None) == ("cross" in places)  # only softmax has weights to align words by
     for option, value in (("print_alignment", "hard"), ("replace_unk", ""), ("print_alignment", None), ("other", "")):
-        settings = SimpleNamespace(generation=SimpleNamespace(beam=4, **{option: value}))
+        settings = FairseqConfig()
+        setattr(settings.generation, option, value)
         refused = "cross" in places and value is not None and option != "other"
         with pytest.raises(ValueError, match=f"^{option} is '{value}'; it must") if refused else nullcontext():
             model.prepare_for_inference_(settings)
@@ -213,8 +215,14 @@ def test_architectures_have_their_sizes_and_are_fairseqs(arch, monkeypatch):
         ({"mixers": "delta,mamba:2", "decoder_layers_to_keep": "0"}, "to_keep is '0' and mixers is 'delta,mamba:2'"),
         ({"update_rule": "hebb"}, "update_rule is 'hebb'; it must be one of sum, gated, decay, delta"),
         ({"normalization": "removal"}, "the sum rule removes nothing"),
-        ({"decoder_attention_heads": 3}, "num_heads is 3; it must be a divisor of embed_dim, 16"),
-        ({"encoder_attention_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16"),
+        (
+            {"decoder_attention_heads": 3},
+            "^decoder_attention_heads is 3; it must be a divisor of decoder_embed_dim, 16",
+        ),
+        (
+            {"encoder_attention_heads": 5},
+            "^encoder_attention_heads is 5; it must be a divisor of encoder_embed_dim, 16",
+        ),
     ],
     ids=str,
 )

@@ -55,6 +55,7 @@ SHAPES = [
 LAST = [(shorter(3), r"\(2, 7, 3, [45]\)"), (lambda x: x[..., :1], r"\(2, 7, 3, 1\)")]
 KINDS = [
     *[(to(dtype), str(dtype)) for dtype in (torch.int64, torch.bool, torch.complex64, torch.float64, torch.float16)],
+    (Tensor.to_sparse, r"layout torch\.sparse_coo"),
     *[(lambda x: x.to("meta"), "meta"), (lambda x: x.detach().cpu().numpy(), "ndarray"), (lambda x: 0.5, "float")],
 ]
 MISSING = [(lambda x: None, "None")]
@@ -238,6 +239,7 @@ def test_in_place_needs_a_state_that_can_be_written():
     shared = inputs["initial_state"][:1].expand(inputs["initial_state"].shape)
     for changes, message in (
         ({"initial_state": None}, "initial_state is None and in_place is True"),
+        ({"initial_state": torch._neg_view(shared.clone())}, "initial_state is a negative view"),
         ({"initial_state": shared}, r"initial_state has strides \(0, .*must not share memory"),
         *[({n: x.clone().requires_grad_()}, "in_place is True, but .* requires a gradient") for n, x in inputs.items()],
     ):

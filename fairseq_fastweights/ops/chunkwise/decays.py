@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fairseq_fastweights.ops.chunkwise.layout import times_lower
 
 
 def halves(length: int) -> list[int]:
@@ -61,7 +66,7 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 def scores(readers: Tensor, read: Tensor, log_decay: Tensor | None) -> Tensor:
     """<readers_t, read_s> with the decays of (s, t] between them for s <= t, 0 elsewhere: (..., length, length)."""
     if log_decay is None:
-        return (readers @ read.transpose(-1, -2)).tril()
+        return _LowerProducts.apply(readers, read)
     *others, length, _ = readers.shape
     result = torch.diag_embed((readers * read).sum(-1))
     for half in halves(length):
@@ -74,3 +79,19 @@ def scores(readers: Tensor, read: Tensor, log_decay: Tensor | None) -> Tensor:
         blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).copy_(met.movedim(-3, -1))
         result = result + blocks.view(*others, length, length)
     return result
+
+
+class _LowerProducts(torch.autograd.Function):
+    """<readers_t, read_s> for s <= t, with gradients of readers to which nothing that is read later comes."""
+
+    @staticmethod
+    def forward(ctx: Any, readers: Tensor, read: Tensor) -> Tensor:
+        ctx.save_for_backward(readers, read)
+        return (readers @ read.transpose(-1, -2)).tril_()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        readers, read = ctx.saved_tensors
+        gradient = gradient.tril()
+        return times_lower(gradient, read), gradient.transpose(-1, -2) @ readers

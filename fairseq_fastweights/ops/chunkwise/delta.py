@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.chunkwise.decays import exclusive_reverse, inclusive, scores, times
-from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, to_chunks
+from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, times_lower, to_chunks
 
 
 class DeltaFunction(torch.autograd.Function):
@@ -51,7 +51,7 @@ class DeltaFunction(torch.autograd.Function):
                 states.append(kept + chunks.writes[:, :, n].transpose(-1, -2) @ u)
             stacked = torch.stack(states, dim=2)
             starts = stacked[:, :, :-1]
-            out = chunks.reads @ starts + chunks.scores @ (chunks.uv - chunks.w @ starts)
+            out = chunks.reads @ starts + times_lower(chunks.scores, chunks.uv - chunks.w @ starts)
         ctx.save_for_backward(q, k, v, erase, beta, log_key_decay, stacked)
         return from_chunks(out, v.shape[1], v.dtype), states[-1].clone()
 

@@ -37,7 +37,7 @@ from fairseq_fastweights.ops.chunkwise.decays import (
     suffix_sums,
     times,
 )
-from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, to_chunks
+from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, times_lower, to_chunks
 
 
 class DiagonalFunction(torch.autograd.Function):
@@ -62,7 +62,7 @@ class DiagonalFunction(torch.autograd.Function):
             qc, kc, vc, fc, zc = _chunks(q, k, v, log_key_decay, log_value_decay)
             states = _states(kc, vc, fc, zc, first_state(initial_state, kc, vc))
             if fc is None and zc is None:
-                out = (qc @ kc.transpose(-1, -2)).tril_() @ vc
+                out = times_lower((qc @ kc.transpose(-1, -2)).tril_(), vc)
             else:
                 out = (qc * kc).sum(-1, keepdim=True) * vc
                 for half in halves(qc.shape[-2]):
@@ -90,7 +90,7 @@ class DiagonalFunction(torch.autograd.Function):
             if fc is None and zc is None:
                 scores = (qc @ kc.transpose(-1, -2)).tril_()
                 d_scores = (dyc @ vc.transpose(-1, -2)).tril_()
-                dq, dk = d_scores @ kc, d_scores.transpose(-1, -2) @ qc
+                dq, dk = times_lower(d_scores, kc), d_scores.transpose(-1, -2) @ qc
                 dv = scores.transpose(-1, -2) @ dyc
             else:
                 own = (dyc * vc).sum(-1, keepdim=True)

@@ -40,3 +40,17 @@ def first_state(initial_state: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
     if initial_state is not None:
         return initial_state
     return k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+
+
+def times_lower(lower: Tensor, x: Tensor) -> Tensor:
+    """lower @ x for a matrix that is 0 above its diagonal: whatever a row of x holds, no row before it is touched.
+
+    0 times what is not finite is no 0: it is taken out of the product, and put back where it may be seen.
+    """
+    # On a GPU the CPU would have to wait for the answer, which would cost more than the passes below.
+    answers = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if answers and bool(x.sum().isfinite()):
+        return lower @ x
+    finite = torch.nan_to_num(x, 0.0, 0.0, 0.0)
+    unseen = (x - finite).cumsum(-2)
+    return torch.baddbmm(unseen.flatten(0, -3), lower.flatten(0, -3), finite.flatten(0, -3)).view_as(x)

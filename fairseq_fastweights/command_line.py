@@ -1,0 +1,158 @@
+"""How a command ends that was asked for what cannot be: in one line, as argparse ends it, with exit code 2.
+
+fairseq's commands print a traceback for every error. Where one of them imports the plugin, errors that its user can
+mend end it in a line: those that this package raises on purpose, those of fairseq that name an option, and files that
+cannot be opened. All others keep their traceback, and all of them do where FASTWEIGHTS_TRACEBACK is set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+_PACKAGE = Path(__file__).parent
+_FILES = ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError")
+_NOISE: tuple[tuple[str, type[Warning], str], ...] = (
+    ("", UserWarning, r"hydra\."),
+    (r"\s*'config' is validated against ConfigStore", UserWarning, ""),
+    (r"\s*The version_base parameter is not specified", UserWarning, ""),
+    ("'pin_memory' argument is set as true", UserWarning, r"torch\."),
+    ("", FutureWarning, r"fairseq\."),
+)
+_MISFIT = "Cannot load model parameters from checkpoint"
+
+
+def fail(program: str, error: BaseException, text: str | None = None) -> int:
+    """Prints what ends `program`, `text` or the error itself, and returns its exit code."""
+    if tracebacks_wanted():
+        traceback.print_exception(error)
+    else:
+        print(f"{program}: error: {text or str(error) or type(error).__name__}", file=sys.stderr)
+    return 2
+
+
+def tracebacks_wanted() -> bool:
+    """Whether FASTWEIGHTS_TRACEBACK asks for them."""
+    return os.environ.get("FASTWEIGHTS_TRACEBACK", "0") not in ("", "0")
+
+
+def install() -> None:
+    """Lets the command of fairseq that is running, if one is, end in one line, and leave out warnings of its own."""
+    frames = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    commanded = any(
+        code.co_name == "cli_main" and Path(code.co_filename).parent.name == "fairseq_cli" for code in frames
+    )
+    if not commanded:
+        return
+    # How fairseq uses hydra and torch: nothing that its user could change. What -W says comes before.
+    for message, category, module in _NOISE:
+        warnings.filterwarnings("ignore", message, category, module, append=True)
+    if not tracebacks_wanted():
+        sys.excepthook = partial(_end, sys.excepthook)
+
+
+def _end(
+    otherwise: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    text = told(error)
+    if text is None:
+        otherwise(kind, error, trace)
+        return
+    raise SystemExit(fail(os.path.basename(sys.argv[0]), error, textwrap.shorten(text, 2000, placeholder=" ...")))
+
+
+class Raised(NamedTuple):
+    """An error, and the line of code that it comes from."""
+
+    file: str
+    line: str
+    kind: str
+    message: str
+
+
+def told(error: BaseException) -> str | None:
+    """What to print of an error that the command's user can mend; None for one that nobody expected."""
+    if type(error).__name__ == "ProcessRaisedException":  # of torch.multiprocessing: the first process that failed
+        raised = _read_traceback(str(error))
+        return None if raised is None else _told(raised)
+    if type(error) is Exception and str(error).startswith(_MISFIT) and error.__context__ is not None:
+        why = str(error.__context__)
+        return f"{_in_options(why)} ({str(error).partition(';')[0]})"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return None
+    return _told(Raised(frames[-1].filename, frames[-1].line or "", type(error).__name__, str(error)))
+
+
+def _read_traceback(text: str) -> Raised | None:
+    """The error of a traceback in print."""
+    frames = re.findall(r'^  File "(.+)", line \d+, in .+\n    (.+)$', text, re.MULTILINE)
+    kind, _, message = text.strip().rpartition("\n")[2].partition(": ")
+    if not frames:
+        return None
+    file, line = frames[-1]
+    return Raised(file, line, kind.rpartition(".")[2], message)
+
+
+def _told(raised: Raised) -> str | None:
+    file, on_purpose = Path(raised.file), raised.line.startswith("raise ") or raised.kind == "AssertionError"
+    if raised.kind == "BackendUnavailable":
+        return f"argument --fast-weight-backend: {raised.message}"
+    if raised.kind in _FILES or (raised.kind == "OSError" and raised.message.startswith("Model file not found")):
+        return raised.message
+    # Of the reader of checkpoints that our fairseq has, and of torch about the weights of another model.
+    unreadable = raised.kind == "ValueError" and on_purpose and file.parts[-2:] == ("fairseq", "checkpoint_loader.py")
+    if unreadable or raised.message.startswith("Error(s) in loading state_dict for"):
+        return raised.message
+    # In ops/, arguments of functions are refused, which no user of a command has given.
+    if raised.kind == "ValueError" and on_purpose and _PACKAGE in file.parents and _PACKAGE / "ops" not in file.parents:
+        return _in_options(raised.message)
+    if (
+        on_purpose
+        and {"fairseq", "fairseq_cli"} & set(file.parts)
+        and re.search(r"(?<!\S)[`'(]?--[a-z]", raised.message)
+    ):
+        return raised.message
+    return None
+
+
+def _in_options(message: str) -> str:
+    """An error's message with options as they are typed: those that it begins with as argparse has it."""
+    names = option_names()
+    first, _, rest = message.partition(" ")
+    rest = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda found: _dashes(found[0]) if found[0] in names else found[0], rest)
+    return f"argument {_dashes(first)}: {rest}" if first in names else f"{first} {rest}"
+
+
+def _dashes(name: str) -> str:
+    return name if name == "data" else f"--{name.replace('_', '-')}"
+
+
+def option_names() -> set[str]:
+    """The names of the options of fairseq's commands, and of the registered models and tasks."""
+    from fairseq import options
+    from fairseq.models import MODEL_DATACLASS_REGISTRY
+    from fairseq.registry import REGISTRIES
+    from fairseq.tasks import TASK_DATACLASS_REGISTRY
+
+    names = {"data"}
+    for parser in (
+        options.get_training_parser(),
+        options.get_eval_lm_parser(),
+        options.get_interactive_generation_parser(),
+    ):
+        names |= vars(parser.parse_known_args([])[0]).keys()
+    configs = [*MODEL_DATACLASS_REGISTRY.values(), *TASK_DATACLASS_REGISTRY.values()]
+    configs += [config for registry in REGISTRIES.values() for config in registry["dataclass_registry"].values()]
+    names |= {name for config in configs for name in getattr(config, "__dataclass_fields__", ())}
+    encoders = {name.replace("decoder", "encoder", 1) for name in names if name.startswith("decoder_")}
+    return names | encoders | {"fast_weight_attention"}  # of the translation model, which has no dataclass

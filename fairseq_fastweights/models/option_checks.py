@@ -1,0 +1,203 @@
+"""What options of fairseq and of its commands may be, checked before data are read and a model is made.
+
+fairseq checks few of them: the others end in an error of another name, late, or train a model that is none.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_REGISTRY,
+    FairseqLanguageModel,
+    register_model_architecture,
+)
+from fairseq.tasks import TASK_DATACLASS_REGISTRY
+
+from fairseq_fastweights.mixers.registry import MIXERS, option_name
+
+RANGES: dict[str, tuple[float, float]] = {
+    # Sizes and counts.
+    **dict.fromkeys(
+        """decoder_layers decoder_embed_dim decoder_input_dim decoder_output_dim decoder_ffn_embed_dim
+        decoder_attention_heads encoder_layers encoder_embed_dim encoder_ffn_embed_dim encoder_attention_heads
+        max_source_positions max_target_positions character_embedding_dim quant_noise_pq_block_size
+        adaptive_input_factor adaptive_softmax_factor feature_dim favor_features dpfp_nu
+        batch_size batch_size_valid max_tokens max_tokens_valid update_freq log_interval save_interval validate_interval
+        required_batch_size_multiple required_seq_len_multiple distributed_world_size num_shards
+        beam nbest iter_decode_with_beam softmax_batch""".split(),
+        (1, math.inf),
+    ),
+    # Those that may be nothing.
+    **dict.fromkeys(
+        """base_layers head_dim kv_heads rms_norm_eps query_key_norm_eps lr max_update max_epoch warmup_updates
+        weight_decay adam_eps save_interval_updates num_workers data_buffer_size shard_id context_window max_len_a
+        max_len_b min_len prefix_size no_repeat_ngram_size buffer_size iter_decode_max_iter""".split(),
+        (0, math.inf),
+    ),
+    # Probabilities and parts.
+    **dict.fromkeys(
+        """dropout attention_dropout activation_dropout relu_dropout adaptive_softmax_dropout decoder_layerdrop
+        encoder_layerdrop quant_noise_pq quant_noise_scalar label_smoothing ema_decay""".split(),
+        (0, 1),
+    ),
+    "seed": (0, 2**32 - 1),
+}
+"""The least and the most that an option may be."""
+
+
+def check_ranges(options: Any) -> None:
+    """Raises a `ValueError` for a number among `options` that is outside of `RANGES`."""
+    for name, (least, most) in RANGES.items():
+        value: Any = getattr(options, name, None)
+        numbers = [value] if isinstance(value, (int, float)) else value if _is_list(value) else []
+        for number in numbers:
+            if not least <= number <= most:
+                allowed = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
+                raise ValueError(f"{name} is {number}; it must be {allowed}")
+
+
+def check_inference(cfg: Any) -> None:
+    """Raises a `ValueError` for options of an evaluation or generation that no model can follow."""
+    for group in ("dataset", "generation", "interactive", "eval_lm"):
+        check_ranges(getattr(cfg, group, None))
+    if cfg.dataset.shard_id >= cfg.dataset.num_shards:
+        raise ValueError(
+            f"shard_id is {cfg.dataset.shard_id}; it must be less than num_shards, {cfg.dataset.num_shards}"
+        )
+    generation = cfg.generation
+    if generation.nbest > generation.beam:
+        raise ValueError(f"nbest is {generation.nbest}; it must be at most beam, {generation.beam}")
+    if not generation.max_len_a and generation.min_len > generation.max_len_b:
+        raise ValueError(f"min_len is {generation.min_len}; it must be at most max_len_b, {generation.max_len_b}")
+
+
+def check_is_language_model(args: Any) -> None:
+    """Raises a `ValueError` for a model, of a checkpoint mostly, that the task cannot read texts with."""
+    name = getattr(args, "_name", None) or getattr(args, "arch", None)
+    model = ARCH_MODEL_REGISTRY.get(name)
+    if model is not None and not issubclass(model, FairseqLanguageModel):
+        raise ValueError(f"task is fast_weight_language_modeling; for a model of arch {name} it must be another")
+
+
+def check_positions(model: Any, task: Any) -> None:
+    """Raises a `ValueError` if the model has fewer positions than the segments of a task that fills them all."""
+    segments_are_full = getattr(task.sample_break_mode, "value", task.sample_break_mode) in ("none", None)
+    if segments_are_full and model.max_positions() < task.tokens_per_sample:
+        raise ValueError(
+            f"max_target_positions is {model.max_positions()}; it must be at least tokens_per_sample, "
+            f"{task.tokens_per_sample}"
+        )
+
+
+def check_criterion(criterion: Any, adaptive: bool) -> None:
+    """Raises a `ValueError` for a criterion that is not that of the model's softmax."""
+    name = criterion._name
+    if adaptive and name in ("cross_entropy", "label_smoothed_cross_entropy"):
+        raise ValueError(f"criterion is {name}; with adaptive_softmax_cutoff it must be adaptive_loss")
+    if name == "adaptive_loss" and not adaptive:
+        raise ValueError("criterion is adaptive_loss; it needs adaptive_softmax_cutoff, which is not set")
+
+
+def register_architecture(model: str, name: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """fairseq's `register_model_architecture`, for functions after which the command's options are checked."""
+
+    def register(architecture: Callable[[Any], None]) -> Callable[[Any], None]:
+        register_model_architecture(model, name)(_checked(architecture))
+        return architecture
+
+    return register
+
+
+def check_model_itself(model: str) -> None:
+    """Lets options be checked where --arch is the name of a model with a dataclass, for which fairseq does nothing."""
+    ARCH_CONFIG_REGISTRY[model] = _checked(ARCH_CONFIG_REGISTRY[model])
+
+
+def _checked(architecture: Callable[[Any], None]) -> Callable[[Any], None]:
+    def configure(args: Any) -> None:
+        architecture(args)
+        if hasattr(args, "arch") and getattr(args, "_name", None) is None:  # a command's, and no checkpoint's
+            check_ranges(args)
+            _check_task(args)
+            _check_training(args)
+            _check_unused(args, ARCH_MODEL_REGISTRY[args.arch])
+
+    configure.__doc__ = architecture.__doc__
+    return configure
+
+
+def _check_task(args: Any) -> None:
+    """Checks that the task is one for the model: the default of fairseq-train is to translate."""
+    task, ours = args.task, "fast_weight_language_modeling"
+    reads_texts = "tokens_per_sample" in getattr(TASK_DATACLASS_REGISTRY.get(task), "__dataclass_fields__", ())
+    if args.arch.startswith("fast_weight_lm") and not reads_texts:
+        raise ValueError(f"task is {task}; with arch {args.arch} it must be {ours}, or language_modeling")
+    if args.arch.startswith("fast_weight_transformer") and task in (ours, "language_modeling"):
+        raise ValueError(f"task is {task}; with arch {args.arch} it must be translation, or another that has a source")
+
+
+def _check_training(args: Any) -> None:
+    """Checks options of fairseq-train that fairseq takes as they are."""
+    betas = getattr(args, "adam_betas", None)
+    if isinstance(betas, str) and not _are_betas(betas):
+        raise ValueError(
+            f"adam_betas is {betas!r}; it must be two numbers, at least 0 and less than 1, as '(0.9, 0.98)'"
+        )
+    updates = getattr(args, "total_num_update", None)  # not set, it is a reference to max_update
+    if isinstance(updates, str) and re.fullmatch(r"[-+]?0*(\.0*)?|-.*", updates):
+        raise ValueError(f"total_num_update is {updates}; it must be positive")
+    most, length = args.max_tokens, getattr(args, "tokens_per_sample", 0)
+    if most is not None and most < length and args.sample_break_mode == "none":
+        raise ValueError(f"max_tokens is {most}; it must be at least tokens_per_sample, {length}")
+    restored = Path(getattr(args, "restore_file", None) or "")
+    # Without it fairseq begins anew; a run's own may be missing, as at its beginning.
+    if len(restored.parts) > 1 and restored.parent != Path(args.save_dir) and not restored.exists():
+        raise ValueError(f"restore_file is {str(restored)!r}, and there is no such file")
+
+
+def _check_unused(args: Any, model: Any) -> None:
+    """Checks that no option was given that changes nothing in such a model."""
+    options, names = model.complete(args)
+    for option, default, needed in (("favor_features", None, "favor"), ("dpfp_nu", 1, "dpfp")):
+        value, given = getattr(options, option), str(options.feature_map)
+        if value != default and given != needed:
+            raise ValueError(f"{option} is {value}; it needs feature_map {needed}, and feature_map is {given}")
+    for mixer, kind in MIXERS.items():
+        for option, row in kind.options.items():
+            value = getattr(options, option_name(mixer, option))
+            if mixer not in names and value != row.default:
+                raise ValueError(
+                    f"{option_name(mixer, option)} is {value}; it needs a layer of {mixer}, and mixers has none"
+                )
+
+
+def read_cutoffs(name: str, text: str | None, types: int) -> list[int]:
+    """Reads comma-separated cut-offs between bands of word types."""
+    words = [] if text is None else [word.strip() for word in str(text).strip("[]").split(",")]
+    if not words or not all(word.isdecimal() for word in words):
+        raise ValueError(f"{name} is {text!r}; it must be comma-separated numbers of word types")
+    cutoffs = [int(word) for word in words]
+    if cutoffs != sorted(set(cutoffs)) or cutoffs[0] < 1 or cutoffs[-1] > types:
+        raise ValueError(
+            f"{name} is {text!r}; its numbers must rise, from 1 at least to the dictionary's {types} types at most"
+        )
+    return cutoffs
+
+
+def _are_betas(text: str) -> bool:
+    try:
+        betas = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return False
+    return _is_list(betas) and len(betas) == 2 and all(isinstance(x, (int, float)) and 0 <= x < 1 for x in betas)
+
+
+def _is_list(value: Any) -> bool:
+    return not isinstance(value, (str, type(None))) and hasattr(value, "__iter__")
