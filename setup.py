@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Command, Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
@@ -64,6 +65,13 @@ class BuildWithNative(build):
     sub_commands = [*build.sub_commands, ("build_native", None)]
 
 
+class WheelForEveryPython(bdist_wheel):
+    """The kernels know torch, which the package asks for its version itself, and not Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 class BinaryDistribution(Distribution):
     """Its wheels are of one platform, whether or not the kernels could be built."""
 
@@ -93,7 +101,7 @@ setup(
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
         "huggingface": ["accelerate", "safetensors", "transformers>=5"],
     },
-    cmdclass={"build": BuildWithNative, "build_native": BuildNative},
+    cmdclass={"bdist_wheel": WheelForEveryPython, "build": BuildWithNative, "build_native": BuildNative},
     distclass=BinaryDistribution,
     zip_safe=False,
 )
