@@ -326,7 +326,7 @@ constexpr int64_t SMALLEST_SHARE = 65536;
 Tensor step(const Rule& rule, const Tensor& state) {
     const Tensor& v = rule.v;
     if (v.size(1) != 1) fail("v has shape ", v.sizes(), "; a step takes one token");
-    Tensor out = new_like(v);
+    Tensor out = unfilled_like(v);
     Step p;
     const optional<Tensor> starts = rule.fill(p);
     check_own_state(state, v, {p.batch, p.heads, p.keys, p.values});
@@ -441,7 +441,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_sca
 Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
                            const optional<Tensor>& D, const Tensor& state) {
     if (u.size(1) != 1) fail("u has shape ", u.sizes(), "; a step takes one token");
-    Tensor out = new_like(u);
+    Tensor out = unfilled_like(u);
     ScanCall call(u, delta, A, B, C, D, {}, 0);
     Scan& p = call.p;
     check_own_state(state, u, {p.batch, p.channels, p.states});

@@ -42,6 +42,17 @@ inline Tensor new_empty(const Tensor& x, Sizes sizes, ScalarType type) {
     return Tensor(made);
 }
 
+// Without a dispatcher's call, which counts in a step; torch's deterministic mode does not fill it with NaN.
+inline Tensor unfilled_like(const Tensor& x) {
+    if (!x.is_contiguous()) return torch::stable::empty_like(x);
+    const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(x.scalar_type()));
+    const Sizes sizes = x.sizes();
+    AtenTensorHandle made = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), x.strides().data(), code,
+                                                           aoti_torch_device_type_cpu(), 0, &made));
+    return Tensor(made);
+}
+
 inline Tensor new_like(const Tensor& x) {
     return x.is_contiguous() ? new_empty(x, x.sizes(), x.scalar_type()) : torch::stable::empty_like(x);
 }
@@ -71,6 +82,7 @@ inline Tensor copy_(Tensor& x, const Tensor& from) { return x.copy_(from); }
 inline Tensor new_empty(const Tensor& x, Sizes sizes, ScalarType type) {
     return at::empty(sizes, x.options().dtype(type));
 }
+inline Tensor unfilled_like(const Tensor& x) { return at::empty_like(x); }
 inline Tensor new_like(const Tensor& x) { return at::empty_like(x); }
 
 }  // namespace fast_weights
