@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parent
 class BuildNative(Command):
     """Compiles cpu/ and cuda/ (tools/native_build.py), in a process that sees the torch that will be used.
 
-    pip builds where the installed packages are hidden from view, and the kernels must be compiled against the very
-    torch into which they will be loaded. Were torch listed in pyproject.toml's build-system.requires, pip would fetch
-    another copy of it, 2 GB with CUDA, perhaps of another version, to compile kernels that then have to be refused.
-    So torch is no requirement of the build: where it is hidden, a Python that ignores PYTHONPATH, by which pip hides
-    it, looks again. Where there is none in either way (tools that build in an environment of their own), the package
-    works without the kernels and says how to build them.
+    pip builds where the installed packages are hidden from view, and the kernels must be compiled against the torch
+    into which they will be loaded: CUDA's against that very one, the CPU's against that or an earlier one. Were torch
+    listed in pyproject.toml's build-system.requires, pip would fetch another copy of it, 2 GB with CUDA, perhaps of
+    another version, to compile kernels that then have to be refused. So torch is no requirement of the build: where it
+    is hidden, a Python that ignores PYTHONPATH, by which pip hides it, looks again. Where there is none in either way
+    (tools that build in an environment of their own), the package works without the kernels and says how to build them.
     """
 
     description = "compile the kernels that can be compiled here"

@@ -32,7 +32,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from native_toolchain import HostCompiler, Nvcc, Torch, Unavailable, generate_code_flags, is_x86
+from native_toolchain import (
+    STABLE_ABI,
+    STABLE_ABI_FLAG,
+    HostCompiler,
+    Nvcc,
+    Torch,
+    Unavailable,
+    generate_code_flags,
+    is_x86,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = {"auto": (), "cpu": ("cpu",), "cuda": ("cpu", "cuda"), "none": ()}
@@ -93,9 +102,9 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
     if len(variants) > 1:
         flags.append("-DFAST_WEIGHTS_HAVE_X86_VARIANTS=1")
     # By source the titles of its objects, with the flags of each and what else they depend on.
-    # torch's own header starts its threads where there is no stable ABI.
-    oldest = torch.stable_abi
-    of_torch = (*torch.include_flags, *torch.compile_flags, *([torch.stable_abi_flag] if oldest else ["-fopenmp"]))
+    # Without a stable ABI, torch's own headers start its threads.
+    stable = torch.has_stable_abi
+    of_torch = (*torch.include_flags, *torch.compile_flags, STABLE_ABI_FLAG if stable else "-fopenmp")
     special = {
         "kernels": [(f"kernels, {name}", (*more, f"-DFAST_WEIGHTS_ISA={name}"), "") for name, more in variants.items()],
         "binding": [("binding", of_torch, f"\n{torch.version}")],
@@ -108,9 +117,9 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
     system = {"linux": ("-Wl,-z,defs", "-s"), "darwin": ("-undefined", "dynamic_lookup")}.get(sys.platform, ())
     link = [*compiler.command, "-shared", *(SANITIZERS if sanitize else system)]
     libraries = [f"-L{torch.library_folder}", "-ltorch_cpu"]
-    libraries += [] if oldest else ["-lc10", str(torch.openmp_library or "-fopenmp")]
+    libraries += [] if stable else ["-lc10", str(torch.openmp_library or "-fopenmp")]
     facts = {"compiler": f"{compiler.name}: {compiler.version}", "flags": " ".join(flags), "variants": list(variants)}
-    return Plan(compilations, link, libraries, facts | ({"oldest torch": oldest} if oldest else {}))
+    return Plan(compilations, link, libraries, facts | ({"oldest torch": STABLE_ABI} if stable else {}))
 
 
 def plan_cuda(torch: Torch, listed: str) -> Plan:

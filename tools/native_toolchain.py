@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OLDEST_TORCH = (2, 6)
-STABLE_ABI = (2, 10)
-"""The first torch whose stable ABI has what cpu/binding.cpp calls."""
+STABLE_ABI = "2.10"
+STABLE_ABI_FLAG = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+"""The first torch whose stable ABI has what cpu/binding.cpp calls, and what asks newer headers for no more."""
 OLDEST_GCC = 9
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 
@@ -49,14 +50,8 @@ class Torch:
         return found
 
     @property
-    def stable_abi(self) -> str | None:
-        """The oldest torch in which a library on its stable ABI runs; None where that lacks what is called."""
-        return "{}.{}".format(*STABLE_ABI) if numbers(self.version) >= STABLE_ABI else None
-
-    @property
-    def stable_abi_flag(self) -> str:
-        """Asks its headers for no more than that torch has."""
-        return "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*STABLE_ABI)
+    def has_stable_abi(self) -> bool:
+        return numbers(self.version) >= numbers(STABLE_ABI)
 
     @property
     def include_flags(self) -> list[str]:
