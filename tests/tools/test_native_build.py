@@ -178,7 +178,9 @@ def test_a_torch_that_is_missing_or_too_old_is_named(tmp_path: Path, monkeypatch
         ((RECORD, "tools"), {}, ["pip install"]),  # an installed package
         ((), {"torch": f"{THIS_TORCH}other"}, [f"torch {THIS_TORCH}other ", f"{THIS_TORCH};", "native_build.py"]),
         ((), {"oldest torch": "2.1000"}, ["for torch 2.1000 and later", f"{THIS_TORCH};", "native_build.py"]),
-        ((), {"oldest torch": "2.9", "torch": "2.9.1"}, ["OSError"]),  # it would be loaded
+        # These would be loaded.
+        ((), {"oldest torch": "2.9", "torch": "2.9.1"}, ["OSError"]),
+        ((), {"oldest torch": ".".join(THIS_TORCH.split(".")[:2]), "torch": "another"}, ["OSError"]),
         ((), {"sources": "others"}, ["outdated", "native_build.py"]),
         (("tools", "cpu"), {"sources": "others"}, ["could not be loaded"]),  # they do not matter where there are none
         ((LIBRARY,), {}, ["_native_cpu.so is gone"]),
@@ -285,7 +287,7 @@ def test_a_list_of_architectures_counts_where_cuda_kernels_are_asked_for(
 @pytest.fixture
 def project(root: Path) -> Path:
     """With what an installation needs besides; the package holds a library that is of another environment."""
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "constraints.txt"):
         shutil.copy(ROOT / name, root / name)
     for name in ("__init__.py", "ops/__init__.py", "_native_cuda.so"):
         (root / "fairseq_fastweights" / name).touch()
@@ -320,12 +322,14 @@ def test_installing_builds_against_the_torch_that_is_there(project: Path, tmp_pa
 
 
 def test_a_source_distribution_can_be_built_from(project: Path, tmp_path: Path) -> None:
+    """fairseq too: what tools/build_fairseq.py imports and the constraints that it takes are among the sources."""
+    shutil.copytree(ROOT / "tools", project / "tools", dirs_exist_ok=True)
     setup(project, "sdist", "-d", str(tmp_path))
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"cpu/{name}" for name in SOURCES} <= names
-    assert {"tools/native_build.py", "tools/native_toolchain.py", "fairseq_fastweights/ops/libraries.py"} <= names
-    assert not [name for name in names if "_native_" in name]
+    assert {f"cpu/{name}" for name in SOURCES} | {"constraints.txt", "fairseq_fastweights/ops/libraries.py"} <= names
+    assert {f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")} <= names
+    assert not [name for name in names if "_native_" in name or name.endswith(".pyc")]
 
 
 @needs_compiler
