@@ -74,9 +74,8 @@ struct Rule {
     template <class Call> optional<Tensor> fill(Call& p) const {
         if (corrects && log_value_decay) fail("a rule that corrects was given log_value_decay; there is no kernel");
         if (!corrects && (erase || beta)) fail("a rule that does not correct was given erase or beta");
-        const Sizes sizes = v.sizes();
-        const int64_t batch = sizes[0], time = sizes[1];
-        p.batch = batch, p.heads = sizes[2], p.keys = k.size(3), p.values = sizes[3];
+        const int64_t batch = v.size(0), time = v.size(1);
+        p.batch = batch, p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
         const auto of_keys = [&](const char* name, const Tensor& x) {
             const int64_t own = x.size(2);
             check_sizes(name, x, {batch, time, own, p.keys});
@@ -111,9 +110,8 @@ struct Rule {
 const Kernels& chosen_kernels() {
     const char* available = nullptr;
     const Kernels* found = kernels(&available);
-    if (!found)
-        fail("FASTWEIGHTS_CPU_ISA is ", std::getenv("FASTWEIGHTS_CPU_ISA"), "; here it may be one of ", available);
-    return *found;
+    if (found) return *found;
+    fail("FASTWEIGHTS_CPU_ISA is ", std::getenv("FASTWEIGHTS_CPU_ISA"), "; here it may be one of ", available);
 }
 
 // Heads that one task takes through time together: as many as have their states in a core's second-level cache, but so
