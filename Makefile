@@ -13,7 +13,7 @@ DATA_WORD = '$(subst ','\'',$(value DATA))'
 # What clang-format looks after.
 KERNELS := $(wildcard $(foreach suffix,cpp h cu cuh,$(addsuffix /*.$(suffix),cpu cpu/* cuda cuda/* tests/cuda/emulation)))
 
-.PHONY: help setup test test-fast test-emulated test-sanitized lint coverage mutation gpu-check demo demo-translation demo-synthetic clean
+.PHONY: help setup test test-fast test-emulated test-sanitized lint coverage mutation gpu-check wheel demo demo-translation demo-synthetic clean
 
 help:
 	@echo 'make setup             make the environment .venv, with torch, fairseq and this project in it'
@@ -28,6 +28,7 @@ help:
 	@echo 'make coverage          run all tests, say which lines of the package they left out'
 	@echo 'make mutation          put faults into the package and the kernels, count those that the tests notice (hours)'
 	@echo 'make gpu-check         build, test, sanitize and measure on a GPU, with the torch of PYTHON'
+	@echo 'make wheel             build dist/: a wheel with compiled CPU kernels for every torch from 2.10 on, and the sources'
 	@echo 'make clean             remove .venv and what tools left behind'
 	@echo
 	@echo 'PYTHON=$(PYTHON) and TORCH=$(TORCH) choose what the environment is made from.'
@@ -65,6 +66,13 @@ mutation: setup
 # On a machine without a network: no set-up, whatever torch there is.
 gpu-check:
 	@$(PYTHON) tools/gpu_check.py
+
+# Its kernels use torch's stable ABI and no Python: one file for all. auditwheel says which systems it is for.
+wheel: setup
+	rm -rf dist build/dist build/lib build/lib.* build/bdist.*
+	FASTWEIGHTS_BUILD=cpu .venv/bin/python -m build --no-isolation --sdist --wheel --outdir build/dist
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/dist/*.whl
+	cp build/dist/*.tar.gz dist
 
 demo: setup
 	.venv/bin/python examples/demo/run.py $(if $(value DATA),--data $(DATA_WORD))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Command, Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
@@ -16,12 +17,12 @@ ROOT = Path(__file__).resolve().parent
 class BuildNative(Command):
     """Compiles cpu/ and cuda/ (tools/native_build.py), in a process that sees the torch that will be used.
 
-    pip builds where the installed packages are hidden from view, and the kernels must be compiled against the very
-    torch into which they will be loaded. Were torch listed in pyproject.toml's build-system.requires, pip would fetch
-    another copy of it, 2 GB with CUDA, perhaps of another version, to compile kernels that then have to be refused.
-    So torch is no requirement of the build: where it is hidden, a Python that ignores PYTHONPATH, by which pip hides
-    it, looks again. Where there is none in either way (tools that build in an environment of their own), the package
-    works without the kernels and says how to build them.
+    pip builds where the installed packages are hidden from view, and the kernels must be compiled against the torch
+    into which they will be loaded: CUDA's against that very one, the CPU's against that or an earlier one. Were torch
+    listed in pyproject.toml's build-system.requires, pip would fetch another copy of it, 2 GB with CUDA, perhaps of
+    another version, to compile kernels that then have to be refused. So torch is no requirement of the build: where it
+    is hidden, a Python that ignores PYTHONPATH, by which pip hides it, looks again. Where there is none in either way
+    (tools that build in an environment of their own), the package works without the kernels and says how to build them.
     """
 
     description = "compile the kernels that can be compiled here"
@@ -64,6 +65,13 @@ class BuildWithNative(build):
     sub_commands = [*build.sub_commands, ("build_native", None)]
 
 
+class WheelForEveryPython(bdist_wheel):
+    """The kernels know torch, which the package asks for its version itself, and not Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 class BinaryDistribution(Distribution):
     """Its wheels are of one platform, whether or not the kernels could be built."""
 
@@ -93,7 +101,7 @@ setup(
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
         "huggingface": ["accelerate", "safetensors", "transformers>=5"],
     },
-    cmdclass={"build": BuildWithNative, "build_native": BuildNative},
+    cmdclass={"bdist_wheel": WheelForEveryPython, "build": BuildWithNative, "build_native": BuildNative},
     distclass=BinaryDistribution,
     zip_safe=False,
 )

@@ -1,9 +1,5 @@
 // The CPU kernels as torch operators. Their schemas, shape functions and derivatives are in
 // fairseq_fastweights/ops/native.py; that module also makes last dimensions contiguous.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <string>
@@ -11,47 +7,59 @@
 #include <vector>
 
 #include "kernels.h"
+#include "tensors.h"
 
+namespace fast_weights {
 namespace {
 
-using at::Tensor;
-using c10::optional;
-using fast_weights::Problem;
-using fast_weights::Scan;
-using fast_weights::Sequence;
-using fast_weights::Step;
-using fast_weights::Type;
+using std::optional;
 
 Type type_of(const Tensor& x) {
     switch (x.scalar_type()) {
-        case at::kFloat: return Type::float32;
-        case at::kDouble: return Type::float64;
-        case at::kHalf: return Type::float16;
-        case at::kBFloat16: return Type::bfloat16;
-        default: TORCH_CHECK(false, "tensors must be of a floating-point type, not ", x.scalar_type());
+        case ScalarType::Float: return Type::float32;
+        case ScalarType::Double: return Type::float64;
+        case ScalarType::Half: return Type::float16;
+        case ScalarType::BFloat16: return Type::bfloat16;
+        default: fail("tensors must be of a floating-point type, not ", x.scalar_type());
     }
 }
 
-at::ScalarType state_type(const Tensor& v) { return v.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+ScalarType state_type(const Tensor& v) {
+    return v.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
 
-// A tensor (batch, time, heads) or (batch, time, heads, dim) as kernels read it.
-Sequence sequence(const char* name, const Tensor& x) {
-    TORCH_CHECK(x.dim() == 3 || x.size(3) <= 1 || x.stride(3) == 1 || x.numel() == 0, name, " has strides ",
-                x.strides(), "; its last dimension must be contiguous");
-    return {x.data_ptr(), type_of(x), x.stride(0), x.stride(1), x.stride(2)};
+bool last_is_contiguous(const Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1; }
+
+// A tensor of `dims` dimensions, (batch, time, heads[, dim]) or (batch, time, channels), as kernels read it: where it has as
+// many, its last dimension is contiguous.
+Sequence sequence(const char* name, const Tensor& x, int64_t dims = 4) {
+    const Sizes strides = x.strides();
+    if (int64_t(strides.size()) == dims && strides[dims - 1] != 1 && x.size(-1) > 1 && x.numel()) {
+        fail(name, " has strides ", strides, "; its last dimension must be contiguous");
+    }
+    return {x.data_ptr(), type_of(x), strides[0], strides[1], dims == 4 ? strides[2] : 0};
 }
 
 // The kernels trust the sizes of a call: a tensor that has others would be read beyond its end.
-void check_sizes(const char* name, const Tensor& x, at::IntArrayRef sizes) {
-    TORCH_CHECK(x.sizes() == sizes, name, " has shape ", x.sizes(), "; it must be ", sizes);
+void check_sizes(const char* name, const Tensor& x, Sizes sizes) {
+    if (!x.sizes().equals(sizes)) fail(name, " has shape ", x.sizes(), "; it must be ", sizes);
 }
 
 // A state: what the kernels read in the type of states, whatever it has.
-void check_state(const char* name, const Tensor& x, const Tensor& input, at::IntArrayRef sizes) {
+void check_state(const char* name, const Tensor& x, const Tensor& input, Sizes sizes) {
     check_sizes(name, x, sizes);
-    TORCH_CHECK(x.scalar_type() == state_type(input), name, " is of type ", x.scalar_type(), "; it must be ",
-                state_type(input), " for inputs of ", input.scalar_type());
+    if (x.scalar_type() == state_type(input)) return;
+    fail(name, " is of type ", x.scalar_type(), "; it must be ", state_type(input), " for inputs of ",
+         input.scalar_type());
 }
+
+// A tensor, contiguous; nothing of nothing. The result must outlive the pointer to its data.
+optional<Tensor> contiguous_of(const optional<Tensor>& x) {
+    if (!x || x->is_contiguous()) return x;
+    return contiguous(*x);
+}
+
+void* data_of(const optional<Tensor>& x) { return x ? x->data_ptr() : nullptr; }
 
 // The parts of the recurrence, as the operators take them.
 struct Rule {
@@ -63,22 +71,22 @@ struct Rule {
     const optional<Tensor>&log_key_decay, &log_value_decay, &starts;
 
     // Fills in what a sequence and a step have in common; what it makes contiguous must outlive the call.
-    template <class Call> Tensor fill(Call& p) const {
-        TORCH_CHECK(!corrects || !log_value_decay,
-                    "a rule that corrects was given log_value_decay; there is no kernel");
-        TORCH_CHECK(corrects || (!erase && !beta), "a rule that does not correct was given erase or beta");
+    template <class Call> optional<Tensor> fill(Call& p) const {
+        if (corrects && log_value_decay) fail("a rule that corrects was given log_value_decay; there is no kernel");
+        if (!corrects && (erase || beta)) fail("a rule that does not correct was given erase or beta");
         const int64_t batch = v.size(0), time = v.size(1);
         p.batch = batch, p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
         const auto of_keys = [&](const char* name, const Tensor& x) {
             const int64_t own = x.size(2);
             check_sizes(name, x, {batch, time, own, p.keys});
-            TORCH_CHECK(own > 0 && p.heads % own == 0, "v has ", p.heads, " heads and ", name, " ", own,
-                        "; those of v must be a multiple");
+            if (own == 0 || p.heads % own) {
+                fail("v has ", p.heads, " heads and ", name, " ", own, "; those of v must be a multiple");
+            }
             Sequence keys = sequence(name, x);
             keys.sharing = p.heads / own;
             return keys;
         };
-        const auto given = [&](const char* name, const optional<Tensor>& x, at::IntArrayRef sizes) {
+        const auto given = [&](const char* name, const optional<Tensor>& x, Sizes sizes) {
             if (!x) return Sequence{};
             check_sizes(name, *x, sizes);
             return sequence(name, *x);
@@ -90,19 +98,20 @@ struct Rule {
         p.log_gate = given("log_gate", log_gate, {batch, time, p.heads});
         p.log_key_decay = given("log_key_decay", log_key_decay, {batch, time, p.heads, p.keys});
         p.log_value_decay = given("log_value_decay", log_value_decay, {batch, time, p.heads, p.values});
-        if (starts) check_sizes("starts", *starts, {batch, time});
-        Tensor flags = starts ? starts->contiguous() : Tensor();
-        if (starts) p.starts = flags.const_data_ptr<bool>();
+        if (!starts) return {};
+        check_sizes("starts", *starts, {batch, time});
+        if (starts->scalar_type() != ScalarType::Bool) fail("starts is of type ", starts->scalar_type());
+        optional<Tensor> flags = contiguous_of(starts);
+        p.starts = static_cast<const bool*>(flags->data_ptr());
         return flags;
     }
 };
 
-const fast_weights::Kernels& kernels() {
+const Kernels& chosen_kernels() {
     const char* available = nullptr;
-    const fast_weights::Kernels* found = fast_weights::kernels(&available);
-    TORCH_CHECK(found, "FASTWEIGHTS_CPU_ISA is ", std::getenv("FASTWEIGHTS_CPU_ISA"), "; here it may be one of ",
-                available);
-    return *found;
+    const Kernels* found = kernels(&available);
+    if (found) return *found;
+    fail("FASTWEIGHTS_CPU_ISA is ", std::getenv("FASTWEIGHTS_CPU_ISA"), "; here it may be one of ", available);
 }
 
 // Heads that one task takes through time together: as many as have their states in a core's second-level cache, but so
@@ -110,17 +119,44 @@ const fast_weights::Kernels& kernels() {
 int64_t heads_together(const Problem& p, int64_t bytes_of_number) {
     const int64_t state = p.keys * p.values * bytes_of_number;
     int64_t group = std::clamp<int64_t>((256 << 10) / std::max<int64_t>(state, 1), 1, p.heads);
-    const int64_t tasks = 3 * at::get_num_threads();
+    const int64_t tasks = 3 * int64_t{get_num_threads()};
     while (group > 1 && p.batch * ((p.heads + group - 1) / group) < tasks) group = (group + 1) / 2;
     return group;
 }
 
 int64_t kept_states(const Problem& p) { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
 
-// A state, contiguous; an undefined tensor for none. The result must outlive the pointer to its data.
-Tensor contiguous_state(const optional<Tensor>& state) { return state ? state->contiguous() : Tensor(); }
+// The sums over `count` parts, each (rows, sharing, dim), and over what shares a row, in this order: (rows, dim).
+template <class T> void add_up(const T* parts, T* sums, int64_t count, int64_t rows, int64_t sharing, int64_t dim) {
+    parallel_for(0, rows, std::max<int64_t>(1, (1 << 15) / (count * sharing * dim + 1)),
+                 [&](int64_t begin, int64_t end) {
+                     for (int64_t row = begin; row < end; ++row) {
+                         T* sum = sums + row * dim;
+                         std::fill_n(sum, dim, T(0));
+                         for (int64_t share = row * sharing; share < (row + 1) * sharing; ++share) {
+                             for (int64_t i = 0; i < count; ++i) {
+                                 const T* part = parts + (i * rows * sharing + share) * dim;
+                                 for (int64_t j = 0; j < dim; ++j) sum[j] += part[j];
+                             }
+                         }
+                     }
+                 });
+}
 
-const void* data_of(const Tensor& x) { return x.defined() ? x.data_ptr() : nullptr; }
+// The gradient of `x`, whose dimension `rows_dim` and those before are rows, that contiguous `parts` of the type of states add up to.
+Tensor sum_of(const Tensor& parts, const Tensor& x, int64_t sharing, int64_t dim) {
+    const int64_t rows = dim ? x.numel() / dim : 0;
+    const Tensor sum = new_empty(x, x.sizes(), parts.scalar_type());
+    const auto add = [&](auto zero) {
+        using T = decltype(zero);
+        add_up(static_cast<const T*>(parts.data_ptr()), static_cast<T*>(sum.data_ptr()), parts.size(0), rows, sharing,
+               dim);
+    };
+    parts.scalar_type() == ScalarType::Double ? add(double{}) : add(float{});
+    Tensor made = new_like(x);
+    copy_(made, sum);
+    return made;
+}
 
 // Blocks of value columns that a call is divided into where its heads are fewer than the threads. What is multiplied
 // with keys alone is done once in each. Calls that take no longer than threads to meet stay whole.
@@ -128,7 +164,7 @@ struct Blocks {
     int64_t count = 1, width;
 
     explicit Blocks(const Problem& p) : width(p.columns) {
-        const int64_t heads = p.batch * p.heads, threads = at::get_num_threads();
+        const int64_t heads = p.batch * p.heads, threads = int64_t{get_num_threads()};
         if (heads == 0 || heads >= threads || p.time * p.keys * p.columns < 1 << 18) return;
         const int64_t wanted = std::min((threads + heads - 1) / heads, (p.columns + 15) / 16);
         width = ((p.columns + wanted - 1) / wanted + 15) / 16 * 16;
@@ -138,25 +174,25 @@ struct Blocks {
     // Room for the gradient of `x`, in which all blocks, and `sharing` heads each, have a share: as it is, or a part for
     // each of them.
     Tensor room(const Tensor& x, int64_t sharing = 1) const {
-        if (count * sharing == 1) return at::empty_like(x);
-        std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+        if (count * sharing == 1) return new_like(x);
+        const Sizes own = x.sizes();
+        std::vector<int64_t> sizes(own.begin(), own.end());
         sizes[2] *= sharing;
         sizes.insert(sizes.begin(), count);
-        return at::empty(sizes, x.options().dtype(state_type(x)));
+        return new_empty(x, sizes, state_type(x));
     }
 
     // The part of the first block.
     static Sequence first(const char* name, const Tensor& room, const Tensor& x) {
-        return sequence(name, room.dim() == x.dim() ? room : room.select(0, 0));
+        if (room.dim() == x.dim()) return sequence(name, room);
+        const Sizes strides = room.strides();
+        return {room.data_ptr(), type_of(room), strides[1], strides[2], strides[3]};
     }
 
-    // The gradient of `x` that the parts add up to, in the order of the blocks and of the heads.
+    // The gradient of `x` that the parts add up to, in the order of the heads and of the blocks.
     static Tensor total(const Tensor& room, const Tensor& x) {
         if (room.dim() == x.dim()) return room;
-        Tensor sum = room.select(0, 0);
-        for (int64_t i = 1; i < room.size(0); ++i) sum.add_(room.select(0, i));
-        if (sum.size(2) != x.size(2)) sum = sum.unflatten(2, {x.size(2), -1}).sum(3);
-        return at::empty_like(x).copy_(sum);
+        return sum_of(room, x, x.size(2) ? room.size(3) / x.size(2) : 1, x.dim() == 4 ? x.size(3) : 1);
     }
 
     Problem block(const Problem& p, int64_t number) const {
@@ -192,7 +228,7 @@ using Kernel = void (*)(const Problem&, int64_t, int64_t);
 
 void run(Kernel kernel, const Problem& p, const Blocks& blocks) {
     const int64_t tasks = p.tasks();
-    at::parallel_for(0, blocks.count * tasks, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, blocks.count * tasks, 1, [&](int64_t begin, int64_t end) {
         while (begin < end) {
             const int64_t number = begin / tasks, before = number * tasks, last = std::min(end, before + tasks);
             kernel(blocks.block(p, number), begin - before, last - before);
@@ -204,17 +240,16 @@ void run(Kernel kernel, const Problem& p, const Blocks& blocks) {
 // A call on a sequence, and what it has made contiguous.
 struct Call {
     Problem p;
-    Tensor starts, initial;
+    optional<Tensor> starts, initial;
 
     Call(const Rule& rule, const optional<Tensor>& initial_state, int64_t interval)
-        : starts(rule.fill(p)), initial(contiguous_state(initial_state)) {
-        TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval,
-                    "; it must be a multiple of 16, or 0");
+        : starts(rule.fill(p)), initial(contiguous_of(initial_state)) {
+        if (interval < 0 || interval % 16) fail("interval is ", interval, "; it must be a multiple of 16, or 0");
         p.time = rule.v.size(1), p.columns = p.values, p.interval = interval;
         if (initial_state) {
             check_state("initial_state", *initial_state, rule.v, {p.batch, p.heads, p.keys, p.values});
         }
-        p.group = heads_together(p, rule.v.scalar_type() == at::kDouble ? 8 : 4);
+        p.group = heads_together(p, rule.v.scalar_type() == ScalarType::Double ? 8 : 4);
         p.initial_state = data_of(initial);
     }
 };
@@ -222,12 +257,12 @@ struct Call {
 std::tuple<Tensor, Tensor, Tensor> forward(const Rule& rule, const optional<Tensor>& initial_state, int64_t interval) {
     Call call(rule, initial_state, interval);
     Problem& p = call.p;
-    const auto options = rule.v.options().dtype(state_type(rule.v));
-    Tensor out = at::empty_like(rule.v);
-    Tensor final_state = at::empty({p.batch, p.heads, p.keys, p.values}, options);
-    Tensor states = at::empty({p.batch, p.heads, kept_states(p), p.keys, p.values}, options);
+    const ScalarType type = state_type(rule.v);
+    Tensor out = new_like(rule.v);
+    Tensor final_state = new_empty(rule.v, {p.batch, p.heads, p.keys, p.values}, type);
+    Tensor states = new_empty(rule.v, {p.batch, p.heads, kept_states(p), p.keys, p.values}, type);
     p.out = sequence("out", out), p.final_state = final_state.data_ptr(), p.states = states.data_ptr();
-    run(kernels().rule_forward, p, Blocks(p));
+    run(chosen_kernels().rule_forward, p, Blocks(p));
     return {out, final_state, states};
 }
 
@@ -238,17 +273,17 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
     Call call(rule, initial_state, interval);
     Problem& p = call.p;
     const Tensor& v = rule.v;
-    TORCH_CHECK(p.interval > 0, "the forward pass kept no states (interval 0)");
+    if (p.interval == 0) fail("the forward pass kept no states (interval 0)");
     check_state("states", states, v, {p.batch, p.heads, kept_states(p), p.keys, p.values});
     const Blocks blocks(p);
-    const Tensor dy = d_out.size(3) <= 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous();
     check_sizes("d_out", d_out, v.sizes());
+    const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
     if (d_final_state) check_state("d_final_state", *d_final_state, v, {p.batch, p.heads, p.keys, p.values});
-    const Tensor d_final = contiguous_state(d_final_state), kept = states.contiguous();
+    const optional<Tensor> d_final = contiguous_of(d_final_state), kept = contiguous_of(states);
     // Of what is absent an empty tensor is the gradient. Columns of v and of the decays of values are no block's but one's.
     const auto room = [&](const optional<Tensor>& x, Sequence& where, const char* name, int64_t sharing = 1) {
-        if (!x) return at::empty({0}, v.options());
-        const Tensor made = sharing ? blocks.room(*x, sharing) : at::empty_like(*x);
+        if (!x) return new_empty(v, {0}, v.scalar_type());
+        const Tensor made = sharing ? blocks.room(*x, sharing) : new_like(*x);
         where = Blocks::first(name, made, *x);
         return made;
     };
@@ -259,12 +294,12 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
     const Tensor d_gate = room(rule.log_gate, p.d_log_gate, "d_log_gate");
     const Tensor df = room(rule.log_key_decay, p.d_log_key_decay, "d_log_key_decay");
     const Tensor dz = room(rule.log_value_decay, p.d_log_value_decay, "d_log_value_decay", 0);
-    const auto options = v.options().dtype(state_type(v));
+    const ScalarType type = state_type(v);
     const Tensor d_initial =
-        initial_state ? at::empty({p.batch, p.heads, p.keys, p.values}, options) : at::empty({0}, options);
-    p.d_out = sequence("d_out", dy), p.d_final_state = data_of(d_final), p.states = kept.data_ptr();
+        initial_state ? new_empty(v, {p.batch, p.heads, p.keys, p.values}, type) : new_empty(v, {0}, type);
+    p.d_out = sequence("d_out", dy), p.d_final_state = data_of(d_final), p.states = data_of(kept);
     p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
-    run(kernels().rule_backward, p, blocks);
+    run(chosen_kernels().rule_backward, p, blocks);
     return {total(dq, rule.q),
             total(dk, rule.k),
             dv,
@@ -277,32 +312,26 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
 }
 
 // The state of a step, which is changed where it lies.
-void check_own_state(const Tensor& state, const Tensor& input, at::IntArrayRef sizes) {
+void check_own_state(const Tensor& state, const Tensor& input, Sizes sizes) {
     check_state("state", state, input, sizes);
-    TORCH_CHECK(state.size(-1) <= 1 || state.stride(-1) == 1, "state has strides ", state.strides(),
-                "; its last dimension must be contiguous");
+    if (last_is_contiguous(state)) return;
+    fail("state has strides ", state.strides(), "; its last dimension must be contiguous");
 }
 
 // Fewer numbers of state are not worth another thread.
 constexpr int64_t SMALLEST_SHARE = 65536;
 
-// Tells autograd, as torch's own in-place operations do: a graph that saved the state then refuses what it became.
-void mark_changed(const Tensor& state) {
-    if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
-}
-
 Tensor step(const Rule& rule, const Tensor& state) {
     const Tensor& v = rule.v;
-    TORCH_CHECK(v.size(1) == 1, "v has shape ", v.sizes(), "; a step takes one token");
-    Tensor out = at::empty_like(v);
+    if (v.size(1) != 1) fail("v has shape ", v.sizes(), "; a step takes one token");
+    Tensor out = unfilled_like(v);
     Step p;
-    const Tensor starts = rule.fill(p);
+    const optional<Tensor> starts = rule.fill(p);
     check_own_state(state, v, {p.batch, p.heads, p.keys, p.values});
     p.out = sequence("out", out), p.state = state.data_ptr();
     p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
     const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.keys * p.values));
-    at::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernels().rule_step(p, begin, end); });
-    mark_changed(state);
+    parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { chosen_kernels().rule_step(p, begin, end); });
     return out;
 }
 
@@ -326,40 +355,39 @@ Gradients rule_backward(const Tensor& d_out, const optional<Tensor>& d_final_sta
 
 Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) { return step(FAST_WEIGHTS_RULE, state); }
 
-// A tensor (batch, time, channels or states).
-Sequence rows_of(const char* name, const Tensor& x) {
-    TORCH_CHECK(x.size(2) <= 1 || x.stride(2) == 1 || x.numel() == 0, name, " has strides ", x.strides(),
-                "; its last dimension must be contiguous");
-    return {x.data_ptr(), type_of(x), x.stride(0), x.stride(1)};
+// Contiguous, and of the type of states.
+Tensor as_state(const Tensor& x, const Tensor& input) {
+    const Tensor converted = x.scalar_type() == state_type(input) ? x : to(x, state_type(input));
+    return converted.is_contiguous() ? converted : contiguous(converted);
 }
 
 // A selective scan. What it makes contiguous, and of the dtype of states, must outlive it.
 struct ScanCall {
-    Tensor A, D, initial;
+    Tensor A;
+    optional<Tensor> D, initial;
     Scan p;
 
     ScanCall(const Tensor& u, const Tensor& delta, const Tensor& a, const Tensor& B, const Tensor& C,
              const optional<Tensor>& d, const optional<Tensor>& initial_state, int64_t interval)
-        : A(a.to(state_type(u)).contiguous()), D(d ? d->to(state_type(u)).contiguous() : Tensor()),
-          initial(contiguous_state(initial_state)) {
-        TORCH_CHECK(interval >= 0 && interval % 16 == 0, "interval is ", interval,
-                    "; it must be a multiple of 16, or 0");
+        : A(as_state(a, u)), D(d ? optional(as_state(*d, u)) : std::nullopt), initial(contiguous_of(initial_state)) {
+        if (interval < 0 || interval % 16) fail("interval is ", interval, "; it must be a multiple of 16, or 0");
         p.batch = u.size(0), p.time = u.size(1), p.channels = u.size(2), p.states = A.size(1);
         p.interval = interval;
         check_sizes("delta", delta, u.sizes());
         check_sizes("A", A, {p.channels, p.states});
         check_sizes("B", B, {p.batch, p.time, p.states});
         check_sizes("C", C, B.sizes());
-        if (d) check_sizes("D", D, {p.channels});
+        if (d) check_sizes("D", *d, {p.channels});
         if (initial_state) check_state("initial_state", *initial_state, u, {p.batch, p.channels, p.states});
-        p.u = rows_of("u", u), p.delta = rows_of("delta", delta), p.B = rows_of("B", B), p.C = rows_of("C", C);
+        p.u = sequence("u", u, 3), p.delta = sequence("delta", delta, 3);
+        p.B = sequence("B", B, 3), p.C = sequence("C", C, 3);
         p.A = data_of(A), p.D = data_of(D), p.initial_state = data_of(initial);
     }
 
     int64_t kept_states() const { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
 
     void run(void (*kernel)(const Scan&, int64_t, int64_t), int64_t grain = 1) const {
-        at::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+        parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     }
 };
 
@@ -368,21 +396,17 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan_forward(const Tensor& u, const
                                                           const optional<Tensor>& initial_state, int64_t interval) {
     ScanCall call(u, delta, A, B, C, D, initial_state, interval);
     Scan& p = call.p;
-    const auto options = u.options().dtype(state_type(u));
-    Tensor out = at::empty_like(u);
-    Tensor final_state = at::empty({p.batch, p.channels, p.states}, options);
-    Tensor kept = at::empty({p.batch, call.kept_states(), p.states, p.channels}, options);
-    p.out = rows_of("out", out), p.final_state = final_state.data_ptr(), p.kept = kept.data_ptr();
-    call.run(kernels().scan_forward);
+    const ScalarType type = state_type(u);
+    Tensor out = new_like(u);
+    Tensor final_state = new_empty(u, {p.batch, p.channels, p.states}, type);
+    Tensor kept = new_empty(u, {p.batch, call.kept_states(), p.states, p.channels}, type);
+    p.out = sequence("out", out, 3), p.final_state = final_state.data_ptr(), p.kept = kept.data_ptr();
+    call.run(chosen_kernels().scan_forward);
     return {out, final_state, kept};
 }
 
 // The sum over the first dimension, in its order, as the gradient of `x`.
-Tensor total(const Tensor& parts, const Tensor& x) {
-    Tensor sum = parts.size(0) ? parts.select(0, 0) : at::zeros(x.sizes(), parts.options());
-    for (int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts.select(0, i));
-    return at::empty_like(x).copy_(sum);
-}
+Tensor total(const Tensor& parts, const Tensor& x) { return sum_of(parts, x, 1, x.size(-1)); }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_scan_backward(
     const Tensor& d_out, const optional<Tensor>& d_final_state, const Tensor& u, const Tensor& delta, const Tensor& A,
@@ -390,53 +414,55 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_sca
     const Tensor& states, int64_t interval) {
     ScanCall call(u, delta, A, B, C, D, initial_state, interval);
     Scan& p = call.p;
-    TORCH_CHECK(interval > 0, "the forward pass kept no states (interval 0)");
+    if (interval == 0) fail("the forward pass kept no states (interval 0)");
     check_state("states", states, u, {p.batch, call.kept_states(), p.states, p.channels});
     check_sizes("d_out", d_out, u.sizes());
     if (d_final_state) check_state("d_final_state", *d_final_state, u, {p.batch, p.channels, p.states});
-    const auto options = u.options().dtype(state_type(u));
-    const Tensor dy = d_out.size(2) <= 1 || d_out.stride(2) == 1 ? d_out : d_out.contiguous();
-    const Tensor d_final = contiguous_state(d_final_state), kept = states.contiguous();
-    Tensor du = at::empty_like(u), d_delta = at::empty_like(delta);
-    Tensor dA = at::empty({p.batch, p.channels, p.states}, options), dD = at::empty({p.batch, p.channels}, options);
-    Tensor dB = at::empty({p.groups(), p.batch, p.time, p.states}, options), dC = at::empty_like(dB);
-    Tensor d_initial = initial_state ? at::empty({p.batch, p.channels, p.states}, options) : at::empty({0}, options);
-    p.d_out = rows_of("d_out", dy), p.d_final_state = data_of(d_final), p.kept = kept.data_ptr();
-    p.du = rows_of("du", du), p.d_delta = rows_of("d_delta", d_delta);
+    const ScalarType type = state_type(u);
+    const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
+    const optional<Tensor> d_final = contiguous_of(d_final_state), kept = contiguous_of(states);
+    Tensor du = new_like(u), d_delta = new_like(delta);
+    Tensor dA = new_empty(u, {p.batch, p.channels, p.states}, type), dD = new_empty(u, {p.batch, p.channels}, type);
+    Tensor dB = new_empty(u, {p.groups(), p.batch, p.time, p.states}, type), dC = new_like(dB);
+    Tensor d_initial = initial_state ? new_empty(u, {p.batch, p.channels, p.states}, type) : new_empty(u, {0}, type);
+    p.d_out = sequence("d_out", dy, 3), p.d_final_state = data_of(d_final), p.kept = data_of(kept);
+    p.du = sequence("du", du, 3), p.d_delta = sequence("d_delta", d_delta, 3);
     for (auto [to, parts] : {std::pair(&p.dB, &dB), std::pair(&p.dC, &dC)}) {
         *to = {parts->data_ptr(), type_of(*parts), parts->stride(1), parts->stride(2), parts->stride(0)};
     }
     p.dA = dA.data_ptr(), p.dD = dD.data_ptr(), p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
-    call.run(kernels().scan_backward);
-    const Tensor d_skip = D ? total(dD, *D) : at::empty({0}, u.options());
+    call.run(chosen_kernels().scan_backward);
+    const Tensor d_skip = D ? total(dD, *D) : new_empty(u, {0}, u.scalar_type());
     return {du, d_delta, total(dA, A), total(dB, B), total(dC, C), d_skip, d_initial};
 }
 
 Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
                            const optional<Tensor>& D, const Tensor& state) {
-    TORCH_CHECK(u.size(1) == 1, "u has shape ", u.sizes(), "; a step takes one token");
-    Tensor out = at::empty_like(u);
+    if (u.size(1) != 1) fail("u has shape ", u.sizes(), "; a step takes one token");
+    Tensor out = unfilled_like(u);
     ScanCall call(u, delta, A, B, C, D, {}, 0);
     Scan& p = call.p;
     check_own_state(state, u, {p.batch, p.channels, p.states});
-    p.out = rows_of("out", out);
+    p.out = sequence("out", out, 3);
     p.state = state.data_ptr(), p.state_batch = state.stride(0), p.state_channel = state.stride(1);
-    call.run(kernels().scan_step, std::max<int64_t>(1, SMALLEST_SHARE / (Scan::GROUP * p.states)));
-    mark_changed(state);
+    call.run(chosen_kernels().scan_step, std::max<int64_t>(1, SMALLEST_SHARE / (Scan::GROUP * p.states)));
     return out;
 }
 
+std::string cpu_instruction_set() { return chosen_kernels().instruction_set; }
+
+FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CPU, m) {
+    m.impl("rule_forward", FAST_WEIGHTS_OPERATOR(rule_forward));
+    m.impl("rule_backward", FAST_WEIGHTS_OPERATOR(rule_backward));
+    m.impl("rule_step_", FAST_WEIGHTS_OPERATOR(rule_step_));
+    m.impl("selective_scan_forward", FAST_WEIGHTS_OPERATOR(selective_scan_forward));
+    m.impl("selective_scan_backward", FAST_WEIGHTS_OPERATOR(selective_scan_backward));
+    m.impl("selective_scan_step_", FAST_WEIGHTS_OPERATOR(selective_scan_step));
+}
+
+FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CompositeExplicitAutograd, m) {
+    m.impl("cpu_instruction_set", FAST_WEIGHTS_OPERATOR(cpu_instruction_set));
+}
+
 }  // namespace
-
-TORCH_LIBRARY_IMPL(fairseq_fastweights, CPU, m) {
-    m.impl("rule_forward", rule_forward);
-    m.impl("rule_backward", rule_backward);
-    m.impl("rule_step_", rule_step_);
-    m.impl("selective_scan_forward", selective_scan_forward);
-    m.impl("selective_scan_backward", selective_scan_backward);
-    m.impl("selective_scan_step_", selective_scan_step);
-}
-
-TORCH_LIBRARY_IMPL(fairseq_fastweights, CompositeExplicitAutograd, m) {
-    m.impl("cpu_instruction_set", [] { return std::string(kernels().instruction_set); });
-}
+}  // namespace fast_weights

@@ -11,6 +11,7 @@ import argparse
 import json
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def report() -> dict[str, Any]:
     mend it; None if they are ready) and "build" (what the build's record says). "backends" has a row for each rule,
     device and dtype: the backend that "auto" takes for a "sequence" and for a "step". The CPU's "instruction_set" is
     that of the kernels that run, or the error that they raise where FASTWEIGHTS_CPU_ISA asks for one that is not there.
+    "installed elsewhere" has the folders of other copies of the package, which pip installed and this run does not use.
     """
     reasons = {part: libraries.load(part) for part in libraries.PARTS}
     record = libraries.record()
@@ -45,6 +47,7 @@ def report() -> dict[str, Any]:
             "package": str(libraries.PACKAGE),
             "system": platform.platform(),
         },
+        "installed elsewhere": installed_elsewhere(),
         "gpus": [
             {
                 "name": gpu.name,
@@ -92,9 +95,18 @@ def version(package: str) -> str | None:
         return None
 
 
+def installed_elsewhere() -> list[str]:
+    """Copies of the package beside the one that is imported: in a clone it is the clone's, whatever pip installed."""
+    installed = metadata.distributions(name="fairseq-fastweights")
+    folders = {Path(str(distribution.locate_file("fairseq_fastweights"))).resolve() for distribution in installed}
+    return sorted(str(folder) for folder in folders if folder != libraries.PACKAGE and folder.is_dir())
+
+
 def as_text(found: dict[str, Any]) -> str:
     """The report, to be read."""
     lines = [f"{name:20} {value or 'none'}" for name, value in found["versions"].items()]
+    elsewhere = "which is not this one: start Python in another folder to use it"
+    lines += [f"{'installed elsewhere':20} {folder}, {elsewhere}" for folder in found["installed elsewhere"]]
     for index, gpu in enumerate(found["gpus"]):
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_gib']} GiB"
         lines.append(f"{f'GPU {index}':20} {text}")
@@ -121,6 +133,7 @@ def as_text(found: dict[str, Any]) -> str:
         cells.setdefault(title, {})[row["dtype"]] = f"{row['sequence']} / {row['step']}"
     for title, row in cells.items():
         lines.append("".join(f"{cell:23}" for cell in (title, *(row[dtype] for dtype in dtypes))).rstrip())
+    lines.append("retention takes what decay takes")
     return "\n".join(lines)
 
 

@@ -69,6 +69,17 @@ def test_a_bare_clone_works_on_chunkwise_without_fairseq_and_says_how_to_build(t
     assert {(row["sequence"], row["step"]) for row in found["backends"]} == {("chunkwise", "reference")}
 
 
+def test_a_copy_that_is_installed_and_not_imported_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
+    """In a clone, Python imports the clone: what `pip install .` built is elsewhere, and nothing is wrong with it."""
+    for folder in ("fairseq_fastweights", "fairseq_fastweights-0.1.0.dist-info", "other-1.dist-info"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "METADATA").write_text(f"Name: {folder.partition('-')[0]}\nVersion: 1\n")
+    assert env.report()["installed elsewhere"] == []
+    monkeypatch.syspath_prepend(tmp_path)
+    env.main([])
+    assert f"installed elsewhere  {tmp_path / 'fairseq_fastweights'}, which is not this one" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("part", list(libraries.PARTS))
 def test_a_reason_is_passed_on(part: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     reason = f"the {libraries.PARTS[part]} kernels were built for torch 1; build them again"

@@ -3,9 +3,15 @@
     python tools/native_build.py [--into FOLDER] [--sanitize]
 
 They go beside the package's modules with ``_native_build.json``, the record that `fairseq_fastweights.ops.libraries`
-reads. FASTWEIGHTS_BUILD says what is built: ``auto`` (the default: what can be; a part that cannot leaves one line that
-says why and how to mend it), ``cpu`` or ``cuda`` (that, and cuda includes cpu; what cannot be built is an error) or
-``none``. MAX_JOBS is how many compilers run at a time, by default one for each core.
+reads. FASTWEIGHTS_BUILD says what is built:
+
+- ``auto`` (the default): what can be, CUDA kernels only for the GPUs that are there. A part that cannot leaves one line
+  that says why and how to mend it.
+- ``cpu`` or ``cuda``: that, and cuda includes cpu; what cannot be built is an error. With cuda, TORCH_CUDA_ARCH_LIST
+  (as "8.0;9.0") names GPUs in the place of those that are there.
+- ``none``.
+
+MAX_JOBS is how many compilers run at a time, by default one for each core.
 
 Objects are kept in build/native, under names made from all that went into them: only what changed is compiled again.
 """
@@ -20,13 +26,22 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from native_toolchain import HostCompiler, Nvcc, Torch, Unavailable, generate_code_flags, is_x86
+from native_toolchain import (
+    STABLE_ABI,
+    STABLE_ABI_FLAG,
+    HostCompiler,
+    Nvcc,
+    Torch,
+    Unavailable,
+    generate_code_flags,
+    is_x86,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = {"auto": (), "cpu": ("cpu",), "cuda": ("cpu", "cuda"), "none": ()}
@@ -82,18 +97,17 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
     if not (folder / "kernels.cpp").is_file():
         raise Unavailable("the folder cpu/ was not among the sources; build from a whole checkout")
     compiler = HostCompiler.find()
-    # A compiler without OpenMP makes kernels that run on one thread.
-    program = b"#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
-    command = [*compiler.command, *"-fopenmp -fsyntax-only -x c++ -".split()]
-    openmp = subprocess.run(command, input=program, capture_output=True).returncode == 0
     variants = VARIANTS if is_x86() else {"baseline": VARIANTS["baseline"]}
-    flags = [*CPU_FLAGS, *(["-fopenmp"] if openmp else []), *(SANITIZERS if sanitize else ())]
+    flags = [*CPU_FLAGS, *(SANITIZERS if sanitize else ())]
     if len(variants) > 1:
         flags.append("-DFAST_WEIGHTS_HAVE_X86_VARIANTS=1")
     # By source the titles of its objects, with the flags of each and what else they depend on.
+    # Without a stable ABI, torch's own headers start its threads.
+    stable = torch.has_stable_abi
+    of_torch = (*torch.include_flags, *torch.compile_flags, STABLE_ABI_FLAG if stable else "-fopenmp")
     special = {
         "kernels": [(f"kernels, {name}", (*more, f"-DFAST_WEIGHTS_ISA={name}"), "") for name, more in variants.items()],
-        "binding": [("binding", (*torch.include_flags, *torch.compile_flags), f"\n{torch.version}")],
+        "binding": [("binding", of_torch, f"\n{torch.version}")],
     }
     compilations = [
         Compilation(source, (*compiler.command, *flags, *more), compiler.version + also, title)
@@ -102,14 +116,14 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
     ]
     system = {"linux": ("-Wl,-z,defs", "-s"), "darwin": ("-undefined", "dynamic_lookup")}.get(sys.platform, ())
     link = [*compiler.command, "-shared", *(SANITIZERS if sanitize else system)]
-    libraries = [f"-L{torch.library_folder}", "-lc10", "-ltorch_cpu", "-ltorch"]
-    libraries += [str(torch.openmp_library or "-fopenmp")] if openmp else []
-    facts = {"compiler": f"{compiler.name}: {compiler.version}", "flags": " ".join(flags)}
-    return Plan(compilations, link, libraries, facts | {"variants": list(variants), "openmp": openmp})
+    libraries = [f"-L{torch.library_folder}", "-ltorch_cpu"]
+    libraries += [] if stable else ["-lc10", str(torch.openmp_library or "-fopenmp")]
+    facts = {"compiler": f"{compiler.name}: {compiler.version}", "flags": " ".join(flags), "variants": list(variants)}
+    return Plan(compilations, link, libraries, facts | ({"oldest torch": STABLE_ABI} if stable else {}))
 
 
-def plan_cuda(torch: Torch) -> Plan:
-    """Raises `Unavailable` if it cannot be built."""
+def plan_cuda(torch: Torch, listed: str) -> Plan:
+    """For the architectures that are listed, or for the GPUs that are there; `Unavailable` if it cannot be built."""
     if torch.cuda is None:
         raise Unavailable(f"torch {torch.version} has no CUDA; for a GPU, install one that has and build again")
     folder = ROOT / "cuda"
@@ -118,7 +132,7 @@ def plan_cuda(torch: Torch) -> Plan:
         raise Unavailable("the folder cuda/ was not among the sources; build from a whole checkout")
     nvcc = Nvcc.find(torch.cuda)
     compiler = HostCompiler.find()
-    architectures = nvcc.architectures(torch)
+    architectures = nvcc.architectures(torch, listed)
     # nvcc takes gcc of its own accord; the one that CXX names must be named to it: a program alone, which is the last
     # word before the options in "ccache g++ -m64".
     *_, program = takewhile(lambda word: not word.startswith("-"), compiler.command)
@@ -148,10 +162,12 @@ def build_part(part: str, choice: str, sanitize: bool) -> str | None:
     LIBRARIES.log(part).unlink(missing_ok=True)  # of an earlier build
     try:
         if choice == "none" or (choice == "cpu" and part == "cuda"):
-            raise Unavailable(f"FASTWEIGHTS_BUILD was {choice}; build again without it")
+            raise Unavailable(f"FASTWEIGHTS_BUILD was {choice}; in the project's sources, build again without it")
         torch = Torch.find()
         sources = LIBRARIES.source_digest(ROOT / part)
-        plan = plan_cpu(torch, sanitize) if part == "cpu" else plan_cuda(torch)
+        # Containers list every architecture that there is: the list counts where CUDA kernels are asked for.
+        listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "") if choice == "cuda" else ""
+        plan = plan_cpu(torch, sanitize) if part == "cpu" else plan_cuda(torch, listed)
         objects = {cache / f"{work.key()}.o": work for work in plan.compilations}
         key = digest(*(target.stem for target in objects), torch.version, *plan.link, *plan.link_libraries)
         entry = {"state": "built", "torch": torch.version, "sources": sources, **plan.facts, "build": key}
@@ -159,21 +175,35 @@ def build_part(part: str, choice: str, sanitize: bool) -> str | None:
             return None
         # Until the new library is in place, the record must not speak of the old one as if it were this one.
         write_record(part, {"state": "missing", "reason": "the build did not finish; build again"})
-        started, wanting = time.monotonic(), [target for target in objects if not target.exists()]
-        titles = "; ".join(objects[target].title for target in wanting)
-        name = f"{LIBRARIES.PARTS[part]} kernels"
-        print(f"{name}: compiling {len(wanting)} of {len(objects)} objects ({titles or 'all are there'})", flush=True)
-        with ThreadPoolExecutor(jobs()) as pool:
-            commands = ([*objects[target].command, "-c", str(objects[target].source)] for target in wanting)
-            # The first that fails calls off those that have not begun.
-            list(pool.map(run, commands, wanting, [LIBRARIES.log(part)] * len(wanting)))
+        started = time.monotonic()
+        compile_all(part, {target: work for target, work in objects.items() if not target.exists()}, plan)
         run([*plan.link, *map(str, objects), *plan.link_libraries], library, LIBRARIES.log(part))
-        print(f"{name}: built in {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{LIBRARIES.PARTS[part]} kernels: built in {time.monotonic() - started:.0f} s", flush=True)
     except Unavailable as reason:
         library.unlink(missing_ok=True)
         entry = {"state": "missing", "reason": str(reason)}
     write_record(part, entry)
     return entry.get("reason")
+
+
+def compile_all(part: str, wanting: dict[Path, Compilation], plan: Plan) -> None:
+    """Compiles each source into its object, as many at a time as `jobs` says, and says how far it is."""
+    name, started, total = f"{LIBRARIES.PARTS[part]} kernels", time.monotonic(), len(plan.compilations)
+    gpus = f" for {', '.join(plan.facts['architectures'])}, minutes each" if part == "cuda" else ""
+    print(f"{name}: compiling {len(wanting)} of {total} files{gpus}, {jobs()} at a time", flush=True)
+    with ThreadPoolExecutor(jobs()) as pool:
+        pending = {}
+        for target, work in wanting.items():
+            command = [*work.command, "-c", str(work.source)]
+            pending[pool.submit(run, command, target, LIBRARIES.log(part))] = work.title
+        try:
+            for number, done in enumerate(as_completed(pending), 1):
+                done.result()
+                took = time.monotonic() - started
+                print(f"{name}: {number} of {len(wanting)}: {pending[done]} ({took:.0f} s)", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # the first that fails calls off those that have not begun
+            raise
 
 
 def run(command: list[str], target: Path, log: Path) -> None:

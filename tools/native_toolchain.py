@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OLDEST_TORCH = (2, 6)
+STABLE_ABI = "2.10"
+STABLE_ABI_FLAG = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+"""The first torch whose stable ABI has what cpu/binding.cpp calls, and what asks newer headers for no more."""
 OLDEST_GCC = 9
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
-ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)
-"""Compute capabilities to build for where neither TORCH_CUDA_ARCH_LIST nor a GPU says which, as far as nvcc knows them:
-from the first with tensor cores on. Code for 8.6 also runs on 8.9, and so on within a first digit; later ones run the
-PTX of the newest."""
 
 
 class Unavailable(Exception):
@@ -51,6 +50,10 @@ class Torch:
         return found
 
     @property
+    def has_stable_abi(self) -> bool:
+        return numbers(self.version) >= numbers(STABLE_ABI)
+
+    @property
     def include_flags(self) -> list[str]:
         """As system headers, whose warnings are not ours."""
         include = self.folder / "include"
@@ -76,7 +79,7 @@ class Torch:
         return min(found, default=None)
 
     def capabilities(self) -> list[int]:
-        """Those of the GPUs that are there, as 80 for 8.0. Imports torch."""
+        """The compute capabilities of the GPUs that are there, as 80 for 8.0. Imports torch."""
         try:
             import torch
 
@@ -148,27 +151,33 @@ class Nvcc:
         """What nvcc adds to its command line of its own accord."""
         return " ".join(filter(None, (os.environ.get(f"NVCC_{place}_FLAGS") for place in ("PREPEND", "APPEND"))))
 
-    def architectures(self, torch: Torch) -> list[str]:
-        """What to compile for: of TORCH_CUDA_ARCH_LIST, of the GPUs that are there, or of all that are common.
+    def architectures(self, torch: Torch, listed: str) -> list[str]:
+        """What to compile for: those that are listed, as in TORCH_CUDA_ARCH_LIST, or else the GPUs that are there.
 
         Returns names like "sm_80" for machine code and "compute_90" for PTX.
         """
-        listed: list[str] = []
-        for name in re.findall(r"[^;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "")):
-            found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
-            if found is None or int(found[1] + found[2]) not in self.supported:
-                known = ", ".join(f"{number // 10}.{number % 10}" for number in self.supported)
+        known = ", ".join(f"{number // 10}.{number % 10}" for number in self.supported)
+        found: list[str] = []
+        for name in re.findall(r"[^;, ]+", listed):
+            parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
+            if parts is None or int(parts[1] + parts[2]) not in self.supported:
                 asked = f"TORCH_CUDA_ARCH_LIST names {name!r}; let it name some of {known}, as in '8.0;9.0+PTX',"
                 raise Unavailable(f"{asked} and build again")
-            number = found[1] + found[2] + found[3]
-            listed += [f"sm_{number}"] + ([f"compute_{number}"] if found[4] else [])
-        if listed:
-            return listed
-        present = torch.capabilities()
-        if present and set(present) <= set(self.supported):
-            return [f"sm_{capability}" for capability in present]
-        common = [capability for capability in ARCHITECTURES if capability in self.supported]
-        return [*(f"sm_{capability}" for capability in common), f"compute_{common[-1]}"]
+            number = parts[1] + parts[2] + parts[3]
+            found += [f"sm_{number}"] + ([f"compute_{number}"] if parts[4] else [])
+        if found:
+            return found
+        for gpu in torch.capabilities():
+            # A GPU runs machine code for itself and for earlier ones of its first digit, and PTX for all earlier ones.
+            newest = max((number for number in self.supported if number <= gpu), default=None)
+            if newest is None:
+                what = f"{self.command} compiles for {known} and a GPU here is of {gpu // 10}.{gpu % 10}"
+                raise Unavailable(f"{what}; let CUDA_HOME name an older CUDA toolkit and build again")
+            found.append(f"{'sm' if newest // 10 == gpu // 10 else 'compute'}_{newest}")
+        if not found:
+            asked = "FASTWEIGHTS_BUILD=cuda TORCH_CUDA_ARCH_LIST='8.0;9.0'"
+            raise Unavailable(f"there is no GPU here to compile them for; build again with {asked} to name others")
+        return list(dict.fromkeys(found))
 
 
 def generate_code_flags(architectures: list[str]) -> list[str]:

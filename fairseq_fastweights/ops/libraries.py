@@ -2,8 +2,9 @@
 
 `tools/native_build.py` builds up to two libraries beside the package's modules, ``_native_cpu.so`` and
 ``_native_cuda.so``, and writes ``_native_build.json``, a record of what it built, for which torch, from which sources,
-or why it did not. They are plain libraries that register torch operators, bound to one version of torch: loading them
-into another one could crash the process, so the record is read first.
+or why it did not. They are plain libraries that register torch operators. On torch's stable ABI they run in every torch
+from the record's "oldest torch" on. Others are bound to one version of torch: loading them into another one could crash
+the process, so the record is read first.
 
 The environment variables ``FASTWEIGHTS_NATIVE_CPU`` and ``FASTWEIGHTS_NATIVE_CUDA`` name a library to load instead,
 unchecked: one that was built with sanitizers, say.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,8 +75,11 @@ def why_not(part: str, torch_version: str) -> str | None:
     if entry.get("state") != "built":
         output = f"; the compiler's whole output: {log(part)}" if log(part).is_file() else ""
         return f"{name} were not built: {entry.get('reason')}{output}"
-    if entry.get("torch") != torch_version:
-        return f"{name} were built for torch {entry.get('torch')} and this is torch {torch_version}; {_rebuild(part)}"
+    oldest = entry.get("oldest torch")
+    fits = entry.get("torch") == torch_version if oldest is None else _release(torch_version) >= _release(oldest)
+    if not fits:
+        built_for = f"{oldest} and later" if oldest else entry.get("torch")
+        return f"{name} were built for torch {built_for} and this is torch {torch_version}; {_rebuild(part)}"
     if not library(part).is_file():
         return f"{name} were built, but {library(part)} is gone; {_rebuild(part)}"
     if _in_checkout() and entry.get("sources") != source_digest(CHECKOUT / part):
@@ -142,6 +147,11 @@ def _wrong_gpu(architectures: list[str]) -> str | None:
                 f"{capability[0]}.{capability[1]} does not run; {_rebuild('cuda')}"
             )
     return None
+
+
+def _release(version: str) -> list[int]:
+    """[2, 10] of "2.10.0a0+cu130"."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def _in_checkout() -> bool:

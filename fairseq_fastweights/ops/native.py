@@ -194,7 +194,9 @@ class Kernel:
         starts: Tensor | None = None,
     ) -> Tensor:
         """One step, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
-        return torch.ops.fairseq_fastweights.rule_step_(*self.given(q, k, v, gates, starts), state)
+        out = torch.ops.fairseq_fastweights.rule_step_(*self.given(q, k, v, gates, starts), state)
+        _mark_changed(state)
+        return out
 
     def given(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor | None], starts: Tensor | None = None
@@ -269,7 +271,18 @@ def selective_scan_step_(
 ) -> Tensor:
     """One step of it, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
     u, delta, B, C = (_last_contiguous(x) for x in (u, delta, B, C))
-    return torch.ops.fairseq_fastweights.selective_scan_step_(u, delta, A, B, C, D, state)
+    out = torch.ops.fairseq_fastweights.selective_scan_step_(u, delta, A, B, C, D, state)
+    _mark_changed(state)
+    return out
+
+
+def _mark_changed(state: Tensor) -> None:
+    """Tells autograd, as torch's own in-place operations do: a graph that saved the state refuses what it became.
+
+    Of compiled code, torch's functionalization tells it.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        torch.autograd.graph.increment_version(state)
 
 
 def can_change(state: Tensor) -> bool:
@@ -326,10 +339,10 @@ def _last_contiguous(x: Any) -> Any:
     What `torch.empty_like` makes of it has to be so too. Of overlapping windows, where another dimension has a stride
     of 1, it may be the other one: these are copied.
     """
-    if x is None or x.shape[-1] <= 1:
+    # Asking first spares a step, which takes microseconds, the closer looks.
+    if x is None or x.is_contiguous() or x.shape[-1] <= 1:
         return x
     strides = x.stride()
-    # Counting first spares a step, which takes microseconds, the closer look.
     overlaps = strides.count(1) > 1 and any(n > 1 and s == 1 for n, s in zip(x.shape[:-1], strides, strict=False))
     return x.contiguous() if overlaps or strides[-1] != 1 else x
 

@@ -177,6 +177,10 @@ def test_a_torch_that_is_missing_or_too_old_is_named(tmp_path: Path, monkeypatch
         ((RECORD, LIBRARY), {}, ["python {root}/tools/native_build.py"]),  # a bare clone
         ((RECORD, "tools"), {}, ["pip install"]),  # an installed package
         ((), {"torch": f"{THIS_TORCH}other"}, [f"torch {THIS_TORCH}other ", f"{THIS_TORCH};", "native_build.py"]),
+        ((), {"oldest torch": "2.1000"}, ["for torch 2.1000 and later", f"{THIS_TORCH};", "native_build.py"]),
+        # These would be loaded.
+        ((), {"oldest torch": "2.9", "torch": "2.9.1"}, ["OSError"]),
+        ((), {"oldest torch": ".".join(THIS_TORCH.split(".")[:2]), "torch": "another"}, ["OSError"]),
         ((), {"sources": "others"}, ["outdated", "native_build.py"]),
         (("tools", "cpu"), {"sources": "others"}, ["could not be loaded"]),  # they do not matter where there are none
         ((LIBRARY,), {}, ["_native_cpu.so is gone"]),
@@ -228,38 +232,62 @@ def test_what_the_cuda_part_misses_is_named(nvcc: Path, cuda, there, says, tmp_p
     if not there:
         nvcc.unlink()
     with pytest.raises(Unavailable, match=says):
-        native_build.plan_cuda(Torch(Path("torch"), "2.13.0", cuda))
+        native_build.plan_cuda(Torch(Path("torch"), "2.13.0", cuda), "9.0")
 
 
 @pytest.mark.parametrize(
     ("listed", "gpus", "architectures"),
     [
-        ("", [], "sm_75 sm_80 sm_90 sm_100 sm_120 compute_120"),
         ("", [80, 90], "sm_80 sm_90"),
-        ("", [70], "sm_75 sm_80 sm_90 sm_100 sm_120 compute_120"),  # one that this nvcc knows nothing of
-        ("8.0;9.0a+PTX", [90], "sm_80 sm_90a compute_90a"),
+        (
+            "",
+            [86, 89, 121, 130],
+            "sm_80 sm_120 compute_120",
+        ),  # which this nvcc has no names for, the last of a later kind
+        ("8.0;9.0a+PTX", [75], "sm_80 sm_90a compute_90a"),
         ("7.5 12.0", [], "sm_75 sm_120"),
-        *[(listed, [], None) for listed in ("Hopper", "8.0;7.0", "90")],
     ],
 )
-def test_architectures(nvcc: Path, listed: str, gpus, architectures: str | None, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+def test_architectures(nvcc: Path, listed: str, gpus: list[int], architectures: str, monkeypatch) -> None:
     monkeypatch.setattr(Torch, "capabilities", lambda self: gpus)
     torch_13 = Torch(Path("torch"), "2.11.0+cu130", "13.0")
-    if architectures is None:
-        with pytest.raises(Unavailable, match=r"TORCH_CUDA_ARCH_LIST names .*7.5, 8.0, 9.0, 10.0, 10.3, 12.0"):
-            Nvcc.find("13.0").architectures(torch_13)
-        return
-    assert Nvcc.find("13.0").architectures(torch_13) == architectures.split()
-    if not listed and not gpus:  # an older nvcc
-        (tmp_path / "architectures").write_text("compute_70\ncompute_90\n")
-        assert Nvcc.find("13.0").architectures(torch_13) == ["sm_70", "sm_90", "compute_90"]
+    assert Nvcc.find("13.0").architectures(torch_13, listed) == architectures.split()
+
+
+@pytest.mark.parametrize(
+    ("listed", "gpus", "says"),
+    [
+        ("", [], "no GPU here .* FASTWEIGHTS_BUILD=cuda TORCH_CUDA_ARCH_LIST='8.0;9.0'"),
+        ("", [90, 70], "compiles for 7.5, 8.0, .* GPU here is of 7.0; let CUDA_HOME name an older"),
+        *[(listed, [90], "names .* some of 7.5, 8.0, 9.0, 10.0, 10.3, 12.0") for listed in ("Hopper", "8.0;7.0", "90")],
+    ],
+)
+def test_what_no_code_can_be_compiled_for_is_named(nvcc: Path, listed: str, gpus, says: str, monkeypatch) -> None:
+    monkeypatch.setattr(Torch, "capabilities", lambda self: gpus)
+    with pytest.raises(Unavailable, match=says):
+        Nvcc.find("13.0").architectures(Torch(Path("torch"), "2.11.0+cu130", "13.0"), listed)
+
+
+@pytest.mark.parametrize(("choice", "listed"), [("auto", ""), ("cuda", "9.0")])
+def test_a_list_of_architectures_counts_where_cuda_kernels_are_asked_for(
+    root: Path, choice: str, listed: str, monkeypatch
+) -> None:
+    """Containers come with a list of all that there are, for which it takes an hour."""
+    given = []
+
+    def plan(torch: Torch, listed: str) -> None:
+        given.append(listed)
+        raise Unavailable("it was only asked for what")
+
+    monkeypatch.setattr(native_build, "plan_cuda", plan)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert native_build.build_part("cuda", choice, False) == "it was only asked for what" and given == [listed]
 
 
 @pytest.fixture
 def project(root: Path) -> Path:
     """With what an installation needs besides; the package holds a library that is of another environment."""
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "constraints.txt"):
         shutil.copy(ROOT / name, root / name)
     for name in ("__init__.py", "ops/__init__.py", "_native_cuda.so"):
         (root / "fairseq_fastweights" / name).touch()
@@ -294,12 +322,14 @@ def test_installing_builds_against_the_torch_that_is_there(project: Path, tmp_pa
 
 
 def test_a_source_distribution_can_be_built_from(project: Path, tmp_path: Path) -> None:
+    """fairseq too: what tools/build_fairseq.py imports and the constraints that it takes are among the sources."""
+    shutil.copytree(ROOT / "tools", project / "tools", dirs_exist_ok=True)
     setup(project, "sdist", "-d", str(tmp_path))
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"cpu/{name}" for name in SOURCES} <= names
-    assert {"tools/native_build.py", "tools/native_toolchain.py", "fairseq_fastweights/ops/libraries.py"} <= names
-    assert not [name for name in names if "_native_" in name]
+    assert {f"cpu/{name}" for name in SOURCES} | {"constraints.txt", "fairseq_fastweights/ops/libraries.py"} <= names
+    assert {f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")} <= names
+    assert not [name for name in names if "_native_" in name or name.endswith(".pyc")]
 
 
 @needs_compiler

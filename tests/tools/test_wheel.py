@@ -1,0 +1,77 @@
+"""A wheel is for every Python and for every torch from 2.10 on: what `make wheel` builds, before auditwheel tags it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import native_build
+import pytest
+from native_toolchain import Torch, Unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / "build" / "native"
+SYSTEM = {"libc.so.6", "libgcc_s.so.1", "libm.so.6", "libstdc++.so.6"}
+"""What a library may need of the system, as PEP 600 has it."""
+
+
+def is_compiled() -> bool:
+    try:
+        plan = native_build.plan_cpu(Torch.find(), sanitize=False)
+    except Unavailable:
+        return False
+    return all((CACHE / f"{work.key()}.o").exists() for work in plan.compilations)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built in a copy of the sources, from the objects that this checkout has."""
+    if sys.platform != "linux" or not is_compiled():
+        pytest.skip("the kernels' objects are not in build/native: tools/native_build.py compiles them")
+    copy = tmp_path_factory.mktemp("wheel") / "copy"
+    for folder in ("fairseq_fastweights", "cpu", "tools"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("_native_*", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "build").mkdir()
+    (copy / "build" / "native").symlink_to(CACHE)
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", "dist"]
+    environment = {**os.environ, "FASTWEIGHTS_BUILD": "cpu"}
+    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (built,) = (copy / "dist").iterdir()
+    return built
+
+
+@pytest.mark.slow
+def test_it_holds_the_package_and_its_cpu_kernels_for_every_python(wheel: Path) -> None:
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        record = json.loads(archive.read("fairseq_fastweights/_native_build.json"))
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fairseq_fastweights").rglob("*.py")}
+    assert held == modules | {f"fairseq_fastweights/_native_{name}" for name in ("build.json", "cpu.so")}
+    assert record["cpu"]["oldest torch"] == "2.10" and record["cuda"]["state"] == "missing"
+
+
+@pytest.mark.slow
+def test_its_kernels_need_of_torch_its_stable_abi_alone(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("fairseq_fastweights/_native_cpu.so", tmp_path)
+
+    def read(*command: str) -> str:
+        return subprocess.run([*command, library], capture_output=True, text=True, check=True).stdout
+
+    needed = set(re.findall(r"NEEDED.*\[(.+)\]", read("readelf", "--dynamic")))
+    assert needed <= SYSTEM | {"libtorch_cpu.so"}
+    symbols = re.findall(r" U (\w+)", read("nm", "--dynamic", "--undefined-only"))
+    # C functions are the stable ABI; C++ names of at, c10 and torch are what changes from release to release.
+    assert "torch_parallel_for" in symbols
+    assert not [name for name in symbols if re.match(r"_ZN?K?(2at|3c10|5torch)", name)]
