@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
                 write_tile(tile, shared.reads);
             });
             deal.each(kLevels + 1, [&](int level) {
-                weigh_pairs<kPasses, false>(shared.weights, shared.q, shared.k, shared.levels, plan.key_rows, level);
+                weigh_pairs<kPasses, false>(shared.weights, shared.q, shared.k, shared.levels, shared.levels,
+                                            plan.key_rows, level);
             });
             __syncthreads();
         }

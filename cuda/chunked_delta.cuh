@@ -154,9 +154,4 @@ private:
     }
 };
 
-// Of a head, where time is divided: its value columns, and the columns of the identity.
-inline int first_blocks(const Plan& plan, const Sizes& sizes) {
-    return plan.chunk == 0 ? 0 : plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns;
-}
-
 }  // namespace fairseq_fastweights

@@ -15,6 +15,7 @@
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in
 // two for products, not rounded.
 #include "choice.h"
+#include "chunked_decays.h"
 #include "chunked_delta.cuh"
 #include "chunked_launch.cuh"
 
@@ -289,13 +290,15 @@ ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool 
 
 extern "C" cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
     if (params->sizes.batch == 0) return cudaSuccess;
-    if (params->erase.data || params->log_key_decay.data || params->log_value_decay.data) return cudaErrorInvalidValue;
+    if (params->log_value_decay.data) return cudaErrorInvalidValue;
+    if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_backward(*params, stream);
     return params->log_gate.data ? run<DeltaBackwardPass<true>>(*params, stream)
                                  : run<DeltaBackwardPass<false>>(*params, stream);
 }
 
 extern "C" size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params) {
     if (params->sizes.batch == 0) return 0;
+    if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_backward_workspace(*params);
     return params->log_gate.data ? workspace<DeltaBackwardPass<true>>(*params)
                                  : workspace<DeltaBackwardPass<false>>(*params);
 }

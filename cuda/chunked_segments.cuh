@@ -117,6 +117,11 @@ inline cudaError_t launch_carry_scaled(const Segments& segments, const Sizes& si
                   carry);
 }
 
+// Of a head, where time is divided: its value columns, and the columns of the identity.
+inline int first_blocks(const Plan& plan, const Sizes& sizes) {
+    return plan.chunk == 0 ? 0 : plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns;
+}
+
 // M a matrix: 16 columns of a head's state to a block, 4 of them and a row to a thread, whose sums do not wait for one
 // another.
 constexpr int kCarriedColumns = 16;

@@ -260,6 +260,11 @@ CUDA = (
     Fault("cuda/chunked_delta.cuh", "if constexpr (Gated) exact.scale(gates.whole());", ""),
     Fault("cuda/chunked_delta_backward.cu", "gradient.inside(t, s) += value", "gradient.inside(t, s) -= value"),
     Fault("cuda/chunked_delta_backward.cu", "value *= delta.read_beta[t];", "value *= delta.beta[t];"),
+    # The same with decays of keys
+    Fault("cuda/chunked_delta_decays.cuh", "x[t] -= weights[t % 4] * u;", "x[t] += weights[t % 4] * u;"),
+    Fault("cuda/chunked_delta_decays.cuh", "scores, q, k, of_queries, of_erase,", "scores, q, k, of_erase, of_erase,"),
+    Fault("cuda/chunked_delta_decays_backward.cu", "    delta.clear_scores();\n", ""),
+    Fault("cuda/chunked_decays_gradient.cuh", "if (side.same) d_early[i] += d_late[i];", ""),
     # Sequences divided in time
     Fault(
         "cuda/chunked_segments.cuh",
