@@ -135,7 +135,11 @@ def main(arguments: list[str] | None = None) -> int:
     kernels = [kernel for report in found for kernel in report.kernels]
     print(table(kernels))
     reports = zip(work, found, strict=True)
-    wrong = [f"{source.name}, sm_{number}: {fault}" for (source, number), report in reports for fault in report.faults]
+    wrong = [
+        f"{source.parent.name}/{source.name}, sm_{number}: {fault}"
+        for (source, number), report in reports
+        for fault in report.faults
+    ]
     print("\n".join(wrong), file=sys.stderr)
     print(f"{len(kernels)} kernels of {len(sources)} files (each architecture counted), {len(wrong)} faults")
     return 1 if wrong or not kernels else 0

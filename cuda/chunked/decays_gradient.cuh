@@ -1,8 +1,8 @@
 // Decays by dimension, backwards: a dimension's gradients in a chunk, and what registers these leave for states. The
-// equations are in chunked_decays_backward.cu.
+// equations are in decays_backward.cu.
 #pragma once
 
-#include "chunked_decays.cuh"
+#include "decays.cuh"
 
 namespace fairseq_fastweights {
 

@@ -1,8 +1,8 @@
-// The forward pass of decays by dimension, chunk-parallel: the equations are in chunked_decays.cuh.
-#include "choice.h"
-#include "chunked_decays.cuh"
-#include "chunked_decays.h"
-#include "chunked_launch.cuh"
+// The forward pass of decays by dimension, chunk-parallel: the equations are in decays.cuh.
+#include "../choice.h"
+#include "by_dimension.h"
+#include "decays.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {

@@ -1,9 +1,9 @@
 // The forward pass of the delta rule with decays of keys or an erase key, chunk-parallel: the equations are in
-// chunked_delta_decays.cuh.
-#include "choice.h"
-#include "chunked_decays.h"
-#include "chunked_delta_decays.cuh"
-#include "chunked_launch.cuh"
+// delta_decays.cuh.
+#include "../choice.h"
+#include "by_dimension.h"
+#include "delta_decays.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {

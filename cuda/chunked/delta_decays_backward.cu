@@ -1,23 +1,23 @@
 // The backward pass of the delta rule with decays of keys or an erase key, chunk-parallel.
 //
 // Chunks are taken from the last to the first; the state at a chunk's start is computed again from the last one that
-// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With the notation of
-// chunked_delta_decays.cuh and dS the gradient of the state at the chunk's end:
+// the forward pass kept or that was put down since (checkpoints.cuh). With the notation of
+// delta_decays.cuh and dS the gradient of the state at the chunk's end:
 //   dU = P^T dY + (K * F_e.) dS          (I + B G)^T X = dU              dV = B X
 //   d beta_t = <x_t, what of r_t the steps before t leave>
 //   dP = dY U^T for s <= t               dG = -dV U^T for s < t
 //   d(Q * F_.0) = dY S_0^T               d(E * F_.0) = -dV S_0^T         d(K * F_e.) = U dS^T
 //   dS_0 = diag(F_e0) dS + (Q * F_.0)^T dY - (E * F_.0)^T dV
-// From these each dimension's gradients come as with decays that do not correct (chunked_decays_backward.cu): those of
+// From these each dimension's gradients come as with decays that do not correct (decays_backward.cu): those of
 // queries and keys, then those of erase keys and keys, which are added.
 //
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split
 // in two for products, not rounded.
-#include "choice.h"
-#include "chunked_decays.h"
-#include "chunked_decays_gradient.cuh"
-#include "chunked_delta_decays.cuh"
-#include "chunked_launch.cuh"
+#include "../choice.h"
+#include "by_dimension.h"
+#include "decays_gradient.cuh"
+#include "delta_decays.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {

@@ -18,9 +18,9 @@
 // float16 loses of the smallest, is no more than what storing the inputs did.
 #pragma once
 
-#include "carried_decays.cuh"
-#include "chunked_block.cuh"
-#include "chunked_segments.cuh"
+#include "../carried_decays.cuh"
+#include "block.cuh"
+#include "segments.cuh"
 
 namespace fairseq_fastweights {
 

@@ -13,7 +13,7 @@
 // device.)
 #pragma once
 
-#include "chunked_plan.h"
+#include "plan.h"
 #include "tensor_core.cuh"
 
 namespace fairseq_fastweights {

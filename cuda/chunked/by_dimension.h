@@ -1,7 +1,7 @@
 // Decays by dimension, and erase keys, to which the chunked kernels of either family hand over. Not for a batch of 0.
 #pragma once
 
-#include "kernels.h"
+#include "../kernels.h"
 
 namespace fairseq_fastweights {
 

@@ -1,8 +1,8 @@
-// The forward pass of the delta rule, gated or not, chunk-parallel on tensor cores; see chunked_delta.cuh for the algorithm.
-#include "choice.h"
-#include "chunked_decays.h"
-#include "chunked_delta.cuh"
-#include "chunked_launch.cuh"
+// The forward pass of the delta rule, gated or not, chunk-parallel on tensor cores; see delta.cuh for the algorithm.
+#include "../choice.h"
+#include "by_dimension.h"
+#include "delta.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {

@@ -10,7 +10,7 @@
 // to float32's digits whatever the inputs are, because its errors reach all later steps.
 #pragma once
 
-#include "chunked_gates.cuh"
+#include "gates.cuh"
 
 namespace fairseq_fastweights {
 

@@ -8,7 +8,7 @@
 //   Y = (Q * F_.0) S_0 + P U,                      P_ts = <q_t, k_s * F_ts> for s <= t
 //   S_end = diag(F_e0) S_0 + (K * F_e.)^T U
 //
-// G and P are found as chunked_decays.cuh finds such products: pairs of steps are parted at the middles of the chunk,
+// G and P are found as decays.cuh finds such products: pairs of steps are parted at the middles of the chunk,
 // of its halves and so on, so that no factor exceeds 1 and nothing is divided. The system is solved by substitution in
 // float32, a value column to a thread, which is exact however alike the keys are. U_t = beta_t * (what is left of R_t by
 // the steps before t): that takes the place of R, for the gradient of beta_t.
@@ -16,7 +16,7 @@
 // Absent decays are gates of 1, and where there is no erase key the key is read in its place.
 #pragma once
 
-#include "chunked_decays.cuh"
+#include "decays.cuh"
 
 namespace fairseq_fastweights {
 

@@ -1,7 +1,7 @@
 // The backward pass of decays by dimension, chunk-parallel.
 //
 // Chunks are taken from the last to the first; the state at a chunk's start is computed again from the last one that
-// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With the notation of chunked_decays.cuh,
+// the forward pass kept or that was put down since (checkpoints.cuh). With the notation of decays.cuh,
 // dS the gradient of the state at the chunk's end and D_ts = <dy_t, v_s * Z_ts>:
 //   dq_t = F_t0 * (S_0 (dy_t * Z_t0)) + sum over s <= t of D_ts (k_s * F_ts)
 //   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of D_ts (q_t * F_ts)
@@ -13,13 +13,13 @@
 // columns.
 //
 // Keys and values have the same equations, with dy in the place of q, v in that of k and P in that of D: `late`,
-// `early` and `weights` here. Where pairs are parted at m, with x as in chunked_decays.cuh,
+// `early` and `weights` here. Where pairs are parted at m, with x as in decays.cuh,
 //   d late_t = F_tm * (sum over s of w_ts x_s),   d early_s = F_ms * (sum over t of w_ts x_t)
 // and d log f_u has the sum over t >= u of x_t * (that sum) if u is in the second half, and over s < u if in the first.
-#include "choice.h"
-#include "chunked_decays.h"
-#include "chunked_decays_gradient.cuh"
-#include "chunked_launch.cuh"
+#include "../choice.h"
+#include "by_dimension.h"
+#include "decays_gradient.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {

@@ -4,10 +4,10 @@
 // M, for all segments at once; a second carries the state from segment to segment; the third is the march that computes
 // results, each segment from its own start. The way back is the same with dS_start = M' dS_end + C'. M is a number for
 // scalar gates, and a (key_dim, key_dim) matrix for the delta rule, found as the columns of a march from the identity.
-// (With decays by dimension it is what those of keys and of values leave: chunked_decays.cuh.)
+// (With decays by dimension it is what those of keys and of values leave: decays.cuh.)
 #pragma once
 
-#include "chunked_block.cuh"
+#include "block.cuh"
 
 namespace fairseq_fastweights {
 
