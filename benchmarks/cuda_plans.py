@@ -3,7 +3,7 @@
     python benchmarks/cuda_plans.py [--shapes retnet long ...] [--rules delta ...] [--budget 60] [--out plans.json]
 
 At each shape, rule and pass every plan of the chunked kernels, the one that they choose with other numbers of segments,
-and the recurrent kernels take turns (A B C A B C ...). What the estimates in cuda/choice.cu and cuda/chunked_plan.h
+and the recurrent kernels take turns (A B C A B C ...). What the estimates in cuda/choice.cu and cuda/chunked/plan.h
 should say can be read off the results.
 """
 

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "chunked_plan.h"
+#include "chunked/plan.h"
 
 namespace fairseq_fastweights {
 
@@ -33,10 +33,10 @@ int shared_memory_of(int32_t capability) {
 //   chunked    a chunk of a head has products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, twice
 //              the first term), 1024 to an instruction (cycles_of_product); and some 3000 cycles in which its block waits
 //              for memory and at barriers, while as many others work as there is room for. Where time is divided
-//              (chunked_segments.cuh) that is half as much again, in segments side by side.
+//              (chunked/segments.cuh) that is half as much again, in segments side by side.
 //
 // The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides the estimate, so that a
-// benchmark can time both (and FASTWEIGHTS_CUDA_PLAN all plans of the former: chunked_plan.h).
+// benchmark can time both (and FASTWEIGHTS_CUDA_PLAN all plans of the former: chunked/plan.h).
 bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, bool separate_decays,
                        const ChunkedPlan& plan, int limit) {
     if (const char* forced = std::getenv("FASTWEIGHTS_CUDA_ALGORITHM")) {
@@ -44,11 +44,10 @@ bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, boo
         if (std::strcmp(forced, "recurrent") == 0) return false;
     }
     // Up to 64 x 64 a block's registers hold the state of the recurrent pass, backwards too, and few heads are divided
-    // in time there as well (recurrent_segments.cuh). By count of instructions the chunked kernels would pay from about
+    // in time there as well (recurrent/segments.cuh). By count of instructions the chunked kernels would pay from about
     // 32 x 64 on, but theirs are few warps, 16 steps from one barrier to the next. Beyond 64 x 64 the recurrent pass
     // divides the values among blocks, which backwards follow one another and leave parts of every key's gradient, as
-    // many bytes as all inputs and gradients have. (With a correction they have to: no chunked kernel decays keys and
-    // corrects, as a chunk's system would be one of sums over keys with decays of their own.)
+    // many bytes as all inputs and gradients have.
     if (separate_decays) return sizes.time > 16 && sizes.key_dim * sizes.value_dim > 64 * 64;
     const bool delta = operation == kDeltaForward || operation == kDeltaBackward;
     const double keys = round_up(sizes.key_dim, 16), values = round_up(sizes.value_dim, 16), length = plan.chunk;
@@ -87,9 +86,11 @@ extern "C" ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* 
             return separate_decays ? chunked_plan_decays_backward(*sizes, dtype, limit)
                                    : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
         case kDeltaForward:
-            return separate_decays ? ChunkedPlan{} : chunked_plan_delta_forward(*sizes, dtype, gated != 0, limit);
+            return separate_decays ? chunked_plan_delta_decays_forward(*sizes, dtype, limit)
+                                   : chunked_plan_delta_forward(*sizes, dtype, gated != 0, limit);
         case kDeltaBackward:
-            return separate_decays ? ChunkedPlan{} : chunked_plan_delta_backward(*sizes, dtype, gated != 0, limit);
+            return separate_decays ? chunked_plan_delta_decays_backward(*sizes, dtype, limit)
+                                   : chunked_plan_delta_backward(*sizes, dtype, gated != 0, limit);
         default: return {};
     }
 }

@@ -12,5 +12,7 @@ ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int l
 ChunkedPlan chunked_plan_decays_backward(const Sizes& sizes, int32_t dtype, int limit);
 ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
 ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
+ChunkedPlan chunked_plan_delta_decays_forward(const Sizes& sizes, int32_t dtype, int limit);
+ChunkedPlan chunked_plan_delta_decays_backward(const Sizes& sizes, int32_t dtype, int limit);
 
 }  // namespace fairseq_fastweights

@@ -124,7 +124,11 @@ def main(arguments: list[str] | None = None) -> int:
     kernels = [kernel for own, _ in found for kernel in own]
     print(table(kernels))
     pairs = zip(work, found, strict=True)
-    wrong = [f"{source.name}, sm_{number}: {fault}" for (source, number), (_, faults) in pairs for fault in faults]
+    wrong = [
+        f"{source.parent.name}/{source.name}, sm_{number}: {fault}"
+        for (source, number), (_, faults) in pairs
+        for fault in faults
+    ]
     print("\n".join(wrong), file=sys.stderr)
     print(f"{len(kernels)} kernels of {len(sources)} files (each architecture counted), {len(wrong)} faults")
     return 1 if wrong or not kernels else 0

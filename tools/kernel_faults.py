@@ -186,103 +186,108 @@ CPU = (
 
 CUDA = (
     # Recurrent kernels
-    Fault("cuda/recurrent_forward.cuh", "if constexpr (M == kScalar) old *= x.gate;", ""),
+    Fault("cuda/recurrent/forward.cuh", "if constexpr (M == kScalar) old *= x.gate;", ""),
     Fault(
-        "cuda/recurrent_forward.cuh",
+        "cuda/recurrent/forward.cuh",
         "x.v[c] = x.write * (x.v[c] - retrieved[c]);",
         "x.v[c] = x.write * x.v[c] - retrieved[c];",
     ),
-    Fault("cuda/recurrent_forward.cuh", "if constexpr (M == kBoth) old *= x.z[c];", ""),
-    Fault("cuda/recurrent_forward.cuh", "copies_wait<0>();\n        __syncthreads();", "copies_wait<0>();"),
+    Fault("cuda/recurrent/forward.cuh", "if constexpr (M == kBoth) old *= x.z[c];", ""),
+    Fault("cuda/recurrent/forward.cuh", "copies_wait<0>();\n        __syncthreads();", "copies_wait<0>();"),
     Fault(
-        "cuda/recurrent_forward.cuh",
+        "cuda/recurrent/forward.cuh",
         "        if (segment == segments.count - 1)\n            slice.store(state, static_cast<A*>(call.final_state)",
         "        if (segment == 0)\n            slice.store(state, static_cast<A*>(call.final_state)",
     ),
     Fault(
-        "cuda/recurrent_backward.cuh",
+        "cuda/recurrent/backward.cuh",
         "if (p % plan.spacing == 0) put_slot<Tile>(state, memory + at.outer,",
         "if (p == 0) put_slot<Tile>(state, memory + at.outer,",
     ),
-    Fault("cuda/recurrent_backward.cuh", "dk[r] -= state[r][c] * dv[c];", "dk[r] += state[r][c] * dv[c];"),
-    Fault("cuda/recurrent_backward.cuh", "grad[r][c] -= erase[r] * dv[c];", ""),
-    Fault("cuda/recurrent_backward.cuh", "if (plan.first_split > 0) sum += load", "if (false) sum += load"),
+    Fault("cuda/recurrent/backward.cuh", "dk[r] -= state[r][c] * dv[c];", "dk[r] += state[r][c] * dv[c];"),
+    Fault("cuda/recurrent/backward.cuh", "grad[r][c] -= erase[r] * dv[c];", ""),
+    Fault("cuda/recurrent/backward.cuh", "if (plan.first_split > 0) sum += load", "if (false) sum += load"),
     Fault(
-        "cuda/recurrent_backward.cuh",
+        "cuda/recurrent/backward.cuh",
         "x.f[r];\n                        }\n                    if (apart)",
         "A(1);\n                        }\n                    if (apart)",
     ),
     Fault(
-        "cuda/recurrent_backward.cuh",
+        "cuda/recurrent/backward.cuh",
         "for (int split = 0; split < splits; ++split) sum +=",
         "for (int split = 1; split < splits; ++split) sum +=",
     ),
     # Chunks of sums and gates
     Fault(
-        "cuda/chunked_diagonal_forward.cu",
+        "cuda/chunked/diagonal_forward.cu",
         "value = s <= t ? value * gate * gates.write()[s] : 0.0f;",
         "value = s <= t ? value * gates.write()[s] : 0.0f;",
     ),
-    Fault("cuda/chunked_diagonal_forward.cu", "{ value *= gates.from_chunk()[t]; }", "{}"),
-    Fault("cuda/chunked_diagonal_forward.cu", "        if constexpr (Gated) state.scale(gates.whole());\n", ""),
+    Fault("cuda/chunked/diagonal_forward.cu", "{ value *= gates.from_chunk()[t]; }", "{}"),
+    Fault("cuda/chunked/diagonal_forward.cu", "        if constexpr (Gated) state.scale(gates.whole());\n", ""),
     Fault(
-        "cuda/chunked_diagonal_forward.cu", "            if constexpr (Outputs) write_tile(tile, shared.state);\n", ""
+        "cuda/chunked/diagonal_forward.cu", "            if constexpr (Outputs) write_tile(tile, shared.state);\n", ""
     ),
     Fault(
-        "cuda/chunked_diagonal_forward.cu", "{ value = s <= t ? value : 0.0f; }", "{ value = s < t ? value : 0.0f; }"
+        "cuda/chunked/diagonal_forward.cu", "{ value = s <= t ? value : 0.0f; }", "{ value = s < t ? value : 0.0f; }"
     ),
     # Chunks of the delta rule
     Fault(
-        "cuda/chunked_delta.cuh",
+        "cuda/chunked/delta.cuh",
         "inverse(lower + i - before, upper + j) = -value;",
         "inverse(lower + i - before, upper + j) = value;",
     ),
     Fault(
-        "cuda/chunked_delta.cuh",
+        "cuda/chunked/delta.cuh",
         "[&](int s, int j) { return beta[s] * error(s, j); }",
         "[&](int s, int j) { return error(s, j); }",
     ),
     Fault(
-        "cuda/chunked_delta.cuh",
+        "cuda/chunked/delta.cuh",
         "        __syncthreads();\n        invert(chunk);\n        __syncthreads();",
         "        __syncthreads();\n        invert(chunk);",
     ),
     Fault(
-        "cuda/chunked_delta_forward.cu",
+        "cuda/chunked/delta_forward.cu",
         "if (thread < chunk) delta.beta[thread] = beta;",
         "if (thread + 1 < chunk) delta.beta[thread] = beta;",
     ),
     Fault(
-        "cuda/chunked_delta_forward.cu",
+        "cuda/chunked/delta_forward.cu",
         "part.store(state, transformation ? segments.passed : segments.states,",
         "part.store(state, segments.states,",
     ),
-    Fault("cuda/chunked_delta.cuh", "if constexpr (Gated) exact.scale(gates.whole());", ""),
-    Fault("cuda/chunked_delta_backward.cu", "gradient.inside(t, s) += value", "gradient.inside(t, s) -= value"),
-    Fault("cuda/chunked_delta_backward.cu", "value *= delta.read_beta[t];", "value *= delta.beta[t];"),
+    Fault("cuda/chunked/delta.cuh", "if constexpr (Gated) exact.scale(gates.whole());", ""),
+    Fault("cuda/chunked/delta_backward.cu", "gradient.inside(t, s) += value", "gradient.inside(t, s) -= value"),
+    Fault("cuda/chunked/delta_backward.cu", "value *= delta.read_beta[t];", "value *= delta.beta[t];"),
+    # The same with decays of keys
+    Fault("cuda/chunked/delta_decays.cuh", "x[t] -= weights[t % 4] * u;", "x[t] += weights[t % 4] * u;"),
+    Fault("cuda/chunked/delta_decays.cuh", "scores, q, k, of_queries, of_erase,", "scores, q, k, of_erase, of_erase,"),
+    Fault("cuda/chunked/delta_decays_backward.cu", "    delta.clear_scores();\n", ""),
+    Fault("cuda/chunked/decays_gradient.cuh", "if (side.same) d_early[i] += d_late[i];", ""),
     # Sequences divided in time
     Fault(
-        "cuda/chunked_segments.cuh",
+        "cuda/chunked/segments.cuh",
         "(segments.passed == nullptr ? 1.0f : segments.passed[index]) * state + place",
         "state + place",
     ),
     Fault(
-        "cuda/chunked_segments.cuh",
+        "cuda/chunked/segments.cuh",
         "carry.reverse ? segments.count - 1 - step : step, head);\n        float& place",
         "step, head);\n        float& place",
     ),
     Fault(
-        "cuda/chunked_segments.cuh",
+        "cuda/chunked/segments.cuh",
         "sums[2] += passed[k] * x.z;",
         "sums[2] -= passed[k] * x.z;",
     ),
-    Fault("cuda/chunked_checkpoints.cuh", "block * slots + (now - base) / spacing - 1", "block * slots"),
+    Fault("cuda/chunked/checkpoints.cuh", "block * slots + (now - base) / spacing - 1", "block * slots"),
     # A step
-    Fault("cuda/step.cu", "state[r].x[c] *= decay * z[c];", "state[r].x[c] *= decay;"),
-    Fault("cuda/step.cu", "v[c] -= retrieved[c];", "v[c] -= write * retrieved[c];"),
-    Fault("cuda/step.cu", "if (call.complement) write =", "if (false) write ="),
+    Fault("cuda/recurrent/step.cu", "state[r].x[c] *= decay * z[c];", "state[r].x[c] *= decay;"),
+    Fault("cuda/recurrent/step.cu", "v[c] -= retrieved[c];", "v[c] -= write * retrieved[c];"),
+    Fault("cuda/recurrent/step.cu", "if (call.complement) write =", "if (false) write ="),
     Fault(
-        "cuda/step.cu",
+        "cuda/recurrent/step.cu",
         "for (int w = 0; w < warps; ++w) {\n            const Group part",
         "for (int w = 1; w < warps; ++w) {\n            const Group part",
     ),

@@ -75,8 +75,9 @@ class Compilation:
     title: str = ""
 
     def key(self) -> str:
-        """A digest of everything that the object is made from. Headers count for all sources of their folder."""
-        headers = {path for path in self.source.parent.rglob("*") if path.suffix in (".h", ".hpp", ".inl", ".cuh")}
+        """A digest of everything that the object is made from. Headers count for all sources of cpu/, or of cuda/."""
+        folder = next((path for path in self.source.parents if path.name in LIBRARIES.PARTS), self.source.parent)
+        headers = {path for path in folder.rglob("*") if path.suffix in (".h", ".hpp", ".inl", ".cuh")}
         files = (path.name.encode() + b"\0" + path.read_bytes() for path in (self.source, *sorted(headers)))
         return digest(self.identity, *self.command, *(hashlib.sha256(file).hexdigest() for file in files))
 
@@ -141,7 +142,7 @@ def plan_cuda(torch: Torch, listed: str) -> Plan:
     command = (nvcc.command, *NVCC_FLAGS, *host, *generate_code_flags(architectures))
     binding = (*compiler.command, *"-O2 -fPIC -fvisibility=hidden -Wall -DNDEBUG".split())
     binding += ("-isystem", str(nvcc.include_folder), *torch.include_flags, *torch.compile_flags)
-    compilations = [Compilation(source, command, identity, source.stem) for source in kernels]
+    compilations = [Compilation(source, command, identity, f"{source.parent.name}/{source.stem}") for source in kernels]
     identity += f"\n{torch.version}"
     compilations += [Compilation(source, binding, identity, source.stem) for source in folder.glob("*.cpp")]
     # nvcc links, for it knows where its own libraries are; its runtime is the one that torch has loaded.

@@ -32,7 +32,7 @@ class Check(NamedTuple):
 
 CHECKS = {
     "emulated": Check(
-        ("cuda/*.cu", "cuda/*.cuh", "cuda/*.h", "cuda/*.cpp", "tests/cuda/*.py", "tests/cuda/emulation/**/*.*"),
+        ("cuda/**/*.cu*", "cuda/**/*.h", "cuda/*.cpp", "tests/cuda/*.py", "tests/cuda/emulation/**/*.*"),
         ("-m", "pytest", "-n", "auto", "-q", "-m", "emulated", "tests/cuda", "tests/tools/test_check_cuda_kernels.py"),
     ),
     "sanitized": Check(

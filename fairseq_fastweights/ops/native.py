@@ -103,7 +103,7 @@ def cuda_plan(
         dtype: of q, k and v.
         capability: the GPU's compute capability, major and minor.
         gated: whether there is a log gate.
-        separate_decays: whether there are decays of keys or of values.
+        separate_decays: whether there are decays of keys or of values, or an erase key.
 
     Returns:
         "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks

@@ -35,7 +35,7 @@ def compiler() -> str | None:
 def build(
     sources: Sequence[Path] | None = None, extra_flags: Sequence[str] | None = None, binding: bool = False
 ) -> Path:
-    """Compiles `sources` (None: cuda/*.cu) and the emulator, each file once for what it reads, to a shared library.
+    """Compiles `sources` (None: cuda/**/*.cu) and the emulator, each file once for what it reads, to a shared library.
 
     `extra_flags` such as ``-fsanitize=address,undefined`` take the place of the trap for misaligned accesses. With
     `binding` the library has cuda/binding.cpp as well: torch loads it, and runs the operators that this registers, but
@@ -62,7 +62,7 @@ def build(
         return made
 
     with FileLock(folder / "lock"):  # test processes run side by side
-        work = [(path, KERNELS) for path in (sorted(ROOT.glob("cuda/*.cu")) if sources is None else sources)]
+        work = [(path, KERNELS) for path in (sorted(ROOT.glob("cuda/**/*.cu")) if sources is None else sources)]
         work.append((SHIM / "emulation.cpp", EMULATOR))
         if binding:
             torch_build = Torch.find()
@@ -90,7 +90,8 @@ def read_by(source: Path) -> list[Path]:
         if path not in found:
             found.add(path)
             names = re.findall(r'^#include ["<](.+)[">]', path.read_text(), re.MULTILINE)
-            waiting += [folder / name for folder in FOLDERS for name in names if (folder / name).is_file()]
+            places = (folder / name for folder in (path.parent, *FOLDERS) for name in names)
+            waiting += [place.resolve() for place in places if place.is_file()]
     return sorted(found)
 
 

@@ -28,10 +28,10 @@ def test_chunked_where_that_can_be_and_pays(emulator, operation):
         assert emulator.choose(operation, sizes, dtype, capability) == wanted, why
 
 
-@pytest.mark.parametrize("operation", ["diagonal_forward", "diagonal_backward"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "algorithm"),
-    [(64, 64, "recurrent"), (16, 128, "recurrent"), (64, 128, "chunked"), (512, 64, "chunked"), (256, 512, "chunked")],
+    [(64, 64, "recurrent"), (16, 128, "recurrent"), (64, 128, "chunked"), (256, 512, "chunked")],
 )
 def test_decays_by_dimension_are_chunked_for_large_states(emulator, operation, key_dim, value_dim, algorithm):
     sizes = (8, 512, 8, key_dim, value_dim, 64)
@@ -61,8 +61,7 @@ def test_says_what_it_takes(emulator, operation, decays):
     def supports(dtype, capability, keys=64, interval=64):
         return emulator.supports(operation, (1, 100, 2, keys, 64, interval), dtype, capability, decays)
 
-    # Decays of keys, or an erase key, with a correction go step by step.
-    assert supports(BF16, 80) == (not decays or operation.startswith("diagonal"))
+    assert supports(BF16, 80)
     assert not supports(BF16, 75), "no tf32 before compute capability 8.0"
     assert not supports(torch.float64, 90)
     assert not supports(torch.float32, 90, interval=24), "chunks do not end at 24"

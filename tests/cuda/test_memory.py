@@ -31,42 +31,33 @@ GATES = {
     "decay": (("log_key_decay", "log_value_decay"), lambda K, V: K + V),
     "delta": (("beta",), lambda K, V: 1),
     "gated delta": (("beta", "log_gate"), lambda K, V: 2),
+    "Kimi delta": (("beta", "log_key_decay"), lambda K, V: K + 1),
+    "two gates": (("erase", "log_key_decay"), lambda K, V: 2 * K),
 }
 
 
 @pytest.mark.parametrize("rule", GATES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_training_takes_a_quarter_more_at_most(emulator, name, rule, monkeypatch):
-    """A retention network's states are so large that it may take as much again."""
+    """A retention network's states are so large that it may take as much again. Decays of 512 keys with a correction go
+    step by step, and leave parts of the keys' gradients, in float."""
     B, T, H, K, V = shape = SHAPES[name]
     gates, numbers = GATES[rule]
     monkeypatch.setitem(native.INTERVALS, "meta", native.INTERVALS["cuda"])
     interval = native._interval(*(torch.empty(B, T, H, n, dtype=torch.bfloat16, device="meta") for n in (K, V)))
-    sizes, family = (*shape, interval), "delta" if "beta" in gates else "diagonal"
+    sizes, family = (*shape, interval), "delta" if {"beta", "erase"} & {*gates} else "diagonal"
 
     def workspace(way):
         operation = f"{family}_{way}"
-        algorithm = emulator.choose(operation, sizes, torch.bfloat16, separate_decays=rule == "decay")
+        algorithm = emulator.choose(operation, sizes, torch.bfloat16, separate_decays="log_key_decay" in gates)
         return emulator.workspace(operation, algorithm, sizes, torch.bfloat16, gates)
 
     state = 4 * B * H * K * V
     kept = (-(-T // interval) - 1) * state
     passed = 2 * B * T * H * (2 * K + V + numbers(K, V) + V)  # bytes of inputs and outputs
     # The targets are 1 and 1/4; it is kept to what there is.
-    allowed = (0.84 if name == "retnet" else 0.24) * 2 * passed
+    by_steps = name == "mt-big-512" and family == "delta" and "log_key_decay" in gates
+    allowed = (0.95 if by_steps else 0.84 if name == "retnet" else 0.24) * 2 * passed
     assert kept + workspace("backward") <= allowed
     # Forwards the final state is there, too, but none of the gradients.
     assert kept + state + workspace("forward") - passed <= allowed
-
-
-@pytest.mark.parametrize(
-    ("name", "times"), [("mt-big", 0), ("mt-big-256", 0.9), ("mt-big-512", 0.95), ("baevski-64", 0.45), ("retnet", 1.8)]
-)
-def test_steps_take_a_part_of_the_keys_gradients_for_large_states(emulator, name, times):
-    """In float, so many times the bytes of inputs, outputs and gradients, with Kimi delta attention; for as many blocks
-    of a head's columns as a device needs to be full, not for all of them."""
-    batch, time, heads, key_dim, value_dim = shape = SHAPES[name]
-    passed = 4 * batch * time * heads * (3 * key_dim + 2 * value_dim + 1)
-    assert emulator.choose("delta_backward", (*shape, 128), torch.bfloat16, separate_decays=True) == "recurrent"
-    gates = ("beta", "log_key_decay")
-    assert emulator.workspace("delta_backward", "recurrent", (*shape, 128), torch.bfloat16, gates) <= times * passed

@@ -61,7 +61,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_the_limit_is_that_of_the_cuda_kernels():
-    source = (Path(__file__).resolve().parents[2] / "cuda" / "recurrent_tile.cuh").read_text()
+    source = (Path(__file__).resolve().parents[2] / "cuda" / "recurrent" / "tile.cuh").read_text()
     assert f"kMostDim = {MOST_ON_A_GPU};" in source
 
 

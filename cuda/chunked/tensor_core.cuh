@@ -17,7 +17,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "common.cuh"
+#include "../common.cuh"
 
 namespace fairseq_fastweights {
 

@@ -1,8 +1,8 @@
 // The backward pass of the sum rule and of scalar gates, chunk-parallel on tensor cores.
 //
 // Chunks are taken from the last to the first. The state at a chunk's start is computed again from the last one that
-// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With the notation of
-// chunked_diagonal_forward.cu, dS the gradient of the state at the chunk's end, and D_ts = G_ts <dy_t, v_s> for s <= t:
+// the forward pass kept or that was put down since (checkpoints.cuh). With the notation of
+// diagonal_forward.cu, dS the gradient of the state at the chunk's end, and D_ts = G_ts <dy_t, v_s> for s <= t:
 //   dQ = D diag(w) K + diag(G_t0) dY S_0^T
 //   dK = diag(w) (D^T Q + diag(G_es) V dS^T)          dV = P^T dY + diag(G_es w) K dS
 //   dS_0 = G dS + Q^T diag(G_t0) dY
@@ -11,10 +11,10 @@
 //   sum over s < u <= t of P_ts <dy_t, v_s>, and likewise for writes before the chunk and reads after it;
 // sums of products over a range, without a subtraction, which keeps it exact where gates are so strong that it almost
 // vanishes. Where the write is w = 1 - g, it loses g <k_u, (dK / w)_u>.
-#include "choice.h"
-#include "chunked_decays.h"
-#include "chunked_gates.cuh"
-#include "chunked_launch.cuh"
+#include "../choice.h"
+#include "by_dimension.h"
+#include "gates.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {

@@ -1,8 +1,8 @@
-// The forward pass of decays by dimension, chunk-parallel: the equations are in chunked_decays.cuh.
-#include "choice.h"
-#include "chunked_decays.cuh"
-#include "chunked_decays.h"
-#include "chunked_launch.cuh"
+// The forward pass of decays by dimension, chunk-parallel: the equations are in decays.cuh.
+#include "../choice.h"
+#include "by_dimension.h"
+#include "decays.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
                 write_tile(tile, shared.reads);
             });
             deal.each(kLevels + 1, [&](int level) {
-                weigh_pairs<kPasses, false>(shared.weights, shared.q, shared.k, shared.levels, plan.key_rows, level);
+                weigh_pairs<kPasses, false>(shared.weights, shared.q, shared.k, shared.levels, shared.levels,
+                                            plan.key_rows, level);
             });
             __syncthreads();
         }

@@ -4,7 +4,7 @@
 // A block owns 4 * Lanes columns of one head's state: Lanes neighbouring threads read neighbouring columns of a row,
 // and groups of them take every `groups`-th row, at most kStepRows each, which stay in registers between the delta
 // rule's retrieval and its update. Nothing is allocated and nothing waits for the host: a CUDA graph can hold it.
-#include "recurrent_tile.cuh"
+#include "tile.cuh"
 
 using namespace fairseq_fastweights;
 

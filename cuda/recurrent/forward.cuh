@@ -3,10 +3,10 @@
 // A stage of `steps` steps is converted into shared memory while the copies of the next are under way. Global memory is
 // read and written once: inputs, outputs, and a state every `interval` steps. V is split over blocks where one
 // block of kMostWarps warps does not cover it, or to occupy the device; blocks of a head then read q and k each.
-// With decays by dimension, time is split too where heads are few (recurrent_segments.cuh).
+// With decays by dimension, time is split too where heads are few (segments.cuh).
 #pragma once
 
-#include "recurrent_segments.cuh"
+#include "segments.cuh"
 
 namespace fairseq_fastweights {
 

@@ -11,7 +11,7 @@
 
 #include <type_traits>
 
-#include "common.cuh"
+#include "../common.cuh"
 
 namespace fairseq_fastweights {
 

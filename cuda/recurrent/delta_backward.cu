@@ -1,5 +1,5 @@
 // Delta family, recurrent, backward.
-#include "recurrent_backward.cuh"
+#include "backward.cuh"
 
 using namespace fairseq_fastweights;
 

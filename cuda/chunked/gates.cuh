@@ -6,7 +6,7 @@
 // drift over thousands of steps with gates near 1.
 #pragma once
 
-#include "chunked_block.cuh"
+#include "block.cuh"
 
 namespace fairseq_fastweights {
 

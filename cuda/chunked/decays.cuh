@@ -18,9 +18,9 @@
 // float16 loses of the smallest, is no more than what storing the inputs did.
 #pragma once
 
-#include "carried_decays.cuh"
-#include "chunked_block.cuh"
-#include "chunked_segments.cuh"
+#include "../carried_decays.cuh"
+#include "block.cuh"
+#include "segments.cuh"
 
 namespace fairseq_fastweights {
 
@@ -203,7 +203,8 @@ __device__ __forceinline__ void write_written(const Matrix<T>& written, const fl
 }
 
 // A level's x in the steps from `First` on, half of a chunk: of `early` in first halves, of `late` in second ones.
-template <int Half, int First, typename T>
+// `Early` false: only the latter.
+template <int Half, int First, bool Early, typename T>
 __device__ __forceinline__ void write_level(const Matrix<T>& level, const float (&late)[kHalf],
                                             const float (&early)[kHalf], const float (&gates)[kSteps], int column) {
     const Column<T> target(level, column);
@@ -212,12 +213,12 @@ __device__ __forceinline__ void write_level(const Matrix<T>& level, const float 
         float scale[2 * Half];
         scale_halves<Half>(scale, gates, First + start + Half);
 #pragma unroll
-        for (int i = 0; i < 2 * Half; ++i)
+        for (int i = Early ? 0 : Half; i < 2 * Half; ++i)
             target.set(First + start + i, (i < Half ? early[start + i] : late[start + i]) * scale[i]);
     }
 }
 
-template <int First, typename T>
+template <int First, bool Early, typename T>
 __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, const Matrix<T>& early,
                                                        const Stages<T>& levels, const Matrix<T>& reading,
                                                        const Matrix<T>& written, const float (&gates)[kSteps],
@@ -227,11 +228,11 @@ __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, co
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
         lates[i] = from_late.get(First + i);
-        earlies[i] = from_early.get(First + i);
+        earlies[i] = Early ? from_early.get(First + i) : 0.0f;
     }
-    write_level<1, First>(levels[0], lates, earlies, gates, column);
-    write_level<2, First>(levels[1], lates, earlies, gates, column);
-    write_level<4, First>(levels[2], lates, earlies, gates, column);
+    write_level<1, First, Early>(levels[0], lates, earlies, gates, column);
+    write_level<2, First, Early>(levels[1], lates, earlies, gates, column);
+    write_level<4, First, Early>(levels[2], lates, earlies, gates, column);
     const Column<T> to_level(levels[3], column), to_reading(reading, column), to_written(written, column);
     const float before = product_of(gates, 0, First), after = product_of(gates, First + kHalf, kSteps);
     float product = 1.0f;
@@ -241,6 +242,7 @@ __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, co
         if (First > 0) to_level.set(First + i, lates[i] * product);
         to_reading.set(First + i, lates[i] * (before * product));
     }
+    if constexpr (!Early) return;
     product = 1.0f;
 #pragma unroll
     for (int i = kHalf - 1; i >= 0; --i) {
@@ -251,13 +253,13 @@ __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, co
 }
 
 // All that products take of a dimension: the levels' x, and what `write_reading` and `write_written` write. One half
-// after the other: that takes fewer registers.
-template <typename T>
+// after the other: that takes fewer registers. `Early` false: only what is of `late`.
+template <bool Early = true, typename T>
 __device__ __forceinline__ void write_operands(const Matrix<T>& late, const Matrix<T>& early, const Stages<T>& levels,
                                                const Matrix<T>& reading, const Matrix<T>& written,
                                                const float (&gates)[kSteps], int column) {
-    write_operands_of_half<0>(late, early, levels, reading, written, gates, column);
-    write_operands_of_half<kHalf>(late, early, levels, reading, written, gates, column);
+    write_operands_of_half<0, Early>(late, early, levels, reading, written, gates, column);
+    write_operands_of_half<kHalf, Early>(late, early, levels, reading, written, gates, column);
 }
 
 // ---- Products -------------------------------------------------------------------------------------------------------
@@ -284,29 +286,37 @@ struct Deal {
 };
 
 // A level's weights(t, s) = <late_t, early_s decayed from s to t>, and `Mirrored` at (s, t) too; level kLevels has
-// those of s = t. By a warp.
-template <int Passes, bool Mirrored, typename T>
-__device__ __forceinline__ void weigh_pairs(const Matrix<float>& weights, const Matrix<T>& late, const Matrix<T>& early,
-                                            const Stages<T>& levels, int columns, int level) {
+// those of s = t. Of `late_levels` the x of second halves are read, of `early_levels` those of first ones. By a warp.
+template <int Passes, bool Mirrored, typename W, typename T>
+__device__ __forceinline__ void weigh_pairs(const Matrix<W>& weights, const Matrix<T>& late, const Matrix<T>& early,
+                                            const Stages<T>& late_levels, const Stages<T>& early_levels, int columns,
+                                            int level) {
     const bool same = level == kLevels;
-    const Matrix<T> scaled = levels[same ? 0 : level];
+    const int scaled = same ? 0 : level;
     Tile tile(0, 0, kSteps);
-    multiply_stored<Passes, false, true>(tile, 0, columns, scaled.either(late, same), scaled.either(early, same));
+    multiply_stored<Passes, false, true>(tile, 0, columns, late_levels[scaled].either(late, same),
+                                         early_levels[scaled].either(early, same));
     const int least = same ? 0 : 1 << level, end = same ? 1 : 2 << level;
     tile.each([&](int t, int s, float& value) {
         const int apart = t ^ s;  // its highest bit tells the level
         if (s > t || apart < least || apart >= end) return;
-        weights(t, s) = value;
-        if (Mirrored) weights(s, t) = value;
+        weights(t, s) = narrow<W>(value);
+        if (Mirrored) weights(s, t) = narrow<W>(value);
     });
 }
 
-// state = (rows columns^T) * state + left^T right, both (16, .); f(tile) with what becomes of each tile.
-template <int Passes, typename State, typename T, typename F>
-__device__ __forceinline__ void pass_chunk(State& state, const float* rows, const float* columns, const Matrix<T>& left,
-                                           const Matrix<T>& right, const Plan& plan, F f) {
+// state = (rows columns^T) * state + left^T right, both (16, .); f(tile) with what becomes of each tile. `columns` may be
+// nullptr, for ones.
+template <int Passes, typename State, typename Columns, typename T, typename U, typename F>
+__device__ __forceinline__ void pass_chunk(State& state, const float* rows, Columns columns, const Matrix<T>& left,
+                                           const Matrix<U>& right, const Plan& plan, F f) {
     state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
-        tile.each([&](int i, int j, float& value) { value *= rows[i] * columns[j]; });
+        tile.each([&](int i, int j, float& value) {
+            if constexpr (kScaled<Columns>)
+                value *= rows[i] * columns[j];
+            else
+                value *= rows[i];
+        });
         multiply_stored<Passes, true, false>(tile, 0, kSteps, left, right);
         f(tile);
     });

@@ -13,7 +13,7 @@
 // device.)
 #pragma once
 
-#include "chunked_plan.h"
+#include "plan.h"
 #include "tensor_core.cuh"
 
 namespace fairseq_fastweights {
@@ -66,6 +66,7 @@ template <typename T>
 struct SplitMatrix {
     Stages<Factor<T>> parts;
 
+    SplitMatrix() = default;
     __host__ __device__ SplitMatrix(Carver& carver, int rows, int columns)
         : parts(carver, kRounded<T> ? 2 : 1, rows, columns) {}
 
@@ -332,8 +333,8 @@ struct StatePart {
     }
 
     // The part's columns of the identity.
-    template <int Places>
-    __device__ __forceinline__ void load_identity(StateTiles<Places>& to) const {
+    template <int Places, int Parts>
+    __device__ __forceinline__ void load_identity(StateTiles<Places, Parts>& to) const {
         to.clear();
         to.each(key_rows, columns, [&](Tile& tile) {
             tile.each([&](int row, int column, float& value) { value = row == first + column ? 1.0f : 0.0f; });

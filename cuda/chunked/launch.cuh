@@ -4,7 +4,7 @@
 // and `carry(segments, sizes, first, reverse, stream)`.
 #pragma once
 
-#include "chunked_checkpoints.cuh"
+#include "checkpoints.cuh"
 
 namespace fairseq_fastweights {
 

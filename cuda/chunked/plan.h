@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "common.cuh"
+#include "../common.cuh"
 
 namespace fairseq_fastweights {
 
@@ -69,7 +69,7 @@ struct AskedPlan {
     }
 };
 
-// How the way back finds the states of an interval's `chunks` again (chunked_checkpoints.cuh).
+// How the way back finds the states of an interval's `chunks` again (checkpoints.cuh).
 struct March {
     int spacing;  // chunks from one state that is put down to the next
     int slots;    // for those of an interval

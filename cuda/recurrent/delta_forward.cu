@@ -1,5 +1,5 @@
 // Delta family, recurrent, forward.
-#include "recurrent_forward.cuh"
+#include "forward.cuh"
 
 using namespace fairseq_fastweights;
 

@@ -1,7 +1,7 @@
-// Decays by dimension, to which the chunked kernels of the diagonal family hand over. Not for a batch of 0.
+// Decays by dimension, and erase keys, to which the chunked kernels of either family hand over. Not for a batch of 0.
 #pragma once
 
-#include "kernels.h"
+#include "../kernels.h"
 
 namespace fairseq_fastweights {
 
@@ -13,5 +13,11 @@ cudaError_t chunked_decays_forward(const RuleForward& p, cudaStream_t stream);
 cudaError_t chunked_decays_backward(const RuleBackward& p, cudaStream_t stream);
 size_t chunked_decays_forward_workspace(const RuleForward& p);
 size_t chunked_decays_backward_workspace(const RuleBackward& p);
+
+// Of rules that correct.
+cudaError_t chunked_delta_decays_forward(const RuleForward& p, cudaStream_t stream);
+cudaError_t chunked_delta_decays_backward(const RuleBackward& p, cudaStream_t stream);
+size_t chunked_delta_decays_forward_workspace(const RuleForward& p);
+size_t chunked_delta_decays_backward_workspace(const RuleBackward& p);
 
 }  // namespace fairseq_fastweights

@@ -1,7 +1,8 @@
-// The forward pass of the delta rule, gated or not, chunk-parallel on tensor cores; see chunked_delta.cuh for the algorithm.
-#include "choice.h"
-#include "chunked_delta.cuh"
-#include "chunked_launch.cuh"
+// The forward pass of the delta rule, gated or not, chunk-parallel on tensor cores; see delta.cuh for the algorithm.
+#include "../choice.h"
+#include "by_dimension.h"
+#include "delta.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -138,13 +139,15 @@ ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, bool g
 
 extern "C" cudaError_t fastweights_delta_forward_chunked(const RuleForward* params, cudaStream_t stream) {
     if (params->sizes.batch == 0) return cudaSuccess;
-    if (params->erase.data || params->log_key_decay.data || params->log_value_decay.data) return cudaErrorInvalidValue;
+    if (params->log_value_decay.data) return cudaErrorInvalidValue;
+    if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_forward(*params, stream);
     return params->log_gate.data ? run<DeltaForwardPass<true>>(*params, stream)
                                  : run<DeltaForwardPass<false>>(*params, stream);
 }
 
 extern "C" size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params) {
     if (params->sizes.batch == 0) return 0;
+    if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_forward_workspace(*params);
     return params->log_gate.data ? workspace<DeltaForwardPass<true>>(*params)
                                  : workspace<DeltaForwardPass<false>>(*params);
 }

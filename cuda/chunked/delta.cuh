@@ -10,7 +10,7 @@
 // to float32's digits whatever the inputs are, because its errors reach all later steps.
 #pragma once
 
-#include "chunked_gates.cuh"
+#include "gates.cuh"
 
 namespace fairseq_fastweights {
 
@@ -153,10 +153,5 @@ private:
         }
     }
 };
-
-// Of a head, where time is divided: its value columns, and the columns of the identity.
-inline int first_blocks(const Plan& plan, const Sizes& sizes) {
-    return plan.chunk == 0 ? 0 : plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns;
-}
 
 }  // namespace fairseq_fastweights

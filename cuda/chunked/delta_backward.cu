@@ -1,7 +1,7 @@
-// The backward pass of the delta rule, gated or not, chunk-parallel on tensor cores, in the notation of chunked_delta.cuh.
+// The backward pass of the delta rule, gated or not, chunk-parallel on tensor cores, in the notation of delta.cuh.
 //
 // Chunks are taken from the last to the first. The state at a chunk's start is computed again from the last one that
-// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With T = (I + B G)^-1, P = tril(D_ts Q K^T)
+// the forward pass kept or that was put down since (checkpoints.cuh). With T = (I + B G)^-1, P = tril(D_ts Q K^T)
 // and dS the gradient of the state at the chunk's end:
 //   dU = P^T dY + diag(D_es) K dS         dR = T^T dU           (R = B E, the right side of the system)
 //   dP = tril(dY U^T)                     dA = -dR U^T below the diagonal           (A = B G)
@@ -9,14 +9,15 @@
 //   dQ = diag(D_t0) dY S_0^T + (D_ts dP) K
 //   dK = (D_ts dP)^T Q + diag(D_es) U dS^T + (D_ts B dA + (D_ts B dA)^T) K - diag(D_t0) dV S_0^T
 //   dS_0 = D dS + Q^T diag(D_t0) dY - K^T diag(D_t0) dV
-// The gradient of log g_u collects whatever passes through step u, as in chunked_diagonal_backward.cu: P_ts dP_ts and
+// The gradient of log g_u collects whatever passes through step u, as in diagonal_backward.cu: P_ts dP_ts and
 // G_ts (B dA)_ts for s < u <= t, what is read of S_0 at or after u, what is written before it, and D <S_0, dS>.
 //
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in
 // two for products, not rounded.
-#include "choice.h"
-#include "chunked_delta.cuh"
-#include "chunked_launch.cuh"
+#include "../choice.h"
+#include "by_dimension.h"
+#include "delta.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -289,13 +290,15 @@ ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool 
 
 extern "C" cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
     if (params->sizes.batch == 0) return cudaSuccess;
-    if (params->erase.data || params->log_key_decay.data || params->log_value_decay.data) return cudaErrorInvalidValue;
+    if (params->log_value_decay.data) return cudaErrorInvalidValue;
+    if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_backward(*params, stream);
     return params->log_gate.data ? run<DeltaBackwardPass<true>>(*params, stream)
                                  : run<DeltaBackwardPass<false>>(*params, stream);
 }
 
 extern "C" size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params) {
     if (params->sizes.batch == 0) return 0;
+    if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_backward_workspace(*params);
     return params->log_gate.data ? workspace<DeltaBackwardPass<true>>(*params)
                                  : workspace<DeltaBackwardPass<false>>(*params);
 }

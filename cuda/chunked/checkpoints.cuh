@@ -5,7 +5,7 @@
 // 7.5; up to 4 chunks, where it would be 1.0 and not 1.5, none are put down.
 #pragma once
 
-#include "chunked_segments.cuh"
+#include "segments.cuh"
 
 namespace fairseq_fastweights {
 

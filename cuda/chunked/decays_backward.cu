@@ -1,7 +1,7 @@
 // The backward pass of decays by dimension, chunk-parallel.
 //
 // Chunks are taken from the last to the first; the state at a chunk's start is computed again from the last one that
-// the forward pass kept or that was put down since (chunked_checkpoints.cuh). With the notation of chunked_decays.cuh,
+// the forward pass kept or that was put down since (checkpoints.cuh). With the notation of decays.cuh,
 // dS the gradient of the state at the chunk's end and D_ts = <dy_t, v_s * Z_ts>:
 //   dq_t = F_t0 * (S_0 (dy_t * Z_t0)) + sum over s <= t of D_ts (k_s * F_ts)
 //   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of D_ts (q_t * F_ts)
@@ -13,26 +13,16 @@
 // columns.
 //
 // Keys and values have the same equations, with dy in the place of q, v in that of k and P in that of D: `late`,
-// `early` and `weights` here. Where pairs are parted at m, with x as in chunked_decays.cuh,
+// `early` and `weights` here. Where pairs are parted at m, with x as in decays.cuh,
 //   d late_t = F_tm * (sum over s of w_ts x_s),   d early_s = F_ms * (sum over t of w_ts x_t)
 // and d log f_u has the sum over t >= u of x_t * (that sum) if u is in the second half, and over s < u if in the first.
-#include "choice.h"
-#include "chunked_decays.cuh"
-#include "chunked_decays.h"
-#include "chunked_launch.cuh"
+#include "../choice.h"
+#include "by_dimension.h"
+#include "decays_gradient.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
-
-constexpr int kResident = 1;  // blocks on a multiprocessor
-
-// A block's part of a state. Beside 4 full tiles to a warp a dimension's gradients would not have their registers: such
-// tiles are of 16 columns.
-template <int Places>
-using State = StateTiles<Places, Places == kMostPlaces ? kTileParts / 2 : kTileParts>;
-inline bool has_registers(const Plan& plan) {
-    return plan.places() < kMostPlaces || (plan.places() == kMostPlaces && plan.columns == kTileColumns / 2);
-}
 
 // Keys, or values, of a chunk.
 template <typename T>
@@ -61,6 +51,8 @@ struct Side {
         passing = later.matrix<float>(parts, columns, 0);
         if (later.used > carver.used) carver.used = later.used;
     }
+    __device__ __forceinline__ const Matrix<T>& d_late() const { return written; }
+    __device__ __forceinline__ const Matrix<float>& d_log() const { return reads; }
 };
 
 template <typename T>
@@ -88,156 +80,10 @@ __device__ __forceinline__ Side<T> side_of(const Layout<T>& layout, unsigned cha
                    of_value ? layout.values.parts : layout.keys.parts);
 }
 
-// Of the steps from `First` on, half of a chunk, the pairs that are parted at the middles of 2 Half of them.
-template <int Half, int First>
-__device__ __forceinline__ void differentiate_level(const Matrix<float>& weights, const float (&late)[kHalf],
-                                                    const float (&early)[kHalf], const float (&gates)[kSteps],
-                                                    float (&d_late)[kHalf], float (&d_early)[kHalf],
-                                                    float (&d_log)[kHalf]) {
-#pragma unroll
-    for (int start = 0; start < kHalf; start += 2 * Half) {
-        float scale[2 * Half], x[2 * Half], row[Half];
-        scale_halves<Half>(scale, gates, First + start + Half);
-#pragma unroll
-        for (int i = 0; i < 2 * Half; ++i) x[i] = scale[i] * (i < Half ? early[start + i] : late[start + i]);
-        float run = 0.0f;
-#pragma unroll
-        for (int t = 2 * Half - 1; t >= Half; --t) {
-            load_row(row, &weights(First + start + t, First + start));
-            float sum = 0.0f;
-#pragma unroll
-            for (int s = 0; s < Half; ++s) sum += row[s] * x[s];
-            d_late[start + t] += scale[t] * sum;
-            d_log[start + t] += run += x[t] * sum;
-        }
-        run = 0.0f;
-#pragma unroll
-        for (int s = 0; s < Half; ++s) {
-            load_row(row, &weights(First + start + s, First + start + Half));
-            float sum = 0.0f;
-#pragma unroll
-            for (int t = 0; t < Half; ++t) sum += row[t] * x[Half + t];
-            d_early[start + s] += scale[s] * sum;
-            d_log[start + s] += run;
-            run += x[s] * sum;
-        }
-    }
-}
-
-// One dimension's gradients in the steps from `First` on, half of a chunk (which takes fewer registers than all of it):
-// of `late` to where `written` was, of `early` to that of its writes, of the logs to that of its reads. `read`: the sum
-// over the second half of late * d late as far as it passes the chunk's start, found in the second half and used in the
-// first. Returned is the same of early * d early as far as it passes the chunk's end.
-template <int First, typename T>
-__device__ __forceinline__ float differentiate_half(const Side<T>& side, const float (&gates)[kSteps], int column,
-                                                    float& read) {
-    constexpr bool kSecond = First == kHalf;
-    const Column<T> lates(side.late, column), earlies(side.early, column), d_lates(side.written, column);
-    const Column<float> reads(side.reads, column), writes(side.writes, column);
-    float late[kHalf], early[kHalf], d_late[kHalf], d_early[kHalf], d_log[kHalf];
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        late[i] = lates.get(First + i);
-        early[i] = earlies.get(First + i);
-    }
-    const float before = product_of(gates, 0, First), after = product_of(gates, First + kHalf, kSteps);
-
-    // Pairs with a step of the other half.
-    float x[kHalf], scale[kHalf], row[kHalf];
-    float product = 1.0f, run = 0.0f;
-    if constexpr (kSecond) {
-#pragma unroll
-        for (int s = kHalf - 1; s >= 0; --s) {
-            x[s] = earlies.get(s) * product;
-            product *= gates[s];
-        }
-        product = 1.0f;
-#pragma unroll
-        for (int t = 0; t < kHalf; ++t) scale[t] = product *= gates[kHalf + t];
-    } else {
-#pragma unroll
-        for (int t = 0; t < kHalf; ++t) x[t] = lates.get(kHalf + t) * (product *= gates[kHalf + t]);
-        product = 1.0f;
-#pragma unroll
-        for (int s = kHalf - 1; s >= 0; --s) {
-            scale[s] = product;
-            product *= gates[s];
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < kHalf; ++n) {
-        const int i = kSecond ? kHalf - 1 - n : n;
-        load_row(row, &side.weights(First + i, kHalf - First));
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kHalf; ++j) sum += row[j] * x[j];
-        sum *= scale[i];
-        d_late[i] = kSecond ? sum : 0.0f;
-        d_early[i] = kSecond ? 0.0f : sum;
-        if (!kSecond) d_log[i] = run;
-        run += (kSecond ? late[i] : early[i]) * sum;
-        if (kSecond) d_log[i] = run;
-    }
-
-    // Pairs of steps of this half.
-    differentiate_level<4, First>(side.weights, late, early, gates, d_late, d_early, d_log);
-    differentiate_level<2, First>(side.weights, late, early, gates, d_late, d_early, d_log);
-    differentiate_level<1, First>(side.weights, late, early, gates, d_late, d_early, d_log);
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        const float weight = side.weights(First + i, First + i);
-        d_late[i] += weight * early[i];
-        d_early[i] += weight * late[i];
-    }
-
-    // What passes the chunk's start, or its end.
-    product = before;
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        x[i] = (product *= gates[First + i]) * reads.get(First + i);
-        d_late[i] += x[i];
-    }
-    run = kSecond ? 0.0f : read;
-#pragma unroll
-    for (int i = kHalf - 1; i >= 0; --i) d_log[i] += run += late[i] * x[i];
-    read = run;
-    product = after;
-#pragma unroll
-    for (int i = kHalf - 1; i >= 0; --i) {
-        x[i] = product * writes.get(First + i);
-        d_early[i] += x[i];
-        product *= gates[First + i];
-    }
-    run = 0.0f;
-    if constexpr (!kSecond) {
-        for (int i = 0; i < side.parts; ++i) run += side.passing(i, column);
-        run *= product_of(gates);
-    }
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        d_log[i] += run;
-        run += early[i] * x[i];
-        d_lates.set(First + i, d_late[i]);
-        writes.set(First + i, d_early[i]);
-        reads.set(First + i, d_log[i]);
-    }
-    return run;
-}
-
-template <typename T>
-__device__ __forceinline__ void differentiate_column(const Side<T>& side, const float (&gates)[kSteps], int column) {
-    float read;
-    differentiate_half<kHalf>(side, gates, column, read);
-    const float passing = differentiate_half<0>(side, gates, column, read);  // all of the second half's steps, too
-    const Column<float> d_logs(side.reads, column);
-#pragma unroll
-    for (int t = kHalf; t < kSteps; ++t) d_logs.set(t, d_logs.get(t) + passing);
-}
-
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
 // gradient of zeros.
 template <typename T, bool Outputs, int Places>
-__global__ void __launch_bounds__(kDecayThreads, kResident)
+__global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
     decays_backward(const RuleBackward p, const Plan plan, const Segments segments, const Checkpoints checkpoints,
                     const int value_block) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
@@ -256,7 +102,7 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
     const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
     const int end = min(chunks, begin + segments.chunks);
     PassedLogs key_logs, value_logs;  // of `Outputs` false
-    State<Places> state, d_state;
+    DecayState<Places> state, d_state;
     if (Outputs && segments.count > 1)
         part.load(d_state, segments.states, segments.index(segment, head_index));
     else
@@ -363,7 +209,8 @@ __global__ void __launch_bounds__(kDecayThreads, kResident)
             Deal deal;
             const auto weigh = [&](const Side<T>& from, const Side<T>& to, int columns) {
                 deal.each(kLevels + 1, [&](int level) {
-                    weigh_pairs<kPasses, true>(to.weights, from.late, from.early, from.levels, columns, level);
+                    weigh_pairs<kPasses, true>(to.weights, from.late, from.early, from.levels, from.levels, columns,
+                                               level);
                 });
             };
             weigh(of_values, of_keys, plan.columns);
@@ -445,7 +292,7 @@ struct DecaysBackwardPass {
     static Plan plan(const Sizes& sizes, int limit) {
         return find_decay_plan(
             sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
-            [](const Plan& plan) { return has_registers(plan) ? kResident : 0; });
+            [](const Plan& plan) { return has_registers(plan) ? kDecayBlocks : 0; });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, 1, plan.blocks, sizes.key_dim + sizes.value_dim);

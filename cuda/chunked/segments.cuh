@@ -4,10 +4,10 @@
 // M, for all segments at once; a second carries the state from segment to segment; the third is the march that computes
 // results, each segment from its own start. The way back is the same with dS_start = M' dS_end + C'. M is a number for
 // scalar gates, and a (key_dim, key_dim) matrix for the delta rule, found as the columns of a march from the identity.
-// (With decays by dimension it is what those of keys and of values leave: chunked_decays.cuh.)
+// (With decays by dimension it is what those of keys and of values leave: decays.cuh.)
 #pragma once
 
-#include "chunked_block.cuh"
+#include "block.cuh"
 
 namespace fairseq_fastweights {
 
@@ -115,6 +115,11 @@ inline cudaError_t launch_carry_scaled(const Segments& segments, const Sizes& si
     const int64_t count = static_cast<int64_t>(segments.heads) * sizes.key_dim * sizes.value_dim;
     return launch(carry_scaled, dim3(static_cast<unsigned>((count + 255) / 256)), dim3(256), 0, stream, segments,
                   carry);
+}
+
+// Of a head, where time is divided: its value columns, and the columns of the identity.
+inline int first_blocks(const Plan& plan, const Sizes& sizes) {
+    return plan.chunk == 0 ? 0 : plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns;
 }
 
 // M a matrix: 16 columns of a head's state to a block, 4 of them and a row to a thread, whose sums do not wait for one

@@ -1,5 +1,5 @@
 // Diagonal family, recurrent, forward.
-#include "recurrent_forward.cuh"
+#include "forward.cuh"
 
 using namespace fairseq_fastweights;
 

@@ -4,10 +4,10 @@
 // where G_t0 are those from the chunk's start to and with t, and G_es those from after s to its end:
 //   Y = diag(G_t0) Q S_0 + P V,   P_ts = G_ts <q_t, k_s> w_s for s <= t
 //   S_end = G S_0 + K^T diag(G_es w_s) V
-#include "choice.h"
-#include "chunked_decays.h"
-#include "chunked_gates.cuh"
-#include "chunked_launch.cuh"
+#include "../choice.h"
+#include "by_dimension.h"
+#include "gates.cuh"
+#include "launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {

@@ -6,11 +6,11 @@
 // segment; the third is the march that computes results, each segment from its own start. The way back is the same:
 // dS_start = (F Z^T) * dS_end + C', where C' comes of a march back through q and dy alone.
 //
-// It is what chunked_segments.cuh does for a number in place of F Z^T.
+// It is what chunked/segments.cuh does for a number in place of F Z^T.
 #pragma once
 
-#include "carried_decays.cuh"
-#include "recurrent_tile.cuh"
+#include "../carried_decays.cuh"
+#include "tile.cuh"
 
 namespace fairseq_fastweights {
 

@@ -21,10 +21,10 @@
 //
 // Sums over columns go across warps once a span, through shared memory; where a head's columns do not fit one block,
 // blocks write parts to the workspace, which later launches add to, and a second kernel adds them in order. With decays
-// by dimension, time is split too where heads are few (recurrent_segments.cuh).
+// by dimension, time is split too where heads are few (segments.cuh).
 #pragma once
 
-#include "recurrent_forward.cuh"
+#include "forward.cuh"
 
 namespace fairseq_fastweights {
 
