@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -93,6 +94,22 @@ def mutants_of(root: Path, path: Path) -> Iterator[Mutant]:
                 yield Mutant(str(path.relative_to(root)), start[0], name, occurrence)
 
 
+def mutated(source: str, mutant: Mutant) -> str:
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    return str(mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence))
+
+
+def is_python(source: str) -> bool:
+    """To cosmic-ray the star before arguments is an operator as any other."""
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
+
+
 def sample(root: Path, size: int, seed: int, folders: list[str]) -> list[Mutant]:
     """`size` mutants: of a folder as many as it has places that can be mutated, of a place one at most."""
     drawn = random.Random(seed)
@@ -103,8 +120,9 @@ def sample(root: Path, size: int, seed: int, folders: list[str]) -> list[Mutant]
                 # Each of the twelve other operators that may stand for a `+` is one chance of the same place.
                 kind = mutant.operator.split("_")[0]
                 places[mutant.path, mutant.line, kind].append(mutant)
-    chosen = drawn.sample(sorted(places), min(size, len(places)))
-    return [drawn.choice(places[place]) for place in chosen]
+    chosen = (drawn.choice(places[place]) for place in drawn.sample(sorted(places), len(places)))
+    faults = (mutant for mutant in chosen if is_python(mutated((root / mutant.path).read_text(), mutant)))
+    return list(itertools.islice(faults, size))
 
 
 @dataclass
@@ -188,11 +206,11 @@ class Bench:
         shutil.copytree(root, self.folder, ignore=ignored, symlinks=True)
         self.sound: dict[str, bool] = {}
 
-    def noticed(self, tests: list[str], limit: float, path: Path, original: str, mutated: str) -> bool:
+    def noticed(self, tests: list[str], limit: float, path: Path, original: str, fault: str) -> bool:
         """Whether one of the tests fails, or does not end, with the mutant and passes without it."""
         tests = [test for test in tests if self.sound.get(test, True)]
         while tests:
-            self.write(path, mutated)
+            self.write(path, fault)
             passed = self.passes(tests, limit)
             self.write(path, original)
             if passed:
@@ -248,26 +266,18 @@ class Bench:
 
     def outcome(self, mutant: Mutant, tries: list[tuple[str, list[str]]], limit: float) -> str:
         """What notices the mutant: "fast" tests, "slow" ones, or nothing ("survived", "not run")."""
-        from cosmic_ray.mutating import mutate_code
-        from cosmic_ray.plugins import get_operator
-
         path = self.folder / mutant.path
         original = path.read_text()
-        mutated = mutate_code(original, get_operator(mutant.operator)(), mutant.occurrence)
         for kind, tests in tries:
-            if self.noticed(tests, limit, path, original, mutated):
+            if self.noticed(tests, limit, path, original, mutated(original, mutant)):
                 return kind
         return "survived" if tries else "not run"
 
 
 def difference(root: Path, mutant: Mutant) -> str:
     """The first line that the mutant changes, before and after."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
-
     before = (root / mutant.path).read_text()
-    after = mutate_code(before, get_operator(mutant.operator)(), mutant.occurrence)
-    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    pairs = zip(before.splitlines(), mutated(before, mutant).splitlines(), strict=False)
     return next((f"{a.strip()}  ->  {b.strip()}" for a, b in pairs if a != b), "")
 
 
