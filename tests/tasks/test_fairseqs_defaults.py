@@ -5,18 +5,16 @@ from types import ModuleType
 
 import pytest
 
-from fairseq_fastweights.data import segment_streams
 from fairseq_fastweights.models import (
     fast_weight_decoder,
     fast_weight_lm,
     fast_weight_transformer_decoder,
-    fast_weight_transformer_encoder,
     mixer_layers,
 )
 from fairseq_fastweights.tasks import attention_transfer_criterion, fast_weight_language_modeling
 
-MODULES = [segment_streams, fast_weight_decoder, fast_weight_lm, fast_weight_transformer_decoder]
-MODULES += [fast_weight_transformer_encoder, mixer_layers, attention_transfer_criterion, fast_weight_language_modeling]
+MODULES = [fast_weight_decoder, fast_weight_lm, fast_weight_transformer_decoder, mixer_layers]
+MODULES += [attention_transfer_criterion, fast_weight_language_modeling]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
