@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,25 +28,63 @@ def test_the_table_is_what_the_operations_take() -> None:
             assert row[name] == ops.chosen_backend(row["device"], getattr(torch, row["dtype"]), time)
 
 
-def test_the_text_has_all_of_it(capsys) -> None:
+def test_the_text_is_of_what_is_here(capsys) -> None:
     env.main([])
     text, found = capsys.readouterr().out, env.report()
-
-    def line(start: str) -> str:
-        return next(line for line in text.splitlines() if line.startswith(start))
-
-    assert torch.__version__ in text and f"{torch.get_num_threads()} threads" in text
-    for part, name in libraries.PARTS.items():
-        kernels, shown = found["kernels"][part], line(f"{name} kernels")
-        reason, build = kernels["reason"], kernels["build"] or {}
-        assert ("ready" in shown) if reason is None else (reason.partition("kernels ")[2] in shown)
-        assert reason or all(kind in shown for kind in (*build.get("variants", ()), build.get("compiler", "")))
-        assert ("instruction set" in shown) == (part == "cpu" and reason is None)
+    assert text == f"{env.as_text(found)}\n" and found["versions"]["torch"] == torch.__version__
+    assert found["cpu"]["threads"] == torch.get_num_threads() and len(found["gpus"]) == torch.cuda.device_count()
+    for part, kernels in found["kernels"].items():
+        assert kernels["reason"] == libraries.load(part) and kernels["ready"] == (kernels["reason"] is None)
+        assert kernels["build"] == libraries.record().get(part)
     if found["kernels"]["cpu"]["ready"]:
-        assert f"instruction set: {found['cpu']['instruction_set']}" in text
         assert found["cpu"]["instruction_set"] in found["kernels"]["cpu"]["build"]["variants"]
-    for row in found["backends"]:
-        assert f"{row['sequence']} / {row['step']}" in line(f"{row['rule']}, {row['device']}")
+
+
+def test_a_gpu_is_described_and_asked_for(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    gpu = SimpleNamespace(name="GPU of a test", major=8, minor=6, total_memory=24 * 2**30 - 2**29)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: [gpu][index])
+    env.main(["--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found == env.report()
+    assert found["gpus"] == [{"name": "GPU of a test", "capability": "8.6", "memory_gib": 23.5}]
+    assert {row["device"] for row in found["backends"]} == {"cpu", "cuda"}
+    assert found["versions"]["fairseq-fastweights"] and env.version("no-such-package") is None
+
+
+REPORT = {
+    "versions": {"torch": "2", "fairseq": None},
+    "cpu": {"machine": "x86", "threads": 2, "instruction_set": "avx2"},
+    "kernels": {
+        "cpu": {"ready": True, "reason": None, "build": {"variants": ["baseline", "avx2"], "compiler": "g++ 12"}},
+        "cuda": {"ready": True, "reason": None, "build": {"architectures": ["sm_90"], "compiler": "nvcc 12"}},
+    },
+    "backends": [
+        {"rule": rule, "device": device, "dtype": dtype, "sequence": "chunkwise", "step": step}
+        for rule, device in (("sum", "cpu"), ("sum", "cuda"))
+        for dtype, step in (("float32", "native"), ("float64", "reference"))
+    ],
+}
+TEXT = """\
+torch                2
+fairseq              none
+{gpus}
+CPU                  x86, 2 threads
+CPU kernels          ready: baseline, avx2; instruction set: avx2; g++ 12
+CUDA kernels         ready: sm_90; nvcc 12
+
+backend that auto takes, for a sequence / for a single step
+rule, device           float32                float64
+sum, cpu               chunkwise / native     chunkwise / reference
+sum, cuda              chunkwise / native     chunkwise / reference"""
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_text_to_the_letter(count: int) -> None:
+    gpus = [{"name": f"H{index}", "capability": "9.0", "memory_gib": 80.0} for index in range(count)]
+    lines = [f"GPU {index}                H{index}, compute capability 9.0, 80.0 GiB" for index in range(count)]
+    expected = TEXT.format(gpus="\n".join(lines) or "GPU                  none that torch sees")
+    assert env.as_text(REPORT | {"gpus": gpus}) == expected
 
 
 def run(arguments: list[str], folder: Path, **variables: str) -> str:

@@ -58,8 +58,9 @@ def test_map_is_its_equation_for_every_vector(name, options, equation):
         vectors = [equation(feature_map, i % HEADS, vector) for i, vector in enumerate(x.flatten(0, 2))]
         torch.testing.assert_close(phi.flatten(0, 2), torch.stack(vectors), **FLOAT64)
         assert phi.shape == (*x.shape[:3], feature_map.output_dim)
-        assert not feature_map.positive or (phi >= 0).all()
-    assert feature_map(q, k[:, :0])[1].shape == (BATCH, 0, HEADS, feature_map.output_dim)
+        assert feature_map.positive == bool((phi >= 0).all())
+    for scales in ("fixed", "queries and source", "all"):
+        assert feature_map(q, k[:, :0], scales=scales)[1].shape == (BATCH, 0, HEADS, feature_map.output_dim)
     inputs = [x[:1, :1].contiguous().requires_grad_() for x in (q, k)]
     assert torch.autograd.gradcheck(feature_map, inputs)
     zero, _ = feature_map(*[torch.zeros(1, 1, HEADS, DIM, dtype=torch.float64)] * 2)

@@ -1,16 +1,17 @@
 """Puts faults into the package, one at a time, and counts those that the tests notice.
 
-    python tools/mutation.py [--sample 400] [--seed 1] [--jobs N] [--out FILE] [FOLDER ...]
+    python tools/mutation.py [--sample 400] [--seed 1] [--jobs N] [--out FILE] [--seconds 60] [--again] [FOLDER ...]
 
 The faults are cosmic-ray's mutants (another operator, another number, a condition turned round, a loop that is not
 entered, ...), drawn from the files of `fairseq_fastweights/` in proportion to what each folder offers. A mutant is
-tried against the tests that run its line, as one run of the suite under coverage says, the quickest first, those that
-`make test-fast` leaves out last. The parent of each trial has imported torch, fairseq and transformers, but nothing of
-ours, and forks: a trial costs the import of the package and its tests alone.
+tried against the tests that run its line, as one run of the suite under coverage says: those of the same folder first,
+those that `make test-fast` leaves out last. The parent of each trial has imported torch, fairseq and transformers, but
+nothing of ours, and forks: a trial costs the import of the package and its tests alone.
 
 The result, a line of JSON for each mutant, has the share that each folder's tests catch at its end, for fast tests and
-for all. A mutant that only tests in processes of their own could notice counts as survived, unless their line shows in
-coverage: the shares are lower bounds.
+for all. As tests are tried for a time that is limited, the shares are lower bounds. With `--again` what survived is
+tried once more, with all tests of each file that runs its line or that names its file: processes of their own, and
+copies of a module, do not show in coverage. More `--seconds` are for then.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -38,13 +41,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "fairseq_fastweights"
 WORK = ROOT / "build" / "mutation"
 TESTS = ("tests/ops", "tests/mixers", "tests/models", "tests/conversion", "tests/data", "tests/tasks",
-         "tests/integrations", "tests/test_feature_maps.py", "tests/test_env.py")  # fmt: skip
+         "tests/integrations", "tests/huggingface", "tests/lm_eval", "tests/test_feature_maps.py", "tests/test_env.py",
+         "tests/tools/test_native_build.py")  # fmt: skip
 HEAVY = ("torch", "torch._dynamo", "numpy", "pytest", "fairseq", "fairseq.tasks", "fairseq.models", "transformers")
-LONGEST = {"fast": 60.0, "slow": 120.0}
-"""Seconds of tests, by their own record, that a mutant is tried against; three times as long is a trial that hangs."""
 LEFT_OUT = (
     # What they change is no fault, or one that no test should be asked to see.
     *("RemoveDecorator", "VariableInserter", "VariableReplacer"),
+    # Python keeps small numbers and short names once: `is` finds what `==` does.
+    *("Operator_Eq_Is.", "Operator_NotEq_IsNot."),
     # Numbers with a point have no such operators: whatever runs the line fails.
     *("_BitAnd", "_BitOr", "_BitXor", "_LShift", "_RShift"),
 )
@@ -65,29 +69,46 @@ class Mutant:
         return parts[1] if len(parts) > 2 else Path(parts[1]).stem
 
 
-def types_in(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where types stand: they are never evaluated, so a change there is none."""
+def never_false(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where types stand, `assert` and `strict=`: they say what is known, so a change there is none."""
     nodes = list(ast.walk(ast.parse(source)))
     parts = [getattr(node, kind, None) for node in nodes for kind in ("annotation", "returns")]
+    parts += [x for x in nodes if isinstance(x, ast.Assert) or (isinstance(x, ast.keyword) and x.arg == "strict")]
     return [((x.lineno, x.col_offset), (x.end_lineno, x.end_col_offset)) for x in parts if x is not None]
 
 
 def mutants_of(root: Path, path: Path) -> Iterator[Mutant]:
-    """All mutants of a file, but for those of types."""
+    """All mutants of a file, but for those of what is never false."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
     source = path.read_text()
-    types = types_in(source)
+    known = never_false(source)
     nodes = list(ast_nodes(get_ast(source)))
     for name in sorted(operator_names()):
-        if any(word in name for word in LEFT_OUT):
+        if any(word in f"{name}." for word in LEFT_OUT):
             continue
         operator = get_operator(name)()
         places = [place for node in nodes for place in operator.mutation_positions(node)]
         for occurrence, (start, end) in enumerate(places):
-            if not any(first <= start and end <= last for first, last in types):
+            if not any(first <= start and end <= last for first, last in known):
                 yield Mutant(str(path.relative_to(root)), start[0], name, occurrence)
+
+
+def mutated(source: str, mutant: Mutant) -> str:
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    return str(mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence))
+
+
+def is_python(source: str) -> bool:
+    """To cosmic-ray the star before arguments is an operator as any other."""
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
 
 
 def sample(root: Path, size: int, seed: int, folders: list[str]) -> list[Mutant]:
@@ -100,32 +121,47 @@ def sample(root: Path, size: int, seed: int, folders: list[str]) -> list[Mutant]
                 # Each of the twelve other operators that may stand for a `+` is one chance of the same place.
                 kind = mutant.operator.split("_")[0]
                 places[mutant.path, mutant.line, kind].append(mutant)
-    chosen = drawn.sample(sorted(places), min(size, len(places)))
-    return [drawn.choice(places[place]) for place in chosen]
+    chosen = (drawn.choice(places[place]) for place in drawn.sample(sorted(places), len(places)))
+    faults = (mutant for mutant in chosen if is_python(mutated((root / mutant.path).read_text(), mutant)))
+    return list(itertools.islice(faults, size))
 
 
 @dataclass
 class Suite:
     """What is known of the tests: which run a line, how long they take, which are slow."""
 
+    root: Path
     by_line: dict[str, dict[int, set[str]]]
     seconds: dict[str, float]
     slow: set[str]
 
-    def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
-        """The fast and the slow tests to try, quickest first, until the time that one mutant is worth is spent."""
+    def of(self, mutant: Mutant, seconds: float, whole_files: bool) -> list[tuple[str, list[str]]]:
+        """What to try: the fast tests of the mutant's own folder, the other fast ones, the slow ones, each for a time.
+
+        Of each function the quickest case comes first, so that a large table leaves time for the other functions.
+        """
         lines = self.by_line.get(mutant.path, {})
         # Tables and definitions run at import, in no test: whoever runs anything in the file may see them.
         tests = lines.get(mutant.line) or set().union(*lines.values(), set())
-        ordered = sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test))
-        chosen: dict[str, list[str]] = {"fast": [], "slow": []}
+        if whole_files:
+            files, name = {test.partition("::")[0] for test in tests}, rf"\b{Path(mutant.path).stem}\b"
+            every = {test: test.partition("::")[0] for test in self.seconds}
+            naming = {file for file in set(every.values()) if re.search(name, (self.root / file).read_text())}
+            tests = {test for test, file in every.items() if file in files | naming}
+        cases: dict[str, int] = defaultdict(int)
+        ranks = {}
+        for test in sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test)):
+            ranks[test] = cases[test.partition("[")[0]]
+            cases[test.partition("[")[0]] += 1
+        near = (f"tests/{mutant.folder}/", f"tests/test_{mutant.folder}.py")
+        chosen: dict[tuple[str, bool], list[str]] = {("fast", True): [], ("fast", False): [], ("slow", True): []}
         spent = dict.fromkeys(chosen, 0.0)
-        for test in ordered:
-            kind = "slow" if test in self.slow else "fast"
-            spent[kind] += self.seconds.get(test, 0.0)
-            if not chosen[kind] or spent[kind] < LONGEST[kind]:
-                chosen[kind].append(test)
-        return chosen["fast"], chosen["slow"]
+        for test in sorted(tests, key=lambda test: (ranks[test], self.seconds.get(test, 0.0), test)):
+            group = ("slow", True) if test in self.slow else ("fast", test.startswith(near))
+            spent[group] += self.seconds.get(test, 0.0)
+            if not chosen[group] or spent[group] < seconds:
+                chosen[group].append(test)
+        return [(kind, listed) for (kind, _), listed in chosen.items() if listed]
 
 
 def record_suite(root: Path) -> None:
@@ -154,11 +190,13 @@ def load_suite(root: Path, coverage_file: Path, junit: Path) -> Suite:
         }
     seconds: dict[str, float] = {}
     for case in ElementTree.parse(junit).iter("testcase"):
+        if not case.get("classname"):  # a file that is skipped as a whole
+            continue
         test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         seconds[test] = float(case.get("time", 0))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", "-p", "no:cacheprovider", *TESTS]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
-    return Suite(by_line, seconds, {line for line in listed.splitlines() if "::" in line})
+    return Suite(root, by_line, seconds, {line for line in listed.splitlines() if "::" in line})
 
 
 class Bench:
@@ -171,11 +209,11 @@ class Bench:
         shutil.copytree(root, self.folder, ignore=ignored, symlinks=True)
         self.sound: dict[str, bool] = {}
 
-    def noticed(self, tests: list[str], limit: float, path: Path, original: str, mutated: str) -> bool:
+    def noticed(self, tests: list[str], limit: float, path: Path, original: str, fault: str) -> bool:
         """Whether one of the tests fails, or does not end, with the mutant and passes without it."""
         tests = [test for test in tests if self.sound.get(test, True)]
         while tests:
-            self.write(path, mutated)
+            self.write(path, fault)
             passed = self.passes(tests, limit)
             self.write(path, original)
             if passed:
@@ -207,6 +245,8 @@ class Bench:
         child = os.fork()
         if child == 0:
             os.setsid()
+            # Of this process's own: on busy cores the clock says little. SIGXCPU ends it.
+            resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
             os.chdir(self.folder)
             sys.path[:0] = [str(self.folder), str(self.folder / "tools")]
             os.environ["PYTHONPATH"] = f"{self.folder}{os.pathsep}{self.folder / 'tools'}"
@@ -219,7 +259,7 @@ class Bench:
                 status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"@{listed}"]))
             finally:
                 os._exit(status)
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + 10 * limit
         while time.monotonic() < deadline:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
@@ -229,31 +269,20 @@ class Bench:
         os.waitpid(child, 0)
         return False
 
-    def outcome(self, mutant: Mutant, suite: Suite) -> str:
+    def outcome(self, mutant: Mutant, tries: list[tuple[str, list[str]]], limit: float) -> str:
         """What notices the mutant: "fast" tests, "slow" ones, or nothing ("survived", "not run")."""
-        from cosmic_ray.mutating import mutate_code
-        from cosmic_ray.plugins import get_operator
-
         path = self.folder / mutant.path
         original = path.read_text()
-        mutated = mutate_code(original, get_operator(mutant.operator)(), mutant.occurrence)
-        fast, slow = suite.of(mutant)
-        if not fast and not slow:
-            return "not run"
-        for name, tests in (("fast", fast), ("slow", slow)):
-            if self.noticed(tests, 3 * LONGEST[name], path, original, mutated):
-                return name
-        return "survived"
+        for kind, tests in tries:
+            if self.noticed(tests, limit, path, original, mutated(original, mutant)):
+                return kind
+        return "survived" if tries else "not run"
 
 
 def difference(root: Path, mutant: Mutant) -> str:
     """The first line that the mutant changes, before and after."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
-
     before = (root / mutant.path).read_text()
-    after = mutate_code(before, get_operator(mutant.operator)(), mutant.occurrence)
-    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    pairs = zip(before.splitlines(), mutated(before, mutant).splitlines(), strict=False)
     return next((f"{a.strip()}  ->  {b.strip()}" for a, b in pairs if a != b), "")
 
 
@@ -282,12 +311,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout to try, with its tests")
     parser.add_argument("--coverage", type=Path, help="with --junit: a record of the suite that is there already")
     parser.add_argument("--junit", type=Path)
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of tests, by their own record, for each of three tries"
+    )
+    parser.add_argument("--again", action="store_true", help="try what survived once more, with whole files of tests")
     options = parser.parse_args(arguments)
     root = options.root.resolve()
     if options.coverage is None:
         record_suite(root)
     suite = load_suite(root, options.coverage or WORK / "coverage", options.junit or WORK / "tests.xml")
     mutants = sample(root, options.sample, options.seed, options.folders)
+    if options.again:
+        kept = [
+            line for line in options.out.read_text().splitlines() if json.loads(line)["outcome"] in ("fast", "slow")
+        ]
+        options.out.write_text("".join(f"{line}\n" for line in kept))
     done = set()
     if options.out.exists():
         done = {tuple(json.loads(line)["mutant"].values()) for line in options.out.read_text().splitlines()}
@@ -304,7 +342,10 @@ def main(arguments: list[str] | None = None) -> int:
         for mutant in left[number :: options.jobs]:
             started = time.monotonic()
             result: dict[str, object] = {"mutant": asdict(mutant), "folder": mutant.folder}
-            result |= {"outcome": bench.outcome(mutant, suite), "change": difference(root, mutant)}
+            tries = suite.of(mutant, options.seconds, options.again)
+            # A trial that computes for so long, or waits ten times as long, hangs.
+            outcome = bench.outcome(mutant, tries, 60 + 2 * options.seconds)
+            result |= {"outcome": outcome, "change": difference(root, mutant)}
             result["seconds"] = round(time.monotonic() - started, 1)
             with options.out.open("a") as out:
                 out.write(json.dumps(result) + "\n")

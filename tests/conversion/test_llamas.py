@@ -73,6 +73,9 @@ def test_text_becomes_the_tokenizers_numbers_and_comes_back(tmp_path, pieces):
     real = llamas.tokenizer(pieces)
     theirs = llamas.save(tmp_path / "theirs", llamas.model("Llama"), pieces=pieces)
     assert main(["from-huggingface", str(theirs), str(tmp_path / "ours")]) == 0
+    for folder in ("", str(tmp_path)):
+        with pytest.raises(ValueError, match=f"tokenizer_json_folder is '{folder}'; it must hold tokenizer.json and"):
+            encoders.build_bpe(Namespace(bpe="tokenizer_json", tokenizer_json_folder=folder))
     bpe = encoders.build_bpe(Namespace(bpe="tokenizer_json", tokenizer_json_folder=str(tmp_path / "ours")))
     for text in ("", "the cat  sat\n\t12345", "Grüße, 日本語 🎉 \u2028 it's", "x<|begin|>y"):
         assert [int(n) for n in bpe.encode(text).split()] == real.encode(text).ids

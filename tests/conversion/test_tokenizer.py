@@ -90,6 +90,7 @@ def test_fairseqs_gpt2_does_where_the_tokenizer_is_plain(both):
     # No number that a model can draw makes decoding fail.
     for bpe in (fairseqs(folder), byte_level(folder)):
         assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
+    assert {byte_level(folder).decode(str(number)) for number in range(sources.TYPES, 288)} == {""}  # of no word
 
 
 UNSET = {"dropout": 0.1, "byte_fallback": True, "ignore_merges": True, "end_of_word_suffix": "</w>"}

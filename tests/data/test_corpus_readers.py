@@ -88,6 +88,7 @@ def test_streams_cover_the_corpus_once_and_each_row_goes_on_where_it_was(tokens,
             sample = data.collater([data[i] for i in batch])
             tokens_in, targets = sample["net_input"]["src_tokens"], sample["target"]
             assert sample["net_input"]["continues"].tolist() == [number > 0] * rows
+            assert targets.shape == (rows, max(1, int(targets.ne(PAD).sum(1).max())))
             assert torch.equal(tokens_in.eq(PAD), targets.eq(PAD)) and sample["ntokens"] == int(targets.ne(PAD).sum())
             for row in range(rows):
                 real = targets[row][targets[row].ne(PAD)].tolist()

@@ -15,6 +15,7 @@ from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 WIDTH = 16
 HEADS = {"num_heads": 4, "fast_weight_heads": 2, "max_positions": 24}
 MEMORIES = ("delta", "retention", "kimi-delta")
+NEVER_BIASED = {"compress_k", "compress_v", "control_proj"}
 NO_CORRECTION, REMOVAL = ("sum", "gated", "decay"), {"normalization": {"sum", "removal"}}
 
 
@@ -71,6 +72,11 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
     assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
     assert mixer.takes_attention == (name in (*UPDATE_RULES, "softmax", "local"))
     assert mixer.needs_positions == (name in ("softmax", "local", "abc"))
+    linear = {part: x for part, x in default.named_modules() if isinstance(x, torch.nn.Linear)}
+    biased = {part for part, x in linear.items() if x.bias is not None}
+    none = name in ("transformer-xl", "gated-delta", "kimi-delta", "delta-product")
+    assert biased == (set() if none else {"dt_proj"} if name == "mamba" else {*linear} - NEVER_BIASED)
+    assert default.beam_size == 1 and getattr(default, "scale", 1) == 1
 
 
 def test_settings_reach_the_mixers_that_take_them():

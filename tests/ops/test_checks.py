@@ -134,6 +134,10 @@ def test_what_only_some_inputs_can_have_wrong():
         (torch.ones(2, 7, dtype=torch.bool, device="meta"), "starts is on device meta; it must be on that of v"),
     ):
         assert message in refusal(RULE["sum"], inputs, starts=starts)
+    two = inputs_of("sum", K=2)
+    assert "q has strides" in refusal(
+        RULE["sum"], two | {"q": two["q"].transpose(-1, -2).contiguous().transpose(-1, -2)}
+    )
     inputs = inputs_of("gated delta")
     with ops.check_values(True):
         said = refusal(RULE["gated delta"], inputs | {"beta": filled(2.01)(inputs["beta"])})

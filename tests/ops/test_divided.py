@@ -168,6 +168,7 @@ def test_steps_in_place(rule, size, dtype):
         with Calls() as mode:
             out, final_state = rule.run(step | {"initial_state": state}, "native", in_place=True)
         assert final_state is state and mode.made and all(name.endswith("step_") for name, _ in mode.made)
+        assert all(x.shape[-1] <= LARGEST for _, arguments in mode.made for x in arguments[:3])
         outs.append(out)
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-12}.get(dtype, HALF)
     assert_close(named((torch.cat(outs, 1), state)), expected, tolerance)

@@ -12,7 +12,7 @@ from fairseq_fastweights.ops import libraries, native
 # Architectures, the capabilities that run code for them, and some that do not.
 GPUS = [
     *[("sm_80", [(8, 0), (8, 9)], [(9, 0)]), ("sm_86", [], [(8, 0)]), ("sm_80 compute_80", [(9, 0)], [])],
-    *[("compute_90", [], [(8, 6)]), ("sm_90a", [(9, 0)], [(9, 1)]), ("sm_90a compute_90a", [], [(10, 0)])],
+    *[("compute_90", [], [(8, 6)]), ("sm_90a", [(9, 0)], [(8, 9), (9, 1)]), ("sm_90a compute_90a", [], [(10, 0)])],
     *[("sm_75 sm_90 compute_90", [(12, 0)], []), ("sm_100", [(10, 3)], []), ("sm_88", [], [(9, 8)])],
     ("", [], [(8, 0)]),
 ]

@@ -244,6 +244,22 @@ def test_what_cannot_be_done_is_said():
             choose_backend("native", 7, scan._why_not_native(u), in_chunks=True)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "built", "time", "channels"),
+    [
+        pytest.param(native, "selective_scan", True, 1, 3, marks=on_cpu),
+        (scan.chunkwise, "selective_scan", False, 7, 1),
+        (scan, "reference", False, 1, 3),
+    ],
+)
+def test_auto_takes_the_kernel_or_chunks_or_for_a_step_the_definition(monkeypatch, module, name, built, time, channels):
+    if not built:
+        monkeypatch.setitem(ops.libraries._outcomes, DEVICE.type, "not built")
+    monkeypatch.setattr(module, name, lambda u, *others, initial_state: (u, "taken"))
+    inputs = SCAN.inputs(T=time, V=channels, requires_grad=False)
+    assert ops.selective_scan(**inputs) == (inputs["u"], "taken")
+
+
 def test_values_are_checked_where_that_is_asked_for():
     for name, value, message in (
         ("delta", -0.5, "delta has a least value of -0.5; the sizes of steps must be at least 0"),
