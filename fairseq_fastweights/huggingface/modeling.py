@@ -52,10 +52,10 @@ class FastWeightPreTrainedModel(PreTrainedModel):
 
 
 class FastWeightModel(FastWeightPreTrainedModel):
-    """Embeddings, layers with mixers and a last layer norm: what comes before the output layer.
+    """Embeddings, layers with mixers and a last layer norm: the model without its output layer.
 
     Args:
-        config: of the model.
+        config: the model's settings.
 
     Raises:
         ValueError: naming the setting, what it was and what it may be.
@@ -214,7 +214,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
     With an adaptive softmax its logits are log-probabilities.
 
     Args:
-        config: of the model.
+        config: the model's settings.
 
     Example:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)

@@ -54,6 +54,15 @@ class Mixer(nn.Module):
         beam_size: in generation, how many rows in a row may be hypotheses for the same source.
         needs_positions: whether, but for who comes after whom, it cannot tell positions apart.
         takes_starts: whether several documents may lie in a row: whether its `forward` takes `starts`.
+
+    Example:
+        >>> class Shift(Mixer):  # y_t = x_{t-1}
+        ...     def forward(self, x, state=None, padding=None, *, overwrite=False):
+        ...         before = torch.zeros_like(x[0]) if state is None else state["last"]
+        ...         return torch.cat([before[None], x[:-1]]), {"last": x[-1]}
+        >>> y, state = Shift(2)(torch.ones(3, 1, 2))
+        >>> y.flatten(), state["last"].shape
+        (tensor([0., 0., 1., 1., 1., 1.]), torch.Size([1, 2]))
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -83,9 +92,10 @@ class Mixer(nn.Module):
             x: (time, batch, embed_dim), as torch's attention and recurrent layers have it.
             state: what the call for the part before returned; None at a text's beginning.
             padding: (batch, time), true where a position is padding, which no other position sees; None if none is.
-            overwrite: whether the tensors of `state` may be reused, as in generation, where nobody reads them again.
-            starts: of mixers that say `takes_starts`: (batch, time), true where a document begins, which sees nothing
-                of what is before it, `state` included. At padding it says nothing. None if none begins.
+            overwrite: whether the tensors of `state` may be reused, as in generation, which does not read them again.
+
+        Mixers that say `takes_starts` also take `starts`, (batch, time): true where a document begins, which sees
+        nothing of what is before it, `state` included. At padding it means nothing. None if none begins.
 
         Returns:
             (time, batch, embed_dim), in which what stands at padding means nothing, and the state after the last step.
@@ -93,7 +103,15 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def reorder(self, state: State, order: Tensor) -> State:
-        """The state whose rows are the rows `order`, (rows,), of `state`, as beam search asks for."""
+        """Takes rows of a state, as beam search asks for.
+
+        Args:
+            state: what a call returned.
+            order: (rows,), the numbers of the rows to take, in their order.
+
+        Returns:
+            a state of these rows.
+        """
         rows = next(iter(state.values())).shape[0]
         return state if keeps_rows(order, rows) else {name: x.index_select(0, order) for name, x in state.items()}
 

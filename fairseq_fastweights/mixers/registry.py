@@ -138,6 +138,10 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
 
     Raises:
         ValueError: for anything else; naming the layers that have none, or two.
+
+    Example:
+        >>> parse_pattern("delta,softmax:2,4", layers=4)
+        ('delta', 'softmax', 'delta', 'softmax')
     """
 
     def refuse(why: str) -> ValueError:
