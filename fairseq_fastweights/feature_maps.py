@@ -30,7 +30,7 @@ class FeatureMap(nn.Module):
         positive: whether every output is at least 0, as attention normalisation (Eq. 26-28) needs.
         may_vanish: whether an output vector can be all zero in exact arithmetic.
 
-    Example:
+    Examples:
         >>> phi = build_feature_map("dpfp", num_heads=2, head_dim=4)
         >>> phi.key_dim, phi.output_dim, phi.positive, phi.may_vanish
         (4, 8, True, True)
@@ -98,7 +98,7 @@ class IdentityMap(FeatureMap):
     Args:
         dim: numbers per head, before and after the map.
 
-    Example:
+    Examples:
         >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
         >>> IdentityMap(3)(q, k)[0].flatten()
         tensor([-1.,  0.,  2.])
@@ -122,7 +122,7 @@ class EluMap(FeatureMap):
     Args:
         dim: numbers per head, before and after the map.
 
-    Example:
+    Examples:
         >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
         >>> EluMap(3)(q, k)[0].flatten()
         tensor([0.3679, 1.0000, 3.0000])
@@ -145,7 +145,7 @@ class TanhMap(FeatureMap):
     Args:
         dim: numbers per head, before and after the map.
 
-    Example:
+    Examples:
         >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
         >>> TanhMap(3)(q, k)[0].flatten()
         tensor([-0.7616,  0.0000,  0.9640])
@@ -171,7 +171,7 @@ class ReluMap(FeatureMap):
         head_dim: numbers per head before the map.
         output_dim: numbers per head after it.
 
-    Example:
+    Examples:
         >>> phi = ReluMap(num_heads=2, head_dim=4, output_dim=6)
         >>> phi_q, phi_k = phi(torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4))
         >>> phi_q.shape
@@ -219,7 +219,7 @@ class FavorMap(FeatureMap):
         head_dim: numbers per head before the map.
         num_features: m; there are 2 m numbers per head after the map.
 
-    Example:
+    Examples:
         >>> phi = FavorMap(head_dim=4, num_features=2000).eval()
         >>> q, k = torch.rand(2, 1, 1, 1, 4).unbind(0)
         >>> phi_q, phi_k = phi(q, k)
@@ -275,7 +275,7 @@ class DpfpMap(FeatureMap):
         head_dim: numbers per head before the map.
         nu: how many rotations are multiplied; there are 2 head_dim nu numbers per head after the map.
 
-    Example:
+    Examples:
         >>> q = k = torch.tensor([1.0, 2.0]).view(1, 1, 1, 2)  # z = [1, 2, 0, 0]
         >>> DpfpMap(head_dim=2, nu=1)(q, k)[0].flatten()
         tensor([0., 2., 0., 0.])
@@ -342,7 +342,7 @@ def build_feature_map(
             `feature_dim` that the map cannot give, or that contradicts `dpfp_nu` or
             `favor_features`.
 
-    Example:
+    Examples:
         >>> build_feature_map("favor", num_heads=8, head_dim=16, favor_features=32)
         FavorMap(key_dim=16, output_dim=64)
     """
@@ -379,7 +379,7 @@ def sum_normalize(x: Tensor, *, eps: float) -> Tensor:
         The shape of x; float32 for half and bfloat16 x, else the dtype of x. A vector whose sum has
         underflowed (FAVOR+ of a very long vector) becomes nearly zero, never NaN.
 
-    Example:
+    Examples:
         >>> sum_normalize(torch.tensor([1.0, 3.0]), eps=0)
         tensor([0.2500, 0.7500])
     """
@@ -407,7 +407,7 @@ def orthogonal_features(
         (num_features, dim). Each row is distributed as N(0, I); rows within a block of `dim` are
         orthogonal, blocks are independent. The last block is cut to what `num_features` leaves.
 
-    Example:
+    Examples:
         >>> features = orthogonal_features(6, 4)
         >>> gram = features @ features.t()
         >>> gram.shape, torch.allclose(gram[0, 1:4], torch.zeros(3), atol=1e-4)

@@ -73,7 +73,7 @@ def load_for_causal_lm(
     Raises:
         ValueError: naming the file and what is wrong with it.
 
-    Example:
+    Examples:
         >>> model, tokenizer = load_for_causal_lm("checkpoints/lm", data="data-bin/lm")  # doctest: +SKIP
         >>> prompt = tokenizer("the value of", return_tensors="pt")  # doctest: +SKIP
         >>> print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20)[0]))  # doctest: +SKIP

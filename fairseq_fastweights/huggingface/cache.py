@@ -58,7 +58,7 @@ class FastWeightCache(Cache):
     Attributes:
         read: (batch,), how many tokens of each row were read, padding left out; None before the first.
 
-    Example:
+    Examples:
         >>> cache = FastWeightCache(2)
         >>> cache.get_seq_length(), cache.batch_size
         (0, -1)

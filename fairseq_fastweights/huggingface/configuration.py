@@ -94,7 +94,7 @@ class FastWeightConfig(PreTrainedConfig):
     Raises:
         ValueError: naming the setting, what it was and what it may be. A setting that there is not is refused.
 
-    Example:
+    Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_attention_heads=2, mixers="gated,softmax:6")
         >>> config.mixers
         ['gated', 'gated', 'gated', 'gated', 'gated', 'softmax']

@@ -60,7 +60,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
     Raises:
         ValueError: naming the setting, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = FastWeightModel(config).eval()
         >>> out = model(torch.tensor([[2, 5, 6, 7]]))
@@ -216,7 +216,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
     Args:
         config: the model's settings.
 
-    Example:
+    Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = FastWeightForCausalLM(config).eval()
         >>> model(torch.tensor([[2, 5, 6, 7]])).logits.shape

@@ -53,7 +53,7 @@ class install:
         UnknownFunction: before anything is replaced, naming the function and the version of `transformers`.
         ValueError: for a model of another kind.
 
-    Example:
+    Examples:
         >>> from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
         >>> with install():
         ...     print(qwen3_next.torch_chunk_gated_delta_rule.__module__)
@@ -83,7 +83,7 @@ class install:
 def uninstall() -> None:
     """Puts the original functions of `transformers` back.
 
-    Example:
+    Examples:
         >>> from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
         >>> _ = install()
         >>> uninstall()

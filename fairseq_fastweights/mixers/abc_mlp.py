@@ -36,7 +36,7 @@ class ABCMLP(BoundedMemoryAttention):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = ABCMLP(16, 2, slots=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

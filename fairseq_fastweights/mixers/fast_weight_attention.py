@@ -47,7 +47,7 @@ class FastWeightAttention(MemoryAttention):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = FastWeightAttention(16, 2, update_rule="delta")
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

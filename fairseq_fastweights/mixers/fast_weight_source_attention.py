@@ -33,7 +33,7 @@ class FastWeightSourceAttention(MemoryAttention):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = FastWeightSourceAttention(16, 2)
         >>> queries, source = torch.randn(4, 3, 16), torch.randn(9, 3, 16)  # (time, batch, width)
         >>> whole, memory = layer(queries, source=source)

@@ -77,7 +77,7 @@ class GatedDelta(Mixer):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = GatedDelta(16, 4, key_heads=2, key_dim=8)
         >>> out, state = layer(torch.randn(7, 3, 16))
         >>> out.shape, state["memory"].shape
@@ -247,7 +247,7 @@ class KimiDelta(GatedDelta):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> out, state = KimiDelta(16, 4)(torch.randn(7, 3, 16))
         >>> out.shape, state["memory"].shape
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
@@ -291,7 +291,7 @@ class DeltaProduct(GatedDelta):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> out, state = DeltaProduct(16, 4, writes=3)(torch.randn(7, 3, 16))
         >>> out.shape, state["memory"].shape
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))

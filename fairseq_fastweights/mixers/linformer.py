@@ -36,7 +36,7 @@ class Linformer(BoundedMemoryAttention):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = Linformer(16, 2, max_positions=9, slots=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

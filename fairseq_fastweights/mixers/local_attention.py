@@ -38,7 +38,7 @@ class LocalAttention(ReadsBySoftmax):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = LocalAttention(16, 2, window=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

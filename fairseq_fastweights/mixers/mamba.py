@@ -48,7 +48,7 @@ class Mamba(Mixer):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = Mamba(16)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

@@ -43,7 +43,7 @@ class MemoryAttention(Mixer):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
         >>> layer = FastWeightAttention(16, 2, feature_map="dpfp", dpfp_nu=2)  # one of its subclasses
         >>> layer.feature_map

@@ -37,7 +37,7 @@ class SoftmaxAttention(ReadsBySoftmax):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = SoftmaxAttention(16, 2, rotary_dim=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

@@ -60,7 +60,7 @@ class TransformerXL(ReadsBySoftmax):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = TransformerXL(16, 2, memory=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> first, state = layer(text[:5])

@@ -79,7 +79,7 @@ def sum_rule(
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)  # one row, 5 steps, 2 heads of 4
         >>> out, state = sum_rule(q, k, v)
         >>> out.shape, state.shape
@@ -127,7 +127,7 @@ def gated_rule(
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
         >>> log_gate = torch.nn.functional.logsigmoid(torch.randn(1, 5, 2))
         >>> out, state = gated_rule(q, k, v, log_gate)
@@ -176,7 +176,7 @@ def decay_rule(
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
         >>> out, state = decay_rule(q, k, v, -torch.rand(1, 5, 2, 4), None)
         >>> out.shape, state.shape
@@ -233,7 +233,7 @@ def delta_rule(
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
-    Example:
+    Examples:
         >>> k = torch.eye(4)[[0, 1, 0]].view(1, 3, 1, 4)  # the first key comes again
         >>> v = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1)
         >>> out, state = delta_rule(k, k, v, torch.ones(1, 3, 1))
@@ -286,7 +286,7 @@ def gated_delta_rule(
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
-    Example:
+    Examples:
         >>> q = k = torch.nn.functional.normalize(torch.randn(1, 5, 2, 4), dim=-1)
         >>> v, beta, log_gate = torch.randn(1, 5, 2, 3), torch.rand(1, 5, 2), -torch.rand(1, 5, 2)
         >>> out, state = gated_delta_rule(q, k, v, beta, log_gate)
@@ -344,7 +344,7 @@ def fast_weight_rule(
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
         >>> corrected, _ = fast_weight_rule(q, k / 2, v, erase=k / 2)
         >>> torch.allclose(corrected, delta_rule(q, k / 2, v, torch.ones(1, 5, 2))[0], atol=1e-5)
@@ -386,7 +386,7 @@ def chosen_backend(
     Raises:
         ValueError: for a rule that is none of these.
 
-    Example:
+    Examples:
         >>> chosen_backend("cpu", torch.float32, time=128, rule="delta") in ("native", "chunkwise")
         True
     """

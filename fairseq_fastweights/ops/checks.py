@@ -38,7 +38,7 @@ class check_values:
     Args:
         enabled: whether values are checked from here on; in a `with` statement, until its end.
 
-    Example:
+    Examples:
         >>> from fairseq_fastweights import ops
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
         >>> with check_values(True):
@@ -190,7 +190,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     Returns:
         float64 for float64, else float32.
 
-    Example:
+    Examples:
         >>> state_dtype(torch.bfloat16)
         torch.float32
     """

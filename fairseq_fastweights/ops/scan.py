@@ -53,7 +53,7 @@ def selective_scan(
         BackendUnavailable: if the backend cannot do it.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
-    Example:
+    Examples:
         >>> u, delta, A = torch.randn(2, 10, 6), torch.rand(2, 10, 6), -torch.rand(6, 4)
         >>> out, state = selective_scan(u, delta, A, torch.randn(2, 10, 4), torch.randn(2, 10, 4))
         >>> out.shape, state.shape
