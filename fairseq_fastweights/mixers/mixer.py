@@ -34,7 +34,7 @@ class Option:
 class Mixer(nn.Module):
     """A layer that mixes positions, each with those before it.
 
-    Each kind of mixer is a subclass with its own `forward`, and with those of the attributes below that differ. One line
+    Each kind of mixer is a subclass with its own `forward`, and with those of the attributes below that differ. A line
     in `registry.py` gives it a name.
 
     Args:
