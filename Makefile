@@ -13,7 +13,7 @@ DATA_WORD = '$(subst ','\'',$(value DATA))'
 # What clang-format looks after.
 KERNELS := $(wildcard $(foreach suffix,cpp h cu cuh,$(addsuffix /*.$(suffix),cpu cpu/* cuda cuda/* tests/cuda/emulation)))
 
-.PHONY: help setup test test-fast test-emulated test-sanitized lint coverage mutation gpu-check wheel demo demo-translation demo-synthetic clean
+.PHONY: help setup test test-fast test-emulated test-sanitized lint coverage mutation docs gpu-check wheel demo demo-translation demo-synthetic clean
 
 help:
 	@echo 'make setup             make the environment .venv, with torch, fairseq and this project in it'
@@ -27,12 +27,13 @@ help:
 	@echo 'make lint              check style and types'
 	@echo 'make coverage          run all tests, say which lines of the package they left out'
 	@echo 'make mutation          put faults into the package and the kernels, count those that the tests notice (hours)'
+	@echo 'make docs              build the documentation in site/, and check its links'
 	@echo 'make gpu-check         build, test, sanitize and measure on a GPU, with the torch of PYTHON'
 	@echo 'make wheel             build dist/: a wheel with compiled CPU kernels for every torch from 2.10 on, and the sources'
 	@echo 'make clean             remove .venv and what tools left behind'
 	@echo
 	@echo 'PYTHON=$(PYTHON) and TORCH=$(TORCH) choose what the environment is made from.'
-	@echo 'demo, demo-translation, demo-synthetic, test, test-fast and lint make it first where it is missing or unfinished.'
+	@echo 'demo, demo-translation, demo-synthetic, docs, test, test-fast and lint make it first where it is missing or unfinished.'
 
 setup:
 	@$(PYTHON) tools/setup_environment.py --torch=$(TORCH) $(ANY)
@@ -63,6 +64,11 @@ mutation: setup
 	.venv/bin/python tools/mutation.py
 	.venv/bin/python tools/kernel_faults.py
 
+# Tables and reference are made of the code; a broken link is an error.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
+	@echo 'The site is in site/index.html.'
+
 # On a machine without a network: no set-up, whatever torch there is.
 gpu-check:
 	@$(PYTHON) tools/gpu_check.py
@@ -84,5 +90,5 @@ demo-synthetic: setup
 	.venv/bin/python examples/synthetic/demo.py
 
 clean:
-	rm -rf .venv build dist *.egg-info fairseq_fastweights/_native_* .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info fairseq_fastweights/_native_* .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

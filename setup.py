@@ -83,12 +83,23 @@ setup(
     name="fairseq-fastweights",
     version="0.1.0",
     description="A fairseq plugin in which attention is a fast weight memory",
-    long_description="Linear Transformers and Delta Networks for fairseq: a rule that writes "
-    "key-value pairs into a small matrix and reads them back, trained in parallel and run in "
-    "constant memory.",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     author="the fairseq-fastweights developers",
     license="MIT",
+    keywords=["fast weights", "linear attention", "delta rule", "fairseq", "language models", "machine translation"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["fairseq_fastweights", "fairseq_fastweights.*"]),
+    package_data={"fairseq_fastweights": ["py.typed"]},
     # Libraries in the sources' folder are of the environment that they were built in, not of this one.
     include_package_data=False,
     python_requires=">=3.10,<3.14",
@@ -97,6 +108,7 @@ setup(
     install_requires=["torch>=2.6", "numpy"],
     extras_require={
         "conversion": ["huggingface_hub", "safetensors", "tokenizers"],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "eval": ["accelerate", "lm-eval==0.4.13", "safetensors", "transformers>=5"],
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
         "huggingface": ["accelerate", "safetensors", "transformers>=5"],

@@ -22,11 +22,18 @@ Scales = Literal["fixed", "queries", "queries and source", "all"]
 class FeatureMap(nn.Module):
     """Maps projected queries and keys to the vectors that address the state.
 
-    Attributes:
+    Args:
         key_dim: numbers per head that the projections of q and k have to produce.
         output_dim: numbers per head after the map; the state's key dimension.
+
+    Attributes:
         positive: whether every output is at least 0, as attention normalisation (Eq. 26-28) needs.
         may_vanish: whether an output vector can be all zero in exact arithmetic.
+
+    Examples:
+        >>> phi = build_feature_map("dpfp", num_heads=2, head_dim=4)
+        >>> phi.key_dim, phi.output_dim, phi.positive, phi.may_vanish
+        (4, 8, True, True)
     """
 
     positive: bool
@@ -45,24 +52,24 @@ class FeatureMap(nn.Module):
     def forward(self, q: Tensor, k: Tensor, *, scales: Scales = "fixed") -> tuple[Tensor, Tensor]:
         """Return `(phi(q), phi(k))`.
 
-        Both go in together because a random map has to use one draw for the two.
+        Both are mapped in one call because a random map has to use one draw for the two.
 
         Args:
             q: (batch, time, heads, key_dim).
             k: (batch, time, heads, key_dim); batch and time may differ from those of q.
-            scales: which vectors of features may be multiplied by positive numbers, because what
-                follows divides these out again. Maps whose features leave the range of their type
-                use it: "fixed", none; "queries", each of q by its own (attention normalisation);
-                "queries and source", besides all of k of a row and head by one (the same, where k
-                is all that there is to read, and no padding); "all", each of q and k by its own
-                (sum normalisation).
+            scales: which vectors of features may be multiplied by positive numbers, because a
+                normalisation divides these out again. It keeps features within the range of their
+                type. "fixed": none. "queries": each of q by its own number (attention
+                normalisation). "queries and source": also all of k in a row and head by one number
+                (attention normalisation over a whole source without padding). "all": each of q and
+                k by its own number (sum normalisation).
 
         Returns:
             Two tensors (batch, time, heads, output_dim), float32 for half and bfloat16 inputs, else
             of the inputs' dtype; `identity` hands back what it was given.
 
         Raises:
-            ValueError: q or k has not four dimensions, the last of size `key_dim`.
+            ValueError: if q or k does not have four dimensions, the last of size `key_dim`.
         """
         self._check_inputs(q, k)
         # Autocast would run the matrix products of float32 inputs in half precision again.
@@ -86,7 +93,16 @@ class FeatureMap(nn.Module):
 
 
 class IdentityMap(FeatureMap):
-    """phi(x) = x, in whatever dtype x has."""
+    """phi(x) = x, in whatever dtype x has.
+
+    Args:
+        dim: numbers per head, before and after the map.
+
+    Examples:
+        >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
+        >>> IdentityMap(3)(q, k)[0].flatten()
+        tensor([-1.,  0.,  2.])
+    """
 
     positive = False
     may_vanish = True
@@ -101,7 +117,16 @@ class IdentityMap(FeatureMap):
 
 
 class EluMap(FeatureMap):
-    """phi(x) = ELU(x) + 1, elementwise (Eq. 30; Katharopoulos et al. 2020)."""
+    """phi(x) = ELU(x) + 1, elementwise (Eq. 30; Katharopoulos et al. 2020).
+
+    Args:
+        dim: numbers per head, before and after the map.
+
+    Examples:
+        >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
+        >>> EluMap(3)(q, k)[0].flatten()
+        tensor([0.3679, 1.0000, 3.0000])
+    """
 
     positive = True
     may_vanish = False
@@ -115,7 +140,16 @@ class EluMap(FeatureMap):
 
 
 class TanhMap(FeatureMap):
-    """phi(x) = tanh(x), elementwise (the baseline of Schlag et al. 2021, Sec. 6.1.2)."""
+    """phi(x) = tanh(x), elementwise (the baseline of Schlag et al. 2021, Sec. 6.1.2).
+
+    Args:
+        dim: numbers per head, before and after the map.
+
+    Examples:
+        >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
+        >>> TanhMap(3)(q, k)[0].flatten()
+        tensor([-0.7616,  0.0000,  0.9640])
+    """
 
     positive = False
     may_vanish = True
@@ -131,6 +165,17 @@ class ReluMap(FeatureMap):
     """phi(x) = ReLU(W_h x + b_h), learned, one per head h, shared by q and k (Kasai et al. 2021).
 
     Parameters: `weight` (heads, output_dim, head_dim) and `bias` (heads, output_dim).
+
+    Args:
+        num_heads: number of heads.
+        head_dim: numbers per head before the map.
+        output_dim: numbers per head after it.
+
+    Examples:
+        >>> phi = ReluMap(num_heads=2, head_dim=4, output_dim=6)
+        >>> phi_q, phi_k = phi(torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4))
+        >>> phi_q.shape
+        torch.Size([1, 5, 2, 6])
     """
 
     positive = True
@@ -169,6 +214,17 @@ class FavorMap(FeatureMap):
     so activation checkpointing, which restores that generator, recomputes with the same draw. In
     evaluation mode the buffer `features` (m, head_dim) is used: drawn once, at construction, and
     kept in the state dict.
+
+    Args:
+        head_dim: numbers per head before the map.
+        num_features: m; there are 2 m numbers per head after the map.
+
+    Examples:
+        >>> phi = FavorMap(head_dim=4, num_features=2000).eval()
+        >>> q, k = torch.rand(2, 1, 1, 1, 4).unbind(0)
+        >>> phi_q, phi_k = phi(q, k)
+        >>> torch.allclose((phi_q * phi_k).sum(), (q * k / 2).sum().exp(), rtol=0.3)  # 2 = sqrt(head_dim)
+        True
     """
 
     positive = True
@@ -214,6 +270,15 @@ class DpfpMap(FeatureMap):
 
     Only nu < d adds to the capacity: the products of j = d are ReLU(x_i) ReLU(-x_i) = 0, and those
     of 2 d - j are those of j once more.
+
+    Args:
+        head_dim: numbers per head before the map.
+        nu: how many rotations are multiplied; there are 2 head_dim nu numbers per head after the map.
+
+    Examples:
+        >>> q = k = torch.tensor([1.0, 2.0]).view(1, 1, 1, 2)  # z = [1, 2, 0, 0]
+        >>> DpfpMap(head_dim=2, nu=1)(q, k)[0].flatten()
+        tensor([0., 2., 0., 0.])
     """
 
     positive = True
@@ -251,7 +316,7 @@ def build_feature_map(
     dpfp_nu: int = 1,
     favor_features: int | None = None,
 ) -> FeatureMap:
-    """Make the feature map `name` with the sizes that it needs.
+    """Make the feature map of a name, with the sizes that it needs.
 
     | name                | key_dim    | output_dim                                          |
     | ------------------- | ---------- | --------------------------------------------------- |
@@ -263,7 +328,7 @@ def build_feature_map(
     where m = head_dim ln(head_dim), as Choromanski et al. recommend, and round(m) is at least 1.
 
     Args:
-        name: a key of `FEATURE_MAPS`.
+        name: a key of `FEATURE_MAPS`, as the first column of the table has them.
         num_heads: number of heads.
         head_dim: per-head size of a query or key in an ordinary Transformer of this width.
         feature_dim: per-head size after the map, the state's key dimension; None for the map's own
@@ -276,6 +341,10 @@ def build_feature_map(
         ValueError: unknown name; a size that is not a positive integer; `dpfp_nu` out of range; a
             `feature_dim` that the map cannot give, or that contradicts `dpfp_nu` or
             `favor_features`.
+
+    Examples:
+        >>> build_feature_map("favor", num_heads=8, head_dim=16, favor_features=32)
+        FavorMap(key_dim=16, output_dim=64)
     """
     if name not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {name!r}; it must be one of {', '.join(FEATURE_MAPS)}")
@@ -309,6 +378,10 @@ def sum_normalize(x: Tensor, *, eps: float) -> Tensor:
     Returns:
         The shape of x; float32 for half and bfloat16 x, else the dtype of x. A vector whose sum has
         underflowed (FAVOR+ of a very long vector) becomes nearly zero, never NaN.
+
+    Examples:
+        >>> sum_normalize(torch.tensor([1.0, 3.0]), eps=0)
+        tensor([0.2500, 0.7500])
     """
     x = _at_least_float32(x)
     total = x.sum(-1, keepdim=True) + eps
@@ -322,11 +395,23 @@ def orthogonal_features(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Draw the random features of FAVOR+ from the global generator of `device`.
+    """Draw the random features of FAVOR+ from the global generator of a device.
+
+    Args:
+        num_features: m, how many.
+        dim: numbers of each.
+        dtype: of the result.
+        device: of the result, and of the generator; None for the CPU.
 
     Returns:
         (num_features, dim). Each row is distributed as N(0, I); rows within a block of `dim` are
         orthogonal, blocks are independent. The last block is cut to what `num_features` leaves.
+
+    Examples:
+        >>> features = orthogonal_features(6, 4)
+        >>> gram = features @ features.t()
+        >>> gram.shape, torch.allclose(gram[0, 1:4], torch.zeros(3), atol=1e-4)
+        (torch.Size([6, 6]), True)
     """
     num_blocks = -(-num_features // dim)
     q, r = torch.linalg.qr(torch.randn(num_blocks, dim, dim, dtype=dtype, device=device))

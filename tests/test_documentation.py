@@ -1,22 +1,38 @@
-"""The Markdown files: what they link to is there, and nothing is left to be filled in. Examples in docstrings work."""
+"""What the pages say can be done: links lead somewhere, commands and paths are there, examples run, the site builds."""
 
 import doctest
 import re
+import shlex
 import subprocess
+import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import import_plugin
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "cpu", "cuda", "docs", "examples", "fairseq_fastweights", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted(
     str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
     for path in (ROOT / "fairseq_fastweights").rglob("*.py")
-    if ">>> " in path.read_text(encoding="utf-8")
+    if re.search(r">>> (?!.*\+SKIP)", path.read_text(encoding="utf-8"))
 )
+REFERENCE = [
+    name
+    for page in sorted((ROOT / "docs" / "api").glob("*.md"))
+    for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+]
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("module", EXAMPLES)
@@ -25,7 +41,28 @@ def test_examples_of_docstrings_give_what_they_say(module: str) -> None:
     assert found.attempted and not found.failed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("name", REFERENCE)
+def test_what_the_reference_shows_has_an_example_and_describes_its_own_arguments(name: str) -> None:
+    module, _, member = name.rpartition(".")
+    shown = getattr(import_module(module), member)
+    # The plural is the name that the site's reader of docstrings knows.
+    found = re.search(r"^ *Examples:\n *>>> ", shown.__doc__, flags=re.MULTILINE)
+    assert found or (isinstance(shown, type) and issubclass(shown, Exception))
+    assert not re.search(r"^ *others: as", shown.__doc__, flags=re.MULTILINE)
+
+
+def test_the_reference_has_all_public_operations_maps_and_classes_of_transformers() -> None:
+    shown = {name.rpartition(".")[2] for name in REFERENCE}
+    maps = import_module("fairseq_fastweights.feature_maps").FEATURE_MAPS.values()
+    mixers = import_module("fairseq_fastweights.mixers.registry").MIXERS.values()
+    operations = {
+        name for name in import_module("fairseq_fastweights.ops").__all__ if name.endswith(("_rule", "_scan"))
+    }
+    models = set(import_module("fairseq_fastweights.huggingface").__all__)
+    assert operations | models | {x.__name__ for x in maps} | {kind._made.__name__ for kind in mixers} <= shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_lead_somewhere_tables_are_whole_and_nothing_is_left_to_be_filled_in(page: Path) -> None:
     written = page.read_text(encoding="utf-8")
     assert not re.findall(r"@[A-Z_]+@|\bTODO\b|\bFIXME\b|\bTBD\b", written)
@@ -50,3 +87,84 @@ def test_all_pages_of_a_git_checkout_are_looked_at() -> None:
     command = ["git", "ls-files", "*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     assert {ROOT / name for name in listed} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_what_pages_tell_to_run_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*(?: [a-z][\w-]*)*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    known = {word for line in targets for word in line.split()}
+    assert {word.rstrip(".") for word in re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, flags=re.MULTILINE)} <= known
+    files = re.findall(r"(?<![\w/.-])(?:benchmarks|examples|tools)/[\w/]+\.(?:py|sh)\b", text)
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    modules = re.findall(r"python -m (fairseq_fastweights[\w.]*)", text)
+    assert [
+        x
+        for x in modules
+        if not list(ROOT.glob(f"{x.replace('.', '/')}.py")) + list(ROOT.glob(f"{x.replace('.', '/')}/__main__.py"))
+    ] == []
+
+
+def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """The commands of fairseq's that a page shows in full, with its variables in their places."""
+    for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL):
+        VARIABLES.update(re.findall(r'^(\w+)="(.*)"$', block, flags=re.MULTILINE))
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.search(r"fairseq-(preprocess|train|eval-lm|interactive|generate)\)? (.*)", line)
+            if found and "..." not in line:
+                filled = re.sub(r"\$(\w+)", lambda name: VARIABLES[name[1]], found[2])
+                yield (
+                    found[1],
+                    shlex.split(filled.replace("$(cat qwen/options.txt)", "--arch fast_weight_lm"), comments=True),
+                )
+
+
+VARIABLES: dict[str, str] = {}
+SHOWN = [
+    pytest.param(name, words, id=f"{page.stem}-{number}-{name}")
+    for page in GUIDES
+    for number, (name, words) in enumerate(commands(page))
+]
+
+
+@pytest.mark.parametrize(("name", "words"), SHOWN)
+def test_fairseq_takes_the_commands_as_the_pages_show_them(name: str, words: list[str], monkeypatch: Any) -> None:
+    from fairseq import options
+
+    monkeypatch.chdir(ROOT)  # where --user-dir fairseq_fastweights is
+    import_plugin()
+    makers = {"preprocess": "preprocessing", "train": "training", "eval-lm": "eval_lm", "generate": "generation"}
+    maker = getattr(options, f"get_{makers.get(name, 'interactive_generation')}_parser")
+    parser = maker()
+    if name == "preprocess":
+        assert parser.parse_args(words)
+    else:
+        assert options.parse_args_and_arch(parser, words)
+
+
+def test_the_readme_is_a_page_and_its_example_runs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    [example] = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["out"].shape == (1000, 2, 512) and names["next_out"].shape == (1, 2, 512)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_has_what_is_made_of_the_code(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    for option in (
+        "--mixers",
+        "--mamba-state",
+        "--fast-weight-attention",
+        "--carry-over-state",
+        "fast_weight_lm_gpt2_xl",
+    ):
+        assert f"<code>{option}</code>" in pages["options"]
+    assert "dv_t = w_t G_t^T k_t" in pages["derivations"] and "sum_rule" in pages["ops"]
+    assert not [name for name, page in pages.items() if "<!-- options" in page or "<!-- derivations" in page]

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"sum": "tab:blue", "gated": "tab:green", "decay": "tab:orange", "delta": "tab:red"}
+# Okabe and Ito's, which people who confuse red and green can tell apart.
+COLOURS = {"sum": "#0072B2", "gated": "#009E73", "decay": "#E69F00", "delta": "#D55E00"}
 COLOURS |= {"transformer": "black", "softmax": "black"}
 STYLES = {"native": "-", "chunkwise": "--", "SDPA": "-", "causal_product": ":"}
 
@@ -16,13 +17,17 @@ def draw_next_token(record: dict[str, Any], path: Path) -> None:
         for model in record["parameters"]:
             rows = [row for row in record["rows"] if row["model"] == model]
             lengths = [row["length"] for row in rows]
-            name = "attention (fairseq's Transformer)" if model == "transformer" else f"{model} rule"
-            _line(time, rows, lengths, COLOURS[model], "-", name)
-            memory.plot(lengths, [row["peak bytes"] / 2**20 for row in rows], "o-", color=COLOURS[model])
+            _line(time, rows, lengths, COLOURS[model], "-", model)
+            memory.plot(lengths, [row["peak bytes"] / 2**20 for row in rows], "o-", markersize=4, color=COLOURS[model])
+        time.figure.suptitle("With a fast weight memory the next token costs the same, however many came before it")
         time.set(xlabel="tokens before it", ylabel="milliseconds", title="time of the next token")
-        memory.set(xlabel="tokens before it", ylabel="MiB", title="peak memory beside the weights", yscale="log")
         time.set_ylim(bottom=0)
-        time.legend()
+        memory.set(xlabel="tokens before it", ylabel="MiB", title="peak memory beside the weights", yscale="log")
+        memory.set_ylim(3, 2000)
+        fast = f"fast weight memory ({', '.join(model for model in record['parameters'] if model != 'transformer')})"
+        for axes, attention, memories in ((time, (0.6, 0.8), (0.67, 0.08)), (memory, (0.62, 0.88), (0.65, 0.15))):
+            axes.text(*attention, "attention (fairseq's Transformer)", ha="right", transform=axes.transAxes)
+            axes.text(*memories, fast, ha="center", color=COLOURS["sum"], transform=axes.transAxes)
 
 
 def draw_training_length(record: dict[str, Any], path: Path) -> None:

@@ -57,14 +57,14 @@ class Run:
 def load_for_causal_lm(
     path: str | Path, *, data: str | Path | None = None, tokenizer: str | Path | None = None
 ) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast]:
-    """Makes of fairseq's checkpoint, in memory, what `to-huggingface` writes.
+    """Loads a checkpoint of fairseq's as what `to-huggingface` writes, without writing it.
 
     Args:
         path: the checkpoint; or a folder with model.pt, checkpoint_best.pt or checkpoint_last.pt.
         data: the folder with its dict.txt; None for that of the checkpoint, and then that of its training.
         tokenizer: the folder of the byte-level BPE (encoder.json, vocab.bpe and, of `from-huggingface`,
-            byte_level.json) that dict.txt has the numbers of; "words" where dict.txt has words; None to look for such
-            files beside dict.txt, beside the checkpoint, and where its training had the weights from.
+            byte_level.json) whose numbers dict.txt has; "words" if dict.txt has words; None to look for such files
+            beside dict.txt, beside the checkpoint, and in the folder from which its training took weights.
 
     Returns:
         The model, in evaluation mode and in the type that the checkpoint has, and the tokenizer. Numbers of word types
@@ -72,6 +72,11 @@ def load_for_causal_lm(
 
     Raises:
         ValueError: naming the file and what is wrong with it.
+
+    Examples:
+        >>> model, tokenizer = load_for_causal_lm("checkpoints/lm", data="data-bin/lm")  # doctest: +SKIP
+        >>> prompt = tokenizer("the value of", return_tensors="pt")  # doctest: +SKIP
+        >>> print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20)[0]))  # doctest: +SKIP
     """
     run = find_run(Path(path), data, tokenizer)
     model, dictionary = read_model(run)
@@ -95,7 +100,8 @@ def to_huggingface(
         source: as `path` of `load_for_causal_lm`.
         target: the new folder.
         checkpoint: in the place of the one in `source`, whose dictionary and tokenizer it has.
-        data, tokenizer: as for `load_for_causal_lm`.
+        data: the folder with its dict.txt, as for `load_for_causal_lm`.
+        tokenizer: the folder of its byte-level BPE, as for `load_for_causal_lm`.
 
     Raises:
         ValueError: naming the file and what is wrong with it, before anything is written.

@@ -46,19 +46,19 @@ class LayerState:
 
 
 class FastWeightCache(Cache):
-    """The states of all layers' mixers: of a memory a matrix for each head, whose size no text changes.
+    """The states of all layers' mixers: for a memory a matrix for each head, whose size does not depend on the text.
 
-    Softmax attention alone has a state that grows. A model makes a cache where it is given none and `use_cache` is set,
-    writes what it has read into the one that it is given, and returns it. To keep a state, to go on from it twice, copy
-    it first (`copy.deepcopy`): memories are overwritten where they lie.
+    Only softmax attention has a state that grows. A model that is given no cache makes one if `use_cache` is set; one
+    that is given a cache changes it in place and returns it. To continue twice from the same text, copy the cache first
+    (`copy.deepcopy`).
 
     Args:
-        num_layers: of the model.
+        num_layers: how many layers the model has.
 
     Attributes:
         read: (batch,), how many tokens of each row were read, padding left out; None before the first.
 
-    Example:
+    Examples:
         >>> cache = FastWeightCache(2)
         >>> cache.get_seq_length(), cache.batch_size
         (0, -1)

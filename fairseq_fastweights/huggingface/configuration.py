@@ -46,17 +46,17 @@ _MOST = {"num_hidden_layers": 10**4, "vocab_size": 10**9, "hidden_size": 10**9, 
 
 
 class FastWeightConfig(PreTrainedConfig):
-    """What tells a `FastWeightModel` from every other.
+    """All settings of a `FastWeightModel`, which are arguments by name. config.json has them all, defaults too.
 
-    All of it is written to config.json, what is as by default too, as `transformers` does with a class's own settings.
-
-    Args:
-        format_version: of the file.
+    Attributes:
+        format_version: of config.json.
         vocab_size: how many word types there are.
         hidden_size: width of the layers.
-        input_size, output_size: widths of the embeddings and of what the output layer reads; None for `hidden_size`.
+        input_size: width of the embeddings; None for `hidden_size`.
+        output_size: width of what the output layer reads; None for `hidden_size`.
         intermediate_size: width between the two halves of a feed-forward network.
-        num_hidden_layers, num_attention_heads: how many there are.
+        num_hidden_layers: how many layers there are.
+        num_attention_heads: how many heads each has.
         mixers: what mixes positions in each layer: a name of `mixers.registry.MIXERS` for each, or a pattern, as in
             "delta:1-10,softmax:11-12"; None for "delta" in all.
         mixer_settings: what mixers take beside the number of heads, the dropout and the number of positions, by the
@@ -72,24 +72,31 @@ class FastWeightConfig(PreTrainedConfig):
         swiglu: whether feed-forward networks are W2 (silu(Wg x) * W1 x) without biases, whatever `hidden_act` is.
         embedding_norm: whether the embeddings are normalised.
         scale_embeddings: whether they are multiplied by the root of `hidden_size`.
-        adaptive_input_cutoffs, adaptive_input_factor: bands of word types of embeddings that get smaller by the factor
-            from band to band (Baevski & Auli 2019); None for embeddings of one size.
-        adaptive_softmax_cutoffs, adaptive_softmax_factor, adaptive_softmax_dropout: bands of the output layer, with
-            which logits are log-probabilities; None for one matrix.
+        adaptive_input_cutoffs: where bands of word types begin, whose embeddings get smaller from band to band (Baevski
+            & Auli 2019); None for embeddings of one size.
+        adaptive_input_factor: by how much they get smaller.
+        adaptive_softmax_cutoffs: where bands of the output layer begin, with which logits are log-probabilities; None
+            for one matrix.
+        adaptive_softmax_factor: by how much these get smaller.
+        adaptive_softmax_dropout: probability of dropout in them.
         tie_word_embeddings: whether output layer and embeddings share their weights; of bands, each with its own.
         tie_adaptive_projections: whether bands share their projections too.
         masked_tokens: the word types that the model never predicts.
-        dropout, attention_dropout, activation_dropout: probabilities in training.
+        dropout: probability, in training, of what is added to the residual.
+        attention_dropout: probability, in training, of mixers' dropout.
+        activation_dropout: probability, in training, within feed-forward networks.
         layerdrop: probability with which a layer is left out in training.
         initializer_range: standard deviation from which projections and embeddings are drawn; None for fairseq's
             distributions.
         use_cache: whether a call returns the mixers' states.
-        pad_token_id, bos_token_id, eos_token_id: word types by number. fairseq's texts begin with the end of another.
+        pad_token_id: number of the padding word type.
+        bos_token_id: number of what a text begins with; fairseq's texts begin with the end of another.
+        eos_token_id: number of the end of a text.
 
     Raises:
         ValueError: naming the setting, what it was and what it may be. A setting that there is not is refused.
 
-    Example:
+    Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_attention_heads=2, mixers="gated,softmax:6")
         >>> config.mixers
         ['gated', 'gated', 'gated', 'gated', 'gated', 'softmax']

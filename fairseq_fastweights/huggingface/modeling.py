@@ -79,15 +79,15 @@ class FastWeightPreTrainedModel(PreTrainedModel):
 
 
 class FastWeightModel(FastWeightPreTrainedModel):
-    """Embeddings, layers with mixers and a last layer norm: what comes before the output layer.
+    """Embeddings, layers with mixers and a last layer norm: the model without its output layer.
 
     Args:
-        config: of the model.
+        config: the model's settings.
 
     Raises:
         ValueError: naming the setting, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = FastWeightModel(config).eval()
         >>> out = model(torch.tensor([[2, 5, 6, 7]]))
@@ -241,9 +241,9 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
     With an adaptive softmax its logits are log-probabilities.
 
     Args:
-        config: of the model.
+        config: the model's settings.
 
-    Example:
+    Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = FastWeightForCausalLM(config).eval()
         >>> model(torch.tensor([[2, 5, 6, 7]])).logits.shape

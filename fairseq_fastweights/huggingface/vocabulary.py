@@ -23,7 +23,7 @@ class AdaptiveInput(nn.Module):
         hidden_size: to which every band is projected.
         cutoffs: the first word type of each band after the first.
 
-    Example:
+    Examples:
         >>> AdaptiveInput(40, 1, 8, 2, 16, [10, 20])(torch.tensor([[4, 15, 30]])).shape
         torch.Size([1, 3, 16])
     """
@@ -72,7 +72,7 @@ class AdaptiveSoftmax(nn.Module):
         projections: whether the bands after the first share the projections too.
         hidden_size: to which the embeddings' projections go.
 
-    Example:
+    Examples:
         >>> out = AdaptiveSoftmax(40, 16, [10, 20], factor=2)(torch.randn(2, 3, 16))
         >>> out.shape, torch.allclose(out.exp().sum(-1), torch.ones(2, 3))
         (torch.Size([2, 3, 40]), True)

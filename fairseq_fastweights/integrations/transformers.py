@@ -42,16 +42,18 @@ class UnknownFunction(RuntimeError):
 
 
 class install:
-    """Lets models of `transformers` use the operations of this package, until `uninstall`.
+    """Makes models of `transformers` use the operations of this package on CPUs, until `uninstall`.
+
+    In a `with` statement, until its end.
 
     Args:
-        model: the model, for those of its kind alone; None for all of `MODELS` that there are.
+        model: a model, for all models of its kind; None for all kinds in `MODELS` that this `transformers` has.
 
     Raises:
         UnknownFunction: before anything is replaced, naming the function and the version of `transformers`.
         ValueError: for a model of another kind.
 
-    Example:
+    Examples:
         >>> from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
         >>> with install():
         ...     print(qwen3_next.torch_chunk_gated_delta_rule.__module__)
@@ -79,7 +81,15 @@ class install:
 
 
 def uninstall() -> None:
-    """Puts every function back where it was."""
+    """Puts the original functions of `transformers` back.
+
+    Examples:
+        >>> from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+        >>> _ = install()
+        >>> uninstall()
+        >>> print(qwen3_next.torch_chunk_gated_delta_rule.__module__)
+        transformers.models.qwen3_next.modeling_qwen3_next
+    """
     while _before:
         (module, name), function = _before.popitem()
         setattr(importlib.import_module(module), name, function)

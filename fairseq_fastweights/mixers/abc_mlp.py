@@ -27,7 +27,8 @@ class ABCMLP(BoundedMemoryAttention):
     Mao 2022 compares with it (Table 3: 2 x 32 slots).
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        embed_dim: width of the input and of the output.
+        num_heads: how many heads share it, a divisor of `embed_dim`.
         dropout: of the attention weights.
         bias: whether the projections have biases.
         slots: how many slots the memories of each head have.
@@ -35,7 +36,7 @@ class ABCMLP(BoundedMemoryAttention):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = ABCMLP(16, 2, slots=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

@@ -34,17 +34,20 @@ class FastWeightAttention(MemoryAttention):
         out = W_out (scale * y)
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        embed_dim: width of the input and of the output.
+        num_heads: how many heads share it, a divisor of `embed_dim` unless `head_dim` is given.
         update_rule: a key of `UPDATE_RULES`.
         feature_map: a key of `feature_maps.FEATURE_MAPS`, None for what the rule's paper uses.
         normalization: any of "sum", "attention", "removal"; None for what the rule's paper uses.
-        backend: of `ops`.
-        options: as for `MemoryAttention`.
+        backend: one of `ops.BACKENDS`.
+        bias: whether the projections have biases. Gates that decay the memory always have.
+        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out`, `dropout`, `kv_heads`, `head_dim`,
+            `projection_bias` and `query_key_norm_eps`, as `MemoryAttention` takes them.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = FastWeightAttention(16, 2, update_rule="delta")
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

@@ -27,10 +27,19 @@ class FastWeightSourceAttention(MemoryAttention):
         embed_dim: width of the queries and of the output.
         num_heads: how many heads share it.
         feature_map: a key of `feature_maps.FEATURE_MAPS`, None for that of Katharopoulos et al., elu.
-        options: as for `MemoryAttention`, without `normalization`, which is "attention".
+        **options: `source_dim`, `feature_dim`, `dpfp_nu`, `favor_features`, `bias`, `scale_read_out`, `dropout` and the
+            shape of the projections, as `MemoryAttention` takes them. The normalisation is "attention".
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
+
+    Examples:
+        >>> layer = FastWeightSourceAttention(16, 2)
+        >>> queries, source = torch.randn(4, 3, 16), torch.randn(9, 3, 16)  # (time, batch, width)
+        >>> whole, memory = layer(queries, source=source)
+        >>> last, _ = layer(queries[3:], memory)  # the source is not read again
+        >>> torch.allclose(last, whole[3:], atol=1e-5)
+        True
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, feature_map: str | None = None, **options: Any) -> None:

@@ -65,7 +65,8 @@ class GatedDelta(Mixer):
         embed_dim: width of the input and of the output.
         num_heads: heads of values.
         key_heads: heads of queries and keys, a divisor of `num_heads`; 0 for as many.
-        key_dim, value_dim: of each head; 0 for embed_dim / num_heads.
+        key_dim: of each head of keys; 0 for embed_dim / num_heads.
+        value_dim: of each head of values; 0 for embed_dim / num_heads.
         conv: inputs that the convolution reaches.
         negative_eigenvalues: whether write strengths reach 2: I - beta k k^T has an eigenvalue of -1 then, and the
             memory can count modulo 2 (Grazzi et al. 2025).
@@ -76,7 +77,7 @@ class GatedDelta(Mixer):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = GatedDelta(16, 4, key_heads=2, key_dim=8)
         >>> out, state = layer(torch.randn(7, 3, 16))
         >>> out.shape, state["memory"].shape
@@ -232,9 +233,21 @@ class KimiDelta(GatedDelta):
     which has as many heads of keys as of values, of one dimension.
 
     Args:
-        others: as in `GatedDelta`.
+        embed_dim: width of the input and of the output.
+        num_heads: heads of values.
+        key_heads: heads of queries and keys, a divisor of `num_heads`; 0 for as many.
+        key_dim: of each head of keys; 0 for embed_dim / num_heads.
+        value_dim: of each head of values; 0 for embed_dim / num_heads.
+        conv: inputs that the convolution reaches.
+        negative_eigenvalues: whether write strengths reach 2.
+        eps: what is added under the root of the norm.
+        backend: one of `ops.BACKENDS`.
+        writes: of `DeltaProduct`; 1 here.
 
-    Example:
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Examples:
         >>> out, state = KimiDelta(16, 4)(torch.randn(7, 3, 16))
         >>> out.shape, state["memory"].shape
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
@@ -269,10 +282,16 @@ class DeltaProduct(GatedDelta):
     All else is as in `GatedDelta`.
 
     Args:
+        embed_dim: width of the input and of the output.
+        num_heads: heads of values.
         writes: corrections for each token.
-        others: as in `GatedDelta`.
+        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps` and `backend`, as
+            `GatedDelta` takes them.
 
-    Example:
+    Raises:
+        ValueError: naming the argument, what it was and what it may be.
+
+    Examples:
         >>> out, state = DeltaProduct(16, 4, writes=3)(torch.randn(7, 3, 16))
         >>> out.shape, state["memory"].shape
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))

@@ -26,7 +26,8 @@ class Linformer(BoundedMemoryAttention):
     There is a column for each of `max_positions` positions and for no more, so that no text can be longer.
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        embed_dim: width of the input and of the output.
+        num_heads: how many heads share it, a divisor of `embed_dim`.
         max_positions: how many positions a text may have.
         dropout: of the attention weights.
         bias: whether the projections have biases; E and F have none.
@@ -35,7 +36,7 @@ class Linformer(BoundedMemoryAttention):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = Linformer(16, 2, max_positions=9, slots=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

@@ -29,7 +29,8 @@ class LocalAttention(ReadsBySoftmax):
     Padding takes no place in the window: wherever it stands, a row gives what it gives without it.
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        embed_dim: width of the input and of the output.
+        num_heads: how many heads share it, a divisor of `embed_dim`.
         dropout: of the attention weights.
         bias: whether the projections have biases.
         window: how many positions each position sees, itself among them.
@@ -37,7 +38,7 @@ class LocalAttention(ReadsBySoftmax):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = LocalAttention(16, 2, window=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> whole, _ = layer(text)

@@ -47,6 +47,15 @@ class Mamba(Mixer):
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
+
+    Examples:
+        >>> layer = Mamba(16)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
     """
 
     options = {

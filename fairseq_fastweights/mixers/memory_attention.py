@@ -26,22 +26,28 @@ class MemoryAttention(Mixer):
 
     Args:
         embed_dim: width of the queries and of the output.
-        num_heads: number of heads, a divisor of `embed_dim` unless `shape` has a head_dim. Values have head_dim
-            numbers.
-        source_dim: width of what keys and values are made from; None for `embed_dim`.
+        num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given. Values have head_dim numbers.
         feature_map: a key of `feature_maps.FEATURE_MAPS`.
-        feature_dim: size m of keys and queries after the feature map: the state is m x head_dim. None for what
-            follows from the head dim.
-        dpfp_nu, favor_features: the sizes of these maps.
+        source_dim: width of what keys and values are made from; None for `embed_dim`.
+        feature_dim: size m of queries and keys after the feature map: the state is m x head_dim. None for the map's
+            own choice.
+        dpfp_nu: nu of the map "dpfp".
+        favor_features: m of the map "favor"; None for its own choice.
         normalization: any of "sum", "attention", "removal".
         bias: whether the projections have biases. Decay gates always have.
         scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
         dropout: of the read-out, before the output projection: there are no attention weights to drop.
-        shape: how the projections are otherwise, the arguments of `Projections`. Heads that share keys and values have
-            memories of their own.
+        **shape: `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, as `Projections` takes them. Heads
+            that share keys and values have memories of their own.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
+
+    Examples:
+        >>> from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+        >>> layer = FastWeightAttention(16, 2, feature_map="dpfp", dpfp_nu=2)  # one of its subclasses
+        >>> layer.feature_map
+        DpfpMap(key_dim=8, output_dim=32)
     """
 
     def __init__(

@@ -34,13 +34,13 @@ class Option:
 class Mixer(nn.Module):
     """A layer that mixes positions, each with those before it.
 
-    A kind of mixers is a subclass: its `forward`, and of the attributes below what differs. One line in `registry.py`
-    gives it a name.
+    Each kind of mixer is a subclass with its own `forward`, and with those of the attributes below that differ. A line
+    in `registry.py` gives it a name.
 
     Args:
         embed_dim: width of the input and of the output.
         num_heads: how many heads share it, a divisor of `embed_dim`.
-        head_dim: of each head, where num_heads need not divide embed_dim; 0 for embed_dim / num_heads.
+        head_dim: size of each head; `num_heads` need not divide `embed_dim` then. 0 for embed_dim / num_heads.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -52,8 +52,18 @@ class Mixer(nn.Module):
         takes_attention: whether its projections mean what those of softmax attention do, so that it can start at the
             weights of a trained one.
         beam_size: in generation, how many rows in a row may be hypotheses for the same source.
-        needs_positions: whether, but for who comes after whom, it cannot tell positions apart.
+        needs_positions: whether it cannot tell the distances of earlier positions, so that models keep their positional
+            embeddings.
         takes_starts: whether several documents may lie in a row: whether its `forward` takes `starts`.
+
+    Examples:
+        >>> class Shift(Mixer):  # y_t = x_{t-1}
+        ...     def forward(self, x, state=None, padding=None, *, overwrite=False):
+        ...         before = torch.zeros_like(x[0]) if state is None else state["last"]
+        ...         return torch.cat([before[None], x[:-1]]), {"last": x[-1]}
+        >>> y, state = Shift(2)(torch.ones(3, 1, 2))
+        >>> y.flatten(), state["last"].shape
+        (tensor([0., 0., 1., 1., 1., 1.]), torch.Size([1, 2]))
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -77,23 +87,32 @@ class Mixer(nn.Module):
     def forward(
         self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
     ) -> tuple[Tensor, State]:
-        """Mixes a text, or the next part of one: all at once, in segments or step by step, it is the same.
+        """Mixes a text, or the next part of one. The result is the same all at once, in segments and step by step.
 
         Args:
             x: (time, batch, embed_dim), as torch's attention and recurrent layers have it.
             state: what the call for the part before returned; None at a text's beginning.
             padding: (batch, time), true where a position is padding, which no other position sees; None if none is.
-            overwrite: whether the tensors of `state` may be reused, as in generation, where nobody reads them again.
-            starts: of mixers that say `takes_starts`: (batch, time), true where a document begins, which sees nothing
-                of what is before it, `state` included. At padding it says nothing. None if none begins.
+            overwrite: whether the tensors of `state` may be reused, as in generation, which does not read them again.
+
+        Mixers that say `takes_starts` also take `starts`, (batch, time): true where a document begins, which sees
+        nothing of what is before it, `state` included. At padding it means nothing. None if none begins.
 
         Returns:
-            (time, batch, embed_dim), in which what stands at padding means nothing, and the state after the last step.
+            (time, batch, embed_dim), whose values at padding have no meaning, and the state after the last step.
         """
         raise NotImplementedError
 
     def reorder(self, state: State, order: Tensor) -> State:
-        """The state whose rows are the rows `order`, (rows,), of `state`, as beam search asks for."""
+        """Takes rows of a state, as beam search asks for.
+
+        Args:
+            state: what a call returned.
+            order: (rows,), the numbers of the rows to take, in their order.
+
+        Returns:
+            a state of these rows.
+        """
         rows = next(iter(state.values())).shape[0]
         return state if keeps_rows(order, rows) else {name: x.index_select(0, order) for name, x in state.items()}
 

@@ -87,18 +87,22 @@ SOURCE_MIXERS: dict[str, Kind] = {
 
 
 def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: Mapping[str, Kind] = MIXERS) -> Mixer:
-    """Makes a mixer.
+    """Makes the mixer of a name.
 
     Args:
         name: a key of `kinds`.
-        embed_dim: its width.
-        settings: by name: what kinds share, and options as `<name>_<option>`. What is missing is as the kind has it.
+        embed_dim: width of its input and output.
+        settings: by name, those that several kinds share (`num_heads`, `dropout` ...), and the options of a kind as
+            `<name>_<option>`. Those that are missing have the kind's defaults.
         kinds: `MIXERS` or `SOURCE_MIXERS`.
+
+    Returns:
+        the module.
 
     Raises:
         ValueError: naming the setting, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = build_mixer("local", 16, {"num_heads": 2, "local_window": 8})
         >>> layer.window, layer.carries
         (8, True)
@@ -138,6 +142,10 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
 
     Raises:
         ValueError: for anything else; naming the layers that have none, or two.
+
+    Examples:
+        >>> parse_pattern("delta,softmax:2,4", layers=4)
+        ('delta', 'softmax', 'delta', 'softmax')
     """
 
     def refuse(why: str) -> ValueError:

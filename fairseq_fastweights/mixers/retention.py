@@ -31,12 +31,26 @@ class Retention(MemoryAttention):
                                                                 m the size of q and k
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
-        backend: of `ops`.
-        options: as for `MemoryAttention`; there is no other normalisation.
+        embed_dim: width of the input and of the output.
+        num_heads: how many heads share it, a divisor of `embed_dim`.
+        feature_map: a key of `feature_maps.FEATURE_MAPS`; None for "identity".
+        normalization: None or empty; the only normalisation is the one in the equation.
+        backend: one of `ops.BACKENDS`.
+        bias: whether the projections have biases.
+        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and `dropout`, as `MemoryAttention`
+            takes them.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
+
+    Examples:
+        >>> layer = Retention(16, 2)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
     """
 
     takes_starts = True

@@ -41,7 +41,7 @@ def parse_scaling(text: str) -> RotaryScaling | None:
     Raises:
         ValueError: for anything else.
 
-    Example:
+    Examples:
         >>> parse_scaling("llama3:32,1,4,8192").factor
         32.0
     """

@@ -25,16 +25,26 @@ class SoftmaxAttention(ReadsBySoftmax):
     state, which grows with the text, are turned already. Parameters have fairseq's names.
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        embed_dim: width of the input and of the output.
+        num_heads: how many heads share it, a divisor of `embed_dim` unless `head_dim` is given.
         rotary_dim: how many of each head's dimensions are turned, from the first: even, from 2 to the head dim; 0 for
             none.
         rotary_base: the slowest pair of dimensions turns about once in 2 pi x base positions.
         rotary_scaling: as `parse_scaling` reads it.
         dropout: of the attention weights.
-        shape: how the projections are, beyond fairseq's: the arguments of `Projections`.
+        **shape: `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, as `Projections` takes them.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
+
+    Examples:
+        >>> layer = SoftmaxAttention(16, 2, rotary_dim=4)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
     """
 
     carries = False

@@ -49,7 +49,8 @@ class TransformerXL(ReadsBySoftmax):
     memory x embed_dim numbers, from which keys and values are computed anew.
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        embed_dim: width of the input and of the output.
+        num_heads: how many heads share it, a divisor of `embed_dim`.
         dropout: of the attention weights.
         bias: whether the projections have biases; the paper's have none.
         memory: how many positions before a segment it sees; 0 for none. The paper trains with a segment's length.
@@ -59,7 +60,7 @@ class TransformerXL(ReadsBySoftmax):
     Raises:
         ValueError: naming the argument, what it was and what it may be.
 
-    Example:
+    Examples:
         >>> layer = TransformerXL(16, 2, memory=4)
         >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
         >>> first, state = layer(text[:5])

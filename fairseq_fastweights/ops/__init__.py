@@ -1,4 +1,4 @@
-"""The update rules as pure functions of tensors: rows of one recurrence, `fast_weight_rule`.
+"""The update rules as pure functions of tensors. All are cases of one recurrence, `fast_weight_rule`.
 
 Sequences are (batch, time, heads, dim), states (batch, heads, key_dim, value_dim). Every operation returns
 ``(out, final_state)``: `out` is (batch, time, heads, value_dim) in the dtype of `v`, states are float32 (float64 for
@@ -6,13 +6,13 @@ float64 inputs). Any strides will do as long as the last dimension of q, k and v
 
 `backend` is "reference" (one step at a time: the definition), "chunkwise" (chunk-parallel PyTorch), "native"
 (compiled kernels) or "auto" (`chosen_backend`: native where it was built). A backend that cannot do what is asked
-raises `BackendUnavailable`; none ever stands in for another in silence. Backward passes are everyone's; forward-mode
-derivatives (`torch.func.jvp`) only "reference" has.
+raises `BackendUnavailable`; none silently takes another's place. All have backward passes; forward-mode derivatives
+(`torch.func.jvp`) only "reference" has.
 
 `starts` marks the first steps of documents that follow one another in a row: the state is emptied before each, and no
-gradient passes. Where v has more heads than q and k, as many of its heads in turn share one of theirs.
+gradient passes. If v has more heads than q and k, as many of its heads in turn share one of theirs.
 
-With `in_place` the final state is written into `initial_state`, which is returned as the final state: generation, a
+With `in_place` the final state is written into `initial_state`, which is returned as the final state: generation, one
 token at a time, then moves no more than the state. Nothing of such a call can be differentiated.
 
 `selective_scan`, the recurrence of Mamba, is no update rule: it has no queries and keys, but the same three forms.
@@ -59,22 +59,35 @@ def sum_rule(
     """Adds every value under its key: S_t = S_{t-1} + v_t k_t^T, y_t = S_t q_t (Schlag et al. 2021, Eq. 10-11, 17).
 
     Args:
-        q, k: (batch, time, heads, key_dim), already through the feature map and normalised; their heads may be fewer,
-            if those of v are a multiple.
-        v: (batch, time, heads, value_dim).
-        initial_state: (batch, heads, key_dim, value_dim), None for zeros.
-        starts: (batch, time), bool: whether the state is emptied before a step. None for never.
-        in_place: whether the final state replaces the initial one where that lies.
-        backend: one of `BACKENDS`.
+        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
+        k: (batch, time, key_heads, key_dim), keys, as `q`.
+        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
+            share a head of queries and keys.
+        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
+        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
+            step.
+        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
+            call can be differentiated.
+        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
 
     Returns:
-        out (batch, time, heads, value_dim) and the final state (batch, heads, key_dim, value_dim).
+        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or `in_place` without a state or where a gradient is
-            wanted; the message names the argument.
-        BackendUnavailable: if the backend cannot do it.
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
+            gradient is wanted; the message names the argument, what it was and what it may be.
+        BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
+
+    Examples:
+        >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)  # one row, 5 steps, 2 heads of 4
+        >>> out, state = sum_rule(q, k, v)
+        >>> out.shape, state.shape
+        (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
+        >>> _, first = sum_rule(q[:, :3], k[:, :3], v[:, :3])
+        >>> rest, _ = sum_rule(q[:, 3:], k[:, 3:], v[:, 3:], initial_state=first)
+        >>> torch.allclose(rest, out[:, 3:], atol=1e-5)
+        True
     """
     return OPERATIONS["sum"](q, k, v, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
 
@@ -93,8 +106,33 @@ def gated_rule(
     """One gate for old and new: S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 5).
 
     Args:
+        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
+        k: (batch, time, key_heads, key_dim), keys, as `q`.
+        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
+            share a head of queries and keys.
         log_gate: (batch, time, heads), log g_t, at most 0.
-        others: as in `sum_rule`, which also says what is returned and raised.
+        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
+        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
+            step.
+        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
+            call can be differentiated.
+        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
+
+    Returns:
+        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
+
+    Raises:
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
+            gradient is wanted; the message names the argument, what it was and what it may be.
+        BackendUnavailable: if the backend cannot do this.
+        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
+
+    Examples:
+        >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
+        >>> log_gate = torch.nn.functional.logsigmoid(torch.randn(1, 5, 2))
+        >>> out, state = gated_rule(q, k, v, log_gate)
+        >>> out.shape, state.shape
+        (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
     return OPERATIONS["gated"](
         q, k, v, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
@@ -116,9 +154,33 @@ def decay_rule(
     """An elementwise decay of rank one: S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 7).
 
     Args:
-        log_key_decay: (batch, time, heads, key_dim), log f_t, at most 0; None for no decay.
-        log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay.
-        others: as in `sum_rule`, which also says what is returned and raised.
+        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
+        k: (batch, time, key_heads, key_dim), keys, as `q`.
+        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
+            share a head of queries and keys.
+        log_key_decay: (batch, time, heads, key_dim), log f_t, at most 0; None for no decay of keys.
+        log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay of values.
+        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
+        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
+            step.
+        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
+            call can be differentiated.
+        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
+
+    Returns:
+        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
+
+    Raises:
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
+            gradient is wanted; the message names the argument, what it was and what it may be.
+        BackendUnavailable: if the backend cannot do this.
+        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
+
+    Examples:
+        >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
+        >>> out, state = decay_rule(q, k, v, -torch.rand(1, 5, 2, 4), None)
+        >>> out.shape, state.shape
+        (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
     return OPERATIONS["decay"](
         q,
@@ -147,11 +209,36 @@ def delta_rule(
     """Corrects what the key retrieves: S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T, y_t = S_t q_t.
 
     Schlag et al. 2021, Eq. 24 and 25. Keys should be normalised (their components sum to 1, or their norm is at most
-    1): a step multiplies the state by I - beta k k^T, which for |k|^2 > 2 / beta makes it grow.
+    1): a step multiplies the state by I - beta k k^T, which makes it grow if |k|^2 > 2 / beta.
 
     Args:
-        beta: (batch, time, heads), the write strength in [0, 1].
-        others: as in `sum_rule`, which also says what is returned and raised.
+        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
+        k: (batch, time, key_heads, key_dim), keys, as `q`.
+        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
+            share a head of queries and keys.
+        beta: (batch, time, heads), the write strength, from 0 to 1.
+        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
+        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
+            step.
+        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
+            call can be differentiated.
+        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
+
+    Returns:
+        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
+
+    Raises:
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
+            gradient is wanted; the message names the argument, what it was and what it may be.
+        BackendUnavailable: if the backend cannot do this.
+        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
+
+    Examples:
+        >>> k = torch.eye(4)[[0, 1, 0]].view(1, 3, 1, 4)  # the first key comes again
+        >>> v = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1)
+        >>> out, state = delta_rule(k, k, v, torch.ones(1, 3, 1))
+        >>> state.flatten()  # its value was replaced; the sum rule would have 4 there
+        tensor([3., 2., 0., 0.])
     """
     return OPERATIONS["delta"](
         q, k, v, beta, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
@@ -176,11 +263,30 @@ def gated_delta_rule(
     attention (Kimi Team 2025). Keys should have a norm of at most 1, as in `delta_rule`.
 
     Args:
-        beta: (batch, time, heads), the write strength in [0, 1]; up to 2 it may turn what a key retrieves around.
+        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
+        k: (batch, time, key_heads, key_dim), keys, as `q`.
+        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
+            share a head of queries and keys.
+        beta: (batch, time, heads), the write strength, from 0 to 1; above 1, and up to 2, what a key retrieves may
+            change its sign.
         log_gate: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0.
-        others: as in `sum_rule`, which also says what is returned and raised.
+        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
+        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
+            step.
+        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
+            call can be differentiated.
+        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
 
-    Example:
+    Returns:
+        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
+
+    Raises:
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
+            gradient is wanted; the message names the argument, what it was and what it may be.
+        BackendUnavailable: if the backend cannot do this.
+        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
+
+    Examples:
         >>> q = k = torch.nn.functional.normalize(torch.randn(1, 5, 2, 4), dim=-1)
         >>> v, beta, log_gate = torch.randn(1, 5, 2, 3), torch.rand(1, 5, 2), -torch.rand(1, 5, 2)
         >>> out, state = gated_delta_rule(q, k, v, beta, log_gate)
@@ -206,21 +312,39 @@ def fast_weight_rule(
     in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence that all rules are rows of, with every part but q, k and v optional.
+    """The recurrence that contains all rules, with every part but q, k and v optional.
 
     S' = (z_t f_t^T) * S_{t-1}, S_t = S' + beta_t (v_t - S' e_t) k_t^T, y_t = S_t q_t. With e = 0 it adds (sum, decay),
-    with e = k it corrects (delta, gated delta), with an e of its own it erases under another key than it writes under
+    with e = k it corrects (delta, gated delta). With an e of its own it erases under another key than it writes under
     (the two-gate delta rule: e = b * k, v = w * v').
 
     Args:
-        erase: (batch, time, heads of k, key_dim), e_t; None for 0. What it retrieves is taken out.
-        beta: (batch, time, heads), the write strength in [0, 2]; None for 1.
+        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
+        k: (batch, time, key_heads, key_dim), keys, as `q`.
+        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
+            share a head of queries and keys.
+        erase: (batch, time, heads of k, key_dim), e_t; what it retrieves is taken out. None for 0.
+        beta: (batch, time, heads), the write strength, from 0 to 2; None for 1.
         log_key_decay: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0; None for no decay.
         log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay. With `erase` no kernel
             takes it, and "chunkwise" goes step by step.
-        others: as in `sum_rule`, which also says what is returned and raised.
+        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
+        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
+            step.
+        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
+            call can be differentiated.
+        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
 
-    Example:
+    Returns:
+        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
+
+    Raises:
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
+            gradient is wanted; the message names the argument, what it was and what it may be.
+        BackendUnavailable: if the backend cannot do this.
+        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
+
+    Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
         >>> corrected, _ = fast_weight_rule(q, k / 2, v, erase=k / 2)
         >>> torch.allclose(corrected, delta_rule(q, k / 2, v, torch.ones(1, 5, 2))[0], atol=1e-5)
@@ -244,14 +368,27 @@ def fast_weight_rule(
 def chosen_backend(
     device: torch.device | str, dtype: torch.dtype, time: int, rule: str = "sum", key_dim: int = 1
 ) -> str:
-    """What "auto" takes for tensors on `device`, of `dtype`, with `time` steps.
+    """The backend that "auto" takes.
 
-    That depends on `rule`, a key of `OPERATIONS`, and on `key_dim` only for a rule that corrects and keys that are
-    larger than a GPU's kernels take. It is told of no gates and `starts`: where no kernel takes those that a call has
-    (`erase` with `log_value_decay`, say), "auto" takes what it takes without kernels.
+    It is told of no gates and `starts`: if a call has some that no kernel takes (`erase` with `log_value_decay`, say),
+    "auto" takes what it takes without kernels.
+
+    Args:
+        device: where the tensors are.
+        dtype: of q, k and v.
+        time: how many steps the call has.
+        rule: a key of `OPERATIONS`.
+        key_dim: of the keys; it matters only for rules that correct, with keys larger than a GPU's kernels take.
+
+    Returns:
+        one of `BACKENDS`.
 
     Raises:
         ValueError: for a rule that is none of these.
+
+    Examples:
+        >>> chosen_backend("cpu", torch.float32, time=128, rule="delta") in ("native", "chunkwise")
+        True
     """
     if rule not in OPERATIONS:
         raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(OPERATIONS)}")

@@ -23,7 +23,7 @@ _values_checked = os.environ.get("FASTWEIGHTS_CHECK_VALUES", "0") not in ("", "0
 
 
 class BackendUnavailable(RuntimeError):
-    """The backend that was asked for cannot do this, here; no other is taken in its place."""
+    """The backend that was asked for cannot do this here. No other silently takes its place."""
 
 
 class check_values:
@@ -34,6 +34,17 @@ class check_values:
     log gates and log decays above 0, and write strengths outside [0, 1] (where a gate or an erase key may come with
     them, [0, 2]), and of `selective_scan` for a delta below 0 and an A above 0; on a GPU each call then waits for the
     device.
+
+    Args:
+        enabled: whether values are checked from here on; in a `with` statement, until its end.
+
+    Examples:
+        >>> from fairseq_fastweights import ops
+        >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
+        >>> with check_values(True):
+        ...     out, state = ops.delta_rule(q, k, v, torch.full((1, 5, 2), 1.5))
+        Traceback (most recent call last):
+        ValueError: beta ranges from 1.5 to 1.5; write strengths must be in [0, 1]
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -87,7 +98,8 @@ def check_inputs(
     """Raises `ValueError` for inputs that an operation cannot take.
 
     Args:
-        q, k: (batch, time, key_heads, key_dim), of one dtype with v.
+        q: (batch, time, key_heads, key_dim), of one dtype with v.
+        k: as q.
         v: (batch, time, heads, value_dim), heads a multiple of key_heads.
         initial_state: (batch, heads, key_dim, value_dim) or None.
         gates: each of (batch, time, heads), with key_dim or value_dim after it where it is per key or per value.
@@ -175,7 +187,18 @@ def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tens
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, and of all arithmetic, for inputs of `dtype`."""
+    """The dtype of states, and of all arithmetic, for inputs of `dtype`.
+
+    Args:
+        dtype: of q, k and v.
+
+    Returns:
+        float64 for float64, else float32.
+
+    Examples:
+        >>> state_dtype(torch.bfloat16)
+        torch.float32
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -37,7 +37,7 @@ class Operation:
             can be divided over keys. The columns, one for each value, never have.
         takes_starts: whether its implementations take `starts`, and q and k of fewer heads than v.
 
-    Example:
+    Examples:
         >>> def last_value(q, k, v, *, initial_state=None):  # S_t = v_t k_t^T, y_t = S_t q_t
         ...     state = k[:, -1, :, :, None] * v[:, -1, :, None, :]
         ...     return (q * k).sum(-1, keepdim=True) * v, state

@@ -34,7 +34,8 @@ def selective_scan(
         u: (batch, time, channels), what is written.
         delta: (batch, time, channels), the size of each step, at least 0.
         A: (channels, state), at most 0: how fast each state decays.
-        B, C: (batch, time, state), where it is written to and read from.
+        B: (batch, time, state), where it is written to.
+        C: (batch, time, state), where it is read from.
         D: (channels,), how much of `u` goes into the output as it is; None for nothing.
         initial_state: (batch, channels, state), float32 (float64 for `u` in float64); None for zeros.
         in_place: whether the final state replaces the initial one where that lies, as in generation. Nothing of such a
@@ -52,7 +53,7 @@ def selective_scan(
         BackendUnavailable: if the backend cannot do it.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
-    Example:
+    Examples:
         >>> u, delta, A = torch.randn(2, 10, 6), torch.rand(2, 10, 6), -torch.rand(6, 4)
         >>> out, state = selective_scan(u, delta, A, torch.randn(2, 10, 4), torch.randn(2, 10, 4))
         >>> out.shape, state.shape

@@ -1,0 +1,192 @@
+"""A hook of MkDocs: brings pages that lie outside of docs/ into the site, and makes those that follow from the code.
+
+mkdocs.yml names this file. Links are written as they work in the repository; here they become the site's. What a link
+leads to and the site does not have, a source file or a record, is named instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
+from functools import partial
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = {path.parent.name: path for path in sorted((ROOT / "examples").glob("*/README.md"))}
+SITE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "cpu/README.md": "kernels/cpu.md",
+    "cuda/README.md": "kernels/cuda.md",
+    **{f"examples/{name}/README.md": f"experiments/{name}.md" for name in EXAMPLES},
+    **{f"benchmarks/results/{path.name}": f"{path.name}" for path in (ROOT / "benchmarks" / "results").glob("*.png")},
+}
+"""What lies outside of docs/, by its path in the repository, and its place in the site."""
+
+REPOSITORY = {place: path for path, place in SITE.items()}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds what lies outside of docs/."""
+    for path, place in SITE.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Makes the parts that follow from the code, and the site's links of the repository's."""
+    place = page.file.src_uri
+    made = re.sub(r"^<!-- ([a-z ]+) -->$", lambda found: MADE[found[1]](), markdown, flags=re.MULTILINE)
+    return outside_of_code(made, lambda text: site_links(text, place))
+
+
+def outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
+    """Changes what is not a block of code."""
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
+
+
+def site_links(text: str, place: str) -> str:
+    """Links between files of the repository as links between pages of the site.
+
+    `place` is the page's own in the site.
+    """
+    here = Path(REPOSITORY.get(place, f"docs/{place}")).parent
+
+    def link(found: re.Match[str]) -> str:
+        target, _, anchor = found["target"].partition("#")
+        if "://" in target or not target:
+            return found[0]
+        path = os.path.normpath(here / target)
+        if path in SITE or path.startswith("docs/"):
+            there = SITE.get(path, path.removeprefix("docs/"))
+            target = os.path.relpath(there, Path(place).parent) + (f"#{anchor}" if anchor else "")
+            return f"{found['picture']}[{found['text']}]({target})"
+        if not (ROOT / path).exists():
+            return found[0]  # a broken link, which MkDocs tells
+        return f"`{path}`" if path in found["text"] else f"{found['text']} (`{path}`)"
+
+    return re.sub(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", link, text)
+
+
+def language_model_options(own: bool) -> str:
+    """Makes the table of what language models add to fairseq's: options of `own` mixers, or all others."""
+    from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+
+    from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModelConfig
+    from fairseq_fastweights.models.fast_weight_options import MixerOptions
+
+    mixers = {field.name for field in fields(MixerOptions)}
+    inherited = {field.name for field in fields(TransformerLanguageModelConfig)}
+    added = [field for field in fields(FastWeightLanguageModelConfig) if field.name not in inherited]
+    return options(field for field in added if (field.name in mixers) == own)
+
+
+def translation_model_options() -> str:
+    """Makes the table of what translation models have that language models do not, or otherwise."""
+    from fairseq_fastweights.models.fast_weight_options import FastWeightOptions
+    from fairseq_fastweights.models.fast_weight_transformer import FastWeightTransformerOptions
+
+    shared = {(field.name, field.metadata.get("help")) for field in fields(FastWeightOptions)}
+    own = fields(FastWeightTransformerOptions)
+    return options(field for field in own if (field.name, field.metadata.get("help")) not in shared)
+
+
+def task_options() -> str:
+    """Makes the table of what the language modelling task adds to fairseq's."""
+    from fairseq.tasks.language_modeling import LanguageModelingConfig
+
+    from fairseq_fastweights.tasks.fast_weight_language_modeling import FastWeightLanguageModelingConfig
+
+    inherited = {field.name for field in fields(LanguageModelingConfig)}
+    return options(field for field in fields(FastWeightLanguageModelingConfig) if field.name not in inherited)
+
+
+def options(shown: Iterable[Any]) -> str:
+    """Makes a table of those fields of a dataclass that have a help string: the others are set elsewhere."""
+    rows = (row(field) for field in shown if field.metadata.get("help"))
+    return table(("option", "default", "meaning"), rows)
+
+
+def row(field: Any) -> tuple[str, str, str]:
+    """An option as a row of a table."""
+    if field.default is MISSING or field.default is None or field.default == "":
+        default = ""
+    elif isinstance(field.default, bool):
+        default = "on" if field.default else "off"
+    else:
+        default = f"`{field.default}`"
+    choices = [f"`{choice.value}`" for choice in field.type] if hasattr(field.type, "__members__") else []
+    meaning = str(field.metadata["help"]) + (f". One of {', '.join(choices)}" if choices else "")
+    return f"`--{field.name.replace('_', '-')}`", default, meaning
+
+
+def architectures() -> str:
+    """Makes the table of named architectures."""
+    for module in ("fast_weight_lm", "huggingface_architectures", "fast_weight_transformer"):
+        importlib.import_module(f"fairseq_fastweights.models.{module}")
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    named = sorted((name, set_up) for name, set_up in ARCH_CONFIG_REGISTRY.items() if name.startswith("fast_weight_"))
+    rows = ((f"`{name}`", (inspect.getdoc(set_up) or "").split("\n")[0]) for name, set_up in named)
+    return table(("`--arch`", "what it is"), rows)
+
+
+def derivations() -> str:
+    """Makes a section of the comment at the head of each kernel file that has equations."""
+    sections = []
+    for folder in ("cpu", "cuda"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            comment = head(path) if path.suffix in (".h", ".cuh", ".cu", ".cpp") else ""
+            if "=" in comment:
+                sections.append(f"## {path.relative_to(ROOT)}\n\n{as_markdown(comment)}\n")
+    return "\n".join(sections)
+
+
+def as_markdown(comment: str) -> str:
+    """A comment as Markdown: indented lines are equations."""
+    parts: list[str] = []
+    for indented, lines in groupby(comment.split("\n"), key=lambda line: line.startswith("  ")):
+        text = "\n".join(lines)
+        parts.append(
+            f"```text\n{text}\n```" if indented else re.sub(r"([\\*_`\[\]])", r"\\\1", escape(text, quote=False))
+        )
+    return "\n\n".join(parts)
+
+
+def head(path: Path) -> str:
+    """The comment at the head of a file."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("//"):
+            break
+        lines.append(line.removeprefix("//").removeprefix(" ").rstrip())
+    return "\n".join(lines)
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+MADE: dict[str, Callable[[], str]] = {
+    "options of language models": partial(language_model_options, own=False),
+    "options of mixers": partial(language_model_options, own=True),
+    "options of translation models": translation_model_options,
+    "options of the task": task_options,
+    "architectures": architectures,
+    "derivations": derivations,
+}
+"""What makes the place of a comment in a page."""
