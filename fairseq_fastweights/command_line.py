@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -67,7 +68,9 @@ def _end(
     if text is None:
         otherwise(kind, error, trace)
         return
-    raise SystemExit(fail(os.path.basename(sys.argv[0]), error, textwrap.shorten(text, 2000, placeholder=" ...")))
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)  # of several processes that fail alike the first speaks: torchrun ends the others meanwhile
+    raise SystemExit(fail(os.path.basename(sys.argv[0]), error, textwrap.shorten(text, 600, placeholder=" ...")))
 
 
 class Raised(NamedTuple):
