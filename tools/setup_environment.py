@@ -26,8 +26,9 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
-    *("constraints.txt", "pyproject.toml", "setup.py", "tools/build_fairseq.py", "tools/fairseq_checkpoint_loader.py"),
-    *("tools/fairseq_cures.py", "tools/fairseq_settings.py", "tools/setup_environment.py"),
+    *("constraints.txt", "pyproject.toml", "setup.py", "tools/build_fairseq.py", "tools/setup_environment.py"),
+    *sorted(f"tools/{path.name}" for path in Path(__file__).parent.glob("fairseq_*.py")),
+    *("fairseq_fastweights/digests.py", "fairseq_fastweights/integrity.py"),  # which fairseq gets a copy of
 )
 """The files that decide what is in the environment."""
 STAMP, LOG = "setup-finished.json", "setup.log"
