@@ -344,7 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
             result: dict[str, object] = {"mutant": asdict(mutant), "folder": mutant.folder}
             tries = suite.of(mutant, options.seconds, options.again)
             # A trial that computes for so long, or waits ten times as long, hangs.
-            outcome = bench.outcome(mutant, tries, 60 + 2 * options.seconds)
+            outcome = bench.outcome(mutant, tries, 60 + options.seconds)
             result |= {"outcome": outcome, "change": difference(root, mutant)}
             result["seconds"] = round(time.monotonic() - started, 1)
             with options.out.open("a") as out:
