@@ -67,6 +67,16 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(whole):
     assert noticed > len(bits) / 2
 
 
+@pytest.mark.parametrize(("byte", "bit"), [(8, 0), (8, 5), (8, 6), (9, 5), (38, 4)])
+def test_a_record_that_torch_would_not_read_is_noticed(whole, byte, bit):
+    """One that is marked as encrypted, or as a folder: of that torch loads what memory holds by chance."""
+    records = [match.start() for match in re.finditer(rb"PK\x01\x02", whole.read_bytes())]
+    assert len(records) > len(STATE["model"])
+    for begin in records:
+        with flipped(whole, (begin + byte) * 8 + bit):
+            assert integrity.why_damaged(whole), begin
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch, about what the bits make of the pickle
 def test_a_flipped_bit_of_the_old_format_is_noticed_by_the_digests_or_changes_nothing(whole):
     torch.save(with_digests(STATE), whole, _use_new_zipfile_serialization=False)

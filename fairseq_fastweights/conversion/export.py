@@ -160,7 +160,8 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
     """
     for module in ("models.fast_weight_lm", "models.huggingface_architectures", "tasks.fast_weight_language_modeling"):
         import_module(f"fairseq_fastweights.{module}")
-    types = {weight.dtype for weight in read_state(run.checkpoint)["model"].values() if weight.is_floating_point()}
+    weights = read_state(run.checkpoint, checked=True)["model"]  # by `find_run`
+    types = {weight.dtype for weight in weights.values() if weight.is_floating_point()}
     try:
         loaded, _, task = checkpoint_utils.load_model_ensemble_and_task(
             [str(run.checkpoint)], arg_overrides={"data": str(run.dictionary.parent)}
