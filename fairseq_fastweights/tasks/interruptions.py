@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import mmap
 import os
 import signal
 import sys
@@ -22,17 +21,12 @@ class Interruption:
         self.number = 0
         self._former: dict[int, Any] = {}
         self._pid = 0
-        # What data workers, forked from this process, see of it: whether it is ending.
-        self._ending = mmap.mmap(-1, 1)
 
     def begin(self) -> None:
         """From now on signals are noted, except where they were ignored, as SIGINT in a shell's background job."""
         if self._former or threading.current_thread() is not threading.main_thread():
             return
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            # What is registered last runs first: before multiprocessing ends its processes by SIGTERM.
-            atexit.register(self._tell_that_it_is_ending)
+        self._pid = os.getpid()
         for number in _NUMBERS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._note)
@@ -43,14 +37,11 @@ class Interruption:
             signal.signal(number, former)
         self._former, self.number = {}, 0
 
-    def _tell_that_it_is_ending(self) -> None:
-        self._ending[0] = 1
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A data worker. Ctrl-C, and Slurm, signal all processes: it must not end before the update that is waiting
-            # for its batch. It ends with the process that it works for.
-            if number == signal.SIGTERM and self._ending[0]:
+            # A data worker, forked from it. Ctrl-C reaches all processes of a terminal: it must not end before the
+            # update that is waiting for its batch, and ends with the process that it works for.
+            if number == signal.SIGTERM:
                 os._exit(128 + number)
         elif number == self.number == signal.SIGINT:
             os._exit(128 + number)

@@ -81,14 +81,18 @@ def test_a_signal_lets_the_running_update_end_and_the_run_goes_on_from_there(cor
     assert not differences(trained(whole), trained(tmp_path))
 
 
-def test_a_signal_to_data_workers_too_lets_the_running_update_end(corpus, tmp_path):
+def test_ctrl_c_which_data_workers_get_too_lets_the_running_update_end(corpus, tmp_path):
     def run() -> None:
         os.setpgrp()
-        when_update_is_running(3, lambda: os.killpg(0, signal.SIGTERM))
+        when_update_is_running(3, lambda: os.killpg(0, signal.SIGINT))
         train(corpus, tmp_path, "--num-workers", "2")
 
-    assert forked(run) == 143
+    assert forked(run) == 130
     assert last_update(tmp_path) == 3
+
+
+def test_data_workers_end_with_a_run_that_was_not_interrupted(corpus, tmp_path):
+    assert forked(lambda: train(corpus, tmp_path, *"--num-workers 2 --max-update 3 --no-save".split())) == 0
 
 
 @pytest.mark.slow
