@@ -79,7 +79,7 @@ def recorded(root: Path) -> dict[str, dict[str, object]]:
 
 @needs_compiler
 def test_what_changed_is_built_recorded_and_loads_and_an_interrupted_build_is_not_taken_for_the_one_before(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[str] = []
     whole, interrupted = native_build.run, False
@@ -92,11 +92,15 @@ def test_what_changed_is_built_recorded_and_loads_and_an_interrupted_build_is_no
 
     monkeypatch.setattr(native_build, "run", run)
     assert native_build.main([]) == 0
+    files = len(VARIANTS) + 2
+    assert re.findall(r"^CPU kernels: (\d+) of (\d+): .+ \(\d+ s\)$", capsys.readouterr().out, re.MULTILINE) == [
+        (str(number + 1), str(files)) for number in range(files)
+    ]
     assert ctypes.CDLL(str(root / LIBRARY)).answer() == 40 + len(VARIANTS)
     entry = recorded(root)["cpu"]
     assert entry["state"] == "built" and entry["torch"] == THIS_TORCH and entry["variants"] == VARIANTS
     assert re.search(r"\d+\.\d+", str(entry["compiler"])) and "-O3" in str(entry["flags"])
-    for source, compiled in {"binding.cpp": 1, "kernels.cpp": len(VARIANTS), "kernels.h": len(VARIANTS) + 2}.items():
+    for source, compiled in {"binding.cpp": 1, "kernels.cpp": len(VARIANTS), "kernels.h": files}.items():
         made.clear()
         assert native_build.main([]) == 0 and not made
         with (root / "cpu" / source).open("a") as file:
