@@ -38,7 +38,6 @@ def run(corpus, model, tmp_path) -> Path:
 
 
 WAYS = {
-    "goes on": lambda data, path: train(data, path.parent),
     "is told to go on": lambda data, path: train(data, path.parent / "new", "--restore-file", str(path)),
     "finetunes": lambda data, path: train(data, path.parent / "new", "--finetune-from-model", str(path)),
     "transfers": lambda data, path: train(data, path.parent / "new", "--transfer-from", str(path)),

@@ -1,0 +1,173 @@
+"""fairseq's iterator over the segments of streams: where it is, with the states there, is part of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from fairseq.data import iterators
+from torch import Tensor
+
+from fairseq_fastweights.data.segment_streams import SegmentStreams, Stretch
+
+logger = logging.getLogger(__name__)
+
+States = list[dict[str, Tensor]]
+
+
+class Carrier(Protocol):
+    """A model that carries states from segment to segment."""
+
+    def carried_states(self) -> States:
+        """What the next segments start from, layer by layer: tensors (rows, ...), on the CPU; empty for nothing."""
+        ...
+
+    def restore_carried_states(self, states: States) -> None:
+        """Lets the next segments start from such states."""
+        ...
+
+
+class SegmentIterator(iterators.EpochBatchIterator):
+    """fairseq's iterator over `SegmentStreams`, whose place in mid-epoch, as checkpoints keep it, has the states there.
+
+    Kept are, for every stream, what it has still to read and its states. Another number of streams or of processes, or
+    other segments, take them up from there (`deal_out`).
+
+    Args:
+        streams: the segments.
+        carrier: the model that reads them in training; None where nothing is to be resumed.
+        others: fairseq's.
+    """
+
+    def __init__(self, streams: SegmentStreams, carrier: Carrier | None, **others: Any) -> None:
+        super().__init__(dataset=streams, collate_fn=streams.collater, disable_shuffling=True, **others)
+        self._carrier = carrier
+        self._gathered: States | None = None
+        # How many of the epoch's batches came before those of `dataset`.
+        self._before = 0
+
+    def gather_states(self) -> None:
+        """Brings the states of all processes to the first one, which writes the checkpoints; all call it at once."""
+        if self._carrier is None or self.num_shards == 1 or self.end_of_epoch():
+            return
+        everyone: list[Any] | None = [None] * self.num_shards if self.shard_id == 0 else None
+        # States need not pass through a GPU once more.
+        group = dist.new_group(backend="gloo")
+        dist.gather_object(self._carrier.carried_states(), everyone, group=group)
+        dist.destroy_process_group(group)
+        self._gathered = None if everyone is None else join(everyone)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._carrier is None or state["iterations_in_epoch"] == 0:
+            return state
+        states = self._carrier.carried_states() if self.num_shards == 1 else self._gathered
+        self._gathered = None  # as large as all processes' states
+        if states is None:
+            logger.warning("the states of other processes were not gathered; the checkpoint has none")
+            return state
+        streams, read = self.dataset, state["iterations_in_epoch"] - self._before
+        rest = [streams.rest(stream, read) for stream in range(streams.streams)]
+        state["carried_states"] = {"tokens": len(streams.corpus), "rest": rest, "states": states}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._carrier is not None and "carried_states" in state_dict:
+            carried = self._find_states(state_dict)
+            if carried is not None and carried["states"]:
+                self._take_up(self._carrier, carried["rest"], carried["states"], state_dict["iterations_in_epoch"])
+        super().load_state_dict(state_dict)
+
+    def _find_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Those of the checkpoint, where they are of this text."""
+        carried: dict[str, Any] = state_dict["carried_states"]
+        tokens = len(self.dataset.corpus)
+        if "layout" in carried:  # as checkpoints were written before: the first process's states alone
+            ours = {"tokens": tokens, "streams": self.dataset.streams, "processes": 1}
+            ours["tokens per sample"] = self.dataset.segment_length
+            rest = [self.dataset.rest(i, state_dict["iterations_in_epoch"]) for i in range(self.dataset.streams)]
+            if carried["layout"] == ours:
+                return {"rest": rest, "states": carried["states"]}
+            logger.warning("the checkpoint's states are left out: they are of %s, not of %s", carried["layout"], ours)
+            return None
+        if carried["tokens"] != tokens:
+            logger.warning(
+                "the checkpoint's states are left out: they are of a text of %s tokens, not of %s",
+                f"{carried['tokens']:,}",
+                f"{tokens:,}",
+            )
+            return None
+        return carried
+
+    def _take_up(self, carrier: Carrier, rest: list[list[Stretch]], states: States, read: int) -> None:
+        """Reads the rest of an epoch, of which `read` batches are done."""
+        old: SegmentStreams = self.dataset
+        rest = [[(start, stop) for start, stop in row] for row in rest]
+        rows, sources = deal_out(rest, old.streams)
+        if len(rest) != old.streams and self.shard_id == 0:
+            pairs = [f"{number} continues {source}" for number, source in enumerate(sources) if source is not None]
+            logger.warning(
+                "carry_over_state: the text that %s streams have left is dealt out to %s: %s, with their states; all "
+                "else is read from empty states",
+                len(rest),
+                len(rows),
+                ", ".join(pairs),
+            )
+        begun = [source is not None for source in sources]
+        self.dataset: SegmentStreams = SegmentStreams(
+            old.corpus, old.streams, old.segment_length, old.pad, old.documents, rows, begun
+        )
+        self.collate_fn, self._before = self.dataset.collater, read
+        # fairseq drops as many batches as were read.
+        self._frozen_batches = ((),) * (read * self.num_shards) + tuple(self.dataset.batches(self.num_shards))
+        # Where a stream begins anew, whatever is there is left aside.
+        own = torch.tensor([source or 0 for source in sources]).chunk(self.num_shards)[self.shard_id]
+        carrier.restore_carried_states([{name: x[own] for name, x in layer.items()} for layer in states])
+
+
+def join(everyone: list[States]) -> States:
+    """The states of all processes, one below the other; zeros, that is empty ones, of a layer that one never ran."""
+    layers = []
+    for parts in zip(*everyone, strict=True):
+        some: dict[str, Tensor] = next(filter(None, parts), {})
+        layers.append({name: torch.cat([x.get(name, torch.zeros_like(y)) for x in parts]) for name, y in some.items()})
+    return layers
+
+
+def deal_out(rest: list[list[Stretch]], streams: int) -> tuple[list[list[Stretch]], list[int | None]]:
+    """What each of `streams` streams is to read of what others have left, every token once.
+
+    Fewer streams than before read what several have left, one after the other; more streams share what one has left.
+
+    Returns:
+        the streams' rows, and for each the one of the others that it begins by continuing, or None.
+    """
+    rows: list[list[Stretch]] = []
+    sources: list[int | None] = []
+    if streams <= len(rest):
+        for first, end in pairwise(len(rest) * i // streams for i in range(streams + 1)):
+            rows.append([stretch for stretches in rest[first:end] for stretch in stretches])
+            sources.append(next((number for number in range(first, end) if rest[number]), None))
+        return rows, sources
+    for number, (first, end) in enumerate(pairwise(streams * i // len(rest) for i in range(len(rest) + 1))):
+        rows += _cut(rest[number], end - first)
+        sources += [number if rest[number] else None, *[None] * (end - first - 1)]
+    return rows, sources
+
+
+def _cut(stretches: list[Stretch], parts: int) -> list[list[Stretch]]:
+    """The same text in parts of equal length, to one token; the first is not the empty one."""
+    tokens = sum(stop - start for start, stop in stretches)
+    rows = []
+    for first, end in pairwise(-(-tokens * i // parts) for i in range(parts + 1)):
+        row, passed = [], 0
+        for start, stop in stretches:
+            begin, finish = max(start, start + first - passed), min(stop, start + end - passed)
+            if begin < finish:
+                row.append((begin, finish))
+            passed += stop - start
+        rows.append(row)
+    return rows
