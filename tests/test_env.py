@@ -54,6 +54,7 @@ def test_a_gpu_is_described_and_asked_for(monkeypatch: pytest.MonkeyPatch, capsy
 
 REPORT = {
     "versions": {"torch": "2", "fairseq": None},
+    "installed elsewhere": [],
     "cpu": {"machine": "x86", "threads": 2, "instruction_set": "avx2"},
     "kernels": {
         "cpu": {"ready": True, "reason": None, "build": {"variants": ["baseline", "avx2"], "compiler": "g++ 12"}},
