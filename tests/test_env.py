@@ -77,7 +77,8 @@ CUDA kernels         ready: sm_90; nvcc 12
 backend that auto takes, for a sequence / for a single step
 rule, device           float32                float64
 sum, cpu               chunkwise / native     chunkwise / reference
-sum, cuda              chunkwise / native     chunkwise / reference"""
+sum, cuda              chunkwise / native     chunkwise / reference
+retention takes what decay takes"""
 
 
 @pytest.mark.parametrize("count", [0, 2])
