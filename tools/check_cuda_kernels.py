@@ -26,9 +26,17 @@ SMALL_SPILLS = {
     ("delta_backward<__nv_bfloat16, true, true, 4>", "sm_80"): 120,
     ("diagonal_backward<__nv_bfloat16, true, true, 1>", "sm_80"): 32,
     ("diagonal_backward<__half, true, true, 1>", "sm_80"): 32,
+    ("delta_decays_backward<__nv_bfloat16, true, 2>", "sm_80"): 36,
+    ("delta_decays_backward<__nv_bfloat16, true, 4>", "sm_80"): 36,
+    ("delta_decays_backward<__half, true, 4>", "sm_80"): 48,
+    ("delta_decays_backward<__nv_bfloat16, true, 2>", "sm_90"): 40,
+    ("delta_decays_backward<__nv_bfloat16, true, 4>", "sm_90"): 40,
+    ("delta_decays_backward<__half, true, 4>", "sm_90"): 28,
+    ("delta_decays_backward<float, true, 2>", "sm_90"): 56,
+    ("delta_decays_backward<float, true, 4>", "sm_90"): 40,
 }
-"""Bytes that these may spill, stored and loaded together: the first has the largest tile and all 255 registers, of the
-others two blocks share a multiprocessor. What it costs is unmeasured."""
+"""Bytes that these may spill, stored and loaded together: those of the delta rule have all 255 registers, of the others
+two blocks share a multiprocessor. What it costs is unmeasured."""
 
 
 class Kernel(NamedTuple):

@@ -8,6 +8,8 @@
 namespace fairseq_fastweights {
 namespace {
 
+constexpr int kForwardBlocks = 1;  // on a multiprocessor: with two, up to 184 bytes of registers are spilled
+
 template <typename T>
 struct Layout {
     DecayedDelta<T> delta;
@@ -18,7 +20,7 @@ struct Layout {
 // `Outputs` false: only what a segment makes of a state of zeros, in the first `plan.blocks` blocks of a head, and what
 // it makes of the identity when all values are 0, in the others.
 template <typename T, bool Outputs, int Places>
-__global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
+__global__ void __launch_bounds__(kDecayThreads, kForwardBlocks)
     delta_decays_forward(const RuleForward p, const Plan plan, const Segments segments) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -123,7 +125,7 @@ struct DeltaDecaysForwardPass {
     static Plan plan(const Sizes& sizes, int limit) {
         return find_decay_plan(
             sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
-            [](const Plan& plan) { return plan.places() <= kMostPlaces ? forward_blocks(plan.places()) : 0; });
+            [](const Plan& plan) { return plan.places() <= kMostPlaces ? kForwardBlocks : 0; });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, plan.blocks, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);
