@@ -253,7 +253,8 @@ def _check_shape(args: Any) -> None:
     if not args.rotary_base > 0:
         raise ValueError(f"rotary_base is {args.rotary_base}; it must be positive")
     parse_scaling(args.rotary_scaling)
-    if args.share_decoder_input_output_embed:
+    # An adaptive softmax has weights of its own.
+    if args.share_decoder_input_output_embed and args.adaptive_softmax_cutoff is None:
         if args.character_embeddings or args.adaptive_input:
             other = "character_embeddings" if args.character_embeddings else "adaptive_input"
             raise ValueError(f"share_decoder_input_output_embed is set; with {other} it must not be")

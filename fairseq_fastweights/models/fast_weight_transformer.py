@@ -185,7 +185,7 @@ class FastWeightTransformerModel(TransformerModel):
 def _check_shape(args: Any, types: int) -> None:
     """Checks what sizes must have to do with one another."""
     shared = args.share_decoder_input_output_embed or args.share_all_embeddings
-    if shared and args.decoder_output_dim != args.decoder_embed_dim:
+    if shared and not args.adaptive_softmax_cutoff and args.decoder_output_dim != args.decoder_embed_dim:
         raise ValueError(
             f"decoder_output_dim is {args.decoder_output_dim}; with shared embeddings it must be decoder_embed_dim, "
             f"{args.decoder_embed_dim}"
