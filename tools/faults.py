@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 import tempfile
-import time
+import threading
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -44,7 +44,7 @@ class Training:
         self.save_dir = folder / "checkpoints"
         self.save_dir.mkdir(parents=True)
         self.last = self.save_dir / "checkpoint_last.pt"
-        self.starts = 0
+        self.starts, self.rank = 0, 0
 
     def start(self, prepare: Callable[["Training"], None] | None = None) -> list[Any]:
         """Processes that train, once they have done what `prepare` says; forked, so that fairseq is imported once."""
@@ -66,6 +66,7 @@ class Training:
         return [process.exitcode for process in started]
 
     def _run(self, rank: int, prepare: Callable[["Training"], None] | None) -> None:
+        self.rank = rank
         log = os.open(self.folder / f"{self.starts}-{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -131,11 +132,18 @@ def trained(save_dir: Path) -> dict[str, Any]:
     return {"model": model, "optimizer": state["last_optimizer_state"], **kept, **history}
 
 
-def _signalled(number: signal.Signals, training: Training, draw: random.Random, seconds: float) -> int:
-    started = training.start()
-    started[0].join(draw.uniform(0, seconds))
-    if started[0].is_alive():
-        os.kill(started[0].pid, number)
+def _signalled(number: signal.Signals, training: Training, draw: random.Random) -> int:
+    last, delay = draw.randrange(INTERVAL, UPDATES // 2), draw.uniform(0, 0.05)
+
+    def prepare(training: Training) -> None:
+        def after(done: int) -> None:
+            if done == last:
+                threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+
+        if training.rank == 0:
+            training.after_update(after)
+
+    started = training.start(prepare)
     started[0].join(60)
     # What died without a word is noticed by torchrun, which ends the others.
     patience = 60 if started[0].exitcode in (0, 128 + number) else 0.1
@@ -145,19 +153,17 @@ def _signalled(number: signal.Signals, training: Training, draw: random.Random, 
         process.join()
     lost = training.updates_lost()
     if number != signal.SIGKILL:
-        # Before the first update the signal ends the process by itself.
-        allowed = {0, 128 + number, -number}
-        assert started[0].exitcode in allowed, f"exit code {started[0].exitcode}"
+        assert {process.exitcode for process in started} == {128 + number}, f"exit code {started[0].exitcode}"
         assert lost == 0, f"{lost} updates are lost"
     return lost
 
 
-def killed(training: Training, draw: random.Random, seconds: float) -> int:
-    """SIGKILL (`kill -9`) at a random time"""
-    return _signalled(signal.SIGKILL, training, draw, seconds)
+def killed(training: Training, draw: random.Random) -> int:
+    """SIGKILL (`kill -9`) at a random time after a random update"""
+    return _signalled(signal.SIGKILL, training, draw)
 
 
-def killed_while_writing(training: Training, draw: random.Random, seconds: float) -> int:
+def killed_while_writing(training: Training, draw: random.Random) -> int:
     """SIGKILL while a checkpoint is written, at a random byte"""
     left = draw.randrange(100_000, 700_000)
 
@@ -190,17 +196,17 @@ def killed_while_writing(training: Training, draw: random.Random, seconds: float
     return training.updates_lost()
 
 
-def interrupted(training: Training, draw: random.Random, seconds: float) -> int:
-    """SIGINT (Ctrl-C) at a random time"""
-    return _signalled(signal.SIGINT, training, draw, seconds)
+def interrupted(training: Training, draw: random.Random) -> int:
+    """SIGINT (Ctrl-C) at a random time after a random update"""
+    return _signalled(signal.SIGINT, training, draw)
 
 
-def terminated(training: Training, draw: random.Random, seconds: float) -> int:
-    """SIGTERM at a random time"""
-    return _signalled(signal.SIGTERM, training, draw, seconds)
+def terminated(training: Training, draw: random.Random) -> int:
+    """SIGTERM at a random time after a random update"""
+    return _signalled(signal.SIGTERM, training, draw)
 
 
-def disk_full(training: Training, draw: random.Random, seconds: float) -> int:
+def disk_full(training: Training, draw: random.Random) -> int:
     """disk full after a random update, at a random byte of the next checkpoint"""
     number, size = draw.randrange(1, UPDATES), draw.randrange(100, 20_000)
 
@@ -217,7 +223,7 @@ def disk_full(training: Training, draw: random.Random, seconds: float) -> int:
     return training.updates_lost()
 
 
-def read_only(training: Training, draw: random.Random, seconds: float) -> int:
+def read_only(training: Training, draw: random.Random) -> int:
     """folder read-only after a random update, and at the next start"""
     number = draw.randrange(1, UPDATES)
 
@@ -253,9 +259,9 @@ def read_only(training: Training, draw: random.Random, seconds: float) -> int:
     return training.updates_lost()
 
 
-def bit_flipped(training: Training, draw: random.Random, seconds: float) -> int:
+def bit_flipped(training: Training, draw: random.Random) -> int:
     """a random bit of the last checkpoint flipped, after SIGKILL"""
-    lost = killed(training, draw, seconds)
+    lost = killed(training, draw)
     if training.last.exists():
         content = bytearray(training.last.read_bytes())
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
@@ -266,7 +272,7 @@ def bit_flipped(training: Training, draw: random.Random, seconds: float) -> int:
 class Fault(NamedTuple):
     """What happens, and to a training of how many processes."""
 
-    happen: Callable[[Training, random.Random, float], int]
+    happen: Callable[[Training, random.Random], int]
     processes: int = 1
 
     @property
@@ -329,20 +335,20 @@ def try_all(options: argparse.Namespace, folder: Path) -> int:
     import_module("fairseq.utils").import_user_module(argparse.Namespace(user_dir=f"{ROOT}/fairseq_fastweights"))
     folder.mkdir(parents=True, exist_ok=True)
     data, failed = write_corpus(folder), 0
-    undisturbed: dict[int, tuple[dict[str, Any], float]] = {}
+    undisturbed: dict[int, dict[str, Any]] = {}
     print("| fault | tried | survived | updates done again, at most |\n| --- | --- | --- | --- |")
     for name in options.faults or FAULTS:
         fault = FAULTS[name]
         if fault.processes not in undisturbed:
-            whole, start = Training(data, folder / f"whole-{fault.processes}", fault.processes), time.monotonic()
+            whole = Training(data, folder / f"whole-{fault.processes}", fault.processes)
             assert set(whole.finish()) == {0}, f"the undisturbed training failed; its logs are in {whole.folder}"
-            undisturbed[fault.processes] = trained(whole.save_dir), time.monotonic() - start
-        wanted, seconds = undisturbed[fault.processes]
+            undisturbed[fault.processes] = trained(whole.save_dir)
+        wanted = undisturbed[fault.processes]
         survived, most = 0, 0
         for number in range(options.count):
             training = Training(data, folder / f"{name}-{number}", fault.processes)
             try:
-                lost = fault.happen(training, random.Random(f"{options.seed} {name} {number}"), seconds)
+                lost = fault.happen(training, random.Random(f"{options.seed} {name} {number}"))
                 assert set(training.finish()) == {0}, "it did not go on to the end"
                 found = differences(wanted, trained(training.save_dir))
                 assert not found, f"other bits in {', '.join(found[:3])}"
