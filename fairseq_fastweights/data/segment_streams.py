@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class SegmentStreams(FairseqDataset):
         self.pad = pad
         self.documents = documents
         bounds = [len(corpus) * i // streams for i in range(streams + 1)]
-        self.rows = rows or [[stretch] for stretch in zip(bounds, bounds[1:], strict=False)]
+        self.rows = rows or [[stretch] for stretch in pairwise(bounds)]
         self.begun = begun or [False] * streams
         self.segments = max(sum(map(self._segments, row)) for row in self.rows)
 
