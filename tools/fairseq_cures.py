@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from fairseq_command_cures import COMMAND_CURES
 from fairseq_run_cures import RUN_CURES
 
 VERSION = "0.12.2+fastweights.5"
@@ -62,8 +63,6 @@ _CONFIGS = "fairseq/dataclass/configs.py"
 _TRANSFORMER = "fairseq/models/transformer/transformer_config.py"
 _INITIALIZE = "fairseq/dataclass/initialize.py"
 _CHECKPOINTS = "fairseq/checkpoint_utils.py"
-_OPTIONS = "fairseq/options.py"
-_INTERACTIVE = "fairseq_cli/interactive.py"
 _NGRAMS = "fairseq/ngram_repeat_block.py"
 _MASK = "                encoder_padding_mask if encoder_padding_mask is not None else attn_mask,\n"
 
@@ -266,136 +265,7 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    **{name: [Edit(*edit) for edit in edits] for name, edits in RUN_CURES.items()},
-    # A command that names no plugin ended in errors of other names where it, or its checkpoint, needs one: KeyErrors
-    # of messages that were formatted twice, and of None.
-    "plugins_are_named": [
-        Edit(
-            "fairseq/models/__init__.py",
-            """        f"Could not infer model type from {cfg}. "
-        "Available models: {}".format(MODEL_DATACLASS_REGISTRY.keys())
-        + f" Requested model type: {model_type}"
-""",
-            '        f"There is no model {model_type!r}; --user-dir must name the folder of its plugin"\n',
-        ),
-        Edit(
-            "fairseq/tasks/__init__.py",
-            'f"Could not infer task type from {cfg}. Available argparse tasks: {TASK_REGISTRY.keys()}. '
-            'Available hydra tasks: {TASK_DATACLASS_REGISTRY.keys()}"',
-            'f"There is no task {task_name!r}; --user-dir must name the folder of its plugin"',
-        ),
-        Edit(
-            _OPTIONS,
-            """    if hasattr(args, "arch"):
-        model_specific_group""",
-            """    if hasattr(args, "arch") and args.arch is None:
-        parser.error("the following arguments are required: --arch")
-    if hasattr(args, "arch"):
-        model_specific_group""",
-        ),
-        Edit(
-            _OPTIONS,
-            "        TASK_REGISTRY[args.task].add_args(parser)\n",
-            """        if args.task is None:
-            parser.error("the following arguments are required: --task")
-        TASK_REGISTRY[args.task].add_args(parser)
-""",
-        ),
-        Edit(
-            _OPTIONS,
-            """    usr_args, _ = usr_parser.parse_known_args(input_args)
-    utils.import_user_module(usr_args)
-""",
-            """    usr_args, _ = usr_parser.parse_known_args(input_args)
-    utils.import_user_module(usr_args)
-
-    # An unknown name may be that of a plugin.
-    from fairseq.tasks import TASK_REGISTRY
-
-    named_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named_parser.add_argument("--arch", "-a")
-    named_parser.add_argument("--task")
-    for name, value in vars(named_parser.parse_known_args(input_args)[0]).items():
-        known = ARCH_MODEL_REGISTRY if name == "arch" else TASK_REGISTRY
-        if value is not None and value not in known and usr_args.user_dir is None:
-            parser.error(
-                f"argument --{name}: there is no {value!r}; if it is of a plugin, --user-dir must name its folder"
-            )
-""",
-        ),
-        Edit("fairseq/registry.py", '"{} is required!"', '"--{} is required"'),
-        Edit(
-            "fairseq/utils.py",
-            "                    raise FileNotFoundError(module_path)\n",
-            '                    raise FileNotFoundError(f"--user-dir: there is no folder {module_path}")\n',
-        ),
-    ],
-    # --help ended the reading of options before those of the model and of the task were known. Usage was a hundred
-    # lines, which hid the line below it that says what is wrong.
-    "whole_help": [
-        Edit(
-            _OPTIONS,
-            """    args, _ = parser.parse_known_args(input_args)
-
-    # Add model""",
-            """    given = sys.argv[1:] if input_args is None else input_args
-    args, _ = parser.parse_known_args([word for word in given if word not in ("-h", "--help")])
-
-    # Add model""",
-        ),
-        Edit(_OPTIONS, "import argparse\nfrom pathlib", "import argparse\nimport sys\nfrom pathlib"),
-        Edit(
-            _OPTIONS,
-            "    parser = argparse.ArgumentParser(allow_abbrev=False)\n    gen_parser",
-            '    usage = "%(prog)s DATA [OPTIONS]; --help lists the options, with --arch and --task theirs too"\n'
-            "    parser = argparse.ArgumentParser(allow_abbrev=False, usage=usage)\n    gen_parser",
-        ),
-        # Those of a model that wants groups for them.
-        Edit(
-            _OPTIONS,
-            """        if args.arch in ARCH_MODEL_REGISTRY:
-            ARCH""",
-            """        if hasattr(ARCH_MODEL_REGISTRY.get(args.arch), "add_groups"):
-            ARCH_MODEL_REGISTRY[args.arch].add_groups(parser)
-        if args.arch in ARCH_MODEL_REGISTRY:
-            ARCH""",
-        ),
-    ],
-    # Every program that imports a task was told that tensorboardX is missing, which it does not need.
-    "no_advertisements": [
-        Edit("fairseq/tasks/text_to_speech.py", 'logger.info("Please install', 'logger.debug("Please install')
-    ],
-    # --lm-path of fairseq-generate, which fairseq-interactive lists and did not read.
-    "interactive_language_models": [
-        Edit(
-            _INTERACTIVE,
-            "    # Optimize ensemble for generation\n    for model in models:\n",
-            """    lms = [None]
-    if cfg.generation.lm_path is not None:
-        overrides["data"] = cfg.task.data
-        lms, _ = checkpoint_utils.load_model_ensemble(
-            [cfg.generation.lm_path], arg_overrides=overrides, task=None
-        )
-
-    # Optimize ensemble for generation
-    for model in [*models, *lms]:
-""",
-        ),
-        Edit(
-            _INTERACTIVE,
-            "task.build_generator(models, cfg.generation)\n",
-            """task.build_generator(
-        models,
-        cfg.generation,
-        extra_gen_cls_kwargs={"lm_model": lms[0], "lm_weight": cfg.generation.lm_weight},
-    )
-""",
-        ),
-    ],
-    # bitarray >= 3 has no `util.rindex`.
-    "bits_from_the_right": [
-        Edit("fairseq/data/huffman/huffman_coder.py", "util.rindex(a, 1)", "a.find(1, right=True)")
-    ],
+    **{name: [Edit(*edit) for edit in edits] for name, edits in (RUN_CURES | COMMAND_CURES).items()},
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
