@@ -1,4 +1,4 @@
-"""What fairseq's commands hid from those who type them: what is wrong, what there is to choose, options that did nothing.
+"""What fairseq's commands hid from those who type them: what is wrong, what there is to choose, what did nothing.
 
 Each row of a cure: a file, what stands there, and what takes its place (`fairseq_cures.Edit`).
 """
