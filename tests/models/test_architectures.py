@@ -175,7 +175,7 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         *(
             ({**ADAPTIVE, name: text}, rf"{name} is {text!r}")
             for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
-            for text in ("", "abc", "10;20", "10,x", "20,10", "10,10", "0,10", "-5,10", "10,45")
+            for text in ("", "abc", "10;20", "10,x", "20,10", "10,10", "10,10,20", "0,10", "-5,10", "10,45")
         ),
         ({**ADAPTIVE, "adaptive_input_cutoff": None}, r"adaptive_input_cutoff is None"),
         ({**ADAPTIVE, "adaptive_input_factor": 16}, r"factor is 16: with decoder_input_dim 16 .* at most 4$"),
