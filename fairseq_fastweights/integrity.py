@@ -51,8 +51,8 @@ def why_damaged(path: str | os.PathLike[str]) -> str | None:
     """What is wrong with a checkpoint, or any file of `torch.save`: words that follow its name; None for a whole one.
 
     Example:
-        >>> why_damaged("checkpoint_last.pt")
-        'is damaged: its record archive/data/7 is not what was written (CRC-32 5f2e01bb, and noted is 1c00d4a9)'
+        >>> why_damaged("no/such/checkpoint.pt"), why_damaged("/dev/null")
+        ('does not exist', 'is a device; it must be a regular file')
     """
     try:
         if kind := why_not_regular(path):
