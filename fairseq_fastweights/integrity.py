@@ -50,9 +50,9 @@ _KINDS = {
 def why_damaged(path: str | os.PathLike[str]) -> str | None:
     """What is wrong with a checkpoint, or any file of `torch.save`: words that follow its name; None for a whole one.
 
-    Example:
-        >>> why_damaged("checkpoint_that_is_not_there.pt")
-        'does not exist'
+    Examples:
+        >>> why_damaged("no/such/checkpoint.pt"), why_damaged("/dev/null")
+        ('does not exist', 'is a device; it must be a regular file')
     """
     try:
         if kind := why_not_regular(path):
