@@ -251,5 +251,4 @@ def _begin_with(name: str, number: Any) -> dict[str, Any]:
 
 
 def _name(made: dict[str, Any], number: Any) -> str:
-    names = [entry["content"] for entry in made["added_tokens"] if entry["id"] == number]
-    return names[0]
+    return next(entry["content"] for entry in made["added_tokens"] if entry["id"] == number)

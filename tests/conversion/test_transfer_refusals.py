@@ -92,6 +92,14 @@ def test_options_that_give_weights_another_meaning_are_named(fairseq, source, fl
     assert torch.equal(taken.get_parameter(name), model.get_parameter(name))
 
 
+def test_an_option_that_a_checkpoint_lacks_is_fairseqs_default(fairseq, source, tmp_path):
+    state = torch.load(shutil.copytree(source[1], tmp_path / "x") / "model.pt", weights_only=True)
+    del state["cfg"]["model"]["no_scale_embedding"]
+    torch.save(state, tmp_path / "x" / "model.pt")
+    rows = misfits(fairseq, tmp_path / "x", f"{PRE_NORM} --no-scale-embedding")
+    assert rows == ["other option no_scale_embedding False True"]
+
+
 ONE_WEIGHT = {"model": {"weight": torch.zeros(2)}, "args": None, "cfg": None}
 HISTORY = [{"optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}]
 NO_DECODER = {**ONE_WEIGHT, "extra_state": {"train_iterator": {}}, "optimizer_history": HISTORY}
