@@ -70,6 +70,7 @@ class Training:
         log = os.open(self.folder / f"{self.starts}-{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (they may have gone elsewhere)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
         arguments = [str(self.data), *MODEL, "--save-dir", str(self.save_dir)]
         if self.processes > 1:

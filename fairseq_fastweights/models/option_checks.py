@@ -98,7 +98,7 @@ def check_positions(model: Any, task: Any) -> None:
 
 def check_criterion(criterion: Any, adaptive: bool) -> None:
     """Raises a `ValueError` for a criterion that is not that of the model's softmax."""
-    name = criterion._name
+    name = getattr(criterion, "_name", None) or getattr(criterion, "criterion", None)
     if adaptive and name in ("cross_entropy", "label_smoothed_cross_entropy"):
         raise ValueError(f"criterion is {name}; with adaptive_softmax_cutoff it must be adaptive_loss")
     if name == "adaptive_loss" and not adaptive:

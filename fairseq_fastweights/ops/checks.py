@@ -173,7 +173,7 @@ def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tens
             "in_place is True, but initial_state or an input requires a gradient; what changes in place cannot be "
             "differentiated: call it under torch.no_grad()"
         )
-    if initial_state.is_neg():
+    if not torch.compiler.is_compiling() and initial_state.is_neg():
         raise ValueError(
             "initial_state is a negative view, as the imaginary part of a conjugate, and in_place is True; it must be "
             "a tensor of its own, as resolve_neg() makes it"

@@ -24,11 +24,12 @@ class Interruption:
 
     def begin(self) -> None:
         """From now on signals are noted, except where they were ignored, as SIGINT in a shell's background job."""
-        if self._former or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
-        self._pid = os.getpid()
+        if self._pid != os.getpid():  # forked, perhaps, from a process that had noted one of its own
+            self._pid, self.number = os.getpid(), 0
         for number in _NUMBERS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if signal.getsignal(number) not in (signal.SIG_IGN, self._note):
                 self._former[number] = signal.signal(number, self._note)
 
     def end(self) -> None:

@@ -223,9 +223,12 @@ def test_gradients_of_several_processes_are_added_up_or_it_is_refused(converted)
         (["--criterion", "attention_transfer", "--transfer", OWN], "transfer is .* it must be all"),
         (["--criterion", "attention_transfer", "--carry-over-state"], "carry_over_state is set; with criterion att"),
         (["--kv-heads", "3"], "kv_heads is 3; it must be a divisor of the 4 heads"),
-        (["--head-dim", "-2"], "head_dim is -2; it must be positive"),
+        (["--head-dim", "-2"], "head_dim is -2; it must be at least 0"),
         (["--rms-norm-eps=-1"], "rms_norm_eps is -1.0; it must be at least 0"),
-        (["--quant-noise-pq", "0.1"], "quant_noise_pq is 0.1; with swiglu it must be 0"),
+        (
+            ["--quant-noise-pq", "0.1", "--quant-noise-pq-block-size", "4"],
+            "quant_noise_pq is 0.1; with swiglu it must be 0",
+        ),
         (["--rms-norm-eps", "0.5"], "other option +rms_norm_eps +1e-06 +0.5"),
         (["--mixers", "softmax", "--rotary-scaling", "linear:2"], "other option +rotary_scaling +linear:2"),
         (["--kv-heads", "1"], r"wrong shape +decoder.layers.0.self_attn.k_proj.weight +16 x 24 +8 x 24"),
@@ -234,8 +237,8 @@ def test_gradients_of_several_processes_are_added_up_or_it_is_refused(converted)
 )
 def test_options_that_do_not_fit_are_named(converted, flags, message):
     call = words(converted["Llama"], converted["Llama"], *flags)
-    args = options.parse_args_and_arch(options.get_training_parser("fast_weight_language_modeling"), call)
     with pytest.raises(ValueError, match=message):
+        args = options.parse_args_and_arch(options.get_training_parser("fast_weight_language_modeling"), call)
         task = tasks.setup_task(args)
         task.build_model(args)
         task.build_criterion(args)

@@ -13,6 +13,7 @@ import torch
 from fairseq.trainer import Trainer
 from faults import differences, trained
 
+from fairseq_fastweights.tasks.interruptions import Interruption
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, train
 from tests.tasks.conftest import slow
 from tests.tasks.test_resuming import CARRY
@@ -130,6 +131,23 @@ def test_a_second_ctrl_c_ends_at_once_and_one_that_was_ignored_stays_so(corpus, 
 
     assert forked(run) == 130 and not list(tmp_path.glob("*.pt"))
     assert forked(run_in_background) == 0 and last_update(tmp_path) == 10
+
+
+def test_a_forked_process_notes_its_own_signals_alone():
+    interruption = Interruption()
+
+    def run() -> None:
+        interruption.begin()
+        inherited = interruption.number
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(100 + interruption.number if not inherited else 1)
+
+    interruption.begin()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert forked(run) == 100 + signal.SIGINT and interruption.number == signal.SIGTERM
+    finally:
+        interruption.end()
 
 
 def test_signals_do_what_they_did_after_a_run(corpus, tmp_path):

@@ -57,7 +57,9 @@ def test_it_holds_the_package_and_its_cpu_kernels_for_every_python(wheel: Path) 
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         record = json.loads(archive.read("fairseq_fastweights/_native_build.json"))
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fairseq_fastweights").rglob("*.py")}
-    assert held == modules | {f"fairseq_fastweights/_native_{name}" for name in ("build.json", "cpu.so")}
+    assert held == modules | {f"fairseq_fastweights/_native_{name}" for name in ("build.json", "cpu.so")} | {
+        "fairseq_fastweights/py.typed"
+    }
     assert record["cpu"]["oldest torch"] == "2.10" and record["cuda"]["state"] == "missing"
 
 
