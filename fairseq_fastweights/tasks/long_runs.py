@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 _interruption = Interruption()
 _saved = 0
 """How many checkpoints this process has written, or helped to."""
-_looked_after: set[str] = set()
+_looked_after: dict[str, Any] = {}
+"""By module, the function that was put there: a module that is loaded anew has lost it."""
 
 
 def _largest(trainer: Any, number: int) -> int:
@@ -112,12 +113,13 @@ def _put_around(module: ModuleType, wrapper: Callable[[Callable[..., Any]], Call
 
 def _look_after_signals() -> None:
     """In the module that is about to train; it is not there before, or it is the one that was started."""
-    for name in {"fairseq_cli.train", "__main__"} - _looked_after:
+    for name in ("fairseq_cli.train", "__main__"):
         module = sys.modules.get(name)
-        if module is not None and hasattr(module, "validate_and_save"):
-            _looked_after.add(name)
+        found = getattr(module, "validate_and_save", None)
+        if module is not None and found is not None and found is not _looked_after.get(name):
             for wrapper in (_train, _validate_and_save):
                 _put_around(module, wrapper)
+            _looked_after[name] = module.__dict__["validate_and_save"]
 
 
 for _wrapper in (_verify_checkpoint_directory, _load_checkpoint, _save_checkpoint):
