@@ -1,10 +1,14 @@
 #!/usr/bin/env python
-"""Trains a row of a table of one of the papers, or scores it as the paper does.
+"""Trains rows of the papers' tables, and scores them as the papers do.
 
     reproduce.py TABLE ROW train [SOURCE] DATA OUT [OPTION ...]    called again, it goes on where it stopped
     reproduce.py TABLE ROW evaluate DATA OUT [OPTION ...]          what is scored is not scored again
     reproduce.py --print TABLE ROW ...                             the commands that this would run, to copy
     reproduce.py --list [TABLE]                                    the tables and their rows, with the paper's numbers
+    reproduce.py run TABLE DATA OUT [--rows ROW ...] ...           trains and scores rows with several seeds; run --help
+    reproduce.py report [TABLE]                                    the tables of what was run
+
+Among the tables are those of the papers scaled down to what two CPU cores do in hours; `run` is for these.
 
 SOURCE  what the model starts from, in the tables where it does (Mao's and Choi's)
 DATA    text as the experiment's prepare.sh leaves it
@@ -30,10 +34,16 @@ from typing import Any, BinaryIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common.command_line import run_to_the_end
+from common.command_line import positive, run_to_the_end
+from common.commands import cores
 from common.tables import format_table
-from papers import TABLES
+from papers import SCALED, TABLES
+from papers.grid import plan, run_grid
+from papers.ledger import COMMITTED, code_digest, read_ledger
+from papers.report import block, is_stale, write_page
 from papers.rows import Call, Places, RowError, Table
+
+ALL = TABLES | SCALED
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print", action="store_true", help="print the commands, run nothing")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="TABLE ROW ...")
     options = parser.parse_args(arguments)
+    if options.words[:1] == ["run"]:
+        return _run_rows(options.words[1:])
+    if options.words[:1] == ["report"]:
+        return _report(options.words[1:])
     if options.list is not None:
         return run_to_the_end(lambda: _list(options.list), RowError)
     return run_to_the_end(lambda: _reproduce(options.words, options.print), RowError)
@@ -52,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _list(name: str) -> None:
     """Prints a table, or all."""
-    for known, table in TABLES.items() if not name else [(name, _find("TABLE", name, TABLES))]:
+    for known, table in ALL.items() if not name else [(name, _find("TABLE", name, ALL))]:
         print(f"{known}: {table.title} (examples/{table.folder})\n\n{listing(table)}\n")
 
 
@@ -68,12 +82,74 @@ def _find(kind: str, name: str, known: dict[str, Any]) -> Any:
     return known[name]
 
 
+def _run_rows(arguments: list[str]) -> int:
+    """Reads what follows `run`, and does it; returns the exit status."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    words, given = arguments[:at], arguments[at + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="reproduce.py run",
+        description="Trains and scores rows of a table with several seeds, and adds what comes out to a ledger. What "
+        "the ledger has is not done again, what was cut off goes on where it was.",
+        usage="%(prog)s TABLE DATA OUT [--rows ROW ...] [--seeds N ...] [--jobs N] [--ledger FILE] [--estimate] "
+        "[-- OPTION ...]",
+        epilog="After -- options of fairseq-train, which override the rows'.",
+    )
+    parser.add_argument("table", metavar="TABLE", choices=ALL, help=", ".join(ALL))
+    parser.add_argument("data", type=Path, metavar="DATA", help="text as the experiment's prepare.sh leaves it")
+    parser.add_argument("out", type=Path, metavar="OUT", help="for a folder of each row and seed")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="which (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=positive, default=[], metavar="N", help="(default: the table's)")
+    parser.add_argument("--source", type=Path, metavar="SOURCE", help="what the models start from")
+    parser.add_argument("--jobs", type=positive, default=cores(), metavar="N", help="at a time, one thread each")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="where results go (default: OUT/ledger.jsonl)")
+    parser.add_argument("--estimate", action="store_true", help="say how long it would take, and run nothing")
+    options = parser.parse_args(words)
+
+    def work() -> None:
+        table = ALL[options.table]
+        rows = options.rows or list(table.rows)
+        for row in rows:
+            _find("ROW", row, table.rows)
+        places = Places(options.data, options.out, options.source)
+        runs = plan(options.table, table, rows, options.seeds, places, given)
+        ledger = options.ledger or options.out / "ledger.jsonl"
+        run_grid(runs, options.out, ledger, options.jobs, sys.stdout, options.estimate)
+
+    return run_to_the_end(work, RowError)
+
+
+def _report(arguments: list[str]) -> int:
+    """Reads what follows `report`, and does it; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="reproduce.py report",
+        description="Prints a table of what `run` did; without TABLE it makes those of docs/results.md.",
+    )
+    parser.add_argument("table", nargs="?", metavar="TABLE", choices=ALL, help=", ".join(ALL))
+    parser.add_argument("--ledger", type=Path, default=COMMITTED, metavar="FILE", help="(default: the one committed)")
+    options = parser.parse_args(arguments)
+
+    def work() -> None:
+        entries = read_ledger(options.ledger)
+        for entry in entries:
+            if is_stale(entry, ALL):
+                told = "is kept" if options.table else "is left out"
+                print(f"{entry.name}: its row has other commands by now; it {told}", file=sys.stderr)
+            elif entry.code != code_digest():
+                print(f"{entry.name}: code has changed since {entry.commit}", file=sys.stderr)
+        if options.table:
+            print(block(options.table, ALL[options.table], entries), end="")
+        else:
+            write_page(entries)
+
+    return run_to_the_end(work, RowError)
+
+
 def _reproduce(words: list[str], only_print: bool) -> None:
     """Does what the words on the command line say; nothing is done before all of it is known to be right."""
     if len(words) < 3:
         raise RowError("it takes TABLE ROW train|evaluate ...; --list shows tables and rows, --help says more")
     table, name, verb, *rest = words
-    row = _find("ROW", name, _find("TABLE", table, TABLES).rows)
+    row = _find("ROW", name, _find("TABLE", table, ALL).rows)
     recipe = row.recipe
     if verb not in ("train", "evaluate"):
         raise RowError(f"after ROW comes {verb}; it must be train or evaluate")

@@ -17,14 +17,17 @@ class Training:
     """What the log of `fairseq-train --log-format json` says.
 
     `parameters`: of the model; None if the log ends before that was built. `train`, `valid`: perplexity by update; one
-    that an interrupted training did twice counts once. `speed`: tokens per second, the median of the reports.
-    `finished`: whether the training came to the end. `damaged`: lines that are cut off.
+    that an interrupted training did twice counts once. `speed`: tokens per second, and `updates_per_second`, the
+    medians of the reports. `seconds`: that it took, of an interrupted one all parts together. `finished`: whether the
+    training came to the end. `damaged`: lines that are cut off.
     """
 
     parameters: int | None = None
     train: dict[int, float] = field(default_factory=dict)
     valid: dict[int, float] = field(default_factory=dict)
     speed: float | None = None
+    updates_per_second: float | None = None
+    seconds: float = 0.0
     finished: bool = False
     damaged: list[str] = field(default_factory=list)
 
@@ -36,7 +39,7 @@ class Training:
 
 def parse_training(log: str) -> Training:
     """Reads what there is, which may be nothing."""
-    training, speeds = Training(), []
+    training, speeds, steps = Training(), [], []
     if parameters := re.findall(r"num\. shared model params: ([\d,]+)", log):
         training.parameters = int(parameters[-1].replace(",", ""))
     last = 0
@@ -49,9 +52,12 @@ def parse_training(log: str) -> Training:
             else:
                 training.train[int(values["num_updates"])] = float(values["ppl"])
                 speeds.append(float(values["wps"]))
+                steps.append(float(values.get("ups", 0)))
+                training.seconds = float(values.get("wall", 0))
         except (ValueError, KeyError):
             training.damaged.append(found[0])
-    training.speed = median(speeds) if speeds else None
+    if speeds:
+        training.speed, training.updates_per_second = median(speeds), median(steps)
     # Of the last call: it may go on where one before it ended.
     training.finished = "| done training in " in log[last:]
     return training
@@ -89,7 +95,7 @@ def describe_training(log_end: str, updates: int) -> str:
     return f"update {done}/{updates}, loss {float(last['loss']):.2f}, {float(last['wps']):.0f} tokens/s, {left}"
 
 
-def find_in(log: str, what: str, pattern: str) -> list[str]:
+def find_in(log: str, what: str, pattern: str) -> list[Any]:
     """What a pattern finds in a log; ValueError, which says `what` is missing, if that is nothing."""
     found = re.findall(pattern, log, re.MULTILINE)
     if not found:

@@ -237,13 +237,21 @@ class Runner(Screen):
     that is running, which says how far it has come.
 
     `cwd`: where the commands run. `slots`: how many at a time. `output`: where all of that goes. `environment`:
-    variables for the commands, printed with them. `keep_open`: file descriptors that the commands inherit.
+    variables for the commands, printed with them. `keep_open`: file descriptors that the commands inherit. `finished`:
+    is told of each step that has been run to its end.
     """
 
     def __init__(
-        self, cwd: Path, slots: int, output: TextIO, environment: dict[str, str], keep_open: Sequence[int] = ()
+        self,
+        cwd: Path,
+        slots: int,
+        output: TextIO,
+        environment: dict[str, str],
+        keep_open: Sequence[int] = (),
+        finished: Callable[[Step], None] = lambda step: None,
     ) -> None:
         super().__init__(output)
+        self.finished = finished
         self.cwd = cwd
         self.slots = slots
         self.environment = environment
@@ -275,6 +283,7 @@ class Runner(Screen):
                     running.remove(process)
                     process.finish()
                     self.say(f"{process.step.title}: done ({time.monotonic() - process.started:.0f} s)")
+                    self.finished(process.step)
         finally:
             with undisturbed():
                 self.clear()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import filecmp
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from common.fairseq_logs import find_in
 
 from papers.rows import BEST, PACKAGE, Call, Places, RowError, positive, program, require, shown, training
 
@@ -30,6 +33,7 @@ class LanguageModel:
         sources: whether a training starts from a model.
         same_dictionary: whether the data must be cut into the source's subwords.
         becomes_source: whether other models can start from a trained one.
+        evaluate: options of fairseq-eval-lm.
     """
 
     options: str
@@ -42,6 +46,7 @@ class LanguageModel:
     sources: bool = False
     same_dictionary: bool = False
     becomes_source: bool = False
+    evaluate: str = ""
 
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
         gpus, update_freq = positive(env, "GPUS"), positive(env, "UPDATE_FREQ")
@@ -75,10 +80,21 @@ class LanguageModel:
                 words = [program("fairseq-eval-lm"), str(places.data), "--path", str(checkpoint), "--gen-subset", split]
                 words += ["--user-dir", shown(PACKAGE), "--task", TASK]
                 # One process: with several, fairseq reports the perplexity of each one's share.
-                words += [*self._mode(mode), *"--distributed-world-size 1 --no-progress-bar".split(), *options]
+                words += [*self._mode(mode), *"--distributed-world-size 1 --no-progress-bar".split()]
+                words += [*self.evaluate.split(), *options]
                 name = f"{mode}-{split}" + ("" if checkpoint.name == BEST else f".{checkpoint.stem}")
                 calls.append(Call(words, places.out / f"{name}.log", checkpoint, f"{split}, {mode}"))
         return calls
+
+    def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
+        """Perplexity, and if prepare.sh cut words into subwords that of a word, too: the text is equally probable."""
+        found = find_in(log, "perplexity", r"Loss \(base 2\): ([\d.]+|inf|nan), Perplexity: ([\d.]+|inf|nan)")[-1]
+        scores = {call.title: float(found[1])}
+        counted = places.data / "words.json"
+        if counted.exists():
+            counts = json.loads(counted.read_text(encoding="utf-8"))[call.title.split(",")[0]]
+            scores[f"{call.title}, per word"] = 2 ** (float(found[0]) * counts["subwords"] / counts["words"])
+        return scores
 
     def _mode(self, mode: str) -> list[str]:
         name, *texts = mode.split("-")

@@ -70,6 +70,9 @@ class Recipe(Protocol):
     def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
         """All that scores a trained model; raises as `training` does."""
 
+    def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
+        """What an evaluation that has ended found, by name; `log` is its output. Raises ValueError if it has none."""
+
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
         """Checks what is in the folders. Raises RowError if something is missing."""
 
@@ -83,13 +86,29 @@ class Row:
 
     `model`: for people, in the paper's words. `recipe`: how it is trained and scored. `options`: what fairseq-train is
     told besides; the word SOURCE stands for the checkpoint that it starts from. `numbers`: the paper's, in the order of
-    the table's measures.
+    the table's measures. `seeds`: those that `reproduce.py run` trains it with.
     """
 
     model: str
     recipe: Recipe
     options: str
     numbers: tuple[str, ...]
+    seeds: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, or one would expect, of rows that are scaled down.
+
+    `text`: for people. `of`: a row and the name of one of its scores, which, less that of `minus` if that is given, is
+    at least `at_least` and at most `at_most`, where these are given.
+    """
+
+    text: str
+    of: tuple[str, str]
+    minus: tuple[str, str] | None = None
+    at_least: float | None = None
+    at_most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,13 +116,14 @@ class Table:
     """A table of a paper.
 
     `title`: paper, number and subject. `folder`: of examples/, where the README says more. `measures`: what the paper's
-    numbers are. `rows`: by their names on the command line.
+    numbers are. `rows`: by their names on the command line. `claims`: of tables that are scaled down.
     """
 
     title: str
     folder: str
     measures: tuple[str, ...]
     rows: dict[str, Row]
+    claims: tuple[Claim, ...] = ()
 
 
 def training(places: Places, task: str, row: str, options: list[str], gpus: int, update_freq: int) -> Call:

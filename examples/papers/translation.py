@@ -5,42 +5,57 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from papers.rows import BEST, ROOT, Call, Places, RowError, positive, require, shown, training
 
 GENERATE = ROOT / "examples" / "wmt14" / "generate.sh"
-ACCUMULATED = 3 * 16
-"""GPUs and batches added up: those of the paper."""
-BATCH = ACCUMULATED * 3584
-OPTIONS = """
-    --max-tokens-valid 3584
-    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 0 --dropout 0.3
-    --lr 0.0005 --lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-07 --max-epoch 45
-    --criterion label_smoothed_cross_entropy --label-smoothing 0.1
-    --eval-bleu --eval-bleu-args '{"beam": 4, "lenpen": 0.6, "max_len_a": 1, "max_len_b": 50}'
-    --best-checkpoint-metric bleu --maximize-best-checkpoint-metric
-"""
 
 
+@dataclass(frozen=True)
 class Translation:
-    """A recipe of `fairseq-train` and generate.sh."""
+    """A recipe of `fairseq-train` and generate.sh.
 
+    Attributes:
+        options: of fairseq-train, for all rows.
+        tokens: target subwords of a batch, at most.
+        accumulated: GPUs and batches added up for an update.
+        generate: options of generate.sh.
+    """
+
+    options: str
+    tokens: int
+    accumulated: int = 1
+    generate: str = ""
     sources = False
 
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
         gpus = positive(env, "GPUS")
-        if not env.get("UPDATE_FREQ") and ACCUMULATED % gpus:
-            raise RowError(f"GPUS is {gpus}; it must divide {ACCUMULATED}, or UPDATE_FREQ must be given too")
-        update_freq = positive(env, "UPDATE_FREQ", ACCUMULATED // gpus)
-        if BATCH % (gpus * update_freq):
-            raise RowError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {BATCH} tokens")
-        tokens = BATCH // gpus // update_freq
-        shared = f"--max-tokens {tokens} {OPTIONS} {_detokenization(places.data)}"
+        if not env.get("UPDATE_FREQ") and self.accumulated % gpus:
+            raise RowError(f"GPUS is {gpus}; it must divide {self.accumulated}, or UPDATE_FREQ must be given too")
+        update_freq = positive(env, "UPDATE_FREQ", self.accumulated // gpus)
+        batch = self.accumulated * self.tokens
+        if batch % (gpus * update_freq):
+            raise RowError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {batch} tokens")
+        shared = f"--max-tokens {batch // gpus // update_freq} {self.options}"
+        if "--eval-bleu" in self.options:
+            shared += f" {_detokenization(places.data)}"
         return training(places, "translation", f"{row} {shared}", options, gpus, update_freq)
 
     def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
-        return [Call(["bash", shown(GENERATE), str(places.data), str(places.out), *options])]
+        return [
+            Call(
+                ["bash", shown(GENERATE), str(places.data), str(places.out), *self.generate.split(), *options],
+                title="BLEU",
+            )
+        ]
+
+    def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
+        found = {subset: places.out / f"generate-{subset}.json" for subset in ("valid", "test")}
+        return {
+            f"{subset} BLEU": json.loads(path.read_text(encoding="utf-8"))["bleu"] for subset, path in found.items()
+        }
 
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
         require("DATA", places.data, "preparation.json")
@@ -60,4 +75,16 @@ def _detokenization(data: Path) -> str:
     return f"--eval-bleu-remove-bpe --eval-bleu-detok moses --eval-bleu-detok-args {languages}"
 
 
-TRANSLATION = Translation()
+# GPUs and accumulated batches as in the paper.
+TRANSLATION = Translation(
+    """
+    --max-tokens-valid 3584
+    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 0 --dropout 0.3
+    --lr 0.0005 --lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-07 --max-epoch 45
+    --criterion label_smoothed_cross_entropy --label-smoothing 0.1
+    --eval-bleu --eval-bleu-args '{"beam": 4, "lenpen": 0.6, "max_len_a": 1, "max_len_b": 50}'
+    --best-checkpoint-metric bleu --maximize-best-checkpoint-metric
+    """,
+    tokens=3584,
+    accumulated=3 * 16,
+)

@@ -17,20 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from common.commands import ONE_THREAD
 from common.interruptions import undisturbed
+from common.json_lines import append_line, drop_half_line
 from common.steps import Screen, StepError
 
-from synthetic.results import Result, append_result, drop_half_line, file_of, read_results
+from synthetic.results import Result, file_of, read_results
 from synthetic.training import Point
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
-ENVIRONMENT = {
-    # Many processes of one thread each make better use of a processor than one of many threads.
-    "OMP_NUM_THREADS": "1",
-    # The C library would hand every large tensor back to the system, which has to clear the memory for the next one.
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
-    "MALLOC_TRIM_THRESHOLD_": str(2**33),
-}
 
 
 class Estimate:
@@ -72,7 +67,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | ONE_THREAD,
             # In a session of its own, so that Ctrl-C reaches the program only that will end it.
             start_new_session=True,
             pass_fds=keep_open,
@@ -175,7 +170,7 @@ class Grid(Screen):
 
     def _keep(self, worker: _Worker, result: dict[str, Any], estimate: Estimate) -> None:
         assert worker.point is not None
-        append_result(file_of(self.folder, worker.point.setting), result)
+        append_line(file_of(self.folder, worker.point.setting), result)
         estimate.learn(worker.point, result["seconds"])
 
     def _announce(self, worker: _Worker, result: dict[str, Any], done: int, total: int, left: float | None) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.json_lines import whole_lines
 from common.steps import StepError
 
 from synthetic.models import MODELS
@@ -44,7 +44,7 @@ def read_results(path: Path) -> dict[str, Result]:
     result, and for a point that is there twice.
     """
     results: dict[str, Result] = {}
-    for number, line in enumerate(_whole_lines(path), 1):
+    for number, line in enumerate(whole_lines(path), 1):
         try:
             value = json.loads(line)
             result = _read(value)
@@ -66,38 +66,6 @@ def one_of_each_seed(results: Iterable[Result]) -> list[Result]:
     worst_first = sorted(results, key=lambda result: (result.point.max_steps, result.point.device == "cpu"))
     chosen = {(r.point.setting, r.point.model_title, r.point.size, r.point.seed): r for r in worst_first}
     return list(chosen.values())
-
-
-def append_result(path: Path, value: dict[str, Any]) -> None:
-    """Appends a line, which is on the disk when this returns. A half line that a crash left is removed first."""
-    drop_half_line(path)
-    line = (json.dumps(value) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        if os.write(descriptor, line) != len(line):
-            raise OSError(f"{path} could not be written whole: is the disk full?")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def drop_half_line(path: Path) -> bool:
-    """Cuts off what comes after the last end of line; returns whether there was something."""
-    if not path.exists():
-        return False
-    with path.open("r+b") as file:
-        text = file.read()
-        whole = text.rfind(b"\n") + 1
-        if whole == len(text):
-            return False
-        file.truncate(whole)
-        os.fsync(file.fileno())
-    return True
-
-
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    if path.exists():
-        yield from path.read_bytes().split(b"\n")[:-1]
 
 
 def _read(value: dict[str, Any]) -> Result:

@@ -9,6 +9,9 @@
 # In the environment, DICT names the dict.txt of a trained model that is to be fine-tuned or scored: words get their
 # numbers from there. Without it they are numbered anew, and the model of another numbering is worth nothing.
 #
+# SUBWORDS is a number of subwords to cut the words into, with sentencepiece; models with few types train in a fraction of
+# the time, and a perplexity per word can be told of them, too. Without it the types are the text's words.
+#
 # The token counts tell which of the two corpora it is. SKIP_COUNTS=1 takes any other corpus in the same format.
 # Work in progress lies in OUT.unfinished. A download that was cut off is kept there, and the next run goes on with it.
 set -euo pipefail
@@ -21,7 +24,9 @@ here=$(dirname "$0")
 url=${WIKITEXT_URL:-https://wikitext.smerity.com/wikitext-103-v1.zip}
 
 [ $# -ge 1 ] && [ $# -le 2 ] || usage
-out=${1%/} folder=${2:-} dict=${DICT:-}
+out=${1%/} folder=${2:-} dict=${DICT:-} subwords=${SUBWORDS:-}
+[ -z "$subwords" ] || check_positive SUBWORDS "$subwords"
+[ -z "$subwords" ] || [ -z "$dict" ] || die "SUBWORDS and DICT are both given; subwords have a dictionary of their own"
 [ -z "$dict" ] || [ -s "$dict" ] || die "DICT is $dict; it must be a model's dict.txt"
 if [ -e "$out/dict.txt" ]; then
     if [ -n "$dict" ] && ! cmp -s <(cut -d ' ' -f 1 "$dict") <(cut -d ' ' -f 1 "$out/dict.txt"); then
@@ -92,11 +97,18 @@ if [ -z "$types" ] && [ "${SKIP_COUNTS:-0}" != 1 ]; then
         "(103227021 217646 245569) nor WikiText-2 (2088628 217646 245569); SKIP_COUNTS=1 takes them all the same"
 fi
 
+text=$work/text
+if [ -n "$subwords" ]; then
+    mkdir "$text/cut"
+    python "$here/cut.py" "$text" "$text/cut" "$subwords"
+    text=$text/cut types=
+    dict=$text/dict.txt
+fi
 numbered=()
 [ -z "$dict" ] || numbered=(--srcdict "$dict")
 fairseq-preprocess --only-source --workers "$(nproc)" "${numbered[@]}" --destdir "$work/bin" \
-    --trainpref "$work/text/wiki.train.tokens" --validpref "$work/text/wiki.valid.tokens" \
-    --testpref "$work/text/wiki.test.tokens"
+    --trainpref "$text/wiki.train.tokens" --validpref "$text/wiki.valid.tokens" --testpref "$text/wiki.test.tokens"
+[ -z "$subwords" ] || cp "$text/subwords.model" "$text/words.json" "$work/bin"
 
 # <unk> and the line end are word types too; fairseq has them built in, without a line in dict.txt.
 found=$(($(LC_ALL=C grep --count --invert-match '^madeupword' "$work/bin/dict.txt") + 2))
@@ -107,4 +119,4 @@ fi
 [ ! -d "$out" ] || rmdir "$out"
 mv "$work/bin" "$out"
 rm -f "$archive"
-echo "$corpus in $out: ${counts[*]} tokens with line ends in train, valid and test; $found word types"
+echo "$corpus in $out: ${counts[*]} tokens with line ends in train, valid and test; $found ${subwords:+sub}word types"

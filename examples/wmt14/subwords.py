@@ -11,6 +11,7 @@ from contextlib import nullcontext, redirect_stderr
 from typing import Protocol
 
 from common.files import TextError
+from common.sentencepieces import SentencePieces
 
 
 class Subwords(Protocol):
@@ -28,61 +29,6 @@ class Subwords(Protocol):
 
     def decode(self, line: str) -> str:
         """Subwords of the target language as a line of text."""
-
-
-class SentencePieces:
-    """sentencepiece's BPE, on the text as it is: what is decoded is what was encoded, to the letter.
-
-    The text is not normalised. What is too rare for the vocabulary is spelled out in bytes, so nothing is unknown.
-    """
-
-    file = "subwords.model"
-
-    def __init__(self, model: bytes) -> None:
-        from sentencepiece import SentencePieceProcessor
-
-        self._processor = SentencePieceProcessor(model_proto=model)
-        # Without <unk>, <s> and </s>, which fairseq has of its own.
-        names = [self._processor.id_to_piece(i) for i in range(len(self._processor))]
-        self.dictionary: list[str] | None = [
-            name for i, name in enumerate(names) if not (self._processor.is_control(i) or self._processor.is_unknown(i))
-        ]
-
-    def encode(self, lines: list[str]) -> list[str]:
-        return [" ".join(pieces) for pieces in self._processor.encode(lines, out_type=str)]
-
-    def decode(self, line: str) -> str:
-        # A line feed can come out of a model that spells bytes.
-        return " ".join(self._processor.decode_pieces(line.split()).split())
-
-    @staticmethod
-    def learn(lines: Iterable[str], vocabulary: int) -> bytes:
-        """Learns a vocabulary of a given size from the lines of both languages. Raises TextError if it cannot have
-        that size.
-        """
-        from sentencepiece import SentencePieceTrainer
-
-        model = io.BytesIO()
-        try:
-            SentencePieceTrainer.train(
-                sentence_iterator=iter(lines),
-                model_writer=model,
-                model_type="bpe",
-                vocab_size=vocabulary,
-                character_coverage=0.9995,  # not each character of other scripts that a crawl picked up
-                byte_fallback=True,
-                normalization_rule_name="identity",
-                minloglevel=2,
-            )
-        except RuntimeError as error:
-            if found := re.search(r"set it to a value <= (\d+)", str(error)):
-                raise TextError(f"VOCABULARY is {vocabulary}; this text gives at most {found[1]} subwords") from None
-            if found := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
-                raise TextError(
-                    f"VOCABULARY is {vocabulary}; it must be at least {found[1]}, for the text's characters and bytes"
-                ) from None
-            raise TextError(f"sentencepiece cannot learn from this text: {error}") from None
-        return model.getvalue()
 
 
 class MosesBpe:

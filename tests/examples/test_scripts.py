@@ -29,6 +29,8 @@ FILES = {
 @refused("""
 wikitext103/wikitext2.sh DATA -> wikitext2.sh DATA OUT [MODEL ...]
 wikitext103/wikitext2.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax sum delta
+SUBWORDS=4k wikitext103/prepare.sh OUT TEXT -> SUBWORDS is 4k; it must be a positive number
+SUBWORDS=400 DICT=DATA/dict.txt wikitext103/prepare.sh OUT TEXT -> SUBWORDS and DICT are both given
 DICT=nowhere wikitext103/prepare.sh OUT TEXT -> DICT is nowhere; it must be a model's dict.txt
 wikitext103/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 finetuning/wikitext2.sh DATA OUT decay-4 -> MODEL is decay-4; it must be source or RULE-M-START, as in decay-16-conve
@@ -42,7 +44,6 @@ VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a posit
 xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than that of SOURCE
 wmt14/generate.sh DATA MODEL --gen-subset test -> OPTION is --gen-subset; set SUBSETS
 SUBSETS=test2 wmt14/generate.sh DATA MODEL -> SUBSETS is test2; it must be valid, test or both
-wmt14/multi30k.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax linear favor dpfp
 TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
 SRC=../x wmt14/prepare.sh OUT TEXT -> SRC is '../x'; it must be the short name of a language
 VOCABULARY=32k wmt14/prepare.sh OUT TEXT -> VOCABULARY is '32k'; it must be a whole number of at least 1

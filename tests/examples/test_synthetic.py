@@ -20,7 +20,7 @@ from .conftest import EXAMPLES, interrupt
 demo, grid, memories, models, program, results, retrieval, training = (
     import_module(f"synthetic.{name}") for name in "demo grid memories models run results retrieval training".split()
 )
-steps = import_module("common.steps")
+steps, json_lines = map(import_module, ("common.steps", "common.json_lines"))
 
 SIZE, DIM = 7, 6
 
@@ -187,7 +187,7 @@ def entry(model: str = "linear", size: int = 20, loss: float | None = 0.25, sett
 
 def append(folder: Path, *entries: dict[str, Any]) -> None:
     for value in entries:
-        results.append_result(results.file_of(folder, value["point"]["setting"]), value)
+        json_lines.append_line(results.file_of(folder, value["point"]["setting"]), value)
 
 
 def test_results_come_back_as_they_were_appended_and_half_a_line_is_replaced(tmp_path: Path, capsys) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sys
+from argparse import Namespace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from tests.conftest import import_plugin
 
 from .conftest import EXAMPLES, INTERRUPTION, Programs, Result, run_script, write_training
 
+papers, SentencePieces = sys.modules["papers"], import_module("common.sentencepieces").SentencePieces
 FOLDER = EXAMPLES / "wikitext103"
 PREPARE, WIKITEXT2 = FOLDER / "prepare.sh", FOLDER / "wikitext2.sh"
 SUMMARIZE, SPEED = FOLDER / "summarize.py", FOLDER / "speed.py"
@@ -106,6 +110,30 @@ def test_prepare_numbers_the_words_as_a_dictionary_that_is_given(published: Path
     (tmp_path / "dict.txt").write_text("another 1\n")
     other = run_script(PREPARE, out, "FOLDER", env={"DICT": tmp_path / "dict.txt"})
     assert other.returncode == 1 and "its words are not those of DICT" in other.stderr
+
+
+@pytest.mark.slow
+def test_prepare_cuts_words_into_subwords_of_which_a_perplexity_of_a_word_is_told(tokens: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run_script(PREPARE, out, tokens, env={"SKIP_COUNTS": "1", "SUBWORDS": "340"})
+    assert result.returncode == 0 and "339 subword types" in result.stdout, result.stderr
+    assert (out / "preprocess.log").read_text().count(" 0.0% replaced (by <unk>)") == 3
+    counts = json.loads((out / "words.json").read_text())["test"]
+    binarised = (out / "test.bin").stat().st_size // 2
+    assert counts == {"words": 4 * 40 + 3 + 7, "subwords": binarised} and counts["words"] < binarised
+    pieces = SentencePieces((out / "subwords.model").read_bytes())
+    words = [line.split(" ")[0] for line in (out / "dict.txt").read_text().splitlines()]
+    assert pieces.dictionary == [word for word in words if not word.startswith("madeupword")]
+    assert pieces.decode(pieces.encode(["the □ @-@ 日本"])[0]) == "the □ @-@ 日本"
+
+    recipe, call = papers.SCALED["wikitext2"].rows["delta"].recipe, Namespace(title="test, carried")
+    scores = recipe.scores(call, Namespace(data=out), "x | Loss (base 2): 2.0, Perplexity: 4.00\n")
+    assert scores == {"test, carried": 4.0, "test, carried, per word": 4 ** (binarised / counts["words"])}
+    (tmp_path / "square").mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / "square" / f"wiki.{split}.tokens").write_text("a □ b\n")
+    result = run_script(PREPARE, tmp_path / "no", tmp_path / "square", env={"SKIP_COUNTS": "1", "SUBWORDS": "340"})
+    assert result.returncode == 1 and "line 1 has a □, which stands for <unk>" in result.stderr
 
 
 def test_prepare_leaves_something_that_looks_finished_only_where_it_is(tmp_path: Path) -> None:

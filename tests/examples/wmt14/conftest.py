@@ -12,7 +12,7 @@ from tests.examples import conftest
 from tests.examples.conftest import EXAMPLES, Result, run_script
 
 WMT14 = EXAMPLES / "wmt14"
-PREPARE, GENERATE, MULTI30K = WMT14 / "prepare.sh", WMT14 / "generate.sh", WMT14 / "multi30k.sh"
+PREPARE, GENERATE = WMT14 / "prepare.sh", WMT14 / "generate.sh"
 corpus, score, subwords = map(import_module, ("corpus", "score", "subwords"))
 
 LEXICON = """the=die well-known=wohl-bekannte café=Kaffeehaus state-of-the-art=hoch-moderne costs=kostet 12.50=12,50

@@ -1,0 +1,42 @@
+"""Files of JSON lines that grow, and of which a crash leaves whole lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Appends a line, which is on the disk when this returns. A half line that a crash left is removed first."""
+    drop_half_line(path)
+    line = (json.dumps(value) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if os.write(descriptor, line) != len(line):
+            raise OSError(f"{path} could not be written whole: is the disk full?")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def drop_half_line(path: Path) -> bool:
+    """Cuts off what comes after the last end of line; returns whether there was something."""
+    if not path.exists():
+        return False
+    with path.open("r+b") as file:
+        text = file.read()
+        whole = text.rfind(b"\n") + 1
+        if whole == len(text):
+            return False
+        file.truncate(whole)
+        os.fsync(file.fileno())
+    return True
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file without their ends, and without a half line at the end; none if there is no file."""
+    if path.exists():
+        yield from path.read_bytes().split(b"\n")[:-1]

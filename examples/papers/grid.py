@@ -1,0 +1,197 @@
+"""Rows of a table with their seeds: trained and scored one beside the other, and kept in a ledger."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from common.commands import ONE_THREAD
+from common.fairseq_logs import describe_training, parse_training, read_training
+from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
+
+from papers.ledger import Entry, append_entry, circumstances, command_lines, read_ledger
+from papers.rows import ROOT, Call, Places, Row, Table
+
+MARK = "made-by-reproduce"
+TRIED = 12
+"""Updates from which the time of a training is estimated."""
+_POINTS = 100
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row with a seed.
+
+    `training`, `evaluations`: its calls. `steps`: the same, as they are run.
+    """
+
+    table: str
+    name: str
+    row: Row
+    seed: int
+    places: Places
+    training: Call
+    evaluations: list[Call]
+    steps: list[Step]
+
+    @property
+    def commands(self) -> list[str]:
+        return command_lines([self.training, *self.evaluations], self.places)
+
+    @property
+    def updates(self) -> int | None:
+        """How many the training has, where it is told."""
+        return _updates(self.training.words)
+
+    def entry(self) -> Entry:
+        """What the ledger says of it, once all of it is done."""
+        train, *evaluations = (step.finished_result() for step in self.steps)
+        curve = train["train_ppl"]
+        every = -(-len(curve) // _POINTS)
+        return Entry(
+            table=self.table,
+            row=self.name,
+            seed=self.seed,
+            commands=self.commands,
+            **circumstances(self.places.data),
+            seconds=train["seconds"],
+            parameters=train["parameters"],
+            scores={name: value for scores in evaluations for name, value in scores.items()},
+            valid=train["valid_ppl"],
+            train=curve[every - 1 :: every],
+        )
+
+
+def plan(
+    name: str,
+    table: Table,
+    rows: Sequence[str],
+    seeds: Sequence[int],
+    places: Places,
+    options: Sequence[str] = (),
+    checked: bool = True,
+) -> list[Run]:
+    """The runs of these rows, those of the first seed first.
+
+    `seeds`: for each row; the table's if there are none. `places`: `out` is for all of them. `options`: of
+    fairseq-train. `checked`: whether the folders must hold what a training needs. Raises RowError if a row cannot be
+    run so.
+    """
+    found = []
+    for row in rows:
+        for number, seed in enumerate(seeds or table.rows[row].seeds):
+            found.append((number, _run(name, row, table.rows[row], seed, places, options, checked)))
+    return [run for _, run in sorted(found, key=lambda numbered: numbered[0])]
+
+
+def _run(table: str, name: str, row: Row, seed: int, places: Places, options: Sequence[str], checked: bool) -> Run:
+    here = Places(places.data, places.out / f"{name}-{seed}", places.source)
+    env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
+    training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
+    evaluations = row.recipe.evaluations(here, [], env)
+    if checked:
+        row.recipe.check("train", here, env)
+    updates = _updates(training.words)
+    title = f"{name}, seed {seed}"
+    first = Step(
+        title=title,
+        folder=here.out,
+        command=training.words,
+        read_result=_read_training,
+        describe_progress=lambda log: describe_training(log, updates) if updates else "",
+        resumes=True,
+    )
+    others = [
+        Step(
+            title=f"{title}: {call.title}",
+            folder=here.out / (call.log.stem if call.log else "evaluation"),
+            command=call.words,
+            read_result=partial(row.recipe.scores, call, here),
+            after=[first],
+        )
+        for call in evaluations
+    ]
+    return Run(table, name, row, seed, here, training, evaluations, [first, *others])
+
+
+def _updates(words: Sequence[str]) -> int | None:
+    at = [number for number, word in enumerate(words) if word == "--max-update"]
+    return int(words[at[-1] + 1]) if at else None
+
+
+def _read_training(log: str) -> dict[str, Any]:
+    return read_training(log) | {"seconds": parse_training(log).seconds}
+
+
+def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: TextIO, only_estimate: bool) -> None:
+    """Trains and scores what the ledger does not have, and adds it there. Raises StepError, RowError.
+
+    What it takes is estimated and said first. What was cut off goes on where it was.
+    """
+    entries = read_ledger(ledger)
+    done = {(entry.table, entry.row, entry.seed, tuple(entry.commands)) for entry in entries}
+    left = [run for run in runs if (run.table, run.name, run.seed, tuple(run.commands)) not in done]
+    if len(left) < len(runs):
+        print(f"{len(runs) - len(left)} of {len(runs)} runs are in {ledger}", file=output)
+    for run in left:
+        begun = read_json(run.places.out / BEGUN)
+        if begun and begun.get("key") != run.steps[0].key:
+            raise StepError(f"{run.places.out} was begun with another command; name another OUT, or delete it")
+    _estimate(left, entries, jobs, output)
+    if only_estimate:
+        return
+
+    def keep(step: Step) -> None:
+        for run in left:
+            if step in run.steps and all(each.result() is not None for each in run.steps):
+                append_entry(ledger, run.entry())
+                print(f"{run.name}, seed {run.seed}: in {ledger}", file=output)
+
+    # generate.sh looks for fairseq's programs there.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    with claim(out, MARK) as claimed:
+        runner = Runner(ROOT, jobs, output, ONE_THREAD, keep_open=[claimed], finished=keep)
+        runner.run([step for run in left for step in run.steps])
+        for run in left:  # those that an earlier call finished, and was ended before it wrote them down
+            if (run.table, run.name, run.seed) not in {(e.table, e.row, e.seed) for e in read_ledger(ledger)}:
+                append_entry(ledger, run.entry())
+
+
+def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: TextIO) -> None:
+    """Says how long it will take: by what the ledger has of a row, else by a few updates."""
+    hours: dict[str, float] = {}
+    for run in left:
+        if run.name not in hours and run.updates is not None:
+            before = [entry.seconds for entry in entries if (entry.table, entry.row) == (run.table, run.name)]
+            seconds = before[-1] if before else run.updates * _seconds_of_an_update(run)
+            hours[run.name] = seconds / 3600
+    for name, each in hours.items():
+        seeds = [str(run.seed) for run in left if run.name == name]
+        print(f"{name}: about {each:.1f} hours for each of seeds {', '.join(seeds)}", file=output)
+    total = sum(hours.get(run.name, 0.0) for run in left)
+    if left:
+        unknown = " and what has no --max-update" if any(run.name not in hours for run in left) else ""
+        print(
+            f"all: about {total / jobs:.1f} hours of training with {jobs} at a time{unknown}", file=output, flush=True
+        )
+
+
+def _seconds_of_an_update(run: Run) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        words = [folder if word == str(run.places.out) else word for word in run.training.words]
+        words += ["--max-update", str(TRIED), "--log-interval", str(TRIED // 3), "--no-save", "--disable-validation"]
+        tried = subprocess.run(
+            words, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False
+        )
+    steps = parse_training(tried.stdout + tried.stderr).updates_per_second
+    if tried.returncode or not steps:
+        end = "".join(f"\n  | {line}" for line in (tried.stdout + tried.stderr).splitlines()[-8:])
+        raise StepError(f"{run.name} could not be trained for {TRIED} updates{end}")
+    return 1 / steps

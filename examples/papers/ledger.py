@@ -1,0 +1,145 @@
+"""What runs of rows left behind: a file of JSON lines, one line for each row and seed that was trained and scored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from common.json_lines import append_line, whole_lines
+
+from papers.rows import ROOT, Call, Places, RowError
+
+COMMITTED = Path(__file__).with_name("ledger.jsonl")
+"""The runs that docs/results.md is made of."""
+_COMPUTES = ("fairseq_fastweights", "cpu")
+"""The folders whose code makes a run's numbers."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row that was trained and scored with a seed.
+
+    Attributes:
+        table, row, seed: which.
+        commands: what was run, with DATA, OUT and SOURCE for the folders.
+        commit, code: of this repository, and a digest of the code that computes; empty outside a checkout.
+        versions: of Python and of the packages that compute.
+        processor: as the system calls it.
+        data: a digest of the dictionary and the binarised training text.
+        seconds: that the training took.
+        parameters: of the model.
+        train, valid: perplexity by update; of training text at most 100 of them.
+        scores: by name.
+    """
+
+    table: str
+    row: str
+    seed: int
+    commands: list[str]
+    commit: str
+    code: str
+    versions: dict[str, str]
+    processor: str
+    data: str
+    seconds: float
+    parameters: int
+    scores: dict[str, float]
+    valid: list[tuple[int, float]] = field(default_factory=list)
+    train: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.table} {self.row}, seed {self.seed}"
+
+
+def read_ledger(path: Path) -> list[Entry]:
+    """All entries; none if there is no such file. Raises RowError for a line that is none."""
+    return [_read(line, f"{path}, line {number}") for number, line in enumerate(whole_lines(path), 1)]
+
+
+def _read(line: bytes, place: str) -> Entry:
+    try:
+        value = json.loads(line)
+        curves = {name: [(update, perplexity) for update, perplexity in value[name]] for name in ("train", "valid")}
+        return Entry(**value | curves)
+    except (ValueError, TypeError, KeyError):
+        raise RowError(f"{place} is no entry of a ledger; remove the line") from None
+
+
+def append_entry(path: Path, entry: Entry) -> None:
+    append_line(path, asdict(entry))
+
+
+def command_lines(calls: list[Call], places: Places) -> list[str]:
+    """Calls without what differs from one machine to the next."""
+    names = {str(places.out): "OUT", str(places.data): "DATA"} | (
+        {} if places.checkpoint is None else {str(places.checkpoint): "SOURCE"}
+    )
+    return [shlex.join(_words(call, names)) for call in calls]
+
+
+def _words(call: Call, names: dict[str, str]) -> Iterator[str]:
+    program, *words = call.words
+    yield Path(program).name
+    for word in words:
+        for folder, name in names.items():
+            if word == folder or word.startswith(f"{folder}/"):
+                word = name + word[len(folder) :]
+                break
+        yield word
+
+
+def circumstances(data: Path) -> dict[str, Any]:
+    """What an entry says of the code, the machine and the data."""
+    return {
+        "commit": _git("describe", "--always", "--abbrev=12", "--dirty"),
+        "code": code_digest(),
+        "versions": {"python": platform.python_version()} | dict(_versions()),
+        "processor": _processor(),
+        "data": data_digest(data),
+    }
+
+
+def code_digest() -> str:
+    """Of the files that compute, as they are committed."""
+    return "-".join(_git("rev-parse", "--short=12", f"HEAD:{folder}") for folder in _COMPUTES).strip("-")
+
+
+def data_digest(data: Path) -> str:
+    """Of a folder's dictionaries and binarised training text."""
+    digest = hashlib.sha256()
+    for path in sorted([*data.glob("dict*.txt"), *data.glob("train*.bin")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in ("torch", "fairseq", "numpy", "sacrebleu"):
+        with suppress(PackageNotFoundError):
+            yield name, version(name)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git(*words: str) -> str:
+    """What git says of this repository; nothing where it says nothing."""
+    try:
+        found = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""

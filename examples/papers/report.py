@@ -1,0 +1,136 @@
+"""Tables and verdicts of what a ledger has, and those of docs/results.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from pathlib import Path
+from statistics import mean, stdev
+
+from common.files import write_whole
+from common.tables import format_table
+
+from papers.grid import plan
+from papers.ledger import Entry
+from papers.rows import ROOT, Claim, Places, RowError, Table
+from papers.scaled import SCALED
+
+PAGE = ROOT / "docs" / "results.md"
+_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t for 95%, by the number of seeds."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, with the half width of its 95% interval, which is infinite for one seed."""
+
+    mean: float
+    half: float
+
+    def __sub__(self, other: Interval) -> Interval:
+        return Interval(self.mean - other.mean, sqrt(self.half**2 + other.half**2))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" if self.half == inf else f"{self.mean:.2f} ± {self.half:.2f}"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Of the mean, by Student's t. `values`: of each seed, ten at most."""
+    if len(values) < 2:
+        return Interval(values[0], inf)
+    return Interval(mean(values), _T[len(values)] * stdev(values) / sqrt(len(values)))
+
+
+def current(entries: Iterable[Entry]) -> list[Entry]:
+    """Those whose commands are still the row's."""
+    return [entry for entry in entries if not is_stale(entry)]
+
+
+def is_stale(entry: Entry, tables: Mapping[str, Table] = SCALED) -> bool:
+    """Whether the row is gone, or is trained or scored by other commands by now."""
+    table = tables.get(entry.table)
+    if table is None or entry.row not in table.rows:
+        return True
+    places = Places(Path("DATA"), Path("OUT"), Path("SOURCE"))
+    (run,) = plan(entry.table, table, [entry.row], [entry.seed], places, checked=False)
+    return run.commands != entry.commands
+
+
+def block(name: str, table: Table, entries: Iterable[Entry]) -> str:
+    """What a ledger has of a table: a row for each of its rows, and the verdicts on its claims."""
+    found = [entry for entry in entries if entry.table == name]
+    if not found:
+        return "Nothing was run yet.\n"
+    measures = list(dict.fromkeys(name for entry in found for name in entry.scores))
+    header = ["model", "seeds", "parameters", "hours", "valid perplexity", *measures, *table.measures]
+    rows = []
+    for key, row in table.rows.items():
+        of_row = [entry for entry in found if entry.row == key]
+        if not of_row:
+            rows.append([row.model, "0", *[""] * (3 + len(measures)), *row.numbers])
+            continue
+        scores = [_cell([entry.scores[name] for entry in of_row if name in entry.scores]) for name in measures]
+        perplexity = interval([min(value for _, value in entry.valid) for entry in of_row])
+        hours = mean(entry.seconds for entry in of_row) / 3600
+        numbers = [str(len(of_row)), f"{of_row[0].parameters:,}", f"{hours:.1f}", str(perplexity)]
+        rows.append([row.model, *numbers, *scores, *row.numbers])
+    verdicts = [[claim.text, *verdict(claim, found)] for claim in table.claims]
+    claims = [format_table(["claim", "measured", "verdict"], verdicts)] if verdicts else []
+    parts = [format_table(header, rows), *claims, _made_by(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(values: Sequence[float]) -> str:
+    return str(interval(values)) if values else ""
+
+
+def verdict(claim: Claim, entries: Sequence[Entry]) -> tuple[str, str]:
+    """What was measured of a claim, and whether it holds: "yes" and "no" if the whole interval says so."""
+    sides = []
+    for side in (claim.of, claim.minus):
+        if side is None:
+            sides.append(Interval(0.0, 0.0))
+            continue
+        row, measure = side
+        values = [entry.scores[measure] for entry in entries if entry.row == row]
+        if not values:
+            return "", "not run"
+        sides.append(interval(values))
+    difference = sides[0] - sides[1]
+    low, high = difference.mean - difference.half, difference.mean + difference.half
+    least = -inf if claim.at_least is None else claim.at_least
+    most = inf if claim.at_most is None else claim.at_most
+    if difference.half == inf:
+        return str(difference), f"open: one seed{'' if least <= difference.mean <= most else ', and against it'}"
+    if least <= low and high <= most:
+        return str(difference), "yes"
+    return str(difference), "no" if high < least or low > most else "open: the interval holds both"
+
+
+def _made_by(entries: Sequence[Entry]) -> str:
+    """With what, and on what."""
+    seen = {
+        "commits": sorted({entry.commit for entry in entries}),
+        "processors": sorted({entry.processor for entry in entries}),
+        "versions": sorted({", ".join(f"{k} {v}" for k, v in entry.versions.items()) for entry in entries}),
+    }
+    return " ".join(f"{name.capitalize()}: {'; '.join(values)}." for name, values in seen.items())
+
+
+def page(text: str, entries: Iterable[Entry]) -> str:
+    """The page with its blocks made anew. Raises RowError if a block's marks are missing."""
+    entries = current(entries)
+    for name, table in SCALED.items():
+        begin, end = f"<!-- {name}: made by examples/reproduce.py report -->", f"<!-- /{name} -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        made = f"{begin}\n\n{block(name, table, entries)}\n{end}"
+        text, count = pattern.subn(lambda _, made=made: made, text)
+        if count != 1:
+            raise RowError(f"{PAGE} has {count} blocks between {begin} and {end}; it must have one")
+    return text
+
+
+def write_page(entries: Iterable[Entry]) -> None:
+    write_whole(PAGE, page(PAGE.read_text(encoding="utf-8"), entries))

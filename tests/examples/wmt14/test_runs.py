@@ -1,0 +1,129 @@
+"""examples/reproduce.py run and report: rows with seeds, the ledger, and what a page says of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from math import inf, sqrt
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import EXAMPLES, TINY, Reproduce
+
+papers, ledger, report = (sys.modules[name] for name in ("papers", "papers.ledger", "papers.report"))
+rows = sys.modules["papers.rows"]
+
+
+@pytest.mark.slow
+def test_rows_are_trained_scored_and_kept_once_and_give_the_same_numbers_again(data: Path, tmp_path, reproduce) -> None:
+    small = ["--", *TINY["wmt14"].split(), *"--max-update 3 --validate-interval-updates 2 --log-interval 1".split()]
+
+    def run(out: Path, *options: str, rest: list[str] = small) -> tuple[int, str, str]:
+        return reproduce("run", "multi30k", data, out, "--rows", "dpfp", *options, *rest)
+
+    out, book = tmp_path / "out", tmp_path / "out" / "ledger.jsonl"
+    status, said, err = run(out, "--seeds", "1")
+    assert status == 0, err
+    assert "dpfp: about 0.0 hours for each of seeds 1\n" in said and "all: about 0.0 hours of training with" in said
+    (first,) = ledger.read_ledger(book)
+    assert (first.table, first.row, first.seed) == ("multi30k", "dpfp", 1)
+    assert [update for update, _ in first.valid] == [2, 3] and set(first.scores) == {"valid BLEU", "test BLEU"}
+    assert first.seconds > 0 and first.parameters > 0 and first.code and "torch" in first.versions
+    train, generate = first.commands
+    assert train.startswith("fairseq-train DATA --save-dir OUT ") and generate.endswith("generate.sh DATA OUT --cpu")
+
+    before = book.read_bytes()
+    status, said, _ = run(out, "--seeds", "1")
+    assert status == 0 and said.startswith("1 of 1 runs are in ") and book.read_bytes() == before
+    book.unlink()  # as if the run had been ended before it wrote down what it did
+    assert run(out, "--seeds", "1")[0] == 0
+    assert ledger.read_ledger(book) == [first]
+    status, said, _ = run(tmp_path / "other", "--seeds", "1", "--ledger", str(tmp_path / "other.jsonl"))
+    (again,) = ledger.read_ledger(tmp_path / "other.jsonl")
+    assert replace(again, seconds=first.seconds) == first
+    status, _, err = run(out, "--seeds", "1", rest=[*small, "--lr", "0.1"])
+    assert status == 1 and "dpfp-1 was begun with another command; name another OUT, or delete it" in err
+
+
+def entry(row: str, seed: int, bleu: float) -> object:
+    return ledger.Entry(
+        **{"table": "multi30k", "row": row, "seed": seed, "commands": [], "commit": "c", "code": "", "data": ""},
+        **{"versions": {"torch": "2"}, "processor": "p", "seconds": 3600.0, "parameters": 10},
+        scores={"test BLEU": bleu},
+        valid=[(1, 9.0), (2, 8.0)],
+    )
+
+
+def test_an_interval_is_students_of_the_seeds() -> None:
+    found = report.interval([1.0, 2.0, 3.0])
+    assert (found.mean, found.half) == (2.0, pytest.approx(4.303 / sqrt(3))) and str(found) == "2.00 ± 2.48"
+    assert report.interval([1.5]) == report.Interval(1.5, inf) and str(report.interval([1.5])) == "1.50"
+    assert (found - report.Interval(1.0, 1.0)).half == pytest.approx(sqrt(1 + 4.303**2 / 3))
+
+
+@pytest.mark.parametrize(
+    ("softmax", "dpfp", "least", "verdict"),
+    [
+        ([39.0, 39.1], [30.0, 30.1], 0, "yes"),
+        ([30.0, 30.1], [39.0, 39.1], 0, "no"),
+        ([39.0, 36.0], [37.0, 37.1], 0, "open: the interval holds both"),
+        ([39.0], [30.0], 0, "open: one seed"),
+        ([39.0], [30.0], 10, "open: one seed, and against it"),
+        ([39.0], [], 0, "not run"),
+    ],
+)
+def test_a_claim_holds_if_its_whole_interval_does(softmax: list, dpfp: list, least: float, verdict: str) -> None:
+    found = [entry(name, n, x) for name, values in (("softmax", softmax), ("dpfp", dpfp)) for n, x in enumerate(values)]
+    claim = rows.Claim("more", ("softmax", "test BLEU"), ("dpfp", "test BLEU"), at_least=least)
+    assert report.verdict(claim, found)[1] == verdict
+
+
+def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
+    entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2), entry("linear", 1, 36.5)]
+    made = report.block("multi30k", papers.SCALED["multi30k"], entries)
+    first, linear = (
+        next(line for line in made.splitlines() if line.startswith(f"| {name} "))
+        for name in ("softmax", "linear (ELU + 1)")
+    )
+    assert [cell.strip() for cell in first.split("|")[1:-1]] == [
+        *("softmax", "2", "10", "1.0", "8.00 ± 0.00", "39.10 ± 1.27", "26.6", "27.7")
+    ]
+    assert " 36.50 |" in linear and "not run" in made and "Processors: p." in made
+
+
+def test_what_was_run_with_other_commands_is_stale() -> None:
+    (run,) = sys.modules["papers.grid"].plan(
+        "multi30k", papers.SCALED["multi30k"], ["dpfp"], [1], rows.Places(Path("D"), Path("O")), checked=False
+    )
+    now = replace(entry("dpfp", 1, 36.0), commands=run.commands)
+    assert not report.is_stale(now) and report.current([now]) == [now]
+    assert report.is_stale(entry("dpfp", 1, 36.0))
+    assert report.is_stale(replace(now, row="gone")) and report.is_stale(replace(now, table="gone"))
+
+
+def test_the_page_says_what_the_ledger_does() -> None:
+    entries = ledger.read_ledger(ledger.COMMITTED)
+    assert report.current(entries) == entries
+    text = report.PAGE.read_text(encoding="utf-8")
+    assert report.page(text, entries) == text
+
+
+@pytest.mark.parametrize("table", papers.SCALED)
+def test_the_readme_lists_what_is_scaled_down(table: str, reproduce: Reproduce) -> None:
+    status, out, _ = reproduce("--list", table)
+    listed = "\n".join(line for line in out.splitlines() if line.startswith("|"))
+    assert status == 0 and listed in (EXAMPLES / papers.SCALED[table].folder / "README.md").read_text()
+
+
+def test_a_table_of_any_ledger_is_printed(tmp_path: Path, reproduce: Reproduce) -> None:
+    ledger.append_entry(tmp_path / "ledger", entry("softmax", 1, 39.0))
+    status, said, warned = reproduce("report", "multi30k", "--ledger", tmp_path / "ledger")
+    assert status == 0 and said.startswith("| model ") and " 39.00 |" in said
+    assert warned == "multi30k softmax, seed 1: its row has other commands by now; it is kept\n"
+
+
+def test_a_damaged_ledger_is_refused(tmp_path: Path, reproduce: Reproduce) -> None:
+    (tmp_path / "ledger").write_text('{"table": "multi30k"}\n')
+    status, _, err = reproduce("report", "--ledger", tmp_path / "ledger")
+    assert status == 1 and "ledger, line 1 is no entry of a ledger; remove the line" in err
