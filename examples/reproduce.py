@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common.command_line import positive, run_to_the_end
 from common.commands import cores
+from common.fairseq_logs import parse_training
 from common.tables import format_table
 from papers import SCALED, TABLES
 from papers.grid import plan, run_grid
@@ -170,7 +171,7 @@ def _reproduce(words: list[str], only_print: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for call in calls:
         _run(call, out)
-    if verb == "train":
+    if verb == "train" and parse_training(calls[0].log.read_text(encoding="utf-8", errors="replace")).finished:
         recipe.finish(places)
 
 

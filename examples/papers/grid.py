@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,7 +17,7 @@ from common.fairseq_logs import describe_training, parse_training, read_training
 from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
 
 from papers.ledger import Entry, append_entry, circumstances, command_lines, read_ledger
-from papers.rows import ROOT, Call, Places, Row, Table
+from papers.rows import BEST, ROOT, Call, Places, Row, Table
 
 MARK = "made-by-reproduce"
 TRIED = 12
@@ -44,6 +44,11 @@ class Run:
     @property
     def commands(self) -> list[str]:
         return command_lines([self.training, *self.evaluations], self.places)
+
+    @property
+    def key(self) -> tuple[str, str, int, tuple[str, ...]]:
+        """What tells it from others."""
+        return self.table, self.name, self.seed, tuple(self.commands)
 
     @property
     def updates(self) -> int | None:
@@ -84,28 +89,47 @@ def plan(
     fairseq-train. `checked`: whether the folders must hold what a training needs. Raises RowError if a row cannot be
     run so.
     """
-    found = []
+    found = {}
     for row in rows:
         for number, seed in enumerate(seeds or table.rows[row].seeds):
-            found.append((number, _run(name, row, table.rows[row], seed, places, options, checked)))
-    return [run for _, run in sorted(found, key=lambda numbered: numbered[0])]
+            found[row, seed] = number
+    # What others start from is trained, too, and before them.
+    for source in {table.rows[row].source for row in rows} - {None}:
+        found[source, 1] = -1
+    runs: dict[tuple[str, int], Run] = {}
+    for row, seed in sorted(found, key=found.__getitem__):
+        first = runs.get((table.rows[row].source or "", 1))
+        runs[row, seed] = _run(name, row, table.rows[row], seed, places, options, checked, first)
+    return list(runs.values())
 
 
-def _run(table: str, name: str, row: Row, seed: int, places: Places, options: Sequence[str], checked: bool) -> Run:
-    here = Places(places.data, places.out / f"{name}-{seed}", places.source)
+def _run(
+    table: str,
+    name: str,
+    row: Row,
+    seed: int,
+    places: Places,
+    options: Sequence[str],
+    checked: bool,
+    source: Run | None,
+) -> Run:
+    """`source`: the one that it starts from, if that is of the same table."""
+    start = source.places.out / BEST if source else places.source
+    here = Places(places.data, places.out / f"{name}-{seed}", start)
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
     evaluations = row.recipe.evaluations(here, [], env)
     if checked:
-        row.recipe.check("train", here, env)
+        row.recipe.check("train", replace(here, source=None) if source else here, env)
     updates = _updates(training.words)
     title = f"{name}, seed {seed}"
     first = Step(
         title=title,
         folder=here.out,
         command=training.words,
-        read_result=_read_training,
+        read_result=partial(_read_training, row, here),
         describe_progress=lambda log: describe_training(log, updates) if updates else "",
+        after=source.steps[:1] if source else (),
         resumes=True,
     )
     others = [
@@ -121,13 +145,15 @@ def _run(table: str, name: str, row: Row, seed: int, places: Places, options: Se
     return Run(table, name, row, seed, here, training, evaluations, [first, *others])
 
 
+def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:
+    """What a training that has ended left, of which others may begin from now on."""
+    row.recipe.finish(places)
+    return read_training(log) | {"seconds": parse_training(log).seconds}
+
+
 def _updates(words: Sequence[str]) -> int | None:
     at = [number for number, word in enumerate(words) if word == "--max-update"]
     return int(words[at[-1] + 1]) if at else None
-
-
-def _read_training(log: str) -> dict[str, Any]:
-    return read_training(log) | {"seconds": parse_training(log).seconds}
 
 
 def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: TextIO, only_estimate: bool) -> None:
@@ -136,10 +162,16 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     What it takes is estimated and said first. What was cut off goes on where it was.
     """
     entries = read_ledger(ledger)
-    done = {(entry.table, entry.row, entry.seed, tuple(entry.commands)) for entry in entries}
-    left = [run for run in runs if (run.table, run.name, run.seed, tuple(run.commands)) not in done]
+    done = {entry.key for entry in entries}
+    left = [run for run in runs if run.key not in done]
     if len(left) < len(runs):
         print(f"{len(runs) - len(left)} of {len(runs)} runs are in {ledger}", file=output)
+    # What the ledger has of another folder must be made again where others start from it.
+    used = [step for run in left for step in run.steps[0].after if step.result() is None]
+    steps = [
+        *(step for step in used if all(step not in run.steps for run in left)),
+        *(s for r in left for s in r.steps),
+    ]
     for run in left:
         begun = read_json(run.places.out / BEGUN)
         if begun and begun.get("key") != run.steps[0].key:
@@ -158,9 +190,10 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with claim(out, MARK) as claimed:
         runner = Runner(ROOT, jobs, output, ONE_THREAD, keep_open=[claimed], finished=keep)
-        runner.run([step for run in left for step in run.steps])
-        for run in left:  # those that an earlier call finished, and was ended before it wrote them down
-            if (run.table, run.name, run.seed) not in {(e.table, e.row, e.seed) for e in read_ledger(ledger)}:
+        runner.run(steps)
+        written = {entry.key for entry in read_ledger(ledger)}
+        for run in left:  # what an earlier call finished, and was ended before it wrote it down
+            if run.key not in written:
                 append_entry(ledger, run.entry())
 
 
@@ -186,6 +219,8 @@ def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: 
 def _seconds_of_an_update(run: Run) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = [folder if word == str(run.places.out) else word for word in run.training.words]
+        if "--transfer-from" in words:  # from what may not be trained yet
+            del words[(at := words.index("--transfer-from")) : at + 2]
         words += ["--max-update", str(TRIED), "--log-interval", str(TRIED // 3), "--no-save", "--disable-validation"]
         tried = subprocess.run(
             words, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False

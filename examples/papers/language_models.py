@@ -145,8 +145,7 @@ class LanguageModel:
 
     def finish(self, places: Places) -> None:
         # A model can be SOURCE once its dictionary is beside it.
-        log = (places.out / "train.log").read_text(encoding="utf-8", errors="replace")
-        if self.becomes_source and "| done training in " in log:
+        if self.becomes_source:
             (places.out / "dict.txt").write_bytes((places.data / "dict.txt").read_bytes())
 
 

@@ -57,6 +57,11 @@ class Entry:
     train: list[tuple[int, float]] = field(default_factory=list)
 
     @property
+    def key(self) -> tuple[str, str, int, tuple[str, ...]]:
+        """What tells it from others."""
+        return self.table, self.row, self.seed, tuple(self.commands)
+
+    @property
     def name(self) -> str:
         return f"{self.table} {self.row}, seed {self.seed}"
 
@@ -81,10 +86,10 @@ def append_entry(path: Path, entry: Entry) -> None:
 
 def command_lines(calls: list[Call], places: Places) -> list[str]:
     """Calls without what differs from one machine to the next."""
-    names = {str(places.out): "OUT", str(places.data): "DATA"} | (
-        {} if places.checkpoint is None else {str(places.checkpoint): "SOURCE"}
-    )
-    return [shlex.join(_words(call, names)) for call in calls]
+    folders = [(places.out, "OUT"), (places.data, "DATA"), (places.checkpoint, "SOURCE")]
+    # One may lie in another.
+    inner_first = sorted(((str(path), name) for path, name in folders if path), key=lambda pair: -len(pair[0]))
+    return [shlex.join(_words(call, dict(inner_first))) for call in calls]
 
 
 def _words(call: Call, names: dict[str, str]) -> Iterator[str]:

@@ -77,7 +77,7 @@ class Recipe(Protocol):
         """Checks what is in the folders. Raises RowError if something is missing."""
 
     def finish(self, places: Places) -> None:
-        """Leaves in OUT what else a model needs there when its training has ended."""
+        """Leaves in OUT what else a model needs there, once its training has come to its end."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class Row:
 
     `model`: for people, in the paper's words. `recipe`: how it is trained and scored. `options`: what fairseq-train is
     told besides; the word SOURCE stands for the checkpoint that it starts from. `numbers`: the paper's, in the order of
-    the table's measures. `seeds`: those that `reproduce.py run` trains it with.
+    the table's measures. `seeds`: those that `reproduce.py run` trains it with. `source`: the row of whose first seed's
+    model it starts.
     """
 
     model: str
@@ -94,6 +95,7 @@ class Row:
     options: str
     numbers: tuple[str, ...]
     seeds: tuple[int, ...] = (1,)
+    source: str | None = None
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,40 @@ _CARRIED = replace(_WIKITEXT2, options=f"{_WIKITEXT2.options} --no-token-positio
 _WINDOW, _STREAM = "test, context-192, per word", "test, carried, per word"
 
 
+# Mao 2022, Table 2, on the same text: a Transformer, trained for 8,000 updates, and what becomes of it in a tenth of
+# that, or three tenths, when a memory takes its attention's place.
+_CONVERSION = (
+    "--cpu --num-workers 0 --arch fast_weight_lm --share-decoder-input-output-embed --decoder-layers 4"
+    " --decoder-embed-dim 128 --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512"
+    " --decoder-attention-heads 4 --dropout 0.1 --optimizer adam --clip-norm 0.25 --lr-scheduler cosine"
+)
+_SOURCE = LanguageModel(
+    f"{_CONVERSION} --lr 0.002 --warmup-updates 400 --max-update 8000",
+    batch=4,
+    length=256,
+    modes=("context-128",),
+    splits="test",
+    evaluate="--cpu",
+    becomes_source=True,
+)
+
+
+def _converted(rule: str, updates: int, number: str, options: str) -> Row:
+    schedule = f"--lr 0.001 --warmup-updates {updates // 20} --max-update {updates}"
+    recipe = replace(
+        _SOURCE,
+        options=f"{_CONVERSION} --transfer-from SOURCE {schedule} --validate-interval-updates {updates // 4}",
+        sources=True,
+        becomes_source=False,
+    )
+    row = f"--update-rule {rule} --feature-dim 16 --feature-map identity --normalization none {options}"
+    name = "add" if rule == "sum" else rule
+    return Row(f"{name}, {updates:,} updates", recipe, row, (number,), seeds=(1, 2, 3), source="source")
+
+
+_HALF = "test, context-128, per word"
+
+
 def _wikitext2(
     model: str, options: str, numbers: str = "– –", recipe: LanguageModel = _WIKITEXT2, seeds: int = 3
 ) -> Row:
@@ -98,6 +132,35 @@ SCALED = {
                 ("sum-carried", _STREAM),
                 ("sum", _WINDOW),
                 at_least=0,
+            ),
+        ),
+    ),
+    "conversion": Table(
+        title="Mao 2022, Table 2, scaled down: perplexity on WikiText-2 of a converted Transformer, m = 16",
+        folder="finetuning",
+        measures=("valid, GPT-2 on The Pile",),
+        rows={
+            "source": Row("the Transformer", _SOURCE, "--softmax-attention-layers all", ("14.5",)),
+            **{
+                f"{name}-{updates}": _converted(rule, updates, number, options)
+                for updates in (800, 2400)
+                for name, rule, number, options in (
+                    ("decay", "decay", "16.1", "--scale-read-out"),
+                    ("gated", "gated", "16.8", "--scale-read-out"),
+                    ("add", "sum", "–", ""),
+                )
+            },
+        },
+        claims=(
+            *(
+                Claim(
+                    f"{more} is ahead of {less} after {updates:,} updates",
+                    (f"{less}-{updates}", _HALF),
+                    (f"{more}-{updates}", _HALF),
+                    at_least=0,
+                )
+                for updates in (800, 2400)
+                for more, less in (("decay", "gated"), ("gated", "add"))
             ),
         ),
     ),

@@ -46,6 +46,26 @@ def test_rows_are_trained_scored_and_kept_once_and_give_the_same_numbers_again(d
     assert status == 1 and "dpfp-1 was begun with another command; name another OUT, or delete it" in err
 
 
+def test_what_a_row_starts_from_is_trained_before_it(tmp_path: Path) -> None:
+    table, out = papers.SCALED["conversion"], tmp_path / "out"
+    plan = sys.modules["papers.grid"].plan
+    source, *others = plan("conversion", table, ["add-800", "gated-800"], [2, 3], rows.Places(tmp_path, out), (), False)
+    assert [(run.name, run.seed) for run in (source, *others)] == [
+        *(("source", 1), ("add-800", 2), ("gated-800", 2), ("add-800", 3), ("gated-800", 3))
+    ]
+    assert not source.steps[0].after
+    for run in others:
+        assert run.steps[0].after == source.steps[:1] and run.steps[1].after == run.steps[:1]
+        assert str(out / "source-1" / "checkpoint_best.pt") in run.training.words
+        assert "--transfer-from SOURCE " in run.commands[0]
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    (out / "source-1").mkdir(parents=True)
+    source.row.recipe.finish(source.places)
+    assert (out / "source-1" / "dict.txt").read_text() == "a 1\n"
+    given = plan("conversion", table, ["add-800"], [1], rows.Places(tmp_path, out), ["--lr", "1"], False)
+    assert given[1].training.words[-4:] == ["--lr", "1", "--seed", "1"]
+
+
 def entry(row: str, seed: int, bleu: float) -> object:
     return ledger.Entry(
         **{"table": "multi30k", "row": row, "seed": seed, "commands": [], "commit": "c", "code": "", "data": ""},
