@@ -19,7 +19,7 @@ import torch
 import transformers
 from harness import records
 from harness.memory import keep_freed_memory
-from harness.program import make_parser, parse
+from harness.program import finish, make_parser, parse
 from harness.timing import Clock, first_calls, time_in_turns
 from torch import Tensor
 from torch.nn import functional as F
@@ -90,11 +90,8 @@ def mixers(sizes: dict[str, int], quick: bool) -> Iterator[Comparison]:
     lengths = [("forward+backward", 4**n) for n in range(4, 8)]
     if quick:
         cases = lengths = [("forward", 8), ("forward+backward", 8)]
-    for prepare, name, its_cases in (
-        (scans, "scan", cases),
-        (layers, "layer", cases),
-        (attention, "attention", lengths),
-    ):
+    parts = {"scan": (scans, cases), "layer": (layers, cases), "attention": (attention, lengths)}
+    for name, (prepare, its_cases) in parts.items():
         for kind, time in its_cases:
             calls = prepare(time, **sizes)
             if kind != "forward" and time > LONGEST_BACKWARD_OF_PEER:
@@ -187,7 +184,7 @@ SUBJECTS: dict[str, tuple[Callable[..., Iterator[Comparison]], dict[str, Any], d
 
 
 def compare(comparison: Comparison, rounds: int) -> list[dict[str, Any]]:
-    """Makes a comparison; prints and returns a row for each of its calls."""
+    """Makes a comparison; returns a row for each of its calls."""
     part, kind, time, calls = comparison
 
     def backward_too(forward: Callable[[], Any]) -> None:
@@ -196,14 +193,11 @@ def compare(comparison: Comparison, rounds: int) -> list[dict[str, Any]]:
 
     way = partial(partial, backward_too) if kind == "forward+backward" else torch.no_grad()
     calls = {name: way(call) for name, call in calls.items()}
-    warm = {name: first_calls(call, lambda: None)[1] for name, call in calls.items()}
-    seconds, _ = time_in_turns(calls, warm, Clock(), rounds=rounds)
-    first, rows = next(iter(seconds)), []
-    for name, measured in seconds.items():
-        ratio = measured["median"] / seconds[first]["median"]
-        rows.append({"part": part, "pass": kind, "time": time, "name": name, "ratio": ratio, "seconds": measured})
-        print(f"{part:14}{kind:18}{time:5}  {name:14}{1e3 * measured['median']:9.1f} ms {ratio:6.2f} x {first}")
-    return rows
+    warm = {name: first_calls(call, lambda: None)[1:] for name, call in calls.items()}
+    seconds, _ = time_in_turns(calls, warm, Clock(), rounds)
+    first = next(iter(seconds.values()))["median"]
+    common = {"part": part, "pass": kind, "time": time}
+    return [{**common, "name": name, "ratio": x["median"] / first, "seconds": x} for name, x in seconds.items()]
 
 
 def main() -> None:
@@ -215,7 +209,7 @@ def main() -> None:
     comparisons, *sizes = SUBJECTS[options.subject]
     chosen = sizes[options.quick]
     rows = [row for x in comparisons(chosen, options.quick) for row in compare(x, options.rounds)]
-    records.save(options.subject, options, sizes=chosen, rows=rows)
+    finish(records.save(options.subject, options, sizes=chosen, rows=rows), options)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ Wants a machine with nothing else to do.
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from harness.program import duration, make_parser, positive
-from report import PAGE, RESULTS
+from harness.program import make_parser
+from report import RESULTS
 
 # By the name of its results: its share of the budget, its program and options, and whether it draws a figure.
 RUNS = {
@@ -24,24 +23,14 @@ RUNS = {
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--budget", type=duration, default=960, metavar="SECONDS", help="default: %(default)s")
-    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="default: benchmarks/results")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="default: docs/performance.md")
-    text = "tiny cases, to see that the programs run; nothing is kept but in --results and --page"
-    parser.add_argument("--quick", action="store_true", help=text)
+    parser = make_parser(__doc__, "--budget", "--threads")
+    parser.set_defaults(budget=960, threads=os.cpu_count())
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        # What tiny cases take is not to replace what was measured.
-        results, page = (Path(scratch), Path(scratch) / PAGE.name) if options.quick else (RESULTS, PAGE)
-        results, page = (options.results or results).resolve(), options.page or page
-        common = ["--threads", str(options.threads), *(["--quick"] if options.quick else [])]
-        for name, (share, program, more, figure) in RUNS.items():
-            files = ["--out", str(results / f"{name}.json")]
-            files += ["--figure", str(results / f"{name}.png")] if figure else []
-            run(program, *more, "--budget", str(share * options.budget), *common, *files)
-        run("report.py", "--results", str(results), "--page", str(page))
+    for name, (share, program, more, figure) in RUNS.items():
+        files = ["--out", str(RESULTS / f"{name}.json")]
+        files += ["--figure", str(RESULTS / f"{name}.png")] if figure else []
+        run(program, *more, "--budget", str(share * options.budget), "--threads", str(options.threads), *files)
+    run("report.py")
 
 
 def run(program: str, *arguments: str) -> None:

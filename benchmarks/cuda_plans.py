@@ -10,10 +10,10 @@ should say can be read off the results.
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from harness import records
@@ -26,23 +26,11 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
-PASSES = ("forward", "backward")
 # What may be asked for; what is no plan of a call is left out.
 CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages": (1, 2), "threads": (128, 256)}
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
 
 Row = dict[str, Any]
-
-
-@contextmanager
-def asking(environment: dict[str, str]) -> Iterator[None]:
-    """Asks the kernels for a way, and for none afterwards."""
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name in environment:
-            del os.environ[name]
 
 
 class Way(NamedTuple):
@@ -84,7 +72,7 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     kind = {"gated": call.rule == "gated", "separate_decays": call.rule == "decay"}
 
     def found(**environment: str) -> Way:
-        with asking(environment):
+        with mock.patch.dict(os.environ, environment):
             return Way(native.cuda_plan(call.operation, call.sizes, call.dtype, capability, **kind), environment)
 
     ways = [found(), found(**{ALGORITHM: "recurrent"}), found(**{ALGORITHM: "chunked"})]
@@ -105,12 +93,10 @@ def measure(name: str, rule: str, kind: str, dtype: torch.dtype, rounds: int, al
     call = call_of(SHAPES[name], rule, kind, draw_inputs(SHAPES[name], dtype, "cuda"))
     ways = {str(way): way for way in ways_of(call, torch.cuda.get_device_capability())}
     # As a decorator, it asks whenever the call is made.
-    calls = {label: asking(way.environment)(call.run) for label, way in ways.items()}
-    first = {label: first_calls(make, torch.cuda.synchronize) for label, make in calls.items()}
-    warm, hosts = ({label: seconds[i] for label, seconds in first.items()} for i in (1, 2))
-    measured, _ = time_in_turns(calls, warm, CudaClock(), hosts=hosts, rounds=rounds, allowed=allowed)
-    sizes = dict(zip(("batch", "time", "heads", "key_dim", "value_dim", "interval"), call.sizes, strict=True))
-    common = {"shape": name, "rule": rule, "operation": call.operation, "sizes": sizes}
+    calls = {label: mock.patch.dict(os.environ, way.environment)(call.run) for label, way in ways.items()}
+    warm = {label: first_calls(make, torch.cuda.synchronize)[1:] for label, make in calls.items()}
+    measured, _ = time_in_turns(calls, warm, CudaClock(), rounds, allowed)
+    common = {"shape": name, "rule": rule, "operation": call.operation}
     rows = [{**common, "way": label, "plan": way.plan, "seconds": measured[label]} for label, way in ways.items()]
     return [row | {"chosen": row is rows[0]} for row in rows]
 
@@ -141,7 +127,7 @@ def main() -> None:
         os.environ.pop(name, None)  # what the shell asks for
     budget = Budget(options.budget)
     rows: list[Row] = []
-    cases = list(itertools.product(options.shapes, options.rules, PASSES))
+    cases = list(itertools.product(options.shapes, options.rules, ("forward", "backward")))
     for number, (name, rule, kind) in enumerate(cases):
         if budget.left <= 0:
             budget.cut.append(f"{name}, {rule}, {kind}: not measured")
@@ -149,8 +135,6 @@ def main() -> None:
         rows += measure(name, rule, kind, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number))
         records.save("cuda_plans", options, cut=budget.cut, rows=rows)
     print(render(rows))
-    for line in budget.cut:
-        print(f"- cut to keep to the budget: {line}")
 
 
 if __name__ == "__main__":

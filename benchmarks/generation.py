@@ -27,7 +27,6 @@ from torch import Tensor
 TRANSFORMER = "transformer"
 RULES = ("delta", "decay", "sum")
 LENGTHS = (64, 250, 500, 1000, 2000, 4000)
-QUICK_LENGTHS = (16, 32)
 # Tokens that are read to come to the next length; more would take minutes.
 MOST_READ = 500
 SETTINGS = {"layers": 6, "width": 512, "heads": 8, "feed-forward": 2048, "words": 10_000, "batch": 8}
@@ -95,7 +94,7 @@ def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> d
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, "--backend", "--figure", rules=RULES)
     options = parse(parser)
-    lengths, settings = (QUICK_LENGTHS, QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
+    lengths, settings = ((16, 32), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
     # A stretch begins a turn that does not count and half of the rounds before its length.
     ahead = (2 + options.rounds) * (TOKENS_OF_A_TURN + 1) // 2
     most = (2 * min(lengths) - 1) // (TOKENS_OF_A_TURN + 1) - 2

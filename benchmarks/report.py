@@ -18,10 +18,7 @@ PAGE = ROOT / "docs" / "performance.md"
 
 # The head, and by program, in the page's order, a title and what is said under it.
 HEAD, *_words = re.split(r"\n%% (\w+): (.*)\n", (ROOT / "benchmarks" / "page.md").read_text())
-SECTIONS = {
-    program: (title, " ".join(text.split()))
-    for program, title, text in zip(_words[::3], _words[1::3], _words[2::3], strict=True)
-}
+SECTIONS = {name: (title, " ".join(text.split())) for name, title, text in zip(*[iter(_words)] * 3, strict=True)}
 
 
 def find_records(folder: Path) -> list[tuple[Path, Record]]:

@@ -50,7 +50,6 @@ def measure(data: Path, checkpoint: Path, task: str, window: bool) -> tuple[floa
 def main() -> None:
     parser = make_parser(__doc__, "--rounds", rounds=3)
     parser.add_argument("--tokens", type=positive, default=4000, help="to score (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     losses: dict[str, float] = {}
     seconds: dict[str, list[float]] = {peer: [] for peer in TASKS}
@@ -67,10 +66,7 @@ def main() -> None:
         **{"CPU seconds, whole process": seconds, "CPU seconds of a process that reads each token once": start},
         **{"ratio, whole process": fairseqs / ours, "ratio, without that": (fairseqs - start) / (ours - start)},
     }
-    text = json.dumps(figures, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n")
+    print(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def main() -> None:
     batch = sample(draw_source((settings["source"],)), settings["hypotheses"] // beam)
     calls = {name: partial(generator.generate, [], batch) for name, generator in generators.items()}
     rounds = min(options.rounds, FEWEST_ROUNDS)
-    seconds, _ = time_in_turns(calls, dict.fromkeys(calls, 1.0), clock_for(device), rounds=rounds)
+    seconds, _ = time_in_turns(calls, dict.fromkeys(calls, (1.0, 0.0)), clock_for(device), rounds)
     common = {"beam": beam, "source": settings["source"], "length": settings["whole"]}
     whole = [{"model": name, **common, "seconds": seconds[name]} for name in generators]
     facts = {"settings": settings, "cut": budget.cut, "rows": rows, "whole": whole}

@@ -1,15 +1,14 @@
 """Builds fairseq 0.12.2 with the cures of `fairseq_cures.py`, and installs it where it runs.
 
-    python tools/build_fairseq.py [--constraint FILE] [--sdist FILE] [--force]
+    python tools/build_fairseq.py [--constraint FILE] [--force]
 
 fairseq's last release cannot be installed on today's Python, and its repository is archived. This takes the release's
-own source from the package index, checks it by its hash, cures it, builds a wheel of version `0.12.2+fastweights.5` and
-installs that with its requirements for the Python that runs this file. It needs pip, a C++ compiler and Python's
-headers.
+own source from the package index, checks it by its hash, cures it, builds a wheel of a version of its own and installs
+that with its requirements for the Python that runs this file. It needs pip, a C++ compiler and Python's headers. pip's
+environment variables count: PIP_FIND_LINKS may name a folder with the source, `fairseq-0.12.2.tar.gz`.
 """
 
 import argparse
-import hashlib
 import os
 import platform
 import re
@@ -32,7 +31,6 @@ class BuildError(Exception):
 def main(arguments: list[str] | None = None) -> int:
     """Builds and installs fairseq unless a working one is there; returns the exit status."""
     parser = argparse.ArgumentParser(description="Builds fairseq 0.12.2 for today's Python, and installs it.")
-    parser.add_argument("--sdist", type=Path, metavar="FILE", help="fairseq-0.12.2.tar.gz; default: download it")
     parser.add_argument("--constraint", type=Path, metavar="FILE", help="pip's constraints for what fairseq requires")
     parser.add_argument("--force", action="store_true", help="build and install even where a fairseq works")
     options = parser.parse_args(arguments)
@@ -40,11 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         if not (3, 10) <= sys.version_info[:2] <= (3, 13):
             version = platform.python_version()
             raise BuildError(f"this is Python {version}, and fairseq can be built for Python 3.10 to 3.13")
-        for option, file in (("--constraint", options.constraint), ("--sdist", options.sdist)):
-            if file is not None and not file.is_file():
-                raise BuildError(f"{option} {file}: there is no such file")
+        if options.constraint is not None and not options.constraint.is_file():
+            raise BuildError(f"--constraint {options.constraint}: there is no such file")
         if options.force or must_install():
-            build(options)
+            build(options.constraint)
     except (BuildError, UnexpectedSourceError, OSError) as error:
         print(f"error: {error}; fairseq that is installed now: {installed_version()}", file=sys.stderr)
         return 1
@@ -83,45 +80,27 @@ def import_failure() -> str | None:
     return None if result.returncode == 0 else lines[-1]
 
 
-def build(options: argparse.Namespace) -> None:
+def build(constraint: Path | None) -> None:
     """Everything from the sdist to the check of what was installed."""
     with tempfile.TemporaryDirectory(prefix="fairseq-") as folder:
         work = Path(folder)
-        source = unpack(options.sdist or download(work), work / "source")
-        apply_cures(source)
+        (work / "fairseq.txt").write_text(f"--no-binary fairseq\nfairseq==0.12.2 --hash=sha256:{SDIST_SHA256}\n")
+        # pip also runs the source's setup.py for its metadata, in an environment for builds: what is installed there is
+        # pinned too, in the two ways that old and new releases of pip understand.
+        pins = str(work / "build.txt")
+        Path(pins).write_text("\n".join(BUILD_REQUIREMENTS))
+        environment = {"PIP_CONSTRAINT": pins, "PIP_BUILD_CONSTRAINT": pins}
+        flags = ["--no-deps", "--dest", folder, "--requirement", f"{folder}/fairseq.txt"]
+        pip("download", *flags, doing="download the source of fairseq 0.12.2", environment=environment)
+        with tarfile.open(work / "fairseq-0.12.2.tar.gz") as archive:
+            archive.extractall(work)
+        apply_cures(work / "fairseq-0.12.2")
         print(f"building and installing fairseq {VERSION} (about a minute)")
         # In isolation: where setup.py finds torch it asks for more C++ files than the sdist has.
-        needs = "this needs a C++ compiler and Python's header files"
-        pip("wheel", "--no-deps", "--wheel-dir", folder, str(source), doing=f"build fairseq ({needs})")
-        install(next(work.glob("fairseq-*.whl")), options.constraint)
+        doing = "build fairseq (this needs a C++ compiler and Python's header files)"
+        pip("wheel", "--no-deps", "--wheel-dir", folder, f"{folder}/fairseq-0.12.2", doing=doing)
+        install(next(work.glob("fairseq-*.whl")), constraint)
         print(f"fairseq {VERSION} is installed")
-
-
-def download(folder: Path) -> Path:
-    """Fetches the sdist through pip, which knows this machine's mirrors and proxies."""
-    requirement = folder / "fairseq.txt"
-    requirement.write_text(f"fairseq==0.12.2 --hash=sha256:{SDIST_SHA256}\n")
-    # pip also runs the source's setup.py for its metadata, in an environment for builds: what is installed there is
-    # pinned too, in the two ways that old and new releases of pip understand.
-    pins = folder / "build.txt"
-    pins.write_text("\n".join(BUILD_REQUIREMENTS))
-    pip(
-        *("download", "--no-deps", "--no-binary", "fairseq", "--require-hashes", "--dest", str(folder)),
-        *("--requirement", str(requirement)),
-        doing="download the source of fairseq 0.12.2 (--sdist FILE takes a copy)",
-        environment={"PIP_CONSTRAINT": str(pins), "PIP_BUILD_CONSTRAINT": str(pins)},
-    )
-    return folder / "fairseq-0.12.2.tar.gz"
-
-
-def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpacks `sdist` into `folder`, and returns the root of the source; the released one, bit by bit, or none."""
-    found = hashlib.sha256(sdist.read_bytes()).hexdigest()
-    if found != SDIST_SHA256:
-        raise BuildError(f"{sdist} is not the sdist of fairseq 0.12.2: its sha256 is {found}, not {SDIST_SHA256}")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder)
-    return folder / "fairseq-0.12.2"
 
 
 def install(wheel: Path, constraint: Path | None) -> None:
@@ -137,15 +116,10 @@ def install(wheel: Path, constraint: Path | None) -> None:
 
 
 def pip(*arguments: str, doing: str, environment: dict[str, str] | None = None) -> None:
-    """Runs pip; where it fails, shows the end of its output and raises `BuildError`."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    everything = {**os.environ, **(environment or {})}
-    result = subprocess.run(command, env=everything, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode:
-        lines = result.stdout.strip().splitlines()
-        print("\n".join(lines[-30:]), file=sys.stderr)
-        errors = [line for line in lines if re.match(r"\s*(ERROR|error):", line)] or lines[-1:]
-        raise BuildError(f"cannot {doing}: {' '.join(errors[-1:]).strip()}")
+    """Runs pip, which says on stderr what is wrong; raises `BuildError` where it fails."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    if subprocess.run(command, env=os.environ | (environment or {})).returncode:
+        raise BuildError(f"cannot {doing}; what pip says is above")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python tools/check_cuda_kernels.py [--architectures 80 90] [FILE ...]
 
-Prints a table of registers, static shared memory and spills, a row for each kernel and architecture. Fails on errors,
-on warnings, and on registers that are spilled to memory, except in kernels whose name says `generic`, which take every
-shape and are the slow way out for those that nothing is tuned for, or `double`, which is there to check gradients with.
+Prints registers and spills, a line for each kernel and architecture. Fails on errors, on warnings, and on registers
+that are spilled to memory, except in kernels whose name says `generic`, which take every shape and are the slow way out
+for those that nothing is tuned for, or `double`, which is there to check gradients with.
 
 What was compiled without a change since is not compiled again: what the compiler said is kept in build/native/reports.
 """
@@ -40,50 +40,41 @@ two blocks share a multiprocessor. What it costs is unmeasured."""
 
 
 class Kernel(NamedTuple):
-    """What ptxas says of one kernel, compiled for one architecture. Sizes are in bytes, those of memory per thread."""
+    """What ptxas says of one kernel, compiled for one architecture: its registers, and bytes that it spills."""
 
     name: str
     architecture: str
     registers: int = 0
-    shared_memory: int = 0
-    stack: int = 0
-    spill_stores: int = 0
-    spill_loads: int = 0
+    stored: int = 0
+    loaded: int = 0
+
+    def __str__(self) -> str:
+        spills = f", spills {self.stored} + {self.loaded} bytes" if self.stored + self.loaded else ""
+        return f"{self.architecture} {self.registers:3} registers  {self.name}{spills}"
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the registers that it spills."""
+        allowed = SMALL_SPILLS.get((self.name, self.architecture), 0)
+        if self.stored + self.loaded <= allowed or re.search("[gG]eneric|double", self.name):
+            return None
+        return f"{self.name} spills registers: {self.stored} bytes stored, {self.loaded} loaded"
 
 
 def read_compiler_output(text: str) -> tuple[list[Kernel], list[str]]:
     """The kernels, and the faults, warnings and spills, in the output of ``nvcc -Xptxas -v``."""
-    found: dict[tuple[str, str], dict[str, int]] = {}
-    properties: dict[str, int] = {}  # of the function that ptxas spoke of last
-    faults = []
-    for line in text.splitlines():
-        if re.search(r"\bwarning\b", line, re.IGNORECASE) and not line.startswith("ptxas info"):
-            faults.append(line.strip())
-        elif said := re.search(r"Compiling entry function '(\S+)' for '(\w+)'", line):
-            properties = found[said[1], said[2]] = {}
-        elif "Function properties for " in line and "registers" in properties:
-            properties = {}  # those of a function that was not inlined come after those of the kernel that calls it
-        elif said := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            for name, number in zip(("stack", "spill_stores", "spill_loads"), said.groups(), strict=True):
-                properties[name] = properties.get(name, 0) + int(number)
-        elif said := re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", line):
-            properties |= {"registers": int(said[1]), "shared_memory": int(said[2] or 0)}
-    names = [name for name, _ in found]
-    if names and shutil.which("c++filt"):  # without parameters and return types
-        command = ["c++filt", "-p"]
-        text = subprocess.run(command, input="\n".join(names), capture_output=True, text=True, check=True).stdout
-        names = re.sub(r"\(anonymous namespace\)::|fairseq_fastweights::", "", text).splitlines()
-    kernels = [Kernel(name, sm, **facts) for name, ((_, sm), facts) in zip(names, found.items(), strict=True)]
-    return kernels, faults + [fault for kernel in kernels for fault in spills(kernel)]
-
-
-def spills(kernel: Kernel) -> list[str]:
-    """What is wrong with the registers that a kernel spills."""
-    stores, loads = kernel.spill_stores, kernel.spill_loads
-    allowed = SMALL_SPILLS.get((kernel.name, kernel.architecture), 0)
-    if stores + loads <= allowed or re.search("[gG]eneric|double", kernel.name):
-        return []
-    return [f"{kernel.name} spills registers: {stores} bytes stored, {loads} loaded"]
+    if shutil.which("c++filt"):  # without parameters and return types
+        text = subprocess.run(["c++filt", "-p"], input=text, capture_output=True, text=True, check=True).stdout
+        text = re.sub(r"\(anonymous namespace\)::|fairseq_fastweights::", "", text)
+    kernels = []
+    for part in re.split("Compiling entry function ", text)[1:]:
+        names = re.match(r"'(.+)' for '(\w+)'", part)
+        # Functions that were not inlined come after the kernel that calls them, and have no registers of their own.
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads(?:.*\n)+?.*Used (\d+) registers", part)
+        assert names and spilled, f"ptxas says something else than it did: {part}"
+        kernels.append(Kernel(names[1], names[2], int(spilled[3]), int(spilled[1]), int(spilled[2])))
+    warnings = [line.strip() for line in text.splitlines() if re.match(r"(?!ptxas info).*\bwarning\b", line, re.I)]
+    return kernels, warnings + [kernel.fault for kernel in kernels if kernel.fault]
 
 
 def check(nvcc: Nvcc, source: Path, architecture: int) -> tuple[list[Kernel], list[str]]:
@@ -105,15 +96,6 @@ def check(nvcc: Nvcc, source: Path, architecture: int) -> tuple[list[Kernel], li
     return read_compiler_output(kept.read_text())
 
 
-def table(kernels: list[Kernel]) -> str:
-    """A row for each kernel and architecture."""
-    rows: list[tuple[str, ...]] = [("kernel", "for", "registers", "smem", "stack", "spilled (stores + loads)")]
-    for *facts, stores, loads in sorted(kernels):
-        rows.append((*map(str, facts), f"{stores} + {loads}" if stores + loads else "-"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Checks, prints the table, and returns the exit status."""
     parser = argparse.ArgumentParser(description="Compiles the CUDA kernels and fails where they spill registers.")
@@ -130,12 +112,10 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(jobs()) as pool:
         found = list(pool.map(lambda item: check(nvcc, *item), work))
     kernels = [kernel for own, _ in found for kernel in own]
-    print(table(kernels))
+    print(*sorted(kernels), sep="\n")
     pairs = zip(work, found, strict=True)
     wrong = [
-        f"{source.parent.name}/{source.name}, sm_{number}: {fault}"
-        for (source, number), (_, faults) in pairs
-        for fault in faults
+        f"{path.parent.name}/{path.name}, sm_{sm}: {fault}" for (path, sm), (_, faults) in pairs for fault in faults
     ]
     print("\n".join(wrong), file=sys.stderr)
     print(f"{len(kernels)} kernels of {len(sources)} files (each architecture counted), {len(wrong)} faults")

@@ -1,13 +1,13 @@
 """All that is to be done on a GPU, unattended: what `make gpu-check` runs.
 
-    python tools/gpu_check.py [--minutes 9] [--dry-run] [STAGE ...]
+    python tools/gpu_check.py [--minutes 9] [STAGE ...]
 
 Builds the kernels for the GPU that is there, runs the operations' tests on it, captures and compares small programs,
 lets compute-sanitizer watch every operator, and measures. It needs CUDA's compiler, a torch with CUDA and pytest, and
 no network; fairseq may be missing. Each stage has a time limit of its own and none stops the others. Where a machine is
-lent for minutes, --minutes ends it in time; what was built stays, and another run can be of some stages only. The
-results go to ``benchmarks/results/<device>.json``, with whatever else that file holds, and, if the environment variable
-OUT names a folder, there too, with the output of all stages. The exit status is 1 if a stage failed.
+lent for minutes, --minutes ends it in time; what was built stays, and another run can be of some stages only. What came
+of the stages goes to ``benchmarks/results/<device>.json``, with whatever else that file holds, what was measured beside
+it, and the output of each to ``build/gpu-check``. The exit status is 1 if a stage failed.
 """
 
 import argparse
@@ -24,38 +24,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 WORK = ROOT / "build" / "gpu-check"
-MOST_FAILURES = 200  # that are written into the results
 SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A command that may take `limit` seconds, or what is left if that is less.
-
-    `output` is a JSON file that it writes, whose content belongs to the results under `name`; such a stage takes
-    `--budget SECONDS`, and with it all the time that is left.
-    """
+class Stage(NamedTuple):
+    """A command that may take `limit` seconds, or what is left if that is less."""
 
     name: str
     command: Sequence[str]
     limit: float
-    environment: dict[str, str] = field(default_factory=dict)
-    output: Path | None = None
+    environment: dict[str, str] = {}
 
 
-def stages() -> list[Stage]:
+def stages(device: str) -> list[Stage]:
     """What is done, in this order. The limits end what hangs; each is several times what it should take."""
     python = sys.executable
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # The reference that results are held against takes cores; but each process takes memory of the GPU for itself.
-    parallel = ["-n", str(min(10, cores))] if importlib.util.find_spec("xdist") else []
+    parallel = ["-n", str(min(10, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     tests = [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel]
     on_gpu = {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     exercise = [python, "tools/gpu_exercise.py"]
@@ -67,8 +58,7 @@ def stages() -> list[Stage]:
     # Within a block of torch's own allocator nothing is out of bounds, and what one call left there is no longer new
     # to the next: each tensor gets memory of its own.
     own_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    kernels = WORK / "kernels.json"
-    benchmark = [python, "benchmarks/kernels.py", "--device", "cuda", "--out", str(kernels)]
+    benchmark = [python, *"benchmarks/kernels.py --device cuda --budget 880 --out".split()]
     return [
         # For one architecture it takes 10 to 20 minutes of one core, which may be all there is: twice that.
         # No list: containers come with one of all that there are.
@@ -82,35 +72,25 @@ def stages() -> list[Stage]:
         Stage("CUDA graph", [*exercise, "graph"], 120),
         Stage("determinism", [*exercise, "determinism"], 180),
         *(Stage(tool, [*sanitizer, tool, *exercise, "memory"], 900, own_memory) for tool in SANITIZERS),
-        Stage("kernels", benchmark, 900, output=kernels),
+        Stage("kernels", [*benchmark, str(RESULTS / f"{device}-kernels.json")], 900),  # which keeps what it has by then
     ]
 
 
 def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
     """Runs a stage, its output in the file `log`, for no longer than `left` seconds; returns what came of it.
 
-    "status" is "passed", "failed" or "timed out", "summary" its last line of output, or "found" what that says where it
-    is JSON; "failures" has what pytest says failed, a line each.
+    "status" is "passed", "failed" or "timed out", "summary" its last line of output.
     """
-    limit = min(stage.limit, left)
-    command = list(stage.command)
-    log.write_text("")
-    if stage.output is not None:
-        stage.output.unlink(missing_ok=True)
-        # What is over is for starting, and for the last case, which no budget cuts short.
-        command += ["--budget", f"{max(limit - 20, 1):.0f}"]
-    if shutil.which(command[0]) is None:
-        return {"status": "failed", "seconds": 0.0, "summary": f"{command[0]} is not on PATH"}
-    if limit <= 0:
-        return {"status": "failed", "seconds": 0.0, "summary": "no time was left for it"}
+    if shutil.which(stage.command[0]) is None or left <= 0:
+        reason = "no time was left for it" if left <= 0 else f"{stage.command[0]} is not on PATH"
+        return {"status": "failed", "seconds": 0.0, "summary": reason}
     started = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **stage.environment}
     with log.open("w") as file:
-        print("$", *command, file=file, flush=True)
         quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **quiet)
+        process = subprocess.Popen(stage.command, cwd=ROOT, env=environment, start_new_session=True, **quiet)
         try:
-            status = "passed" if process.wait(limit) == 0 else "failed"
+            status = "passed" if process.wait(min(stage.limit, left)) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "timed out"
         finally:
@@ -118,18 +98,14 @@ def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    outcome: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
-    lines = [line for line in log.read_text(errors="replace").splitlines()[1:] if line.strip()] or [""]
-    if failures := [line[:300] for line in lines if line.startswith(("FAILED ", "ERROR "))]:
-        outcome["failures"] = failures[:MOST_FAILURES]
-    try:
-        return {**outcome, "found": json.loads(lines[-1])}
-    except ValueError:
-        return {**outcome, "summary": lines[-1]}
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or [""]
+    if status != "passed":
+        print("", *(f"    {line[:300]}" for line in lines[-25:]), sep="\n", flush=True)
+    return {"status": status, "seconds": round(time.monotonic() - started, 1), "summary": lines[-1]}
 
 
 def device_name() -> str:
-    """The GPU's name. Raises `SystemExit`, with what is missing, where there is nothing to check."""
+    """The GPU's, as `nvidia-h200`. Raises `SystemExit`, with what is missing, where there is nothing to check."""
     command = [sys.executable, "-m", "fairseq_fastweights.env", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
@@ -140,11 +116,10 @@ def device_name() -> str:
         lacks = "sees no GPU" if found["versions"]["CUDA of torch"] else "has no CUDA"
         version = found["versions"]["torch"]
         raise SystemExit(f"error: torch {version} {lacks}; there is nothing that this could check")
-    return str(found["gpus"][0]["name"])
+    return slug(found["gpus"][0]["name"])
 
 
 def slug(name: str) -> str:
-    """`nvidia-h200` of `NVIDIA H200`."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -156,54 +131,34 @@ def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[str]:
     deadline = time.monotonic() + seconds
     for folder in (WORK, results.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    whole_log = WORK / "gpu-check.log"
-    whole_log.write_text("")
     bad = []
     for stage in plan:
         print(f"{stage.name} ...", end=" ", flush=True)
-        log = WORK / f"{slug(stage.name)}.log"
-        outcome = run(stage, deadline - time.monotonic(), log)
-        told = str(outcome.get("summary", outcome.get("found")))
-        print(f"{outcome['status']}, {outcome['seconds']:.0f} s: {told[:300]}", flush=True)
-        text = log.read_text(errors="replace")
-        if outcome["status"] != "passed":
-            bad.append(stage.name)
-            print("\n".join(f"    {line[:300]}" for line in text.splitlines()[-25:]), flush=True)
-        with whole_log.open("a") as file:
-            file.write(f"== {stage.name}: {outcome['status']}\n{text}\n")
+        outcome = run(stage, deadline - time.monotonic(), WORK / f"{slug(stage.name)}.log")
+        print(f"{outcome['status']}, {outcome['seconds']:.0f} s: {outcome['summary'][:300]}", flush=True)
+        bad += [stage.name] if outcome["status"] != "passed" else []
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         known = json.loads(results.read_text()) if results.exists() else {}
         known.setdefault("gpu check", {})[stage.name] = {"date": date, **outcome}
-        if stage.output is not None and stage.output.is_file():
-            known[stage.name] = json.loads(stage.output.read_text())
         new = results.with_suffix(".new")
         new.write_text(json.dumps(known, indent=1) + "\n")
         new.replace(results)
-        if out := os.environ.get("OUT"):
-            for path in (results, whole_log):
-                shutil.copy(path, out)
     return bad
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Checks, prints a summary, and returns the exit status."""
-    plan = {stage.name: stage for stage in stages()}
+    names = [stage.name for stage in stages("")]
     parser = argparse.ArgumentParser(description="Builds, tests and measures on the GPU that is there.")
     parser.add_argument("--minutes", type=float, default=math.inf, help="that it may take in all (default: any number)")
-    parser.add_argument("--dry-run", action="store_true", help="list the stages and run nothing")
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {'; '.join(plan)} (default: all)")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {'; '.join(names)} (default: all)")
     options = parser.parse_args(arguments)
-    if unknown := set(options.stages) - set(plan):
-        parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {'; '.join(plan)}")
-    chosen = [plan[name] for name in options.stages or plan]
-    if options.dry_run:
-        for stage in chosen:
-            environment = "".join(f"{name}={value} " for name, value in stage.environment.items())
-            print(f"{stage.name:14} {stage.limit:4.0f} s  {environment}{' '.join(stage.command)}")
-        return 0
-    name = device_name()
-    results = RESULTS / f"{slug(name)}.json"
-    print(f"{name}: results go to {results.relative_to(ROOT)}", flush=True)
+    if unknown := set(options.stages) - set(names):
+        parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {'; '.join(names)}")
+    device = device_name()
+    chosen = [stage for stage in stages(device) if stage.name in (options.stages or names)]
+    results = RESULTS / f"{device}.json"
+    print(f"results go to {results.relative_to(ROOT)}", flush=True)
     bad = check(chosen, results, 60 * options.minutes)
     print(f"{len(chosen)} stages, {'not passed: ' + ', '.join(bad) if bad else 'all passed'}")
     return int(bool(bad))

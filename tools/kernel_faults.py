@@ -1,6 +1,6 @@
 """Puts faults into the compiled kernels, one at a time, and counts those that the tests notice.
 
-    python tools/kernel_faults.py [cpu|cuda] [--jobs N] [--out FILE]
+    python tools/kernel_faults.py [cpu|cuda] [--files WORD] [--jobs N] [--out FILE]
 
 Each fault is a file, a piece of its text and what stands there instead. Faults of `cpu/` are compiled for the best
 instruction set of this processor and tried against `tests/ops`; those of `cuda/` are compiled for the emulator and
@@ -360,6 +360,7 @@ def outcome(fault: Fault, copy: Path, kernels: CpuKernels | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Counts the faults in the compiled kernels that the tests notice.")
     parser.add_argument("parts", nargs="*", default=list(FAULTS), help=f"of {', '.join(FAULTS)} (default: both)")
+    parser.add_argument("--files", default="", metavar="WORD", help="only faults of files whose paths have it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials side by side")
     parser.add_argument("--out", type=Path, default=WORK / "faults.jsonl", help="a line for each fault")
     options = parser.parse_args(arguments)
@@ -380,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
             return result
 
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = Counter(pool.map(tried, FAULTS[part]))
+            found = Counter(pool.map(tried, (fault for fault in FAULTS[part] if options.files in fault.path)))
         count, fast = found.total(), found["fast"]
         print(f"{part}: of {count} faults fast tests catch {fast}, all tests {count - found['survived']}", flush=True)
     return 0

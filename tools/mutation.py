@@ -1,12 +1,16 @@
 """Puts faults into the package, one at a time, and counts those that the tests notice.
 
-    python tools/mutation.py [--sample 400] [--seed 1] [--jobs N] [--out FILE] [--seconds 60] [--again] [FOLDER ...]
+    python tools/mutation.py [--sample 400] [--seed 1] [--jobs N] [--out FILE] [--seconds 60] [--minutes M] [--again]
+                             [FOLDER ...]
 
 The faults are cosmic-ray's mutants (another operator, another number, a condition turned round, a loop that is not
 entered, ...), drawn from the files of `fairseq_fastweights/` in proportion to what each folder offers. A mutant is
 tried against the tests that run its line, as one run of the suite under coverage says: those of the same folder first,
 those that `make test-fast` leaves out last. The parent of each trial has imported torch, fairseq and transformers, but
 nothing of ours, and forks: a trial costs the import of the package and its tests alone.
+
+It can be done in pieces: what is in --out is not tried again, the suite is recorded once, FOLDER restricts the drawn
+mutants to some folders, and after --minutes no other is begun. Remove build/mutation/ where the package has changed.
 
 The result, a line of JSON for each mutant, has the share that each folder's tests catch at its end, for fast tests and
 for all. As tests are tried for a time that is limited, the shares are lower bounds. With `--again` what survived is
@@ -111,16 +115,14 @@ def is_python(source: str) -> bool:
     return True
 
 
-def sample(root: Path, size: int, seed: int, folders: list[str]) -> list[Mutant]:
+def sample(root: Path, size: int, seed: int) -> list[Mutant]:
     """`size` mutants: of a folder as many as it has places that can be mutated, of a place one at most."""
     drawn = random.Random(seed)
     places: dict[tuple[str, int, str], list[Mutant]] = defaultdict(list)
     for path in sorted((root / PACKAGE).rglob("*.py")):
         for mutant in mutants_of(root, path):
-            if not folders or mutant.folder in folders:
-                # Each of the twelve other operators that may stand for a `+` is one chance of the same place.
-                kind = mutant.operator.split("_")[0]
-                places[mutant.path, mutant.line, kind].append(mutant)
+            # Each of the twelve other operators that may stand for a `+` is one chance of the same place.
+            places[mutant.path, mutant.line, mutant.operator.split("_")[0]].append(mutant)
     chosen = (drawn.choice(places[place]) for place in drawn.sample(sorted(places), len(places)))
     faults = (mutant for mutant in chosen if is_python(mutated((root / mutant.path).read_text(), mutant)))
     return list(itertools.islice(faults, size))
@@ -130,7 +132,6 @@ def sample(root: Path, size: int, seed: int, folders: list[str]) -> list[Mutant]
 class Suite:
     """What is known of the tests: which run a line, how long they take, which are slow."""
 
-    root: Path
     by_line: dict[str, dict[int, set[str]]]
     seconds: dict[str, float]
     slow: set[str]
@@ -146,7 +147,7 @@ class Suite:
         if whole_files:
             files, name = {test.partition("::")[0] for test in tests}, rf"\b{Path(mutant.path).stem}\b"
             every = {test: test.partition("::")[0] for test in self.seconds}
-            naming = {file for file in set(every.values()) if re.search(name, (self.root / file).read_text())}
+            naming = {file for file in set(every.values()) if re.search(name, (ROOT / file).read_text())}
             tests = {test for test, file in every.items() if file in files | naming}
         cases: dict[str, int] = defaultdict(int)
         ranks = {}
@@ -164,49 +165,48 @@ class Suite:
         return [(kind, listed) for (kind, _), listed in chosen.items() if listed]
 
 
-def record_suite(root: Path) -> None:
+def record_suite() -> None:
     """Runs the tests once under coverage: what `Suite` is made from."""
     WORK.mkdir(parents=True, exist_ok=True)
     settings = WORK / "coveragerc"
-    settings.write_text(f"[run]\nsource = {root / PACKAGE}\ndata_file = {WORK / 'coverage'}\n")
-    pytest = [sys.executable, "-m", "pytest", "-q"]
-    tests = [test for test in TESTS if (root / test).exists()]
-    run = ["-n", "auto", "--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report=",
-           f"--junitxml={WORK / 'tests.xml'}"]  # fmt: skip
-    if subprocess.run([*pytest, *run, *tests], cwd=root).returncode:
+    settings.write_text(f"[run]\nsource = {ROOT / PACKAGE}\ndata_file = {WORK / 'coverage'}\n")
+    run = [sys.executable, "-m", "pytest", "-q", "-n", "auto", f"--junitxml={WORK / 'tests.xml'}"]
+    run += ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
+    if subprocess.run([*run, *TESTS], cwd=ROOT).returncode:
+        (WORK / "tests.xml").unlink(missing_ok=True)
         raise SystemExit("the suite must pass before faults are put into what it tests")
 
 
-def load_suite(root: Path, coverage_file: Path, junit: Path) -> Suite:
+def load_suite() -> Suite:
     from coverage import CoverageData
 
-    data = CoverageData(str(coverage_file))
+    data = CoverageData(str(WORK / "coverage"))
     data.read()
     by_line: dict[str, dict[int, set[str]]] = {}
     for name in data.measured_files():
         lines = data.contexts_by_lineno(name)
-        by_line[str(Path(name).relative_to(root))] = {
+        by_line[str(Path(name).relative_to(ROOT))] = {
             line: {context.split("|")[0] for context in contexts if "::" in context} for line, contexts in lines.items()
         }
     seconds: dict[str, float] = {}
-    for case in ElementTree.parse(junit).iter("testcase"):
+    for case in ElementTree.parse(WORK / "tests.xml").iter("testcase"):
         if not case.get("classname"):  # a file that is skipped as a whole
             continue
         test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         seconds[test] = float(case.get("time", 0))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", "-p", "no:cacheprovider", *TESTS]
-    listed = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
-    return Suite(root, by_line, seconds, {line for line in listed.splitlines() if "::" in line})
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return Suite(by_line, seconds, {line for line in listed.splitlines() if "::" in line})
 
 
 class Bench:
     """A copy of the checkout, in which one mutant at a time is tried."""
 
-    def __init__(self, root: Path, number: int) -> None:
+    def __init__(self, number: int) -> None:
         self.folder = WORK / f"copy-{number}"
         shutil.rmtree(self.folder, ignore_errors=True)
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
-        shutil.copytree(root, self.folder, ignore=ignored, symlinks=True)
+        shutil.copytree(ROOT, self.folder, ignore=ignored, symlinks=True)
         self.sound: dict[str, bool] = {}
 
     def noticed(self, tests: list[str], limit: float, path: Path, original: str, fault: str) -> bool:
@@ -279,9 +279,9 @@ class Bench:
         return "survived" if tries else "not run"
 
 
-def difference(root: Path, mutant: Mutant) -> str:
+def difference(mutant: Mutant) -> str:
     """The first line that the mutant changes, before and after."""
-    before = (root / mutant.path).read_text()
+    before = (ROOT / mutant.path).read_text()
     pairs = zip(before.splitlines(), mutated(before, mutant).splitlines(), strict=False)
     return next((f"{a.strip()}  ->  {b.strip()}" for a, b in pairs if a != b), "")
 
@@ -308,19 +308,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials side by side")
     parser.add_argument("--out", type=Path, default=WORK / "mutants.jsonl", help="a line for each mutant")
-    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout to try, with its tests")
-    parser.add_argument("--coverage", type=Path, help="with --junit: a record of the suite that is there already")
-    parser.add_argument("--junit", type=Path)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no other mutant after them")
     parser.add_argument(
         "--seconds", type=float, default=60, help="of tests, by their own record, for each of three tries"
     )
     parser.add_argument("--again", action="store_true", help="try what survived once more, with whole files of tests")
     options = parser.parse_args(arguments)
-    root = options.root.resolve()
-    if options.coverage is None:
-        record_suite(root)
-    suite = load_suite(root, options.coverage or WORK / "coverage", options.junit or WORK / "tests.xml")
-    mutants = sample(root, options.sample, options.seed, options.folders)
+    end = time.monotonic() + 60 * options.minutes
+    if not (WORK / "tests.xml").exists():
+        record_suite()
+    suite = load_suite()
+    mutants = sample(ROOT, options.sample, options.seed)
+    mutants = [mutant for mutant in mutants if not options.folders or mutant.folder in options.folders]
     if options.again:
         kept = [
             line for line in options.out.read_text().splitlines() if json.loads(line)["outcome"] in ("fast", "slow")
@@ -331,21 +330,22 @@ def main(arguments: list[str] | None = None) -> int:
         done = {tuple(json.loads(line)["mutant"].values()) for line in options.out.read_text().splitlines()}
     left = [mutant for mutant in mutants if tuple(asdict(mutant).values()) not in done]
     print(f"{len(mutants)} mutants, {len(left)} of them to try", flush=True)
-    WORK.mkdir(parents=True, exist_ok=True)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     for name in HEAVY:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
 
     def work(number: int) -> None:
-        bench = Bench(root, number)
+        bench = Bench(number)
         for mutant in left[number :: options.jobs]:
             started = time.monotonic()
+            if started > end:
+                break
             result: dict[str, object] = {"mutant": asdict(mutant), "folder": mutant.folder}
             tries = suite.of(mutant, options.seconds, options.again)
             # A trial that computes for so long, or waits ten times as long, hangs.
             outcome = bench.outcome(mutant, tries, 60 + options.seconds)
-            result |= {"outcome": outcome, "change": difference(root, mutant)}
+            result |= {"outcome": outcome, "change": difference(mutant)}
             result["seconds"] = round(time.monotonic() - started, 1)
             with options.out.open("a") as out:
                 out.write(json.dumps(result) + "\n")

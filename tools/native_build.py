@@ -26,11 +26,10 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from native_toolchain import (
     STABLE_ABI,
@@ -65,8 +64,7 @@ LIBRARIES: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(LIBRARIES)
 
 
-@dataclass(frozen=True)
-class Compilation:
+class Compilation(NamedTuple):
     """One source to compile; `identity` is that of the compiler and, where its headers are used, torch."""
 
     source: Path
@@ -82,8 +80,7 @@ class Compilation:
         return digest(self.identity, *self.command, *(hashlib.sha256(file).hexdigest() for file in files))
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a part is built: objects and output come between `link` and its libraries; the record has the `facts`."""
 
     compilations: list[Compilation]
@@ -188,23 +185,18 @@ def build_part(part: str, choice: str, sanitize: bool) -> str | None:
 
 
 def compile_all(part: str, wanting: dict[Path, Compilation], plan: Plan) -> None:
-    """Compiles each source into its object, as many at a time as `jobs` says, and says how far it is."""
+    """Compiles each source into its object, as many at a time as `jobs` says, and says which are done."""
     name, started, total = f"{LIBRARIES.PARTS[part]} kernels", time.monotonic(), len(plan.compilations)
     gpus = f" for {', '.join(plan.facts['architectures'])}, minutes each" if part == "cuda" else ""
     print(f"{name}: compiling {len(wanting)} of {total} files{gpus}, {jobs()} at a time", flush=True)
+
+    def compile_one(target: Path) -> None:
+        work = wanting[target]
+        run([*work.command, "-c", str(work.source)], target, LIBRARIES.log(part))
+        print(f"{name}: {work.title} ({time.monotonic() - started:.0f} s)", flush=True)
+
     with ThreadPoolExecutor(jobs()) as pool:
-        pending = {}
-        for target, work in wanting.items():
-            command = [*work.command, "-c", str(work.source)]
-            pending[pool.submit(run, command, target, LIBRARIES.log(part))] = work.title
-        try:
-            for number, done in enumerate(as_completed(pending), 1):
-                done.result()
-                took = time.monotonic() - started
-                print(f"{name}: {number} of {len(wanting)}: {pending[done]} ({took:.0f} s)", flush=True)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # the first that fails calls off those that have not begun
-            raise
+        list(pool.map(compile_one, wanting))  # the first that fails calls off those that have not begun
 
 
 def run(command: list[str], target: Path, log: Path) -> None:
@@ -212,13 +204,12 @@ def run(command: list[str], target: Path, log: Path) -> None:
 
     Raises `Unavailable` if it fails, with one line of what it said and the likely remedy; the log has the whole.
     """
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
-    command = [*command, "-o", str(temporary)]
+    new = target.with_suffix(".new")
+    command = [*command, "-o", str(new)]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if result.returncode == 0:
-        temporary.replace(target)
+        new.replace(target)
         return
-    temporary.unlink(missing_ok=True)
     with log.open("a") as file:
         file.write(f"$ {' '.join(command)}\n{result.stdout}")
     text, compiler = result.stdout, command[0]

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -198,11 +199,8 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def output(command: list[str]) -> str:
     """What a command prints, on either stream; nothing if it cannot be run or fails."""
-    try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    except OSError:
-        return ""
-    return result.stdout if result.returncode == 0 else ""
+    status, text = subprocess.getstatusoutput(shlex.join(command))
+    return "" if status else text
 
 
 def first_line(command: list[str]) -> str:

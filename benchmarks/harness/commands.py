@@ -1,7 +1,6 @@
 """fairseq's commands, each in a process of its own, and texts for them."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +14,13 @@ def fairseq(command: str, *arguments: str, **environment: str) -> tuple[str, flo
     Ends this program where it fails.
     """
     start = f"import sys; from fairseq_cli.{command} import cli_main; sys.exit(cli_main())"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run(
-        [sys.executable, "-c", start, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words, env, before = [sys.executable, "-c", start, *arguments], os.environ | environment, os.times()
+    result = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
+    after = os.times()
     if result.returncode != 0:
         sys.exit(f"fairseq-{command} failed:\n{result.stdout[-2000:]}")
-    return result.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return result.stdout, used
 
 
 def binarise(folder: Path, **texts: list[str]) -> Path:

@@ -1,13 +1,11 @@
 """What takes part in a comparison: this project's rules and other implementations, each in the layout that suits it."""
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,15 +48,13 @@ class Contestant:
     """An implementation of a rule, one of `cases.RULES` or "softmax" for attention.
 
     `prepare` makes its work from a shape and its inputs, or raises `Refusal`; `same` says whether it computes what the
-    reference does, so that outputs can be compared, and `compiles`, whether its first call at a shape takes long, so
-    that under a budget the others are measured before.
+    reference does, so that outputs can be compared.
     """
 
     name: str
     rule: str
     prepare: Callable[[Shape, Inputs], Work]
     same: bool = True
-    compiles: bool = False
 
 
 def leaf(x: Tensor) -> Tensor:
@@ -108,37 +104,25 @@ def _prepare_softmax(shape: Shape, inputs: Inputs) -> Work:
 
 
 # The optional peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. build_causal_product.py
-# puts it into a folder of its own; an installed package is found as well, compiled with nobody knows what flags.
+# puts it into a folder of its own; of one that is installed the compiler's flags would be unknown.
 CAUSAL_PRODUCT = "causal_product"
-BUILD_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp")
-BUILD_RECORD = "BUILD.json"
 PEERS = ROOT / "build" / "peers"
-
-
-def build_record() -> dict[str, Any] | None:
-    """How causal_product was compiled; None if it was not by build_causal_product.py, or is not there."""
-    try:
-        import fast_transformers
-    except ImportError:
-        return None
-    path = Path(fast_transformers.__file__).parent / BUILD_RECORD
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _prepare_causal_product(shape: Shape, inputs: Inputs) -> Work:
     if inputs.v.dtype != torch.float32 or shape.steps:  # it has no other dtype and no state to start from
         raise Refusal
-    try:
-        from fast_transformers.causal_product import causal_dot_product
-    except ImportError as error:
-        raise Refusal("unavailable", f"{error}; benchmarks/build_causal_product.py builds it") from error
-    return _heads_first(causal_dot_product, inputs.q, inputs.k, inputs)
+    if not (PEERS / "fast_transformers").is_dir():
+        raise Refusal("unavailable", "benchmarks/build_causal_product.py was not run")
+    if str(PEERS) not in sys.path:
+        sys.path.insert(0, str(PEERS))
+    call = importlib.import_module("fast_transformers.causal_product").causal_dot_product
+    return _heads_first(call, inputs.q, inputs.k, inputs)
 
 
 # The optional peer flash-linear-attention (Triton kernels on a GPU): rule, module, function, the names of the rule's
 # gates that it takes ("": in its place), whether it is the rule. The gated rule is simple_gla with keys that were
-# multiplied by 1 - g. chunk_gla has the key decays alone; retention, a gated rule whose gates are fixed, does less than
-# ours. Compiling them takes minutes: in the order in which they are missed where a budget ends.
+# multiplied by 1 - g. chunk_gla has the key decays alone.
 FLASH_LINEAR_ATTENTION = "fla"
 _FUNCTIONS = (
     ("delta", "delta_rule", "chunk_delta_rule", [""], True),
@@ -149,8 +133,6 @@ _FUNCTIONS = (
     ("sum", "linear_attn", "fused_recurrent_linear_attn", [], True),
     ("decay", "gla", "fused_recurrent_gla", ["gk", "gv"], True),
     ("gated", "simple_gla", "fused_recurrent_simple_gla", ["g"], True),
-    ("gated", "retention", "chunk_retention", [], False),
-    ("gated", "retention", "fused_recurrent_retention", [], False),
 )
 
 
@@ -175,17 +157,15 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
     return Work(forward, tensors, inputs.d_out)
 
 
-def all_contestants(rules: Sequence[str], device: str, folder: Path = PEERS) -> list[Contestant]:
-    """Everybody who does these rules on a device, or next to them; causal_product is looked for in `folder` first."""
+def all_contestants(rules: Sequence[str], device: str) -> list[Contestant]:
+    """Everybody who does these rules on a device, or next to them."""
     found = [Contestant(name, rule, partial(_prepare_ours, name, rule)) for name in BACKENDS for rule in rules]
     found.append(Contestant(SOFTMAX, "softmax", _prepare_softmax, same=False))
     if device == "cuda":
         for rule, module, name, gates, same in _FUNCTIONS:
             if rule in rules:
                 prepare = partial(_prepare_fla, rule, module, name, gates)
-                found.append(Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, prepare, same, compiles=True))
+                found.append(Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, prepare, same))
     elif "sum" in rules:
-        if (folder / "fast_transformers").is_dir() and str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
         found.append(Contestant(CAUSAL_PRODUCT, "sum", _prepare_causal_product))
     return found

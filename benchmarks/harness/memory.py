@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,9 +13,6 @@ from torch.utils._pytree import tree_leaves
 T = TypeVar("T")
 
 _MARK = "harness.memory.peak"
-# Of glibc's malloc.h.
-M_TRIM_THRESHOLD = -1
-M_MMAP_MAX = -4
 
 
 def peak(prepare: Callable[[], T], call: Callable[[T], Any], device: str) -> int:
@@ -55,13 +51,12 @@ def held(state: Any) -> int:
     return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
 
 
-def keep_freed_memory() -> bool:
-    """Tells glibc to give nothing back to the system; returns whether it was there to be told.
+def keep_freed_memory() -> None:
+    """Tells glibc, where it is there, to give nothing back to the system.
 
     By default it gives large blocks back, and the system hands pages out again one by one, filled with zeros, which can
     take a call that returns tens of megabytes as much time as it takes itself.
     """
-    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-    if not hasattr(library, "gnu_get_libc_version"):
-        return False
-    return bool(library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)) and bool(library.mallopt(M_MMAP_MAX, 0))
+    if hasattr(library := ctypes.CDLL(None), "mallopt"):
+        library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD in malloc.h
+        library.mallopt(-4, 0)  # M_MMAP_MAX

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from harness import pages, targets
+from harness import pages
 from harness.timing import ROUNDS
 
 
@@ -26,18 +26,15 @@ def positive(text: str, kind: type = int) -> Any:
     return number
 
 
-duration = partial(positive, kind=float)
-
 # The options that several programs have.
-_FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: %(default)s"},
     "--threads": {"type": positive, "help": "threads on the CPU (default: torch's)"},
-    "--budget": {"type": duration, "metavar": "SECONDS", "help": "cut rounds, then cases, to take no longer"},
+    "--budget": {"type": partial(positive, kind=float), "help": "seconds; rounds, then cases, are cut to keep to it"},
     "--rounds": {"type": positive, "help": "times that each call is measured (default: %(default)s)"},
-    "--out": {**_FILE, "help": "write the results to this JSON file"},
+    "--out": {"type": Path, "metavar": "FILE", "help": "write the results to this JSON file"},
     "--quick": {"action": "store_true", "help": "tiny cases, to see that the program runs"},
-    "--figure": {**_FILE, "help": "draw the figure to this PNG"},
+    "--figure": {"type": Path, "metavar": "FILE", "help": "draw the figure to this PNG"},
     "--backend": {"default": "auto", "help": "of the fast weight models (default: %(default)s)"},
 }
 COMMON = ("--device", "--threads", "--budget", "--rounds", "--out", "--quick")
@@ -67,8 +64,7 @@ def parse(parser: ArgumentParser) -> Namespace:
 
 
 def finish(record: dict[str, Any], options: Namespace, draw: Callable[..., None] | None = None) -> None:
-    """Shows a record, its targets and its figure."""
+    """Shows a record and its figure."""
     print(pages.render(record))
-    print(targets.render(targets.evaluate([record], every=False)))
     if draw is not None and options.figure is not None:
         draw(record, options.figure)

@@ -38,8 +38,7 @@ def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
     with contextlib.suppress(OSError, TypeError):
         cpu = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].strip()
     machine = {"cpu": cpu, "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()}
-    if hasattr(os, "getloadavg"):  # whether the machine had other work when the run began
-        machine["load before"] = round(os.getloadavg()[0], 2)
+    machine["load before"] = round(os.getloadavg()[0], 2)  # whether there was other work when the run began
     if options.device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         machine |= {"gpu": gpu.name, "gpu memory": gpu.total_memory, "compute capability": f"{gpu.major}.{gpu.minor}"}
@@ -54,23 +53,12 @@ def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Writes a record whole or not at all, with a line for each entry, and for each entry of an entry that is a list.
-
-    Numbers that JSON has no word for are refused.
-    """
-    lines = []
-    for name, value in record.items():
-        text = json.dumps(value, allow_nan=False)
-        if isinstance(value, list) and value:
-            text = "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n ]"
-        lines.append(f" {json.dumps(name)}: {text}")
+    """Writes a record whole or not at all. Numbers that JSON has no word for are refused."""
+    text = json.dumps(record, indent=1, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(f"{text}\n")
+    new.replace(path)
 
 
 def is_current(record: dict[str, Any]) -> bool:

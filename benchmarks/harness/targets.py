@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from harness import ROOT, pages
-from harness.contestants import BACKENDS, BUILD_FLAGS
+from harness.contestants import BACKENDS
 from harness.pages import Record, Row, count, markdown, median, significant
 
 
@@ -76,17 +76,12 @@ def _reasons(cases: Sequence[tuple[str, str]]) -> str:
     return "; ".join(dict.fromkeys(reason for _, reason in cases))
 
 
-def evaluate(records: Sequence[Record], every: bool = True) -> list[Verdict]:
-    """All targets, in the order of the project's table, or those alone that the records speak of.
-
-    A target whose record is not there is unmeasured.
-    """
+def evaluate(records: Sequence[Record]) -> list[Verdict]:
+    """All targets, in the order of the project's table. One whose record is not there is unmeasured."""
     known = {(record["program"], record["device"]): record for record in records}
     verdicts = []
     for goals in GOALS:
         record = known.get((goals["program"], goals["device"]))
-        if record is None and not every:
-            continue
         where, absent = goals["unmeasured"]
         span: dict[str, Any] = {"fewest": "the fewest", "most": "the most"}
         if record is not None:
@@ -102,8 +97,8 @@ def evaluate(records: Sequence[Record], every: bool = True) -> list[Verdict]:
 
 
 def render(verdicts: Sequence[Verdict]) -> str:
-    """The table in Markdown; nothing for no targets."""
-    return markdown(Verdict._fields, verdicts, left=len(Verdict._fields)) if verdicts else ""
+    """The table in Markdown."""
+    return markdown(Verdict._fields, verdicts, left=len(Verdict._fields))
 
 
 def _span(record: Record) -> dict[str, int]:
@@ -127,9 +122,6 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
             return fast if isinstance(fast, str) else slow
         if "number" in target:
             return _NUMBERS[target["number"]](rows, fast)
-        flags = (record.get("causal_product") or {"flags": []})["flags"]
-        if slow.get("implementation") == "causal_product" and not set(BUILD_FLAGS) <= set(flags):
-            return "causal_product is not the build of build_causal_product.py: its flags are unknown"
         return median(slow) / median(fast)
 
     def values(key: str) -> list[Any]:

@@ -127,27 +127,21 @@ def first_calls(call: Call, synchronize: Call, longest: float = math.inf) -> tup
 
 
 def time_in_turns(
-    calls: dict[str, Call],
-    warm: dict[str, float],
-    clock: Clock,
-    *,
-    hosts: dict[str, float] | None = None,
-    rounds: int = ROUNDS,
-    allowed: float = math.inf,
+    calls: dict[str, Call], warm: dict[str, tuple[float, float]], clock: Clock, rounds: int, allowed: float = math.inf
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Times calls against each other that take about `warm` seconds, of which the host gives work for `hosts`.
+    """Times calls against each other; `warm` has about what each takes, and the time in which the host gives it work.
 
     Each is measured in `rounds` rounds if `allowed` seconds are enough for it, in `FEWEST_ROUNDS` in any case. Returns
     by name what `summarize` makes of a contestant's times, and the number of rounds that were made.
     """
-    repeats = {name: clock.repeats(warm[name]) for name in calls}
-    a_round = sum(repeats[name] * warm[name] for name in calls)
+    repeats = {name: clock.repeats(warm[name][0]) for name in calls}
+    a_round = sum(repeats[name] * warm[name][0] for name in calls)
     if math.isfinite(allowed) and a_round > 0:
         rounds = max(min(rounds, FEWEST_ROUNDS), min(rounds, int(allowed / a_round)))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(clock.seconds(call, repeats[name], (hosts or {}).get(name, 0.0)))
+            times[name].append(clock.seconds(call, repeats[name], warm[name][1]))
     return {name: summarize(measured) for name, measured in times.items()}, rounds
 
 
@@ -164,9 +158,9 @@ def time_tokens(
     for name, take_up in take_ups.items():
         start = time.perf_counter()
         clock.seconds(take_up, TOKENS_OF_A_TURN)
-        warm[name] = (time.perf_counter() - start) / TOKENS_OF_A_TURN
+        warm[name] = (time.perf_counter() - start) / TOKENS_OF_A_TURN, 0.0
     left = max(0.0, allowed - (time.perf_counter() - began))
-    seconds, made = time_in_turns(take_ups, warm, clock, rounds=rounds, allowed=left)
+    seconds, made = time_in_turns(take_ups, warm, clock, rounds, left)
     if made < rounds:
         budget.cut.append(f"{what}: {made} rounds of {rounds}")
     return seconds

@@ -67,10 +67,7 @@ def test_a_record_is_read_as_it_was_written_and_one_that_cannot_be_leaves_the_ol
     facts = {"cut": [], "rows": [{"a": 1.5}, {"a": None}], "rates": {"copy": {"4": 1.0}}}
     record = records.save("kernels", Namespace(device="cpu", out=path), **facts)
     assert json.loads(path.read_text()) == record
-    assert '\n  {"a": 1.5},\n' in path.read_text()  # a line for each row
     assert {"program", "device", "date", "machine", "threads", "versions"} <= set(record)
     with pytest.raises(ValueError, match="Out of range float"):
         records.write({"rows": [float("nan")]}, path)
-    with pytest.raises(IsADirectoryError):
-        records.write({"rows": [2]}, path.parent)
     assert json.loads(path.read_text()) == record and list(tmp_path.rglob("*")) == [path.parent, path]

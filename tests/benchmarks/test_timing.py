@@ -1,38 +1,31 @@
 """Contestants take turns within a budget, and what is timed is a call, on a GPU without its launches."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import timing
-from harness.timing import TOKENS_OF_A_TURN, Clock, CudaClock, TurnClock, first_calls, time_in_turns
+from harness.timing import TOKENS_OF_A_TURN, Clock, CudaClock, first_calls, time_in_turns
 
 
-@pytest.mark.parametrize(
-    ("allowed", "rounds", "made"), [(float("inf"), 20, 20), (50.0, 20, 10), (0.0, 20, 3), (0.0, 2, 2)]
-)
-def test_contestants_take_turns_that_are_cut_to_the_time_that_is_allowed_but_not_below_three_rounds(
-    allowed: float, rounds: int, made: int
-) -> None:
+@pytest.mark.parametrize(("allowed", "rounds", "made"), [(math.inf, 20, 20), (50.0, 20, 10), (0.0, 20, 3), (0.0, 2, 2)])
+def test_contestants_take_turns_that_are_cut_to_what_is_allowed_but_not_below_three(allowed, rounds, made) -> None:
     order: list[str] = []
-    warm = {"a": 1.0, "b": 0.5, "c": 3.0}
-    calls = {name: lambda name=name: order.append(name) or warm[name] for name in warm}
+    warm = {"a": (1.0, 0.0), "b": (0.5, 0.0), "c": (3.0, 0.0)}
+    calls = {name: lambda name=name: order.append(name) or warm[name][0] for name in warm}
     clock = SimpleNamespace(  # calls take the time that they return
         seconds=lambda call, repeats, host: sum(call() for _ in range(repeats)) / repeats,
         repeats=lambda seconds: 2 if seconds < 1 else 1,
     )
-    seconds, rounds_made = time_in_turns(calls, warm, clock, rounds=rounds, allowed=allowed)
+    seconds, rounds_made = time_in_turns(calls, warm, clock, rounds, allowed)
     assert order == ["a", "b", "b", "c"] * made and rounds_made == made
-    assert {name: (values["median"], values["rounds"]) for name, values in seconds.items()} == {
-        name: (time, made) for name, time in warm.items()
-    }
+    assert all((seconds[x]["median"], seconds[x]["rounds"]) == (warm[x][0], made) for x in warm)
 
 
-@pytest.mark.parametrize(("allowed", "rounds"), [(float("inf"), 5), (0.0, 3)])
-def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
-    allowed: float, rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("allowed", "rounds"), [(math.inf, 5), (0.0, 3)])
+def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(allowed, rounds, monkeypatch) -> None:
     made: list[str] = []
 
     class CountingClock(Clock):
@@ -44,11 +37,9 @@ def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(
     take_ups = {name: lambda name=name: made.append("taken up") or (lambda: made.append(name)) for name in "ab"}
     budget = timing.Budget(2 * allowed, now=lambda: 0.0)
     seconds = timing.time_tokens(take_ups, "cpu", 5, budget, parts=2, what="after 9")
-    turns = [["taken up", name, "timed", *[name] * TOKENS_OF_A_TURN] for name in "ab"]
-    assert made == (turns[0] + turns[1]) * (rounds + 1)
+    assert made == [x for name in "ab" for x in ("taken up", name, "timed", *[name] * TOKENS_OF_A_TURN)] * (rounds + 1)
     assert [seconds[name]["rounds"] for name in "ab"] == [rounds] * 2
     assert budget.cut == ([] if rounds == 5 else ["after 9: 3 rounds of 5"])
-    assert TurnClock(Clock()).repeats(1e-6) == TurnClock(Clock()).repeats(10.0) == TOKENS_OF_A_TURN
 
 
 class SimulatedGpu:
@@ -105,6 +96,6 @@ def test_a_short_call_on_a_gpu_is_timed_without_its_launches(launches, each, flu
     assert host == pytest.approx(launches * gpu.LAUNCH)  # without the wait
     clock = CudaClock()
     gpu.flushes = 0
-    measured, _ = time_in_turns({"call": call}, {"call": warm}, clock, hosts={"call": host}, rounds=3)
+    measured, _ = time_in_turns({"call": call}, {"call": (warm, host)}, clock, 3)
     assert measured["call"]["min"] == pytest.approx(launches * each, rel=0.01) == measured["call"]["upper"]
     assert gpu.flushes == 3 * flushes

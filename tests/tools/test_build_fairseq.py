@@ -58,26 +58,23 @@ def test_the_files_in_the_fairseq_that_is_installed_are_those_that_are_here(our_
 
 
 @pytest.fixture
-def build(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def build(source: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An environment with a `version` of fairseq that has the failure `before`, as the new one `after`; what pip is
-    asked for there. The file `sdist` is the source's."""
+    asked for there; it downloads the source."""
     environment = SimpleNamespace(version=None, before=None, after=None, calls=[])
 
-    def pip(what: str, *arguments: str, doing: str) -> None:
+    def pip(what: str, *arguments: str, doing: str, **options: object) -> None:
         environment.calls.append(what)
-        if what == "wheel":
+        if what == "download":
+            with tarfile.open(Path(arguments[arguments.index("--dest") + 1]) / "fairseq-0.12.2.tar.gz", "w") as archive:
+                archive.add(source, source.name)
+        elif what == "wheel":
             assert (Path(arguments[-1]) / "fairseq/checkpoint_loader.py").is_file()  # it is cured
             (Path(arguments[arguments.index("--wheel-dir") + 1]) / "fairseq-0.12.2.whl").touch()
         else:
             environment.version = {"install": VERSION, "uninstall": None}[what]
             environment.before = environment.after
 
-    monkeypatch.chdir(tmp_path)
-    with tarfile.open("sdist", "w") as archive:
-        archive.add(source, source.name)
-    Path("other").write_bytes(b"not the sdist")
-    digest = build_fairseq.hashlib.sha256(Path("sdist").read_bytes()).hexdigest()
-    monkeypatch.setattr(build_fairseq, "SDIST_SHA256", digest)
     monkeypatch.setattr(build_fairseq, "pip", pip)
     monkeypatch.setattr(build_fairseq, "installed_version", lambda: environment.version)
     monkeypatch.setattr(build_fairseq, "import_failure", lambda: environment.before)
@@ -90,17 +87,15 @@ A, B = "ImportError: a", "ImportError: b"
 @pytest.mark.parametrize(
     ("version", "before", "after", "arguments", "calls", "left", "says"),
     [
-        (None, None, None, "", "wheel install", VERSION, f"fairseq {VERSION} is installed\n"),
+        (None, None, None, "", "download wheel install", VERSION, f"fairseq {VERSION} is installed\n"),
         # One that works is left alone.
         (VERSION, None, None, "", "", VERSION, "left as it is"),
         ("1.0.0a0", None, None, "", "", "1.0.0a0", "left as it is"),
         ("0.10.2", None, None, "", "", "0.10.2", "error: fairseq 0.10.2 is installed, and 0.12"),
-        ("0.10.2", None, None, "--force", "wheel install install", VERSION, ""),
+        ("0.10.2", None, None, "--force", "download wheel install install", VERSION, ""),
         # One that does not work is replaced; what is new and does not work is taken out again.
-        (VERSION, A, None, "", "wheel install install", VERSION, f"({A}); replacing"),
-        ("0.12.2", A, B, "", "wheel install install uninstall", None, f"error: .*{B}; .* now: None\n"),
-        # Files that are not what they should be.
-        (None, None, None, "--sdist other", "", None, "error: other is not the sdist"),
+        (VERSION, A, None, "", "download wheel install install", VERSION, f"({A}); replacing"),
+        ("0.12.2", A, B, "", "download wheel install install uninstall", None, f"error: .*{B}; .* now: None\n"),
         (None, None, None, "--constraint no/such", "", None, "error: --constraint no/such: there is no"),
     ],
 )
@@ -108,7 +103,7 @@ def test_installs_what_is_needed_and_says_what_is_left(
     build, version, before, after, arguments, calls, left, says, capsys
 ) -> None:
     build.version, build.before, build.after = version, before, after
-    status = build_fairseq.main(["--sdist", "sdist", *arguments.split()])
+    status = build_fairseq.main(arguments.split())
     printed = capsys.readouterr()
     said = "".join(printed)
     assert re.search(says.replace("(", r"\(").replace(")", r"\)").replace("+", r"\+"), said), said

@@ -24,12 +24,12 @@ def test_calls_every_operator_by_each_algorithm_and_finds_bits_that_change(
         return [x + torch.rand(()) for x in exact(rule, inputs, state)]
 
     assert gpu_exercise.main([program, "--device", "cpu"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["right"] is True
+    assert capsys.readouterr().out == "[]\n"
     monkeypatch.setattr(gpu_exercise, "differentiated", differentiated)
     dtypes = gpu_exercise.DTYPES if program == "memory" else gpu_exercise.DTYPES[:3]
     calls = 2 * len(dtypes) * len(gpu_exercise.SMALL_SHAPES) * 4
     assert gpu_exercise.main([program, "--device", "cpu"]) == status
     assert set(asked) == {(algorithm, dtype) for algorithm in ("recurrent", "chunked") for dtype in dtypes}
     assert "FASTWEIGHTS_CUDA_ALGORITHM" not in os.environ
-    found = json.loads(capsys.readouterr().out)
-    assert found["calls"] == 3 * calls if program == "memory" else len(found["differing"]) == calls
+    assert len(asked) == calls * (1 + status)
+    assert len(json.loads(capsys.readouterr().out)) == calls * status

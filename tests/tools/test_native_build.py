@@ -93,13 +93,10 @@ def test_what_changed_is_built_recorded_and_loads_and_an_interrupted_build_is_no
     monkeypatch.setattr(native_build, "run", run)
     assert native_build.main([]) == 0
     files = len(VARIANTS) + 2
-    assert re.findall(r"^CPU kernels: (\d+) of (\d+): .+ \(\d+ s\)$", capsys.readouterr().out, re.MULTILINE) == [
-        (str(number + 1), str(files)) for number in range(files)
-    ]
+    assert len(re.findall(r"^CPU kernels: .+ \(\d+ s\)$", capsys.readouterr().out, re.MULTILINE)) == files
     assert ctypes.CDLL(str(root / LIBRARY)).answer() == 40 + len(VARIANTS)
     entry = recorded(root)["cpu"]
-    assert entry["state"] == "built" and entry["torch"] == THIS_TORCH and entry["variants"] == VARIANTS
-    assert re.search(r"\d+\.\d+", str(entry["compiler"])) and "-O3" in str(entry["flags"])
+    assert entry["torch"] == THIS_TORCH and entry["variants"] == VARIANTS and "-O3" in str(entry["flags"])
     for source, compiled in {"binding.cpp": 1, "kernels.cpp": len(VARIANTS), "kernels.h": files}.items():
         made.clear()
         assert native_build.main([]) == 0 and not made
@@ -240,52 +237,38 @@ def test_what_the_cuda_part_misses_is_named(nvcc: Path, cuda, there, says, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("listed", "gpus", "architectures"),
+    ("listed", "gpus", "found"),
     [
         ("", [80, 90], "sm_80 sm_90"),
-        (
-            "",
-            [86, 89, 121, 130],
-            "sm_80 sm_120 compute_120",
-        ),  # which this nvcc has no names for, the last of a later kind
+        # This nvcc has no names for them, and the last is of a later kind.
+        ("", [86, 89, 121, 130], "sm_80 sm_120 compute_120"),
         ("8.0;9.0a+PTX", [75], "sm_80 sm_90a compute_90a"),
         ("7.5 12.0", [], "sm_75 sm_120"),
-    ],
-)
-def test_architectures(nvcc: Path, listed: str, gpus: list[int], architectures: str, monkeypatch) -> None:
-    monkeypatch.setattr(Torch, "capabilities", lambda self: gpus)
-    torch_13 = Torch(Path("torch"), "2.11.0+cu130", "13.0")
-    assert Nvcc.find("13.0").architectures(torch_13, listed) == architectures.split()
-
-
-@pytest.mark.parametrize(
-    ("listed", "gpus", "says"),
-    [
         ("", [], "no GPU here .* FASTWEIGHTS_BUILD=cuda TORCH_CUDA_ARCH_LIST='8.0;9.0'"),
         ("", [90, 70], "compiles for 7.5, 8.0, .* GPU here is of 7.0; let CUDA_HOME name an older"),
         *[(listed, [90], "names .* some of 7.5, 8.0, 9.0, 10.0, 10.3, 12.0") for listed in ("Hopper", "8.0;7.0", "90")],
     ],
 )
-def test_what_no_code_can_be_compiled_for_is_named(nvcc: Path, listed: str, gpus, says: str, monkeypatch) -> None:
+def test_architectures(nvcc: Path, listed: str, gpus: list[int], found: str, monkeypatch) -> None:
     monkeypatch.setattr(Torch, "capabilities", lambda self: gpus)
-    with pytest.raises(Unavailable, match=says):
-        Nvcc.find("13.0").architectures(Torch(Path("torch"), "2.11.0+cu130", "13.0"), listed)
+    here, torch_13 = Nvcc.find("13.0"), Torch(Path("torch"), "2.11.0+cu130", "13.0")
+    if found.startswith("sm_"):
+        assert here.architectures(torch_13, listed) == found.split()
+    else:
+        with pytest.raises(Unavailable, match=found):
+            here.architectures(torch_13, listed)
 
 
 @pytest.mark.parametrize(("choice", "listed"), [("auto", ""), ("cuda", "9.0")])
-def test_a_list_of_architectures_counts_where_cuda_kernels_are_asked_for(
-    root: Path, choice: str, listed: str, monkeypatch
-) -> None:
+def test_a_list_of_architectures_counts_where_cuda_kernels_are_asked_for(root, choice, listed, monkeypatch) -> None:
     """Containers come with a list of all that there are, for which it takes an hour."""
-    given = []
 
     def plan(torch: Torch, listed: str) -> None:
-        given.append(listed)
-        raise Unavailable("it was only asked for what")
+        raise Unavailable(f"asked for {listed}")
 
     monkeypatch.setattr(native_build, "plan_cuda", plan)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    assert native_build.build_part("cuda", choice, False) == "it was only asked for what" and given == [listed]
+    assert native_build.build_part("cuda", choice, False) == f"asked for {listed}"
 
 
 @pytest.fixture

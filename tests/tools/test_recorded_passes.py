@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import recorded_passes
@@ -58,11 +59,7 @@ def test_a_failure_and_what_cannot_be_run_are_not_recorded(root: Path, monkeypat
         monkeypatch.setenv("CI", "true")
     (root / "status").write_text(str(recorded_passes.NOT_RUN))
     assert ran(root, status=int(ci))
-
-    def none() -> None:
-        raise Unavailable("no compiler")
-
-    monkeypatch.setattr(HostCompiler, "find", none)
+    monkeypatch.setattr(HostCompiler, "find", Mock(side_effect=Unavailable("no compiler")))
     assert not ran(root, status=int(ci)) and not (root / recorded_passes.RECORD).exists()
 
 

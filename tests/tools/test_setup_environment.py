@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import setup_environment
-from setup_environment import Environment, SetupError
+from setup_environment import SetupError
 
 
 @pytest.fixture
@@ -24,10 +24,11 @@ def steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     commands that build kernels, and how these end."""
     steps = SimpleNamespace(taken=[], interrupted=None, builds=[], status=0)
 
-    def step(environment: Environment, title: str, *rest: object) -> None:
+    def step(title: str, command: list[str], log: Path) -> None:
         steps.taken.append(title)
-        environment.python.parent.mkdir(exist_ok=True)
-        environment.python.touch(mode=0o755)
+        log.touch()
+        (log.parent / "bin").mkdir(exist_ok=True)
+        (log.parent / "bin/python").touch(mode=0o755)
         if steps.interrupted and title.startswith(steps.interrupted[0]):
             raise steps.interrupted[1]
 
@@ -35,7 +36,7 @@ def steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         steps.builds.append(command)
         return SimpleNamespace(returncode=steps.status)
 
-    monkeypatch.setattr(Environment, "step", step)
+    monkeypatch.setattr(setup_environment, "step", step)
     monkeypatch.setattr(setup_environment, "subprocess", SimpleNamespace(run=run))
     return steps
 
@@ -84,8 +85,8 @@ def test_an_environment_is_left_alone_but_for_kernels_unless_its_files_or_versio
         (None, "sys.version_info", (3, 9, 1), "; 3.10 to 3.13"),
         (None, "sys.version_info", (3, 14, 0), "; 3.10 to 3.13"),
         (None, "importlib.util.find_spec", lambda name: name != "ensurepip" or None, "-venv): install it"),
-        ("thesis.tex", "ROOT", None, "is no environment of Python; move it away"),
-        ("pyvenv.cfg", "base_python", lambda: "gone/python3", "whose Python, gone/python3, is gone"),
+        ("thesis.tex", "STAMP", "stamp", "is no environment of Python; move it away"),
+        ("pyvenv.cfg", "BASE_PYTHON", "gone/python3", "whose Python, gone/python3, is gone"),
         ("pyvenv.cfg", "TORCH", "newest", "TORCH=newest is no version; it should be like 2.13.0"),
     ],
 )
@@ -96,7 +97,7 @@ def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
         (root / ".venv").mkdir()
         (root / ".venv" / there).touch()
     if name != "TORCH":
-        monkeypatch.setattr(f"setup_environment.{name}", value or root)
+        monkeypatch.setattr(f"setup_environment.{name}", value)
     assert setup_environment.main(["--torch", value] if name == "TORCH" else []) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and says in error and error.count("\n") == 1
@@ -104,9 +105,6 @@ def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
 
 
 def test_a_step_that_fails_shows_its_output(root: Path, capsys) -> None:
-    environment = Environment(root, "9.9")
-    environment.folder.mkdir()
-    log = (environment.folder / "setup.log").open("w")
-    with log, pytest.raises(SetupError, match=r"could not install torch 9\.9; .*setup.log"):
-        environment.step("torch 9.9", ["sh", "-c", "echo none found; exit 3"], log)
+    with pytest.raises(SetupError, match=r"could not install torch 9\.9; .*setup.log"):
+        setup_environment.step("torch 9.9", ["sh", "-c", "echo none found; exit 3"], root / "setup.log")
     assert "none found" in capsys.readouterr().err
