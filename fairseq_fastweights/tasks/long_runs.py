@@ -125,8 +125,8 @@ def _look_after_signals() -> None:
 
 def _refuse_to_shard(cfg: Any) -> NoReturn:
     raise SystemExit(
-        "ddp_backend is fully_sharded, for which this fairseq needs fairscale, whose last release is of 2022; it must be "
-        "another, or fairseq the one that tools/build_fairseq.py builds"
+        "ddp_backend is fully_sharded, for which this fairseq needs fairscale, whose last release is of 2022; it must "
+        "be another, or fairseq the one that tools/build_fairseq.py builds"
     )
 
 

@@ -57,10 +57,10 @@ def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 
 def note_bytes(folder: Path) -> None:
-    """Lets the trainer write down, with a checkpoint, how much memory its parameters and its optimizer's state take."""
-    original = fairseq_trainer.Trainer.save_checkpoint
+    """Lets the trainer write down, for a checkpoint, how much memory its parameters and its optimizer's state take."""
+    original = fairseq_trainer.Trainer.state_dict
 
-    def save(self: Any, *arguments: Any) -> None:
+    def state_dict(self: Any) -> Any:
         parameters = [getattr(x, "_local_tensor", x) for x in self.get_model().parameters()]
         state = [x for values in self.optimizer.optimizer.state.values() for x in values.values()]
         held = [
@@ -68,9 +68,9 @@ def note_bytes(folder: Path) -> None:
             for tensors in (parameters, state)
         ]
         (folder / f"{self.data_parallel_rank}.bytes").write_text(json.dumps(held))
-        original(self, *arguments)
+        return original(self)
 
-    fairseq_trainer.Trainer.save_checkpoint = save
+    fairseq_trainer.Trainer.state_dict = state_dict
 
 
 @pytest.mark.parametrize("processes", [2, slow(4)])
