@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fairseq_command_cures import COMMAND_CURES
 from fairseq_run_cures import RUN_CURES
 
-VERSION = "0.12.2+fastweights.5"
+VERSION = "0.12.2+fastweights.6"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy
@@ -22,6 +22,7 @@ BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 ADDED = {
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
+    "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
     "fairseq_settings.py": "settings.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",

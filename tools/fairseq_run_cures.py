@@ -5,6 +5,8 @@ Each row of a cure: a file, what stands there, and what takes its place (`fairse
 
 _HALF = "fairseq/optim/fp16_optimizer.py"
 _PROCESSES = "fairseq/distributed/utils.py"
+_TRAINER = "fairseq/trainer.py"
+_WRAPPERS = "fairseq/models/distributed_fairseq_model.py"
 
 RUN_CURES: dict[str, list[tuple[str, str, str]]] = {
     # A run that was taken up in mid-epoch with another --update-freq ended the epoch a batch too early, and then read
@@ -99,7 +101,7 @@ RUN_CURES: dict[str, list[tuple[str, str, str]]] = {
             "    def scale(self, outputs):\n",
         ),
         # After an overflow.
-        ("fairseq/trainer.py", "torch.tensor(0.0).cuda()", "torch.tensor(0.0, device=self.device)"),
+        (_TRAINER, "torch.tensor(0.0).cuda()", "torch.tensor(0.0, device=self.device)"),
     ],
     # --ema-update-freq counted from where a run was taken up.
     "moving_average_of_the_same_updates": [
@@ -115,7 +117,7 @@ RUN_CURES: dict[str, list[tuple[str, str, str]]] = {
     # Of a CPU there is one, which has no number; its processes talk by gloo, and are not started by fairseq.
     "processes_on_cpus": [
         (
-            "fairseq/models/distributed_fairseq_model.py",
+            _WRAPPERS,
             "            device_ids=[args.device_id],\n            output_device=args.device_id,\n",
             '            device_ids=None if device.type == "cpu" else [args.device_id],\n'
             '            output_device=None if device.type == "cpu" else args.device_id,\n',
@@ -139,6 +141,121 @@ RUN_CURES: dict[str, list[tuple[str, str, str]]] = {
             '            f"distributed_world_size is {size}, and there is no GPU; without it, "\n'
             '            f"start processes on CPUs so: torchrun --nproc_per_node {size} $(which fairseq-train) ..."\n'
             "        )\n",
+        ),
+    ],
+    # --ddp-backend fully_sharded wants fairscale, whose last release is of 2022. `fairseq_fully_sharded.py` takes its
+    # place; the optimizer of --fp16 and --bf16 needs no copies in float32 of parts that are in float32.
+    "sharded_by_torch": [
+        (
+            _TRAINER,
+            """            import fairscale
+
+            if self.cfg.common.bf16:
+                raise ValueError(
+                    "FullyShardedDataParallel is not compatible with --bf16 or "
+                    "--memory-efficient-bf16"
+                )
+            if self.cfg.distributed_training.zero_sharding != "none":
+                raise ValueError(
+                    "FullyShardedDataParallel is not compatible with --zero-sharding "
+                    "option (it's already built in)"
+                )
+            if (
+                max(self.cfg.optimization.update_freq) > 1
+                and fairscale.__version__ < "0.4.0"
+            ):
+                raise RuntimeError(
+                    "Please update to fairscale 0.4.0 or newer when combining "
+                    "--update-freq with FullyShardedDataParallel"
+                )
+""",
+            "            check_options(cfg)\n",
+        ),
+        (
+            _TRAINER,
+            "from fairseq.distributed import utils as distributed_utils\n",
+            "from fairseq.distributed import utils as distributed_utils\n"
+            "from fairseq.distributed.fully_sharded_data_parallel import check_options\n",
+        ),
+        (
+            _TRAINER,
+            "        if not self.is_fsdp:\n            if cfg.common.fp16:\n",
+            "        in_16_bits = cfg.common.memory_efficient_fp16 or cfg.common.memory_efficient_bf16\n"
+            "        if not self.is_fsdp or in_16_bits:\n            if cfg.common.fp16:\n",
+        ),
+        (
+            _TRAINER,
+            """        if self.is_fsdp and self.cfg.common.fp16:
+            # FullyShardedDataParallel always uses MemoryEfficientFP16 wrapper,
+            # mostly for the grad scaling. But if we don't have the
+            # --memory-efficient-fp16 flag set, then we're effectively doing
+            # regular --fp16 and can allow the use of optimizers that would
+            # otherwise be unsupported by MemoryEfficientFP16Optimizer.
+            allow_unsupported = not self.cfg.common.memory_efficient_fp16
+            self._optimizer = optim.MemoryEfficientFP16Optimizer.build_optimizer(
+                self.cfg, params, allow_unsupported=allow_unsupported
+            )
+        elif self""",
+            "        if self",
+        ),
+        (
+            _HALF,
+            "        fp32_params = cls.build_fp32_params(cfg.optimizer, params, flatten=flatten)\n",
+            "        if all(p.dtype == torch.float32 for p in params):  # parts of a model in 16 bits\n"
+            "            fp32_params, flatten = params, False\n"
+            "        else:\n"
+            "            fp32_params = cls.build_fp32_params(cfg.optimizer, params, flatten=flatten)\n",
+        ),
+        (
+            _TRAINER,
+            '        return self.cfg.distributed_training.ddp_backend == "fully_sharded"\n',
+            "        backend = self.cfg.distributed_training.ddp_backend\n"
+            '        return backend == "fully_sharded" and self.data_parallel_world_size > 1\n',
+        ),
+        (
+            _TRAINER,
+            """        if self.is_fsdp:
+            # save meta data for recombining checkpoint upon loading
+            state_dict["fsdp_metadata"] = self.model.local_metadata_dict()
+""",
+            "",
+        ),
+        (_TRAINER, "total_norm = total_norm.cuda().float() ** 2", "total_norm = total_norm.float() ** 2"),
+        (
+            _WRAPPERS,
+            """        try:
+            from fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP
+        except ImportError:
+            raise ImportError(
+                "Cannot find FullyShardedDataParallel. "
+                "Please install fairscale with: pip install fairscale"
+            )
+        assert isinstance(model, FSDP), "expected model to already be wrapped in FSDP"
+        wrapped_model = model
+        if args.memory_efficient_fp16:
+            wrapped_model = wrapped_model.half()
+        if not args.cpu_offload:
+            wrapped_model = wrapped_model.to(device=device)
+""",
+            "        wrapped_model = FullyShardedDataParallel(model, args, process_group, device)\n",
+        ),
+        (
+            _WRAPPERS,
+            "    DistributedTimeoutWrapper,\n    Legacy",
+            "    DistributedTimeoutWrapper,\n    FullyShardedDataParallel,\n    Legacy",
+        ),
+        (
+            "fairseq/dataclass/configs.py",
+            '    fp16: bool = II("common.fp16")\n    memory_efficient_fp16: bool = II("common.memory_efficient_fp16")\n'
+            '    tpu: bool = II("common.tpu")\n    # configuration',
+            '    fp16: bool = II("common.fp16")\n    bf16: bool = II("common.bf16")\n'
+            '    memory_efficient_fp16: bool = II("common.memory_efficient_fp16")\n'
+            '    tpu: bool = II("common.tpu")\n    # configuration',
+        ),
+        (
+            "fairseq/dataclass/constants.py",
+            "FullyShardedDataParallel from fairscale",
+            "parameters in parts, by torch's fully_shard",
         ),
     ],
     # --no-save needs no folder that can be written to, and none to itself.

@@ -93,10 +93,6 @@ def check_options(options: Any) -> None:
             "frozen"
         )
     _check_unfreezing(options, bool(frozen))
-    if options.transfer_from is not None and _plain(options.ddp_backend) == "fully_sharded":
-        raise ValueError(
-            "ddp_backend is fully_sharded; with transfer_from it must not be: no process has whole weights"
-        )
 
 
 def _check_unfreezing(options: Any, frozen: bool) -> None:
@@ -123,8 +119,8 @@ def _check_unfreezing(options: Any, frozen: bool) -> None:
     for name, refused, instead in (
         # One vector of all parameters, in which none can be left out of a step.
         ("fp16", flat and options.fp16_no_flatten_grads is not True, "with fp16_no_flatten_grads"),
-        # Steps and averages of their own, after the optimizer's.
-        ("ddp_backend", _plain(options.ddp_backend) == "slowmo", "another"),
+        # Steps and averages of their own, after the optimizer's; parts in the place of the parameters that are held.
+        ("ddp_backend", _plain(options.ddp_backend) in ("slowmo", "fully_sharded"), "another"),
         ("use_bmuf", options.use_bmuf is True, "off"),
         ("zero_sharding", _plain(options.zero_sharding) == "os", "none"),
         ("tpu", options.tpu is True, "off"),

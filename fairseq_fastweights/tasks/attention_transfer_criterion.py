@@ -8,6 +8,7 @@ from typing import Any
 from fairseq import utils
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import FairseqDataclass
+from fairseq.distributed import FullyShardedDataParallel
 from fairseq.logging import metrics
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -65,7 +66,7 @@ def _unwrapped(model: Any) -> Any:
         ValueError: if that would not see the gradients, as it waits for a pass through the whole model.
     """
     while hasattr(model, "module"):
-        model = model.module
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
             raise ValueError("criterion is attention_transfer; with several processes ddp_backend must be legacy_ddp")
+        model = model.module
     return model

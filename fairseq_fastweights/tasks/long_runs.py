@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq.distributed import fully_sharded_data_parallel
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 
@@ -122,5 +123,21 @@ def _look_after_signals() -> None:
             _looked_after[name] = module.__dict__["validate_and_save"]
 
 
+def _refuse_to_shard(cfg: Any) -> NoReturn:
+    raise SystemExit(
+        "ddp_backend is fully_sharded, for which this fairseq needs fairscale, whose last release is of 2022; it must "
+        "be another, or fairseq the one that tools/build_fairseq.py builds"
+    )
+
+
+def _look_after_sharding() -> None:
+    """In a fairseq that has no cure for it: before the model is built."""
+    for name in ("fairseq_cli.train", "__main__"):
+        module = sys.modules.get(name)
+        if hasattr(module, "fsdp_enable_wrap") and not hasattr(fully_sharded_data_parallel, "check_options"):
+            vars(module)["fsdp_enable_wrap"] = _refuse_to_shard
+
+
+_look_after_sharding()
 for _wrapper in (_verify_checkpoint_directory, _load_checkpoint, _save_checkpoint):
     _put_around(checkpoint_utils, _wrapper)

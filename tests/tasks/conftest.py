@@ -71,26 +71,31 @@ def loss_alone(data: Path, checkpoint: Path, *, apart: bool = False, new: int = 
     return loss / sum(map(len, texts)) / math.log(2)
 
 
-def train_in_two(data: Path, folder: Path, *flags: str) -> str:
-    """fairseq-train in two processes: what the first logs; checkpoints go to `folder`."""
+def train_in_two(data: Path, folder: Path, *flags: str, processes: int = 2, prepare: Callable[[], object] = int) -> str:
+    """fairseq-train in two processes, or as many as `processes` says, which call `prepare` first.
+
+    Returns what the first logs; checkpoints go to `folder`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meeting").unlink(missing_ok=True)  # of a run before
-    common = [*TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam", "--save-dir", str(folder), *flags]
+    common = [*TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam", "--save-dir", str(folder)]
     common += "--tokens-per-sample 16 --batch-size 4 --ddp-backend legacy_ddp --distributed-backend gloo".split()
-    common += ["--distributed-world-size", "2", "--distributed-no-spawn"]
-    common += ["--distributed-init-method", f"file://{folder}/meeting", "--distributed-rank"]
+    if processes > 1:
+        common += ["--distributed-init-method", f"file://{folder}/meeting", "--distributed-no-spawn"]
+    common += ["--distributed-world-size", str(processes), *flags, "--distributed-rank"]
 
     def run(rank: int) -> None:
+        prepare()
         (folder / f"{rank}.log").write_text(command("train", str(data), *common, str(rank)))
 
     # Forked: to import fairseq anew would take longer than the training.
-    both = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(2)]
-    for process in both:
+    started = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(processes)]
+    for process in started:
         process.start()
-    for process in both:
+    for process in started:
         process.join(timeout=300)
         process.kill()
-    assert [process.exitcode for process in both] == [0, 0]
+    assert [process.exitcode for process in started] == [0] * processes
     return (folder / "0.log").read_text()
 
 
