@@ -3,7 +3,7 @@
     python tools/build_fairseq.py [--constraint FILE] [--sdist FILE] [--force]
 
 fairseq's last release cannot be installed on today's Python, and its repository is archived. This takes the release's
-own source from the package index, checks it by its hash, cures it, builds a wheel of version `0.12.2+fastweights.5` and
+own source from the package index, checks it by its hash, cures it, builds a wheel of version `0.12.2+fastweights.6` and
 installs that with its requirements for the Python that runs this file. It needs pip, a C++ compiler and Python's
 headers.
 """
