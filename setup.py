@@ -105,7 +105,7 @@ setup(
     python_requires=">=3.10,<3.14",
     # fairseq is required too, and left out on purpose: pip cannot install the release on PyPI,
     # 0.12.2, and would try to. tools/build_fairseq.py makes one that it can.
-    install_requires=["torch>=2.6", "numpy"],
+    install_requires=["torch>=2.6", "isal", "numpy"],
     extras_require={
         "conversion": ["huggingface_hub", "safetensors", "tokenizers"],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],

@@ -2,7 +2,8 @@
 
 Each is of one part of the checkpoint: of the names, types, shapes and bytes of its tensors and of all its plain values,
 in their order, whatever the format of the file. Bytes count by their CRC-32, which is fast and misses no accident of up
-to 32 bits in a row; it is no proof against intent.
+to 32 bits in a row; it is no proof against intent. isal works it out five to ten times as fast as zlib, which does
+where isal is not installed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,11 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
+try:
+    from isal.isal_zlib import crc32 as crc32
+except ImportError:
+    from zlib import crc32 as crc32
+
 DIGESTS = "digests"
 """What they are under in a checkpoint."""
 
 THREADS = min(8, os.cpu_count() or 1)
-"""How many CRCs are worked out at once: zlib lets go of Python's lock."""
+"""How many CRCs are worked out at once: they let go of Python's lock."""
 
 
 def with_digests(state: Any) -> Any:
@@ -53,7 +58,7 @@ def _fingerprint(value: Any, seen: dict[int, bytes], crcs: dict[Any, bytes]) -> 
         parts = [b"tensor", _tensor_fingerprint(value, crcs)]
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         native = np.ascontiguousarray(value, value.dtype.newbyteorder("="))  # as NumPy's own unpickling makes it
-        parts = [b"array", f"{native.dtype.str} {value.shape} {zlib.crc32(native.data)}".encode()]
+        parts = [b"array", f"{native.dtype.str} {value.shape} {crc32(native.data)}".encode()]
     elif isinstance(value, (dict, argparse.Namespace)):
         entries = value.items() if isinstance(value, dict) else vars(value).items()
         parts = [b"dict", *(_fingerprint(x, seen, crcs) for entry in entries for x in entry)]
@@ -105,7 +110,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _crc(tensor: torch.Tensor) -> bytes:
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    return b"%d" % zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return b"%d" % crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _tensor_fingerprint(tensor: torch.Tensor, crcs: dict[Any, bytes]) -> bytes:

@@ -21,7 +21,6 @@ import stat
 import struct
 import sys
 import zipfile
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,7 +29,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .digests import DIGESTS, THREADS, changed_parts, digests, tensors_in  # relative, to be found in fairseq, too
+# Relative, to be found in fairseq, too.
+from .digests import DIGESTS, THREADS, changed_parts, crc32, digests, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _damage_of_record(view: memoryview, record: zipfile.ZipInfo) -> str | None:
     content = view[begin : begin + record.file_size]
     if len(content) != record.file_size:
         return f"has {len(content)} bytes of {record.file_size}"
-    found = zlib.crc32(content)
+    found = crc32(content)
     content.release()
     if found != record.CRC:
         return f"is not what was written (CRC-32 {found:08x}, and noted is {record.CRC:08x})"

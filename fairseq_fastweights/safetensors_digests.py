@@ -12,10 +12,10 @@ import mmap
 import os
 import shutil
 import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
+from fairseq_fastweights.digests import crc32
 from fairseq_fastweights.integrity import why_not_regular
 
 _METADATA, _DIGEST = "__metadata__", "digest"
@@ -83,6 +83,6 @@ def _digest(path: Path, header: dict[str, Any], begin: int) -> str:
             with view[begin + first : begin + last] as numbers:
                 if len(numbers) != last - first:
                     raise ValueError(f"{name} is cut short")
-                told = (name, tensor["dtype"], tensor["shape"], zlib.crc32(numbers))
+                told = (name, tensor["dtype"], tensor["shape"], crc32(numbers))
             found.update(json.dumps(told).encode())
     return found.hexdigest()[:16]

@@ -1,6 +1,7 @@
 """Digests of a checkpoint's content say what it holds, and nothing of how it is stored."""
 
 import io
+import zlib
 from argparse import Namespace
 from collections import OrderedDict
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairseq_fastweights.digests import DIGESTS, changed_parts, digests, with_digests
+from fairseq_fastweights.digests import DIGESTS, changed_parts, crc32, digests, with_digests
 
 
 def state(**changes: Any) -> dict[str, Any]:
@@ -27,6 +28,16 @@ def saved_and_loaded(state: Any, **options: Any) -> Any:
     torch.save(state, file, **options)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def test_those_that_were_written_before_are_still_checked():
+    assert digests(state()) == {
+        "args": "879b3b231f0f55b5",
+        "model": "fda718ff77a8106f",
+        "extra_state": "c69df97ba661b383",
+    }
+    numbers = bytes(range(256)) * 100
+    assert all(crc32(numbers[n:]) == zlib.crc32(numbers[n:]) for n in (*range(20), len(numbers)))
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -123,11 +123,11 @@ def open_checkpoint(file: str, path: str) -> BinaryIO:
     return open(file, "rb")
 
 
-def load_checkpoint_file(file: BinaryIO, path: str) -> dict[str, Any]:
+def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict[str, Any]:
     """The content of the open checkpoint `file`, known to the user as `path`, tensors on the CPU.
 
     Raises `ValueError`, naming `path`, when the file is empty, cut short or damaged, when it holds an object that no
-    checkpoint of fairseq needs, and when it is no checkpoint of fairseq.
+    checkpoint of fairseq needs, and when it is no checkpoint of fairseq with this `part`.
     """
     if not file.read(1):
         raise ValueError(integrity.complain(path, "is empty (0 bytes)"))
@@ -141,10 +141,10 @@ def load_checkpoint_file(file: BinaryIO, path: str) -> dict[str, Any]:
         damage = integrity.damage_of(file) if integrity.is_archive(file) else None
         raise ValueError(integrity.complain(path, damage or _complaint(error))) from None
     integrity.check_loaded(file, path, state)
-    if not isinstance(state, dict) or "model" not in state:
+    if not isinstance(state, dict) or part not in state:
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
-            f"checkpoint {path} is not one of fairseq: it should be a dictionary with 'model', and is {found}"
+            f"checkpoint {path} is not one of fairseq: it should be a dictionary with {part!r}, and is {found}"
         )
     return state
 

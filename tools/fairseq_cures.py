@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fairseq_command_cures import COMMAND_CURES
+from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
 
 VERSION = "0.12.2+fastweights.6"
@@ -168,7 +169,7 @@ def add_defaults(''',
                 lambda s, _: torch.serialization.default_restore_location(s, "cpu")
             ),
         )""",
-            "load_checkpoint_file(f, fpath)",
+            'load_checkpoint_file(f, fpath, "extra_state")',  # a moving average alone has no model
         ),
     ],
     # A checkpoint is written beside the last one and renamed, but its copies, checkpoint_last.pt mostly, are written
@@ -266,13 +267,13 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    **{name: [Edit(*edit) for edit in edits] for name, edits in (RUN_CURES | COMMAND_CURES).items()},
+    **{name: [Edit(*edit) for edit in edits] for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES).items()},
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
         Edit("setup.py", '            "cffi",\n            "cython",\n', ""),
         # In releases before, the safe loader runs code (CVE-2025-32434).
-        Edit("setup.py", '            "torch",\n', '            "torch>=2.6",\n'),
+        Edit("setup.py", '            "torch",\n', '            "isal",\n            "torch>=2.6",\n'),
         Edit("setup.py", "  install_requires=[\n", '  python_requires=">=3.10",\n        install_requires=[\n'),
         Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
     ],

@@ -4,10 +4,12 @@ import argparse
 import io
 import pickle
 import re
+import sys
 import tarfile
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import build_fairseq
 import fairseq_cures
@@ -263,3 +265,41 @@ def test_fairseqs_search_takes_away_what_came_after_the_same_words(our_fairseq, 
         found = NGramRepeatBlock(size, use_extension=False)(tokens, scores, len(rows), 1, step)
         left = [set(row.isfinite().nonzero().flatten().tolist()) for row in found]
         assert left == [set(choices) - (few if len(choices) > 1 else set()) for few in forbidden]
+
+
+def weights_of_a_moving_average(folder: Path) -> None:
+    from fairseq.checkpoint_utils import load_ema_from_checkpoint
+
+    # Of a file that holds nothing else.
+    (folder / "ema.pt").write_bytes(saved({"extra_state": {"ema": {"weight": torch.arange(3.0)}}}))
+    assert load_ema_from_checkpoint(str(folder / "ema.pt"))["model"]["weight"].tolist() == [0, 1, 2]
+
+
+def masks_of_bytes(folder: Path) -> None:
+    from fairseq.modules.multihead_attention import MultiheadAttention, _mask_for_xformers
+
+    attention, x = MultiheadAttention(4, 2).eval(), torch.randn(3, 2, 4)
+    padding, future = torch.tensor([[0, 0, 1], [0, 0, 0]]), torch.ones(3, 3).triu(1)
+    for static in (False, True):  # by PyTorch's function, and by fairseq's own
+        given, expected = (
+            attention(x, x, x, key_padding_mask=padding.to(kind), static_kv=static)[0]
+            for kind in (torch.uint8, torch.bool)
+        )
+        assert torch.equal(given, expected)
+    given, expected = (attention(x, x, x, attn_mask=future.to(kind))[0] for kind in (torch.uint8, torch.bool))
+    assert torch.equal(given, expected)
+    assert _mask_for_xformers(future.byte(), to_dtype=torch.float)[0].tolist() == [0, -float("inf"), -float("inf")]
+
+
+def files_without_iopath(folder: Path) -> None:
+    from fairseq import file_io
+
+    with patch.object(file_io, "IOPathManager", None), patch.dict(sys.modules, iopath=None):
+        with file_io.PathManager.opena(str(folder / "file"), "wb") as file:
+            file.write(b"written")
+        assert (folder / "file").read_bytes() == b"written" and file_io.PathManager.async_close()
+
+
+@pytest.mark.parametrize("works", [weights_of_a_moving_average, masks_of_bytes, files_without_iopath])
+def test_what_fairseqs_own_tests_found_works_again(our_fairseq, works, tmp_path: Path) -> None:
+    works(tmp_path)
