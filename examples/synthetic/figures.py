@@ -28,8 +28,8 @@ def draw_figures(
 ) -> list[Path]:
     """Draws those figures that there are points for.
 
-    `results`: by setting. With several seeds, Figures 2 and 5 have a line through their medians, Figures 3 and 4 one for
-    each. `folder`: for the PNG files. `numbers`: which of the paper's figures. Returns the files.
+    `results`: by setting. With several seeds, Figures 2 and 5 have a line through their medians, Figures 3 and 4 a line
+    for each. `folder`: for the PNG files. `numbers`: which of the paper's figures. Returns the files.
     """
     drawn = []
     for setting, curves_at, figures in ((1, max, (2, 4)), (2, min, (5, 3))):
