@@ -1,71 +1,88 @@
-"""Figures, drawn from records and from nothing else."""
+"""Figures, drawn from records and from nothing else, in the style of all figures (examples/common/figures.py)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's, which people who confuse red and green can tell apart.
-COLOURS = {"sum": "#0072B2", "gated": "#009E73", "decay": "#E69F00", "delta": "#D55E00"}
-COLOURS |= {"transformer": "black", "softmax": "black"}
-STYLES = {"native": "-", "chunkwise": "--", "SDPA": "-", "causal_product": ":"}
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from common.figures import draw_curves, new_figure, plain_numbers, save_figure, say
+
+SHOWN = "delta"
+"""Of the rules in the figure of the next token, whose lines would lie on top of one another."""
+IMPLEMENTATIONS = {
+    "native": "compiled kernel",
+    "chunkwise": "PyTorch code",
+    "SDPA": "torch's SDPA",
+    "causal_product": "pytorch-fast-transformers",
+}
 
 
 def draw_next_token(record: dict[str, Any], path: Path) -> None:
     """Time and peak memory of the next token against the number of tokens before it (Mao 2022, Fig. 1)."""
-    with _figure(path, 2, (10, 4.2)) as (time, memory):
-        for model in record["parameters"]:
-            rows = [row for row in record["rows"] if row["model"] == model]
-            lengths = [row["length"] for row in rows]
-            _line(time, rows, lengths, COLOURS[model], "-", model)
-            memory.plot(lengths, [row["peak bytes"] / 2**20 for row in rows], "o-", markersize=4, color=COLOURS[model])
-        time.figure.suptitle("With a fast weight memory the next token costs the same, however many came before it")
-        time.set(xlabel="tokens before it", ylabel="milliseconds", title="time of the next token")
-        time.set_ylim(bottom=0)
-        memory.set(xlabel="tokens before it", ylabel="MiB", title="peak memory beside the weights", yscale="log")
-        memory.set_ylim(3, 2000)
-        fast = f"fast weight memory ({', '.join(model for model in record['parameters'] if model != 'transformer')})"
-        for axes, attention, memories in ((time, (0.6, 0.8), (0.67, 0.08)), (memory, (0.62, 0.88), (0.65, 0.15))):
-            axes.text(*attention, "attention (fairseq's Transformer)", ha="right", transform=axes.transAxes)
-            axes.text(*memories, fast, ha="center", color=COLOURS["sum"], transform=axes.transAxes)
+    rules = [model for model in record["parameters"] if model != "transformer"]
+    shown = SHOWN if SHOWN in rules else rules[0]
+    times = {model: _curve(record, model, lambda row: _milliseconds(row["seconds"])) for model in record["parameters"]}
+    sizes = {model: _curve(record, model, lambda row: [row["peak bytes"] / 2**20]) for model in record["parameters"]}
+    others = [rule for rule in rules if rule != shown]
+    most = max(
+        abs(theirs[1] / ours[1] - 1)
+        for curves in (times, sizes)
+        for rule in others or [shown]
+        for theirs, ours in zip(curves[rule], curves[shown], strict=True)
+    )
+    settings, where = record["settings"], "a GPU" if record["device"] == "cuda" else f"{record['threads']} CPU threads"
+    figure, (left, right) = new_figure(1, 2, figsize=(11, 4.4))
+    say(
+        figure,
+        "With a fast weight memory the next token takes the same time and memory, however long the text",
+        f"Language models of {settings['layers']} layers, width {settings['width']}, for {settings['batch']} texts at "
+        f"once, on {where}. Bands: the middle half of the measurements. The memory is written by the {shown} rule"
+        + (f"; {' and '.join(others)}, not drawn, are within {100 * most:.0f}% of it." if others else "."),
+    )
+    for axes, curves, unit, title in (
+        (left, times, "ms", "time of the next token"),
+        (right, sizes, "MiB", "peak memory beside the weights"),
+    ):
+        axes.set(xlabel="tokens of the text so far", ylabel="milliseconds" if unit == "ms" else "MiB", title=title)
+        axes.set_ylim(0, 1.08 * max(point[-1] for point in curves["transformer"]))
+        drawn = {model: curves[model] for model in ("transformer", shown)}
+        names = {"transformer": "attention:\n", shown: "fast weight\nmemory: "}
+        labels = {model: f"{names[model]}{curve[-1][1]:,.0f} {unit}" for model, curve in drawn.items()}
+        draw_curves(axes, drawn, labels=labels, marker="o", size=10)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    save_figure(figure, path)
 
 
 def draw_training_length(record: dict[str, Any], path: Path) -> None:
-    """Time of forward and backward against T, with the tokens of a call constant."""
+    """Time of forward and backward against the length of a text, with the tokens of a call constant."""
     rows = sorted((row for row in record["rows"] if row["status"] == "measured"), key=lambda row: row["sizes"]["time"])
-    with _figure(path, 1, (9, 6)) as [axes]:
-        for implementation, rule in dict.fromkeys((row["implementation"], row["rule"]) for row in rows):
-            own = [row for row in rows if (row["implementation"], row["rule"]) == (implementation, rule)]
-            style = STYLES.get(implementation, ":" if "recurrent" in implementation else "-.")
-            name = f"{implementation}, {rule}" + (" attention" if rule == "softmax" else "")
-            _line(axes, own, [row["sizes"]["time"] for row in own], COLOURS[rule], style, name)
-        title = f"forward and backward of {record['settings']['tokens']:,} tokens"
-        axes.set(xlabel="T", ylabel="milliseconds", yscale="log", title=title)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.legend(fontsize="small", ncols=2)
+    curves: dict[str, list[list[float]]] = {}
+    for row in rows:
+        name = f"{row['rule']}, {IMPLEMENTATIONS.get(row['implementation'], row['implementation'])}"
+        curves.setdefault(name, []).append([row["sizes"]["time"], *_milliseconds(row["seconds"])])
+    figure, axes = new_figure(figsize=(9, 5.4))
+    settings, where = record["settings"], "a GPU" if record["device"] == "cuda" else f"{record['threads']} CPU threads"
+    say(
+        figure,
+        "Training time for as many tokens: only attention's grows with the length of the texts",
+        f"Forward and backward of {settings['tokens']:,} tokens in all, as many short texts or few long ones; "
+        f"{settings['heads']} heads of {settings['key_dim']}, {settings['dtype']}, on {where}. "
+        "Bands: the middle half of the measurements.",
+    )
+    axes.set(xlabel="length of each text, in tokens", ylabel="milliseconds", yscale="log")
+    axes.set_xscale("log", base=2)
+    draw_curves(axes, curves, marker="o")
+    plain_numbers(axes.xaxis, base=2)
+    plain_numbers(axes.yaxis)
+    save_figure(figure, path)
 
 
-@contextmanager
-def _figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[Any]:
-    """Axes to draw on; the figure is saved then."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
-    yield axes[0]
-    for each in axes[0]:
-        each.grid(alpha=0.3)
-    # Without the version of matplotlib in it, the same record gives the same file.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
+def _curve(record: dict[str, Any], model: str, measure: Any) -> list[list[float]]:
+    """A model's points: the length, and what `measure` takes from the row."""
+    return [[row["length"], *measure(row)] for row in record["rows"] if row["model"] == model]
 
 
-def _line(axes: Any, rows: list[Any], x: list[int], colour: str, style: str, name: str) -> None:
-    """Medians in milliseconds as a line, quartiles as a band."""
-    median, lower, upper = ([row["seconds"][what] * 1e3 for row in rows] for what in ("median", "lower", "upper"))
-    axes.plot(x, median, style, marker="o", markersize=4, color=colour, label=name)
-    axes.fill_between(x, lower, upper, color=colour, alpha=0.15, linewidth=0)
+def _milliseconds(seconds: dict[str, float]) -> list[float]:
+    """The median and the quartiles."""
+    return [1e3 * seconds[what] for what in ("median", "lower", "upper")]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.commands import ROOT, command, cores, shown
-from common.curves import plot_curves
 from common.fairseq_logs import describe_training, read_nothing, read_training
+from common.figures import draw_trainings
 from common.steps import Runner, Step, write_json
 
 SPLITS = ("train", "valid", "test")
@@ -95,11 +95,12 @@ class Demo:
     ) -> None:
         """Writes results.json, curves.png and table.md, and prints what the last one says.
 
-        `rows`: of the table, dataclasses. `curves`, `top`, `levels`: see `plot_curves`. `lines`: the table, and what is
-        to be said of it.
+        `rows`: of the table, dataclasses. `curves`: by title, what `fairseq_logs.read_training` returns. `lines`: the
+        table, and what is to be said of it. `top`, `levels`: see `draw_trainings`.
         """
         write_json(self.out / "results.json", {"rows": [asdict(row) for row in rows], "curves": curves})
-        plot_curves(curves, top, self.out / "curves.png", **levels)
+        perplexities = {title: (curve["train_ppl"], curve["valid_ppl"]) for title, curve in curves.items()}
+        draw_trainings(perplexities, self.out / "curves.png", top=top, levels=levels)
         table = self.out / "table.md"
         table.write_text("\n".join(lines) + "\n", encoding="utf-8")
         self.runner.say("\n" + "\n".join(lines))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from common.curves import new_figure, plain, save_figure
 from common.fairseq_logs import Training, parse_training
+from common.figures import draw_trainings
 
 ABSENT = "–"
 
@@ -86,35 +86,7 @@ def shown(value: float | None, form: str) -> str:
     return ABSENT if value is None else format(value, form)
 
 
-def _style(number: int) -> dict[str, str]:
-    """Of a run's curve: there are ten colours, and broken lines for more runs than that."""
-    return {"color": f"C{number}", "linestyle": "-" if number < 10 else "--"}
-
-
 def draw_curves(runs: Sequence[Run], path: Path, perplexity: str) -> None:
-    """Draws perplexity, which the axis calls as `perplexity` says, over updates, training on the left and validation on
-    the right, and saves a PNG."""
-    figure, axes = new_figure(1, 2, figsize=(11, 4.2))
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
-
-    for axis, kind in zip(axes, ("train", "valid"), strict=True):
-        for number, run in enumerate(runs):
-            curve = sorted(getattr(run.training, kind).items())
-            if curve:
-                marker = "o" if kind == "valid" or len(curve) == 1 else None
-                axis.plot(*zip(*curve, strict=True), **_style(number), marker=marker, markersize=3, linewidth=1.4)
-        axis.set(xlabel="updates", ylabel=f"{perplexity} (log scale)", yscale="log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
-        axis.yaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(ScalarFormatter())
-        axis.set_xlim(left=0)
-        axis.set_title("training" if kind == "train" else "validation", loc="left")
-        plain(axis)
-    names = [
-        Line2D([], [], **_style(number), linewidth=2, label=run.name)
-        for number, run in enumerate(runs)
-        if run.training.train or run.training.valid
-    ]
-    figure.legend(handles=names, loc="outside lower center", ncols=min(len(names) or 1, 6), frameon=False)
-    save_figure(figure, path)
+    """Draws perplexity, which the axes call as `perplexity` says, over updates, and saves a PNG."""
+    curves = {run.name: (sorted(run.training.train.items()), sorted(run.training.valid.items())) for run in runs}
+    draw_trainings(curves, path, perplexity)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.curves import new_figure, save_figure
 from common.fairseq_logs import parse_training
+from common.figures import new_figure, save_figure
 from common.summaries import ABSENT, Run, summarize, summary_parser
 from common.tables import format_table
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from common.curves import new_figure, save_figure
+from common.figures import Curve, draw_curves, new_figure, plain_numbers, save_figure, say
 
 from synthetic.models import MODELS
 from synthetic.results import Result
@@ -15,6 +14,13 @@ from synthetic.training import TARGET
 
 SMALLEST = 1e-5
 """Losses are drawn on scales that end here."""
+LEVELS = {f"solved, training ends: {TARGET:g}": TARGET, "nothing retrieved: 0.5": 0.5}
+MESSAGES = {
+    2: "A memory fills up: the more features its keys have, the more pairs it holds",
+    3: "Replacing values: the delta rule learns it, the sum rule does not",
+    4: "Learning {size} pairs: more training does not help a memory that is full",
+    5: "Replacing values: the sum rule fails at every size, the delta rule as its memory fills",
+}
 
 
 def draw_figures(
@@ -22,8 +28,8 @@ def draw_figures(
 ) -> list[Path]:
     """Draws those figures that there are points for.
 
-    `results`: by setting. With several seeds, each is a symbol or a curve of its own. `folder`: for the PNG files.
-    `numbers`: which of the paper's figures. Returns the files.
+    `results`: by setting. With several seeds, Figures 2 and 5 have a line through their medians, Figures 3 and 4 a line
+    for each. `folder`: for the PNG files. `numbers`: which of the paper's figures. Returns the files.
     """
     drawn = []
     for setting, curves_at, figures in ((1, max, (2, 4)), (2, min, (5, 3))):
@@ -33,62 +39,59 @@ def draw_figures(
         if not points:
             continue
         size = curves_at(result.point.size for result in points)
-        at_size = [result for result in points if result.point.size == size]
-        if figures[0] in numbers:
-            drawn.append(_draw_losses(points, figures[0], setting, folder))
-        if figures[1] in numbers:
-            drawn.append(_draw_curves(at_size, figures[1], setting, size, folder))
+        for number in set(figures) & set(numbers):
+            path = folder / f"synthetic-figure{number}.png"
+            _draw(number, setting, size, points, path)
+            drawn.append(path)
     return sorted(drawn)
 
 
-def _draw_losses(results: Sequence[Result], number: int, setting: int, folder: Path) -> Path:
-    """The lowest evaluation loss of each point, by S."""
-    figure, axes = new_figure(figsize=(8, 5.4))
-    for index, (name, model) in enumerate(MODELS[setting].items()):
-        losses: dict[int, list[float]] = {}
-        for result in results:
-            if result.point.model == name:
-                losses.setdefault(result.point.size, []).append(max(result.best_loss or 0.0, SMALLEST))
-        if not losses:
-            continue
-        # A line through the medians, a symbol for each seed.
-        sizes, style = sorted(losses), _style(index)
-        axes.plot(sizes, [median(losses[size]) for size in sizes], **style | {"marker": ""})
-        points = [(size, loss) for size in sizes for loss in losses[size]]
-        axes.plot(*zip(*points, strict=True), **style | {"linestyle": ""}, label=model.title)
-    if setting == 2:
-        axes.set_yscale("log")
-        axes.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("S, the number of keys and of values")
-    axes.set_ylabel("lowest evaluation loss")
-    what = "capacity (pairs without replacement)" if setting == 1 else "update rules (pairs with replacement)"
-    return _save(figure, axes, f"Setting {setting}, {what}", number, folder)
-
-
-def _draw_curves(results: Sequence[Result], number: int, setting: int, size: int, folder: Path) -> Path:
-    """The evaluation loss by step."""
-    figure, axes = new_figure(figsize=(8, 5.4))
-    names = list(MODELS[setting])
-    for result in sorted(results, key=lambda result: names.index(result.point.model)):
-        curve = [(step, max(loss, SMALLEST)) for step, loss in result.curve if loss is not None]
-        style = _style(names.index(result.point.model)) | {"marker": ""}
-        axes.plot(*zip(*curve, strict=True), **style, label=result.point.model_title)
-    axes.set_yscale("log")
-    axes.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("steps of 32 sequences")
-    axes.set_ylabel("evaluation loss")
-    return _save(figure, axes, f"Setting {setting}, learning curves for S = {size}", number, folder)
-
-
-def _style(index: int) -> dict[str, Any]:
-    """The same colour and symbol for a model, whichever others are drawn."""
-    return {"color": f"C{index}", "marker": "osv^D<>Px"[index % 9], "markersize": 4, "linewidth": 1.2}
-
-
-def _save(figure: Any, axes: Any, title: str, number: int, folder: Path) -> Path:
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    path = folder / f"synthetic-figure{number}.png"
+def _draw(number: int, setting: int, size: int, results: Sequence[Result], path: Path) -> None:
+    """The lowest losses by size (Figures 2 and 5), or the learning curves at one size (3 and 4)."""
+    figure, axes = new_figure(figsize=(8.6, 4.8))
+    by_size = number in (2, 5)
+    what = "lowest evaluation loss" if by_size else f"evaluation loss, S = {size}"
+    axes.set(xlabel="S, the number of keys, and of values" if by_size else "training steps, of 32 sequences each")
+    axes.set(ylabel=what, yscale="linear" if number == 2 else "log")
+    curves, labels = (_lowest_losses if by_size else _learning_curves)(setting, size, results)
+    notes = [
+        f"Setting {setting}: "
+        + ("each key is written once." if setting == 1 else "keys are written again, with new values.")
+    ]
+    if by_size and len({result.point.seed for result in results}) > 1:
+        notes.append("Where a size was trained with several seeds, the line goes through their median.")
+    say(figure, MESSAGES[number].format(size=size), *notes)
+    lowest = min(loss for curve in curves.values() for _, loss in curve)
+    levels = {label: level for label, level in LEVELS.items() if level >= lowest}
+    draw_curves(axes, curves, labels=labels, levels=levels, marker="o" if by_size else "")
+    if number != 2:
+        plain_numbers(axes.yaxis)
     save_figure(figure, path)
-    return path
+
+
+def _lowest_losses(setting: int, _: int, results: Sequence[Result]) -> tuple[dict[str, Curve], dict[str, str]]:
+    """A line for each model, through the medians of the seeds, and what it is called."""
+    losses: dict[str, dict[int, list[float]]] = {name: {} for name in MODELS[setting]}
+    for result in results:
+        losses[result.point.model].setdefault(result.point.size, []).append(max(result.best_loss or 0.0, SMALLEST))
+    curves = {name: [(size, median(seeds)) for size, seeds in sizes.items()] for name, sizes in losses.items() if sizes}
+    return curves, {name: _title(setting, name) for name in curves}
+
+
+def _learning_curves(setting: int, size: int, results: Sequence[Result]) -> tuple[dict[str, Curve], dict[str, str]]:
+    """A line for each model and seed, and what it is called."""
+    names, curves, labels = list(MODELS[setting]), {}, {}
+    at_size = [result for result in results if result.point.size == size]
+    for result in sorted(at_size, key=lambda result: (names.index(result.point.model), result.point.seed)):
+        name = result.point.model
+        seed = f", seed {result.point.seed}" if name in curves else ""
+        curves[name + seed] = [(step, max(loss, SMALLEST)) for step, loss in result.curve if loss is not None]
+        labels[name + seed] = _title(setting, name) + seed
+    return curves, labels
+
+
+def _title(setting: int, name: str) -> str:
+    """A model's name, with the number of features of a key where that is what the setting is about."""
+    model = MODELS[setting][name]
+    told = setting == 2 or model.memory == "softmax" or "features" in model.title
+    return model.title if told else f"{model.title}, {model.build().features} features"

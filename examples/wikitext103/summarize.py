@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import summaries
-from common.curves import new_figure, plain, save_figure
+from common.figures import new_figure, plain, save_figure
 from common.tables import format_table
 
 WIKITEXT2 = (

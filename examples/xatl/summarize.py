@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import summaries
-from common.curves import new_figure, plain, save_figure
+from common.figures import new_figure, plain, save_figure
 from common.tables import format_table
 from papers.choi import MEASURES, TABLE_4, TABLES
 from papers.language_models import XATL_400M
