@@ -37,11 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common.command_line import positive, run_to_the_end
 from common.commands import cores
 from common.fairseq_logs import parse_training
+from common.files import write_whole
 from common.tables import format_table
 from papers import SCALED, TABLES
+from papers.drawing import draw_table
 from papers.grid import plan, run_grid
 from papers.ledger import COMMITTED, code_digest, read_ledger
-from papers.report import block, is_stale, write_page
+from papers.report import PAGE, block, current, is_stale, page
 from papers.rows import Call, Places, RowError, Table
 
 ALL = TABLES | SCALED
@@ -123,7 +125,7 @@ def _report(arguments: list[str]) -> int:
     """Reads what follows `report`, and does it; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="reproduce.py report",
-        description="Prints a table of what `run` did; without TABLE it makes those of docs/results.md.",
+        description="Prints a table of what `run` did. Without TABLE it makes docs/results.md's, and their figures.",
     )
     parser.add_argument("table", nargs="?", metavar="TABLE", choices=ALL, help=", ".join(ALL))
     parser.add_argument("--ledger", type=Path, default=COMMITTED, metavar="FILE", help="(default: the one committed)")
@@ -140,7 +142,9 @@ def _report(arguments: list[str]) -> int:
         if options.table:
             print(block(options.table, ALL[options.table], entries), end="")
         else:
-            write_page(entries)
+            write_whole(PAGE, page(PAGE.read_text(encoding="utf-8"), entries))
+            for name, table in SCALED.items():
+                draw_table(name, table, current(entries), PAGE.parent)
 
     return run_to_the_end(work, RowError)
 

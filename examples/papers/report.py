@@ -9,7 +9,6 @@ from math import inf, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
-from common.files import write_whole
 from common.tables import format_table
 
 from papers.grid import plan
@@ -58,8 +57,8 @@ def is_stale(entry: Entry, tables: Mapping[str, Table] = SCALED) -> bool:
     return run.commands != entry.commands
 
 
-def block(name: str, table: Table, entries: Iterable[Entry]) -> str:
-    """What a ledger has of a table: a row for each of its rows, and the verdicts on its claims."""
+def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = False) -> str:
+    """What a ledger has of a table: a row for each of its rows, the verdicts on its claims, and links to `pictures`."""
     found = [entry for entry in entries if entry.table == name]
     if not found:
         return "Nothing was run yet.\n"
@@ -78,7 +77,10 @@ def block(name: str, table: Table, entries: Iterable[Entry]) -> str:
         rows.append([row.model, *numbers, *scores, *row.numbers])
     verdicts = [[claim.text, *verdict(claim, found)] for claim in table.claims]
     claims = [format_table(["claim", "measured", "verdict"], verdicts)] if verdicts else []
-    parts = [format_table(header, rows), *claims, _made_by(found)]
+    drawn = [f"![Validation perplexity by update]({name}-curves.png)"]
+    if any(claim.minus and difference(claim, found) for claim in table.claims):
+        drawn.append(f"![Differences of the claims, with intervals]({name}-claims.png)")
+    parts = [format_table(header, rows), *claims, _made_by(found), *(drawn if pictures else [])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -86,8 +88,8 @@ def _cell(values: Sequence[float]) -> str:
     return str(interval(values)) if values else ""
 
 
-def verdict(claim: Claim, entries: Sequence[Entry]) -> tuple[str, str]:
-    """What was measured of a claim, and whether it holds: "yes" and "no" if the whole interval says so."""
+def difference(claim: Claim, entries: Sequence[Entry]) -> Interval | None:
+    """What a claim is about: a score, less another; None if one was not run."""
     sides = []
     for side in (claim.of, claim.minus):
         if side is None:
@@ -96,17 +98,24 @@ def verdict(claim: Claim, entries: Sequence[Entry]) -> tuple[str, str]:
         row, measure = side
         values = [entry.scores[measure] for entry in entries if entry.row == row]
         if not values:
-            return "", "not run"
+            return None
         sides.append(interval(values))
-    difference = sides[0] - sides[1]
-    low, high = difference.mean - difference.half, difference.mean + difference.half
+    return sides[0] - sides[1]
+
+
+def verdict(claim: Claim, entries: Sequence[Entry]) -> tuple[str, str]:
+    """What was measured of a claim, and whether it holds: "yes" and "no" if the whole interval says so."""
+    found = difference(claim, entries)
+    if found is None:
+        return "", "not run"
+    low, high = found.mean - found.half, found.mean + found.half
     least = -inf if claim.at_least is None else claim.at_least
     most = inf if claim.at_most is None else claim.at_most
-    if difference.half == inf:
-        return str(difference), f"open: one seed{'' if least <= difference.mean <= most else ', and against it'}"
+    if found.half == inf:
+        return str(found), f"open: one seed{'' if least <= found.mean <= most else ', and against it'}"
     if least <= low and high <= most:
-        return str(difference), "yes"
-    return str(difference), "no" if high < least or low > most else "open: the interval holds both"
+        return str(found), "yes"
+    return str(found), "no" if high < least or low > most else "open: the interval holds both"
 
 
 def _made_by(entries: Sequence[Entry]) -> str:
@@ -125,12 +134,8 @@ def page(text: str, entries: Iterable[Entry]) -> str:
     for name, table in SCALED.items():
         begin, end = f"<!-- {name}: made by examples/reproduce.py report -->", f"<!-- /{name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        made = f"{begin}\n\n{block(name, table, entries)}\n{end}"
+        made = f"{begin}\n\n{block(name, table, entries, pictures=True)}\n{end}"
         text, count = pattern.subn(lambda _, made=made: made, text)
         if count != 1:
             raise RowError(f"{PAGE} has {count} blocks between {begin} and {end}; it must have one")
     return text
-
-
-def write_page(entries: Iterable[Entry]) -> None:
-    write_whole(PAGE, page(PAGE.read_text(encoding="utf-8"), entries))

@@ -129,6 +129,18 @@ def test_the_page_says_what_the_ledger_does() -> None:
     assert report.page(text, entries) == text
 
 
+def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path) -> None:
+    table = papers.SCALED["multi30k"]
+    drawing = sys.modules["papers.drawing"]
+    entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2)]
+    drawing.draw_table("multi30k", table, entries, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["multi30k-curves.png"]
+    drawing.draw_table("multi30k", table, [*entries, entry("dpfp", 1, 38.0)], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["multi30k-claims.png", "multi30k-curves.png"]
+    page = report.block("multi30k", table, entries, pictures=True)
+    assert "](multi30k-curves.png)" in page and "claims.png" not in page
+
+
 @pytest.mark.parametrize("table", papers.SCALED)
 def test_the_readme_lists_what_is_scaled_down(table: str, reproduce: Reproduce) -> None:
     status, out, _ = reproduce("--list", table)

@@ -1,0 +1,81 @@
+"""Figures of what a ledger has of a table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+
+from common.figures import GREY, draw_curves, new_figure, plain, plain_numbers, save_figure, say
+
+from papers.ledger import Entry
+from papers.report import difference, interval, verdict
+from papers.rows import Claim, Table
+
+BAND = "Bands and bars are 95% intervals over seeds, by Student's t; what has none was trained with one seed."
+
+
+def draw_table(name: str, table: Table, entries: Sequence[Entry], folder: Path) -> None:
+    """Draws what there is of a table: validation by update, and the differences that its claims are about."""
+    found = [entry for entry in entries if entry.table == name]
+    if found:
+        _draw_validation(table, found, folder / f"{name}-curves.png")
+    if any(claim.minus and difference(claim, found) for claim in table.claims):
+        _draw_claims(table.claims, found, folder / f"{name}-claims.png")
+
+
+def _draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None:
+    curves = {}
+    for row in table.rows:
+        of_row = [entry for entry in entries if entry.row == row]
+        by_update: dict[int, list[float]] = defaultdict(list)
+        for entry in of_row:
+            for update, perplexity in entry.valid:
+                by_update[update].append(perplexity)
+        found = {update: interval(values) for update, values in by_update.items() if len(values) == len(of_row)}
+        if found:
+            known = len(of_row) > 1
+            curves[row] = [
+                (update, i.mean, i.mean - i.half, i.mean + i.half) if known else (update, i.mean)
+                for update, i in sorted(found.items())
+            ]
+    figure, axes = new_figure(figsize=(8, 4.8))
+    ends = {row: curve[-1][1] for row, curve in curves.items()}
+    best = min(ends, key=ends.__getitem__)
+    say(figure, f"Of {len(ends)}, {best} has the lowest validation perplexity at its end: {ends[best]:.2f}", BAND)
+    axes.set(xlabel="updates", ylabel="perplexity of the validation set", yscale="log")
+    axes.set_xlim(0, max(curve[-1][0] for curve in curves.values()) * 1.02)
+    lowest = min(ends.values())
+    axes.set_ylim(0.95 * lowest, 5 * lowest)
+    draw_curves(axes, curves)
+    plain_numbers(axes.yaxis)
+    save_figure(figure, path)
+
+
+def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) -> None:
+    """A line for each claim that compares: the difference and its interval, and where it would have to lie."""
+    found = [(claim, i) for claim in claims if claim.minus and (i := difference(claim, entries))]
+    figure, axes = new_figure(figsize=(8, 1.6 + 0.45 * len(found)))
+    held = sum(verdict(claim, entries)[1] == "yes" for claim, _ in found)
+    say(
+        figure,
+        f"Beyond chance, {held} of {len(found)} claims hold",
+        f"Green: the differences of which a claim speaks. {BAND}",
+    )
+    for place, (_, i) in enumerate(reversed(found)):
+        bar = None if i.half == inf else [i.half]
+        axes.errorbar([i.mean], [place], xerr=bar, fmt="o", color="black", capsize=3, linewidth=1.4)
+    low, high = axes.get_xlim()
+    low, high = min(low, -0.1 * (high - low)), max(high, 0.1 * (high - low))
+    for place, (claim, _) in enumerate(reversed(found)):
+        start = low if claim.at_least is None else claim.at_least
+        end = high if claim.at_most is None else claim.at_most
+        axes.barh([place], [end - start], left=start, height=0.7, color="#009E73", alpha=0.18, linewidth=0)
+    axes.set_xlim(low, high)
+    axes.axvline(0, color=GREY, linewidth=1)
+    axes.set_yticks(range(len(found)), [claim.text for claim, _ in reversed(found)])
+    axes.set_xlabel("difference")
+    plain(axes)
+    axes.grid(axis="y", visible=False)
+    save_figure(figure, path)
