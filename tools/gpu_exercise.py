@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness.cases import RULES, Shape, draw_inputs
@@ -32,9 +33,9 @@ LARGE_SHAPES = [Shape("large", *sizes) for sizes in ((8, 8, 256, 16, 16), (2, 4,
 Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
-def calls(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], device: str) -> Iterator[tuple[str, Shape, Any]]:
+def calls(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], device: str) -> Iterator[tuple[str, Any, Any, Any]]:
     """Each rule with inputs and each algorithm of the CUDA kernels, which are asked for it meanwhile, and for none at
-    the end: a title, the shape, and the rule with q, k, v and the gates.
+    the end: a title, the rule, q, k, v and the gates, and a state.
 
     They lie as fairseq has them, (time, batch, heads, dim), and are made on the CPU, so that compute-sanitizer has few
     kernels of torch's to watch.
@@ -45,13 +46,10 @@ def calls(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], device: str) -
         for rule in RULES:
             given = (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
             tensors = [x.transpose(0, 1).contiguous().to(device).transpose(0, 1) for x in given]
-            yield f"{rule}, {algorithm}, {dtype}, {shape}", shape, (getattr(ops, f"{rule}_rule"), tensors)
+            sizes = (shape.batch, shape.heads, shape.key_dim, shape.value_dim)
+            state = torch.ones(sizes, dtype=ops.state_dtype(dtype)).to(device)
+            yield f"{rule}, {algorithm}, {dtype}, {shape}", getattr(ops, f"{rule}_rule"), tensors, state
     del os.environ["FASTWEIGHTS_CUDA_ALGORITHM"]
-
-
-def state_for(shape: Shape, inputs: list[Tensor], more: tuple[int, int] = (0, 0)) -> Tensor:
-    sizes = (shape.batch, shape.heads, shape.key_dim + more[0], shape.value_dim + more[1])
-    return torch.ones(sizes, dtype=ops.state_dtype(inputs[0].dtype)).to(inputs[0].device)
 
 
 def differentiated(rule: Rule, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
@@ -70,13 +68,12 @@ def step(rule: Rule, inputs: list[Tensor], state: Tensor) -> Tensor:
 
 def memory(device: str) -> list[str]:
     """Calls every operator, forward, backward and step."""
-    for _, shape, (rule, inputs) in calls(DTYPES, SMALL_SHAPES, device):
-        differentiated(rule, inputs, state_for(shape, inputs))
+    for _, rule, inputs, state in calls(DTYPES, SMALL_SHAPES, device):
+        differentiated(rule, inputs, state)
         with torch.no_grad():
             rule(*inputs, backend="native")
         # A state that is part of a wider one, as a model's cache of several layers is.
-        wide = state_for(shape, inputs, more=(1, 3))
-        step(rule, [x[:, :1] for x in inputs], wide[:, :, 1:, : shape.value_dim])
+        step(rule, [x[:, :1] for x in inputs], functional.pad(state, (0, 3, 1, 0))[:, :, 1:, :-3])
     if device == "cuda":
         torch.cuda.synchronize()
     return []
@@ -86,11 +83,11 @@ def determinism(device: str) -> list[str]:
     """Whether two runs give the same bits, over memory that held other things."""
     differing = []
     shapes = (*SMALL_SHAPES, *(LARGE_SHAPES if device == "cuda" else ()))
-    for title, shape, (rule, inputs) in calls(DTYPES[:3], shapes, device):
-        first = [x.clone() for x in differentiated(rule, inputs, state_for(shape, inputs))]
+    for title, rule, inputs, state in calls(DTYPES[:3], shapes, device):
+        first = [x.clone() for x in differentiated(rule, inputs, state)]
         poison = [torch.full_like(x, torch.nan) for x in first]
         del poison
-        second = differentiated(rule, inputs, state_for(shape, inputs))
+        second = differentiated(rule, inputs, state)
         # As bytes: what is beyond float16 may be NaN, which is equal to nothing.
         pairs = ((x.contiguous().view(torch.uint8) for x in pair) for pair in zip(first, second, strict=True))
         if not all(torch.equal(*pair) for pair in pairs):
@@ -101,13 +98,13 @@ def determinism(device: str) -> list[str]:
 def graph(device: str) -> list[str]:
     """Whether steps that were captured in a CUDA graph give, replayed on new inputs, the bits of ordinary calls."""
     differing = []
-    for title, shape, (rule, inputs) in calls(DTYPES[:3], [Shape("step", 4, 8, 1, 64, 64)], device):
-        state = state_for(shape, inputs)
+    for title, rule, inputs, state in calls(DTYPES[:3], [Shape("step", 4, 8, 1, 64, 64)], device):
+        expected_state = state.clone()
         step(rule, inputs, state.clone())  # what is only done once is not to be captured
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             out = step(rule, inputs, state)
-        expected_state = state.copy_(state_for(shape, inputs)).clone()
+        state.copy_(expected_state)
         for scale in (1.0, 0.5, 0.25):
             inputs[2].mul_(scale)
             captured.replay()

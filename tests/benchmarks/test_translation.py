@@ -57,21 +57,3 @@ def test_a_token_is_made_as_the_generator_makes_it(name: str, beam: int) -> None
     steps = [calls[:3], *(calls[i : i + 4] for i in range(3, len(calls), 4))]
     assert [len(step) for step in steps] == [3] + [4] * (LENGTH + 1)
     assert measured == steps[LENGTH]
-
-
-def test_sizes_are_those_of_all_tensors() -> None:
-    layers, width, heads = SETTINGS["layers"], SETTINGS["width"], SETTINGS["heads"]
-    beam, head, source = 4, width // heads, len(SOURCE)
-    # The last layer's output and the embeddings, in float32; which of them are padding; how many there are.
-    encoder = ROWS * (2 * source * width * 4 + source + 4)
-    # Keys and values of the hypothesis and of its sentence, and which of the latter are padding.
-    pairs = ROWS * layers * (2 * (LENGTH + source) * width + source) * 4
-    # A state for each hypothesis, and one for each sentence, with a column for the normaliser.
-    states = (ROWS + ROWS // beam) * layers * heads * head * (head + 1) * 4
-    numbers = ROWS * 8  # of the sentences that the hypotheses are for
-    copies = layers * ROWS // beam * 8  # how many hypotheses each sentence has
-    assert {name: list(begin(name, beam)[1].sizes().values()) for name in ("transformer", "elu", "dpfp-2")} == {
-        "transformer": [pairs, encoder],
-        "elu": [states + copies, encoder + numbers],
-        "dpfp-2": [4 * states + copies, encoder + numbers],
-    }
