@@ -1,13 +1,18 @@
-"""The script for two nodes, as two agents on one machine; what Slurm would do is acted."""
+"""Two nodes, as two agents of torchrun on one machine; what Slurm would do is acted."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import QUIET, ROOT, SMALL_MODEL, TASK
-from tests.examples.conftest import PATH
+from tests.examples.conftest import EXAMPLES, PATH
 
 ACTED = {
     "scontrol": "echo localhost; echo localhost",
@@ -16,24 +21,95 @@ ACTED = {
 }
 
 
+FLAGS = "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --disable-validation".split()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
 @pytest.mark.slow
 def test_two_nodes_train_one_model(our_fairseq, corpus, tmp_path):
     for name, script in ACTED.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    flags = (
-        "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --max-update 2 --disable-validation".split()
-    )
     script = [str(ROOT / "examples" / "distributed" / "train.sbatch"), str(corpus), *TASK, *SMALL_MODEL, *QUIET]
     result = subprocess.run(
-        ["bash", *script, *flags, "--save-dir", str(tmp_path / "checkpoints")],
+        ["bash", *script, *FLAGS, "--max-update", "2", "--save-dir", str(tmp_path / "checkpoints")],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}{os.pathsep}{PATH}", "PROCESSES": "1"}
-        | {"SLURM_JOB_NODELIST": "two", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "PORT": str(port)},
+        | {"SLURM_JOB_NODELIST": "two", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "PORT": str(free_port())},
     )
     assert result.returncode == 0, result.stderr
     assert "training on 2 devices" in result.stdout and (tmp_path / "checkpoints" / "checkpoint_last.pt").is_file()
+
+
+def wait_for(what: Callable[[], object], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("localhost", port)) == 0
+
+
+def kill_node(agent: subprocess.Popen[bytes]) -> None:
+    """As when a machine fails: the agent and what it has started, which has a session of its own."""
+    started = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    for pid in [agent.pid, *map(int, started)]:
+        os.kill(pid, signal.SIGKILL)
+    agent.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux")
+def test_a_node_that_is_killed_and_started_again_takes_part_again(our_fairseq, corpus, tmp_path):
+    page = (EXAMPLES / "distributed" / "README.md").read_text()
+    elastic = re.search(r"torchrun (--max-restarts.*?) \\\n", page)
+    assert elastic is not None
+    port = free_port()
+    words = elastic[1].replace("FIRST:29500", f"localhost:{port}").replace("--nproc_per_node 8", "--nproc_per_node 1")
+    # Seconds where there are five.
+    command = ["torchrun", *words.split(), "--rdzv-conf", "keep_alive_interval=1", "--monitor-interval", "0.2"]
+    command += [str(Path(PATH.split(os.pathsep)[0], "fairseq-train")), str(corpus), *TASK, *SMALL_MODEL, *QUIET, *FLAGS]
+    command += f"--max-update 100 --save-interval-updates 10 --save-dir {tmp_path}/checkpoints".split()
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+
+    def start(log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": PATH}
+            )
+
+    def updates() -> list[tuple[int, str]]:
+        """What the training's first process has logged: of each update its number and loss."""
+        found = re.findall(r'"loss": "([^"]+)".*"num_updates": "(\d+)"', "".join(log.read_text() for log in logs))
+        return [(int(number), loss) for loss, number in found]
+
+    agents = [start(logs[0])]
+    try:
+        wait_for(lambda: listens(port))  # so that the first agent has the list of all, as FIRST has
+        agents.append(start(logs[1]))
+        wait_for(lambda: any(number > 10 for number, _ in updates()))
+        kill_node(agents[1])
+        agents[1] = start(logs[1])
+        assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                kill_node(agent)
+    done = updates()
+    numbers = [number for number, _ in done]
+    again = [n for n in range(1, len(numbers)) if numbers[n] <= numbers[n - 1]]
+    assert len(again) == 1, "the training went on once"
+    lost, resumed = numbers[again[0] - 1], numbers[again[0]]
+    assert lost - 10 < resumed <= lost and (resumed - 1) % 10 == 0
+    assert numbers == [*range(1, lost + 1), *range(resumed, 101)]
+    # Those that were done again came out as before.
+    assert done[again[0] : again[0] + lost - resumed + 1] == done[resumed - 1 : lost]

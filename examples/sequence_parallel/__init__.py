@@ -1,0 +1,1 @@
+"""Fast weight rules over several processes, a segment of the text in each."""

@@ -1,0 +1,151 @@
+"""Runs each rule in several processes, compares it with one process, and says what was sent and how long it took.
+
+    python examples/sequence_parallel/run.py [--processes 2] [--time 2048] [--heads 8] [--key-dim 64] [--value-dim 64]
+
+Processes talk by gloo, on CPUs. Outputs and gradients are compared in the norm of the difference over the norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
+
+from fairseq_fastweights import ops
+from sequence_parallel.rules import delta_rule, diagonal_rule
+
+Inputs = dict[str, Tensor]
+REPEATS = 5
+
+
+def make_inputs(rule: str, sizes: argparse.Namespace, dtype: torch.dtype) -> Inputs:
+    """What a rule takes, the same in every process; gates leave something of each segment's state."""
+    draw = torch.Generator().manual_seed(1)
+    shape = (sizes.batch, sizes.time, sizes.heads)
+
+    def normal(*width: int) -> Tensor:
+        return torch.randn(*shape, *width, generator=draw, dtype=dtype)
+
+    def decay(*width: int) -> Tensor:
+        return -torch.rand(*shape, *width, generator=draw, dtype=dtype) * 4 / sizes.time
+
+    keys, values = sizes.key_dim, sizes.value_dim
+    inputs = {"q": normal(keys), "k": torch.nn.functional.normalize(normal(keys), dim=-1), "v": normal(values)}
+    gates: dict[str, Callable[[], Inputs]] = {
+        "sum": dict,
+        "retention": lambda: {"log_key_decay": decay()},
+        "decay": lambda: {"log_key_decay": decay(keys), "log_value_decay": decay(values)},
+        "delta": lambda: {"beta": torch.rand(*shape, generator=draw, dtype=dtype)},
+        "gated-delta": lambda: {"beta": torch.rand(*shape, generator=draw, dtype=dtype), "log_gate": decay(keys)},
+    }
+    return inputs | gates[rule]()
+
+
+RULES = ("sum", "retention", "decay", "delta", "gated-delta")
+
+
+def in_one_process(**inputs: Tensor) -> Tensor:
+    """The same rule on the whole text."""
+    if "beta" in inputs:
+        gate = inputs.pop("log_gate", None)
+        return ops.fast_weight_rule(erase=inputs["k"], log_key_decay=gate, **inputs)[0]  # type: ignore[arg-type]
+    return ops.fast_weight_rule(**inputs)[0]  # type: ignore[arg-type]
+
+
+def with_gradients(rule: Callable[..., Tensor], inputs: Inputs, weight: Tensor) -> list[Tensor]:
+    """The output of a rule, and the gradients of the inputs."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    out = rule(**leaves)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), list(leaves.values()))]
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    return float((x - y).norm() / y.norm())
+
+
+def shortest(call: Callable[[], object]) -> float:
+    """The milliseconds that the fastest of some calls took, all processes starting together."""
+    found = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        found.append(1000 * (time.perf_counter() - start))
+    return min(found)
+
+
+def worker(rank: int, sizes: argparse.Namespace, meeting: str, dtype: torch.dtype, results: Any) -> None:
+    """Compares this process's segment of each rule with that of one process; the first says how long things took."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=sizes.processes)
+    for rule in sizes.rules:
+        inputs = make_inputs(rule, sizes, dtype)
+        weight = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(2), dtype=dtype)
+        segment = slice(rank * sizes.time // sizes.processes, (rank + 1) * sizes.time // sizes.processes)
+        mine, my_weight = {name: x[:, segment] for name, x in inputs.items()}, weight[:, segment]
+        parallel = delta_rule if "beta" in inputs else diagonal_rule
+        whole = [x[:, segment] for x in with_gradients(in_one_process, inputs, weight)]
+        found = with_gradients(parallel, mine, my_weight)
+        differences = [distance(x, y) for x, y in zip(found, whole, strict=True)]
+        width = sizes.value_dim + (sizes.key_dim if "beta" in inputs else 0)
+        message = torch.zeros(sizes.batch, sizes.heads, sizes.key_dim, width)
+        everyone = [torch.empty_like(message) for _ in range(sizes.processes)]
+        times = (
+            shortest(lambda x=inputs, w=weight: with_gradients(in_one_process, x, w)) if sizes.measure else 0,
+            shortest(lambda x=mine, w=my_weight, r=parallel: with_gradients(r, x, w)) if sizes.measure else 0,
+            shortest(lambda m=message, e=everyone: dist.all_gather(e, m)) if sizes.measure else 0,
+        )
+        results.append((rule, rank, max(differences), message.nbytes, *times))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(sizes: argparse.Namespace, dtype: torch.dtype = torch.float32) -> list[tuple[Any, ...]]:
+    """Of each rule and process: their names, the largest difference, bytes sent, and three times in milliseconds."""
+    with torch.multiprocessing.Manager() as manager, tempfile.TemporaryDirectory() as folder:
+        results = manager.list()
+        torch.multiprocessing.spawn(worker, (sizes, f"{folder}/meeting", dtype, results), nprocs=sizes.processes)
+        return sorted(results, key=lambda row: (sizes.rules.index(row[0]), row[1]))
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description="Compares rules in several processes with one process.")
+    for name, default in (
+        ("processes", 2),
+        ("batch", 1),
+        ("time", 2048),
+        ("heads", 8),
+        ("key-dim", 64),
+        ("value-dim", 64),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.set_defaults(rules=RULES, measure=True)
+    options = parser.parse_args()
+    for name in ("processes", "batch", "time", "heads", "key_dim", "value_dim"):
+        if getattr(options, name) < 1:
+            parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)} must be at least 1")
+    if options.time < options.processes:
+        parser.error(f"argument --time: {options.time} must be at least as many as --processes, {options.processes}")
+    print(
+        "| rule | difference | sent | one process | each of them | sending alone |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for rule, rank, difference, size, one, several, sending in run(options):
+        if rank == options.processes - 1:
+            print(
+                f"| {rule} | {difference:.1e} | {size / 1024:.0f} KiB | {one:.0f} ms | {several:.0f} ms | {sending:.2f} ms |"
+            )
+
+
+if __name__ == "__main__":
+    main()
