@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 _PACKAGE = Path(__file__).parent
 _FILES = ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError")
+_READERS = [("fairseq", f"{name}.py") for name in ("binarised_data", "checkpoint_loader", "integrity")]
 _NOISE: tuple[tuple[str, type[Warning], str], ...] = (
     ("", UserWarning, r"hydra\."),
     (r"\s*'config' is validated against ConfigStore", UserWarning, ""),
@@ -112,8 +113,8 @@ def _told(raised: Raised) -> str | None:
         return f"argument --fast-weight-backend: {raised.message}"
     if raised.kind in _FILES or (raised.kind == "OSError" and raised.message.startswith("Model file not found")):
         return raised.message
-    # Of the reader of checkpoints that our fairseq has, and of torch about the weights of another model.
-    unreadable = raised.kind == "ValueError" and on_purpose and file.parts[-2:] == ("fairseq", "checkpoint_loader.py")
+    # Of the readers of files that our fairseq has, and of torch about the weights of another model.
+    unreadable = raised.kind == "ValueError" and on_purpose and file.parts[-2:] in _READERS
     if unreadable or raised.message.startswith("Error(s) in loading state_dict for"):
         return raised.message
     # In ops/, arguments of functions are refused, which no user of a command has given.

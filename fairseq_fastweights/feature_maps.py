@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fastweights.feature_map_sizes import check_dpfp, check_positive, count_favor_features
 from fairseq_fastweights.ops.autocast import without_autocast
+from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features
 
 Scales = Literal["fixed", "queries", "queries and source", "all"]
 """See `FeatureMap.forward`."""
@@ -348,10 +350,10 @@ def build_feature_map(
     """
     if name not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {name!r}; it must be one of {', '.join(FEATURE_MAPS)}")
-    _check_positive("num_heads", num_heads)
-    _check_positive("head_dim", head_dim)
+    check_positive("num_heads", num_heads)
+    check_positive("head_dim", head_dim)
     if feature_dim is not None:
-        _check_positive("feature_dim", feature_dim)
+        check_positive("feature_dim", feature_dim)
     dim = head_dim if feature_dim is None else feature_dim
 
     if name == "identity":
@@ -363,8 +365,8 @@ def build_feature_map(
     if name == "relu":
         return ReluMap(num_heads, head_dim, dim)
     if name == "favor":
-        return FavorMap(head_dim, _favor_features(head_dim, feature_dim, favor_features))
-    _check_dpfp(head_dim, feature_dim, dpfp_nu)
+        return FavorMap(head_dim, count_favor_features(head_dim, feature_dim, favor_features))
+    check_dpfp(head_dim, feature_dim, dpfp_nu)
     return DpfpMap(head_dim, dpfp_nu)
 
 
@@ -388,77 +390,5 @@ def sum_normalize(x: Tensor, *, eps: float) -> Tensor:
     return x / torch.where(total.abs() < torch.finfo(x.dtype).tiny, 1.0, total)
 
 
-def orthogonal_features(
-    num_features: int,
-    dim: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Draw the random features of FAVOR+ from the global generator of a device.
-
-    Args:
-        num_features: m, how many.
-        dim: numbers of each.
-        dtype: of the result.
-        device: of the result, and of the generator; None for the CPU.
-
-    Returns:
-        (num_features, dim). Each row is distributed as N(0, I); rows within a block of `dim` are
-        orthogonal, blocks are independent. The last block is cut to what `num_features` leaves.
-
-    Examples:
-        >>> features = orthogonal_features(6, 4)
-        >>> gram = features @ features.t()
-        >>> gram.shape, torch.allclose(gram[0, 1:4], torch.zeros(3), atol=1e-4)
-        (torch.Size([6, 6]), True)
-    """
-    num_blocks = -(-num_features // dim)
-    q, r = torch.linalg.qr(torch.randn(num_blocks, dim, dim, dtype=dtype, device=device))
-    # QR leaves the signs of r's diagonal open; with all of them positive q is Haar distributed.
-    diagonal = r.diagonal(dim1=-2, dim2=-1)
-    q = q * torch.copysign(torch.ones_like(diagonal), diagonal).unsqueeze(-2)
-    # The norm of a normal vector: chi distributed with dim degrees of freedom.
-    norms = torch.randn(num_features, dim, dtype=dtype, device=device).norm(dim=-1, keepdim=True)
-    features: Tensor = q.flatten(0, 1)[:num_features] * norms
-    return features
-
-
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def _check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a positive integer")
-
-
-def _favor_features(head_dim: int, feature_dim: int | None, favor_features: int | None) -> int:
-    if feature_dim is not None and feature_dim % 2:
-        raise ValueError(
-            f"feature_dim is {feature_dim}; for the feature map favor it must be even,"
-            " because each random feature gives two outputs"
-        )
-    if favor_features is not None:
-        _check_positive("favor_features", favor_features)
-        if feature_dim is not None and feature_dim != 2 * favor_features:
-            raise ValueError(
-                f"feature_dim is {feature_dim}; with favor_features {favor_features}"
-                f" it must be {2 * favor_features}, or left out"
-            )
-        return favor_features
-    if feature_dim is not None:
-        return feature_dim // 2
-    return max(1, round(head_dim * math.log(head_dim)))
-
-
-def _check_dpfp(head_dim: int, feature_dim: int | None, dpfp_nu: int) -> None:
-    largest = 2 * head_dim - 1
-    if not isinstance(dpfp_nu, int) or not 1 <= dpfp_nu <= largest:
-        raise ValueError(f"dpfp_nu is {dpfp_nu!r}; for head_dim {head_dim} it must be an integer from 1 to {largest}")
-    output_dim = 2 * head_dim * dpfp_nu
-    if feature_dim is not None and feature_dim != output_dim:
-        raise ValueError(
-            f"feature_dim is {feature_dim}; the feature map dpfp gives 2 * head_dim * dpfp_nu ="
-            f" {output_dim}: choose dpfp_nu for it, or leave feature_dim out"
-        )

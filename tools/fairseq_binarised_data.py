@@ -1,7 +1,7 @@
-"""Looks at a split of binarised data before anything of it is read.
+"""Looks at binarised data, and whether a dictionary is a file, before anything of it is read.
 
 `tools/fairseq_cures.py` puts this module into fairseq as `fairseq/binarised_data.py`; every load of an indexed data set
-comes by it. It imports nothing of fairseq.
+and of a dictionary comes by it. It imports nothing of fairseq.
 
 fairseq believes what an index says: one that is cut short is an error of NumPy, or numbers that memory held by chance;
 one that says more than there is in the file with the tokens, and a token that the dictionary has not, are errors in the
@@ -13,7 +13,7 @@ import stat
 import struct
 from collections.abc import Sized
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,16 @@ def check_split(prefix: str, dictionary: Sized | None) -> None:
     _check(
         prefix, None if dictionary is None else len(dictionary), *((x.st_ino, x.st_size, x.st_mtime_ns) for x in state)
     )
+
+
+def open_dictionary(path: str) -> TextIO:
+    """Opens a dictionary; a pipe alone that the shell made of a command's output, as in `--srcdict <(...)`.
+
+    Raises `ValueError`, one line that names the file, for what is no file: to open a pipe might wait forever.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode) and not path.startswith("/dev/fd/"):
+        raise ValueError(f"{path} is no regular file; it must be a dictionary, as fairseq-preprocess writes it")
+    return open(path, encoding="utf-8")
 
 
 @lru_cache(maxsize=64)  # a split may be loaded for its message, and again for each epoch

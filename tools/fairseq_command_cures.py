@@ -63,6 +63,20 @@ COMMAND_CURES: dict[str, list[tuple[str, str, str]]] = {
             )
 """,
         ),
+        (
+            _OPTIONS,
+            """    usr_args, _ = usr_parser.parse_known_args()
+    utils.import_user_module(usr_args)
+""",
+            """    usr_args, _ = usr_parser.parse_known_args()
+    try:
+        utils.import_user_module(usr_args)
+    except FileNotFoundError as error:
+        if str(error).startswith("--user-dir: "):
+            usr_parser.exit(2, f"{usr_parser.prog}: error: argument {error}\\n")
+        raise
+""",
+        ),
         ("fairseq/registry.py", '"{} is required!"', '"--{} is required"'),
         (
             "fairseq/utils.py",

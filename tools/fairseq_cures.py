@@ -303,6 +303,17 @@ def add_defaults(''',
             "from fairseq.file_io import PathManager\n",
             "from fairseq.binarised_data import check_split\nfrom fairseq.file_io import PathManager\n",
         ),
+        # A folder or a pipe in the place of dict.txt.
+        Edit(
+            "fairseq/data/dictionary.py",
+            'with open(PathManager.get_local_path(f), "r", encoding="utf-8") as fd:',
+            "with open_dictionary(PathManager.get_local_path(f)) as fd:",
+        ),
+        Edit(
+            "fairseq/data/dictionary.py",
+            "from fairseq.file_io import PathManager\n",
+            "from fairseq.binarised_data import open_dictionary\nfrom fairseq.file_io import PathManager\n",
+        ),
     ],
 }
 

@@ -20,18 +20,17 @@ from fairseq_fastweights.conversion.weight_files import load_safely
 from fairseq_fastweights.digests import with_digests
 
 
-def read_state(checkpoint: Path, *, checked: bool = False) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint of fairseq's holds, if it is made of tensors and plain values alone.
 
     Args:
         checkpoint: the file.
-        checked: as for `load_safely`.
 
     Raises:
         ValueError: naming the file.
     """
     import_module("fairseq_fastweights")  # older checkpoints hold a Namespace, which it lets through
-    state = load_safely(checkpoint, checked=checked)
+    state = load_safely(checkpoint)
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
         raise ValueError(f"{checkpoint}: this is not a checkpoint of fairseq's")

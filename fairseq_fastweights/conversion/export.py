@@ -47,11 +47,15 @@ class Run:
         checkpoint: the file.
         dictionary: the file with its words.
         pieces: the folder with the files of the byte-level BPE that its words are numbers of; None if they are words.
+        types: of the checkpoint's weights.
+        updates: after how many it was written, if it says so.
     """
 
     checkpoint: Path
     dictionary: Path
     pieces: Path | None
+    types: frozenset[Any]
+    updates: int | None
 
 
 def load_for_causal_lm(
@@ -78,7 +82,15 @@ def load_for_causal_lm(
         >>> prompt = tokenizer("the value of", return_tensors="pt")  # doctest: +SKIP
         >>> print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20)[0]))  # doctest: +SKIP
     """
-    run = find_run(Path(path), data, tokenizer)
+    return load_run(find_run(Path(path), data, tokenizer))
+
+
+def load_run(run: Run) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast]:
+    """As `load_for_causal_lm`, of files that were found.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
     model, dictionary = read_model(run)
     return model, make_tokenizer(dictionary, run.pieces, model.config)
 
@@ -143,7 +155,8 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
         checkpoint = found[0]
     if not checkpoint.is_file():
         raise ValueError(f"{path}: there is no such checkpoint")
-    task = _task_of(read_state(checkpoint))
+    state = read_state(checkpoint)
+    task = _task_of(state)
     trained_on = str(task.get("data") or "").split(":")[0]
     places = [checkpoint.parent, *([Path(trained_on)] if trained_on else [])] if data is None else [Path(data)]
     dictionary = next((place / "dict.txt" for place in places if (place / "dict.txt").is_file()), None)
@@ -155,7 +168,14 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
     nearby = [dictionary.parent, checkpoint.parent]
     if task.get("transfer_from"):
         nearby.append(Path(task["transfer_from"]))
-    return Run(checkpoint, dictionary, find_pieces(dictionary, nearby, tokenizer))
+    history = state.get("optimizer_history")
+    return Run(
+        checkpoint,
+        dictionary,
+        find_pieces(dictionary, nearby, tokenizer),
+        frozenset(weight.dtype for weight in state["model"].values() if weight.is_floating_point()),
+        history[-1].get("num_updates") if history else None,
+    )
 
 
 def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
@@ -166,8 +186,6 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
     """
     for module in ("models.fast_weight_lm", "models.huggingface_architectures", "tasks.fast_weight_language_modeling"):
         import_module(f"fairseq_fastweights.{module}")
-    weights = read_state(run.checkpoint, checked=True)["model"]  # by `find_run`
-    types = {weight.dtype for weight in weights.values() if weight.is_floating_point()}
     try:
         loaded, _, task = checkpoint_utils.load_model_ensemble_and_task(
             [str(run.checkpoint)], arg_overrides={"data": str(run.dictionary.parent)}
@@ -184,9 +202,9 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         ours = FastWeightForCausalLM(config)
     ours.load_state_dict(weights_of(theirs), strict=False)
     check_all_loaded(run.checkpoint, ours, weights_of(theirs))
-    if len(types) == 1:
-        ours.to(next(iter(types)))
-        config.dtype = next(iter(types))
+    if len(run.types) == 1:
+        ours.to(next(iter(run.types)))
+        config.dtype = next(iter(run.types))
     ours.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,

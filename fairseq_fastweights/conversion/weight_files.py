@@ -79,12 +79,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_safely(path: Path, *, checked: bool = False) -> Any:
+def load_safely(path: Path) -> Any:
     """What torch.save wrote, if it is made of tensors and plain values alone, and undamaged.
 
     Args:
         path: the file.
-        checked: whether that was just done, and it need not be read from beginning to end once more.
 
     Raises:
         ValueError: naming the file, if it is broken or holds anything else.
@@ -103,8 +102,7 @@ def load_safely(path: Path, *, checked: bool = False) -> Any:
             if archive and (damage := integrity.damage_of(file)):
                 raise ValueError(integrity.complain(path, damage)) from None
             raise ValueError(f"{path}: {_complaint(error)}") from None
-        if not checked:
-            integrity.check_loaded(file, path, state)
+        integrity.check_loaded(file, path, state)
     return state
 
 

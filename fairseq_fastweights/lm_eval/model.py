@@ -247,10 +247,7 @@ class FastWeightLM(HFLM):
 
 def load(checkpoint: Path, data: str | None, tokenizer: str | None) -> tuple[Any, Any, int | None]:
     """A checkpoint's model and tokenizer, and after how many updates it was written, if it says so."""
-    from fairseq_fastweights.conversion.checkpoints import read_state
-    from fairseq_fastweights.conversion.export import find_run, load_for_causal_lm
+    from fairseq_fastweights.conversion.export import find_run, load_run
 
-    file = find_run(checkpoint, data, tokenizer).checkpoint
-    history = read_state(file).get("optimizer_history")
-    updates = history[-1].get("num_updates") if history else None
-    return *load_for_causal_lm(file, data=data, tokenizer=tokenizer), updates
+    run = find_run(checkpoint, data, tokenizer)
+    return *load_run(run), run.updates

@@ -72,7 +72,7 @@ class GatedDelta(Mixer):
             memory can count modulo 2 (Grazzi et al. 2025).
         eps: what is added under the root of the norm; Qwen3-Next has 1e-6.
         backend: of the operation.
-        writes: keys, values and write strengths of each token, for `DeltaProduct`.
+        writes: keys, values and write strengths of each token; 1 but for `DeltaProduct`.
 
     Raises:
         ValueError: naming the argument, what it was and what it may be.
@@ -95,6 +95,7 @@ class GatedDelta(Mixer):
 
     takes_starts = True
     _smallest_rate: float = SMALLEST_RATE
+    _writes_once = True
 
     def __init__(
         self,
@@ -112,6 +113,8 @@ class GatedDelta(Mixer):
     ) -> None:
         super().__init__(embed_dim, num_heads)
         self.writes = writes
+        if self._writes_once and writes != 1:
+            raise ValueError(f"writes is {writes}; it must be 1 (DeltaProduct takes more)")
         for name, value, least in (
             ("key_dim", key_dim, 0),
             ("value_dim", value_dim, 0),
@@ -298,6 +301,7 @@ class DeltaProduct(GatedDelta):
     """
 
     options = {"writes": Option(int, 2, "number of corrections per token"), **GatedDelta.options}
+    _writes_once = False
 
     def __init__(self, embed_dim: int, num_heads: int = 1, *, writes: int = 2, **others: Any) -> None:
         if writes < 1:

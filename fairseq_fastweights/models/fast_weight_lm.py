@@ -4,13 +4,11 @@
 # they stand, and knows `Optional` alone.
 # ruff: noqa: UP045
 
-import ast
 import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import (
@@ -19,7 +17,6 @@ from fairseq.models.transformer_lm import (
     base_lm_architecture,
     transformer_lm_baevski_wiki103,
 )
-from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from fairseq.utils import safe_getattr
 from torch import nn
 
@@ -36,6 +33,7 @@ from fairseq_fastweights.models.fast_weight_options import (
     parse_mixers,
     set_defaults,
 )
+from fairseq_fastweights.models.input_embeddings import build_embeddings
 from fairseq_fastweights.models.option_checks import (
     check_inference,
     check_model_itself,
@@ -201,7 +199,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         decoder = FastWeightDecoder(
             args,
             task.target_dictionary,
-            _build_embeddings(args, task.source_dictionary),
+            build_embeddings(args, task.source_dictionary),
             mixers=[(name, mixer_builder(name, settings)) for name in names],
         )
         if args.init_std is not None:
@@ -296,62 +294,6 @@ def _parse_kept_layers(text: str, layers: int) -> list[int]:
             f"decoder_layers_to_keep is {text!r}; it must be comma-separated numbers from 0 to {layers - 1}, each once"
         )
     return numbers
-
-
-def _build_embeddings(args: Any, dictionary: Dictionary) -> nn.Module:
-    """The input embeddings that fairseq's options ask for."""
-    if args.character_embeddings:
-        return CharacterTokenEmbedder(
-            dictionary,
-            _read_filters(args.character_filters),
-            args.character_embedding_dim,
-            args.decoder_embed_dim,
-            args.char_embedder_highway_layers,
-        )
-    if args.tie_adaptive_weights:
-        _check_tied_bands(args)
-    if not args.adaptive_input:
-        return FastWeightLanguageModel.build_embedding(args, dictionary, args.decoder_input_dim)
-    cutoffs = read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary))
-    if int(args.decoder_input_dim // args.adaptive_input_factor ** len(cutoffs)) < 1:
-        raise ValueError(
-            f"adaptive_input_factor is {args.adaptive_input_factor:g}: with decoder_input_dim {args.decoder_input_dim} "
-            f"and {len(cutoffs)} cut-offs the rarest words' embeddings would have no dimension; it must be at most "
-            f"{args.decoder_input_dim ** (1 / len(cutoffs)):.3g}"
-        )
-    return AdaptiveInput(
-        len(dictionary),
-        dictionary.pad(),
-        args.decoder_input_dim,
-        args.adaptive_input_factor,
-        args.decoder_embed_dim,
-        cutoffs,
-        args.quant_noise_pq,
-        args.quant_noise_pq_block_size,
-    )
-
-
-def _read_filters(text: str) -> list[Any]:
-    """Reads --character-filters, a Python list of pairs."""
-    try:
-        filters = [(int(width), int(number)) for width, number in ast.literal_eval(text)]
-    except (TypeError, ValueError, SyntaxError):
-        filters = []
-    if not filters or not all(width > 0 and number > 0 for width, number in filters):
-        raise ValueError(f"character_filters is {text!r}; it must be a list of pairs of widths and numbers of filters")
-    return filters
-
-
-def _check_tied_bands(args: Any) -> None:
-    if not args.adaptive_input:
-        raise ValueError("tie_adaptive_weights is set; it needs adaptive_input, which is not")
-    for name, own, other in (
-        ("adaptive_softmax_factor", args.adaptive_softmax_factor, args.adaptive_input_factor),
-        ("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, args.adaptive_input_cutoff),
-        ("decoder_output_dim", args.decoder_output_dim, args.decoder_input_dim),
-    ):
-        if own != other:
-            raise ValueError(f"{name} is {own!r}; with tie_adaptive_weights it must be that of the input, {other!r}")
 
 
 def _draw_weights(decoder: FastWeightDecoder, std: float) -> None:

@@ -1,4 +1,6 @@
-"""The compiled kernels (`cpu/`, `cuda/`) as torch operators: `torch.ops.fairseq_fastweights`.
+"""The compiled kernels (`cpu/`, `cuda/`): which calls they take, and what they are given of a rule.
+
+`native_operators` declares them to torch.
 
 The kernels keep, for the backward pass, the inputs and a state every `interval` steps; it computes those in between
 again. Every result has the same bits on every run. On a CPU the number of threads changes none of them either, but
@@ -19,9 +21,9 @@ from torch.autograd import forward_ad
 from fairseq_fastweights.ops import libraries
 from fairseq_fastweights.ops.checks import BackendUnavailable, state_dtype
 from fairseq_fastweights.ops.gates import decay_at_starts, one_minus_gate
+from fairseq_fastweights.ops.native_operators import NAMESPACE as NAMESPACE
 from fairseq_fastweights.ops.reference import ungrouped
 
-NAMESPACE = "fairseq_fastweights"
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
     "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -39,8 +41,6 @@ INTERVALS = {"cpu": (64,), "cuda": (64, 128, 256)}
 
 SCAN_INTERVAL = 32
 """The steps that lie between the states that the selective scan keeps for the backward pass."""
-
-_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 @torch.compiler.assume_constant_result
@@ -364,168 +364,3 @@ def _interval(k: Tensor, v: Tensor) -> int:
     state = k.shape[-1] * v.shape[-1] * (8 if v.dtype == torch.float64 else 4)
     step = 4 * (k.shape[-1] + v.shape[-1]) * v.element_size()
     return next((steps for steps in fewer if 4 * state < steps * step), most)
-
-
-# The operators: schemas, shapes, derivatives
-
-_RULE = (
-    "Tensor q, Tensor k, Tensor v, Tensor? erase, bool corrects, Tensor? beta, Tensor? log_gate, bool complement,"
-    " Tensor? log_key_decay, Tensor? log_value_decay, Tensor? starts"
-)
-_SCAN = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D"
-_SCHEMAS = (
-    f"rule_forward({_RULE}, Tensor? initial_state, int interval) -> (Tensor out, Tensor final_state, Tensor states)",
-    f"rule_backward(Tensor d_out, Tensor? d_final_state, {_RULE}, Tensor? initial_state, Tensor states, int interval)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_erase, Tensor d_beta, Tensor d_log_gate, Tensor d_log_key_decay,"
-    " Tensor d_log_value_decay, Tensor d_initial_state)",
-    f"rule_step_({_RULE}, Tensor(a!) state) -> Tensor out",
-    f"selective_scan_forward({_SCAN}, Tensor? initial_state, int interval)"
-    " -> (Tensor out, Tensor final_state, Tensor states)",
-    f"selective_scan_backward(Tensor d_out, Tensor? d_final_state, {_SCAN}, Tensor? initial_state, Tensor states,"
-    " int interval)"
-    " -> (Tensor du, Tensor d_delta, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor d_initial_state)",
-    f"selective_scan_step_({_SCAN}, Tensor(a!) state) -> Tensor out",
-    "cpu_instruction_set() -> str",
-    "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, bool separate_decays, int capability)"
-    " -> int[]",
-)
-for _schema in _SCHEMAS:
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def _shape_of_forward(k: Tensor, v: Tensor, interval: int) -> tuple[Tensor, Tensor, Tensor]:
-    batch, time, heads, key_dim = *v.shape[:3], k.shape[3]
-    kept = (time + interval - 1) // interval - 1 if interval else 0
-    dtype = state_dtype(v.dtype)
-    return (
-        torch.empty_like(v),
-        v.new_empty(batch, heads, key_dim, v.shape[-1], dtype=dtype),
-        v.new_empty(batch, heads, kept, key_dim, v.shape[-1], dtype=dtype),
-    )
-
-
-def _shape_of_gradient(x: Tensor | None, v: Tensor) -> Tensor:
-    return v.new_empty(0) if x is None else torch.empty_like(x)
-
-
-def _shape_of_state_gradient(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
-    shape = (0,) if initial_state is None else (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    return v.new_empty(shape, dtype=state_dtype(v.dtype))
-
-
-@torch.library.register_fake(f"{NAMESPACE}::rule_forward", lib=_library)
-def _(q: Any, k: Any, v: Any, *others: Any) -> Any:
-    return _shape_of_forward(k, v, others[-1])
-
-
-@torch.library.register_fake(f"{NAMESPACE}::rule_backward", lib=_library)
-def _(d_out: Any, d_final_state: Any, *given: Any) -> Any:
-    q, k, v, erase, _, beta, log_gate, _, f, z, _, initial_state, _, _ = given
-    gradients = [_shape_of_gradient(x, v) for x in (q, k, v, erase, beta, log_gate, f, z)]
-    return (*gradients, _shape_of_state_gradient(k, v, initial_state))
-
-
-@torch.library.register_fake(f"{NAMESPACE}::rule_step_", lib=_library)
-def _(q: Any, k: Any, v: Any, *others: Any) -> Any:
-    return torch.empty_like(v)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::selective_scan_forward", lib=_library)
-def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, initial_state: Any, interval: int) -> Any:
-    batch, time, channels = u.shape
-    kept = (time + interval - 1) // interval - 1 if interval else 0
-    dtype = state_dtype(u.dtype)
-    return (
-        torch.empty_like(u),
-        u.new_empty(batch, *A.shape, dtype=dtype),
-        u.new_empty(batch, kept, A.shape[1], channels, dtype=dtype),
-    )
-
-
-@torch.library.register_fake(f"{NAMESPACE}::selective_scan_backward", lib=_library)
-def _(
-    d_out: Any,
-    d_final_state: Any,
-    u: Any,
-    delta: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any,
-    initial_state: Any,
-    states: Any,
-    interval: int,
-) -> Any:
-    gradients = [_shape_of_gradient(x, u) for x in (u, delta, A, B, C, D)]
-    shape = (0,) if initial_state is None else (u.shape[0], *A.shape)
-    return (*gradients, u.new_empty(shape, dtype=state_dtype(u.dtype)))
-
-
-@torch.library.register_fake(f"{NAMESPACE}::selective_scan_step_", lib=_library)
-def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, state: Any) -> Any:
-    return torch.empty_like(u)
-
-
-def _keep_rule(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.interval = inputs
-    ctx.corrects, ctx.complement = tensors.pop(4), tensors.pop(6)
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_rule(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
-    q, k, v, erase, beta, log_gate, f, z, starts, initial_state, states = ctx.saved_tensors
-    given = (q, k, v, erase, ctx.corrects, beta, log_gate, ctx.complement, f, z, starts, initial_state)
-    gradients = torch.ops.fairseq_fastweights.rule_backward(
-        torch.zeros_like(v) if d_out is None else d_out, d_final_state, *given, states, ctx.interval
-    )
-    # What is absent has an empty tensor for a gradient.
-    of = (q, k, v, erase, beta, log_gate, f, z, initial_state)
-    dq, dk, dv, d_erase, d_beta, d_gate, df, dz, d_initial = (
-        None if x is None else gradient for x, gradient in zip(of, gradients, strict=True)
-    )
-    return dq, dk, dv, d_erase, None, d_beta, d_gate, None, df, dz, None, d_initial, None
-
-
-def _keep_scan(ctx: Any, inputs: Any, output: Any) -> None:
-    *given, ctx.interval = inputs
-    ctx.save_for_backward(*given, output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_scan(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
-    u, delta, A, B, C, D, initial_state, states = ctx.saved_tensors
-    *gradients, dD, d_initial = torch.ops.fairseq_fastweights.selective_scan_backward(
-        torch.zeros_like(u) if d_out is None else d_out,
-        d_final_state,
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        initial_state,
-        states,
-        ctx.interval,
-    )
-    return *gradients, None if D is None else dD, None if initial_state is None else d_initial, None
-
-
-def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
-def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
-    raise RuntimeError("a compiled rule cannot be differentiated twice; backend='reference' can")
-
-
-torch.library.register_autograd(
-    f"{NAMESPACE}::rule_forward", _differentiate_rule, setup_context=_keep_rule, lib=_library
-)
-torch.library.register_autograd(
-    f"{NAMESPACE}::selective_scan_forward", _differentiate_scan, setup_context=_keep_scan, lib=_library
-)
-for _operator in ("rule_backward", "selective_scan_backward"):
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{_operator}", _refuse_second_derivatives, setup_context=_keep_nothing, lib=_library
-    )

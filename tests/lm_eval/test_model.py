@@ -13,6 +13,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from fairseq_fastweights.lm_eval import model
 from fairseq_fastweights.lm_eval.__main__ import main
 from fairseq_fastweights.lm_eval.model import UNLIMITED, FastWeightLM
 from tests.conftest import train
@@ -167,6 +168,13 @@ def task(tmp_path: Path) -> Path:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "words.yaml").write_text(json.dumps(config))
     return tmp_path
+
+
+def test_a_checkpoint_is_read_to_be_checked_and_to_be_loaded_and_no_more(checkpoint, monkeypatch) -> None:
+    path, load, loads = checkpoint("delta"), torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *a, **options: loads.append(options.get("mmap")) or load(*a, **options))
+    assert model.load(path, None, None)[2] == 3
+    assert loads == [True, None]  # of the first nothing is copied
 
 
 @pytest.mark.slow

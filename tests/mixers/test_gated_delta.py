@@ -60,6 +60,15 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
     return torch.stack(rows) if rows else x
 
 
+@pytest.mark.parametrize(
+    ("kind", "writes", "allowed"),
+    [(GatedDelta, 2, "1 "), (KimiDelta, 2, "1 "), (GatedDelta, 0, "1 "), (DeltaProduct, 0, "at least 1")],
+)
+def test_more_writes_than_one_are_of_delta_product_alone(kind, writes, allowed):
+    with pytest.raises(ValueError, match=f"^writes is {writes}; it must be {allowed}"):
+        kind(EMBED, HEADS, writes=writes)
+
+
 @pytest.mark.parametrize("padding", ["none", "whole"])
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_the_equations(kind, options, padding):

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import pickle
 import re
 import sys
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from fairseq_cures import VERSION, UnexpectedSourceError
+
+from fairseq_fastweights import command_line
 
 
 @pytest.fixture
@@ -300,6 +303,31 @@ def files_without_iopath(folder: Path) -> None:
         assert (folder / "file").read_bytes() == b"written" and file_io.PathManager.async_close()
 
 
-@pytest.mark.parametrize("works", [weights_of_a_moving_average, masks_of_bytes, files_without_iopath])
-def test_what_fairseqs_own_tests_found_works_again(our_fairseq, works, tmp_path: Path) -> None:
+def dictionaries_that_are_files(folder: Path) -> None:
+    from fairseq.data import Dictionary
+
+    os.mkfifo(folder / "pipe")
+    for name in (".", "pipe"):
+        with pytest.raises(ValueError, match="is no regular file; it must be a dictionary") as error:
+            Dictionary.load(str(folder / name))
+        assert command_line.told(error.value) == str(error.value)
+    (folder / "dict.txt").write_text("word 3\n")
+    assert Dictionary.load(str(folder / "dict.txt")).symbols[-1] == "word"
+
+
+@pytest.mark.parametrize(
+    "works", [weights_of_a_moving_average, masks_of_bytes, files_without_iopath, dictionaries_that_are_files]
+)
+def test_what_was_broken_works(our_fairseq, works, tmp_path: Path) -> None:
     works(tmp_path)
+
+
+def test_a_plugin_that_is_not_there_ends_a_command_in_one_line(our_fairseq, monkeypatch, capsys) -> None:
+    from fairseq import options
+
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", "data", "--user-dir", "no/such"])
+    with pytest.raises(SystemExit) as ended:
+        options.get_training_parser()
+    missing = Path("no/such").absolute()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"fairseq-train: error: argument --user-dir: there is no folder {missing}\n"
