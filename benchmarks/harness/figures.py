@@ -32,10 +32,10 @@ def draw_next_token(record: dict[str, Any], path: Path) -> None:
         for theirs, ours in zip(curves[rule], curves[shown], strict=True)
     )
     settings, where = record["settings"], "a GPU" if record["device"] == "cuda" else f"{record['threads']} CPU threads"
-    figure, (left, right) = new_figure(1, 2, figsize=(11, 4.4))
+    figure, (left, right) = new_figure(1, 2, figsize=(9.4, 4))
     say(
         figure,
-        "With a fast weight memory the next token takes the same time and memory, however long the text",
+        "With a fast weight memory the next token costs the same, however long the text",
         f"Language models of {settings['layers']} layers, width {settings['width']}, for {settings['batch']} texts at "
         f"once, on {where}. Bands: the middle half of the measurements. The memory is written by the {shown} rule"
         + (f"; {' and '.join(others)}, not drawn, are within {100 * most:.0f}% of it." if others else "."),
@@ -49,7 +49,7 @@ def draw_next_token(record: dict[str, Any], path: Path) -> None:
         drawn = {model: curves[model] for model in ("transformer", shown)}
         names = {"transformer": "attention:\n", shown: "fast weight\nmemory: "}
         labels = {model: f"{names[model]}{curve[-1][1]:,.0f} {unit}" for model, curve in drawn.items()}
-        draw_curves(axes, drawn, labels=labels, marker="o", size=10)
+        draw_curves(axes, drawn, labels=labels, marker="o", size=9.5)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     save_figure(figure, path)
 
@@ -65,7 +65,7 @@ def draw_training_length(record: dict[str, Any], path: Path) -> None:
     settings, where = record["settings"], "a GPU" if record["device"] == "cuda" else f"{record['threads']} CPU threads"
     say(
         figure,
-        "Training time for as many tokens: only attention's grows with the length of the texts",
+        "Training on the same number of tokens: only attention slows down as texts get longer",
         f"Forward and backward of {settings['tokens']:,} tokens in all, as many short texts or few long ones; "
         f"{settings['heads']} heads of {settings['key_dim']}, {settings['dtype']}, on {where}. "
         "Bands: the middle half of the measurements.",

@@ -109,7 +109,7 @@ def draw_trainings(
     `perplexity`: what it is of, for the axes. `top`: the highest to show. `levels`: see `draw_curves`.
     """
     trainings = {model: curves for model, curves in trainings.items() if any(curves)}
-    figure, panels = new_figure(1, 2, figsize=(11, 4.6))
+    figure, panels = new_figure(1, 2, figsize=(9.6, 4.4))
     ends = {model: max(valid)[1] for model, (_, valid) in trainings.items() if valid}
     best = min(ends, key=ends.__getitem__, default=None)
     message = (
