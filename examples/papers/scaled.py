@@ -11,7 +11,7 @@ from papers.translation import Translation
 # Schlag et al. 2021, Table 1, on Multi30k: 30 epochs, at whose end the learning rate is 0.
 _MULTI30K = Translation(
     "--cpu --num-workers 0 --arch fast_weight_transformer_multi30k_en_de --share-all-embeddings --max-tokens-valid 4096"
-    " --optimizer adam --adam-betas '(0.9, 0.98)' --dropout 0.3"
+    " --optimizer adam --adam-betas '(0.9, 0.98)' --dropout 0.2"
     " --lr 0.004 --lr-scheduler cosine --warmup-updates 500 --warmup-init-lr 1e-07 --max-update 4110"
     " --criterion label_smoothed_cross_entropy --label-smoothing 0.1",
     tokens=4096,
@@ -64,7 +64,7 @@ def _converted(rule: str, updates: int, number: str, options: str) -> Row:
     schedule = f"--lr 0.001 --warmup-updates {updates // 20} --max-update {updates}"
     recipe = replace(
         _SOURCE,
-        options=f"{_CONVERSION} --transfer-from SOURCE {schedule} --validate-interval-updates {updates // 4}",
+        options=f"{_CONVERSION} --transfer-from SOURCE {schedule} --validate-interval-updates {updates // 2}",
         sources=True,
         becomes_source=False,
     )
