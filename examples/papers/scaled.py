@@ -28,7 +28,8 @@ def _multi30k(model: str, options: str, numbers: str) -> Row:
 _WIKITEXT2 = LanguageModel(
     "--cpu --num-workers 0 --arch fast_weight_lm --share-decoder-input-output-embed --decoder-layers 4"
     " --decoder-embed-dim 128 --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512"
-    " --decoder-attention-heads 8 --dropout 0.2 --optimizer adam --clip-norm 0.25 --lr 0.0015 --lr-scheduler cosine"
+    " --decoder-attention-heads 8 --decoder-normalize-before --dropout 0.2 --optimizer adam --clip-norm 0.25 --lr 0.005"
+    " --lr-scheduler cosine"
     " --warmup-updates 500 --max-update 14550",
     batch=8,
     length=256,
@@ -47,10 +48,11 @@ _WINDOW, _STREAM = "test, context-192, per word", "test, carried, per word"
 _CONVERSION = (
     "--cpu --num-workers 0 --arch fast_weight_lm --share-decoder-input-output-embed --decoder-layers 4"
     " --decoder-embed-dim 128 --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512"
-    " --decoder-attention-heads 4 --dropout 0.1 --optimizer adam --clip-norm 0.25 --lr-scheduler cosine"
+    " --decoder-attention-heads 4 --decoder-normalize-before --dropout 0.1 --optimizer adam --clip-norm 0.25"
+    " --lr-scheduler cosine"
 )
 _SOURCE = LanguageModel(
-    f"{_CONVERSION} --lr 0.002 --warmup-updates 400 --max-update 8000",
+    f"{_CONVERSION} --lr 0.005 --warmup-updates 400 --max-update 8000",
     batch=4,
     length=256,
     modes=("context-128",),
