@@ -325,9 +325,8 @@ def main(arguments: list[str] | None = None) -> int:
             line for line in options.out.read_text().splitlines() if json.loads(line)["outcome"] in ("fast", "slow")
         ]
         options.out.write_text("".join(f"{line}\n" for line in kept))
-    done = set()
-    if options.out.exists():
-        done = {tuple(json.loads(line)["mutant"].values()) for line in options.out.read_text().splitlines()}
+    options.out.touch()
+    done = {tuple(json.loads(line)["mutant"].values()) for line in options.out.read_text().splitlines()}
     left = [mutant for mutant in mutants if tuple(asdict(mutant).values()) not in done]
     print(f"{len(mutants)} mutants, {len(left)} of them to try", flush=True)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
