@@ -58,8 +58,8 @@ def in_one_process(**inputs: Tensor) -> Tensor:
     """The same rule on the whole text."""
     if "beta" in inputs:
         gate = inputs.pop("log_gate", None)
-        return ops.fast_weight_rule(erase=inputs["k"], log_key_decay=gate, **inputs)[0]  # type: ignore[arg-type]
-    return ops.fast_weight_rule(**inputs)[0]  # type: ignore[arg-type]
+        return ops.fast_weight_rule(erase=inputs["k"], log_key_decay=gate, **inputs)[0]
+    return ops.fast_weight_rule(**inputs)[0]
 
 
 def with_gradients(rule: Callable[..., Tensor], inputs: Inputs, weight: Tensor) -> list[Tensor]:
