@@ -5,8 +5,8 @@ Every process runs its own segment from an empty state. What a segment does to t
     S_out = A S_in + F,
 
 with F the state that it ends with, and A a decay for each number of the state (`diagonal_rule`) or, where the rule
-takes out what a key retrieves, a matrix of (key_dim, key_dim) for each head (`delta_rule`). The processes exchange A and
-F, once; from those before it each computes the state that enters its segment, and adds what its queries read of that.
+takes out what a key retrieves, a matrix of (key_dim, key_dim) for each head (`delta_rule`). The processes exchange A
+and F, once; from those before it each computes the state that enters its segment, and adds what its queries read of it.
 docs/sequence-parallelism.md says what this costs.
 """
 

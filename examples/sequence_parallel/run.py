@@ -58,8 +58,8 @@ def in_one_process(**inputs: Tensor) -> Tensor:
     """The same rule on the whole text."""
     if "beta" in inputs:
         gate = inputs.pop("log_gate", None)
-        return ops.fast_weight_rule(erase=inputs["k"], log_key_decay=gate, **inputs)[0]  # type: ignore[arg-type]
-    return ops.fast_weight_rule(**inputs)[0]  # type: ignore[arg-type]
+        return ops.fast_weight_rule(erase=inputs["k"], log_key_decay=gate, **inputs)[0]
+    return ops.fast_weight_rule(**inputs)[0]
 
 
 def with_gradients(rule: Callable[..., Tensor], inputs: Inputs, weight: Tensor) -> list[Tensor]:
@@ -121,30 +121,22 @@ def run(sizes: argparse.Namespace, dtype: torch.dtype = torch.float32) -> list[t
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description="Compares rules in several processes with one process.")
-    for name, default in (
-        ("processes", 2),
-        ("batch", 1),
-        ("time", 2048),
-        ("heads", 8),
-        ("key-dim", 64),
-        ("value-dim", 64),
-    ):
+    defaults = {"processes": 2, "batch": 1, "time": 2048, "heads": 8, "key-dim": 64, "value-dim": 64}
+    for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.set_defaults(rules=RULES, measure=True)
     options = parser.parse_args()
-    for name in ("processes", "batch", "time", "heads", "key_dim", "value_dim"):
-        if getattr(options, name) < 1:
-            parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)} must be at least 1")
+    for name in defaults:
+        if (value := getattr(options, name.replace("-", "_"))) < 1:
+            parser.error(f"argument --{name}: {value}; it must be at least 1")
     if options.time < options.processes:
-        parser.error(f"argument --time: {options.time} must be at least as many as --processes, {options.processes}")
-    print(
-        "| rule | difference | sent | one process | each of them | sending alone |\n| --- | --- | --- | --- | --- | --- |"
-    )
+        parser.error(f"argument --time: {options.time}; it must be at least --processes, which is {options.processes}")
+    print("| rule | difference | sent | one process | each of them | sending alone |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for rule, rank, difference, size, one, several, sending in run(options):
         if rank == options.processes - 1:
-            print(
-                f"| {rule} | {difference:.1e} | {size / 1024:.0f} KiB | {one:.0f} ms | {several:.0f} ms | {sending:.2f} ms |"
-            )
+            times = f"{one:.0f} ms | {several:.0f} ms | {sending:.2f} ms"
+            print(f"| {rule} | {difference:.1e} | {size / 1024:.0f} KiB | {times} |")
 
 
 if __name__ == "__main__":

@@ -65,8 +65,9 @@ def _unwrapped(model: Any) -> Any:
     Raises:
         ValueError: if that would not see the gradients, as it waits for a pass through the whole model.
     """
-    while hasattr(model, "module"):
+    while True:
         if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
             raise ValueError("criterion is attention_transfer; with several processes ddp_backend must be legacy_ddp")
+        if not hasattr(model, "module"):
+            return model
         model = model.module
-    return model

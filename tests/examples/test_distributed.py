@@ -75,8 +75,7 @@ def test_a_node_that_is_killed_and_started_again_takes_part_again(our_fairseq, c
     assert elastic is not None
     port = free_port()
     words = elastic[1].replace("FIRST:29500", f"localhost:{port}").replace("--nproc_per_node 8", "--nproc_per_node 1")
-    # Seconds where there are five.
-    command = ["torchrun", *words.split(), "--rdzv-conf", "keep_alive_interval=1", "--monitor-interval", "0.2"]
+    command = ["torchrun", *words.split(), "--monitor-interval", "0.2"]
     command += [str(Path(PATH.split(os.pathsep)[0], "fairseq-train")), str(corpus), *TASK, *SMALL_MODEL, *QUIET, *FLAGS]
     command += f"--max-update 100 --save-interval-updates 10 --save-dir {tmp_path}/checkpoints".split()
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
