@@ -21,8 +21,9 @@ import stat
 import struct
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -78,8 +79,12 @@ def why_not_regular(path: str | os.PathLike[str]) -> str | None:
     return f"is {kind}; it must be a regular file"
 
 
-def damage_of(file: BinaryIO) -> str | None:
+def damage_of(file: BinaryIO, loaded: Any = None) -> str | None:
     """As `why_damaged`, of an open file, which is then where it was.
+
+    Args:
+        file: the open file.
+        loaded: what was just loaded of it, if that was; records that are its tensors' numbers are not read again.
 
     Raises:
         OSError: if it cannot be read.
@@ -92,7 +97,7 @@ def damage_of(file: BinaryIO) -> str | None:
         if not start:
             return "is empty (0 bytes)"
         if start == _ZIP:
-            return _damage_of_archive(file)
+            return _damage_of_archive(file, loaded)
         if start.startswith(_PICKLE):
             return _damage_of_pickle(file)
         return f"is damaged or no checkpoint: it begins with {start!r}"
@@ -100,7 +105,7 @@ def damage_of(file: BinaryIO) -> str | None:
         file.seek(at)
 
 
-def _damage_of_archive(file: BinaryIO) -> str | None:
+def _damage_of_archive(file: BinaryIO, loaded: Any) -> str | None:
     try:
         torch._C.PyTorchFileReader(file)  # which minds other parts of the directory than Python does
         with zipfile.ZipFile(file) as archive:
@@ -114,12 +119,24 @@ def _damage_of_archive(file: BinaryIO) -> str | None:
         memoryview(content) as view,
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        complaints = list(pool.map(partial(_damage_of_record, view), records))
+        complaints = list(pool.map(partial(_damage_of_record, view), records, _are_loaded(records, loaded, pool)))
     found = (f"its record {x.filename} {said}" for x, said in zip(records, complaints, strict=True) if said)
     return next((f"is damaged: {first}" for first in found), None)
 
 
-def _damage_of_record(view: memoryview, record: zipfile.ZipInfo) -> str | None:
+def _are_loaded(records: list[zipfile.ZipInfo], loaded: Any, pool: Executor) -> list[bool]:
+    """Of each record, whether what was loaded has its bytes: as many storages with its CRC as records."""
+    tensors = [
+        tensor for _, tensor in tensors_in(loaded) if tensor.layout is torch.strided and tensor.device.type == "cpu"
+    ]
+    storages = {x.data_ptr(): x for x in (tensor.untyped_storage() for tensor in tensors)}
+    crcs = pool.map(lambda x: crc32(torch.empty(0, dtype=torch.uint8).set_(x).numpy().data), storages.values())
+    found = Counter(zip((x.nbytes() for x in storages.values()), crcs, strict=True))
+    noted = Counter((record.file_size, record.CRC) for record in records)
+    return [found[key] >= noted[key] for key in ((record.file_size, record.CRC) for record in records)]
+
+
+def _damage_of_record(view: memoryview, record: zipfile.ZipInfo, is_loaded: bool) -> str | None:
     """Looks where torch looks: after the record's header, whose lengths count, for the size that the directory says."""
     if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
         return "is compressed, which torch.save never does"
@@ -137,7 +154,7 @@ def _damage_of_record(view: memoryview, record: zipfile.ZipInfo) -> str | None:
     content = view[begin : begin + record.file_size]
     if len(content) != record.file_size:
         return f"has {len(content)} bytes of {record.file_size}"
-    found = crc32(content)
+    found = record.CRC if is_loaded else crc32(content)
     content.release()
     if found != record.CRC:
         return f"is not what was written (CRC-32 {found:08x}, and noted is {record.CRC:08x})"
@@ -190,7 +207,7 @@ def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
 def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> None:
     """Checks a checkpoint that was just loaded, and takes its digests out of it.
 
-    Where they are the content's, the file is not read once more for its CRCs.
+    Where they are the content's, nothing more is done; elsewhere its CRCs are compared with those of what was loaded.
 
     Args:
         file: the open file.
@@ -208,7 +225,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
     if changed == []:
         return
     if is_archive(file):
-        if damage := damage_of(file):
+        if damage := damage_of(file, state):
             raise ValueError(complain(path, damage))
         if changed:
             logger.warning(

@@ -1,5 +1,6 @@
 """Damage of checkpoints is noticed, wherever it is, before anything of them is used."""
 
+import ast
 import os
 import random
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from fairseq_fastweights import integrity
-from fairseq_fastweights.digests import DIGESTS, digests, with_digests
+from fairseq_fastweights.digests import DIGESTS, crc32, digests, with_digests
 
 STATE = {
     "model": {f"layer{i}": torch.arange(20.0).view(4, 5) / (i + 3) for i in range(3)}
@@ -94,6 +95,27 @@ def test_a_flipped_bit_of_the_old_format_is_noticed_by_the_digests_or_changes_no
                 # In the name of the digests it makes them a part like others.
                 assert equal({name: state[name] for name in STATE}, STATE) and len(state) <= len(STATE) + 1, bit
     assert noticed > 700
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about what the bits make of the pickle
+def test_what_was_loaded_is_checked_by_its_crcs_and_its_numbers_are_not_read_again(whole, monkeypatch):
+    # Three storages of the same numbers, one of which may be damaged.
+    state = {"model": {f"same{i}": torch.ones(50) for i in range(3)} | {"tied": STATE["model"]["layer0"]}}
+    torch.save(state, whole)
+    for bit in random.Random(0).sample(range(whole.stat().st_size * 8), 1000):
+        with flipped(whole, bit), whole.open("rb") as file:
+            try:
+                loaded = torch.load(file, weights_only=True)
+                integrity.check_loaded(file, whole, loaded)
+            except Exception:
+                continue
+            assert equal(loaded, state), bit
+    read = []
+    monkeypatch.setattr(integrity, "crc32", lambda x: read.append(len(x)) or crc32(x))
+    with whole.open("rb") as file:
+        integrity.check_loaded(file, whole, torch.load(file, weights_only=True))
+    numbers = [x.nbytes for x in state["model"].values()]
+    assert sorted(x for x in read if x in numbers) == sorted(numbers)  # once, in memory
 
 
 def test_every_flipped_bit_of_a_weight_is_told_with_its_record(whole):
@@ -229,3 +251,11 @@ def test_the_command_says_what_is_whole_and_shows_the_digests(whole, capsys):
     os.truncate(whole, 99)
     assert integrity.main([str(whole), "nowhere"]) == 1
     assert re.fullmatch(".* is cut short .*\nnowhere does not exist\n", capsys.readouterr().out)
+
+
+def test_the_plugins_own_reads_are_safe_with_every_fairseq():
+    """fairseq as released has readers of its own; what the plugin reads itself goes through the safe loader."""
+    names = ("torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler")
+    nodes = (x for path in Path(integrity.__file__).parent.rglob("*.py") for x in ast.walk(ast.parse(path.read_text())))
+    calls = [ast.unparse(x) for x in nodes if isinstance(x, ast.Call) and ast.unparse(x.func) in names]
+    assert calls and all(call.startswith("torch.load(") and "weights_only=True" in call for call in calls)

@@ -75,7 +75,16 @@ def main(arguments: list[str] | None = None) -> int:
         Path(folder, "examples").symlink_to(Path(installed.origin).parent / "examples")
         os.chdir(folder)
         deselected = [f"--deselect={name}" for name in left_out]
-        flags = ["-q", "-p", "no:cacheprovider", "--rootdir", folder, *deselected, *(others or ["tests"])]
+        flags = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--continue-on-collection-errors",
+            "--rootdir",
+            folder,
+            *deselected,
+            *(others or ["tests"]),
+        ]
         status = pytest.main(flags, plugins=[outcomes])
         os.chdir(Path(folder).parent)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
