@@ -12,6 +12,7 @@ docs/sequence-parallelism.md says what this costs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,18 @@ class _AllGather(torch.autograd.Function):
         total = gradient.contiguous()
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None
+
+
+def _entering(state: Tensor, passed: Callable[[int, Tensor], Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """What enters this process's segment, of what enters the first one, and what each segment makes of a state.
+
+    All segments are gone through in all processes, and some for nothing: who exchanged something must have a gradient
+    of it, of zeros if need be, since in the backward pass all wait for it.
+    """
+    for rank in range(dist.get_world_size(group)):
+        is_before = torch.tensor(rank < dist.get_rank(group), device=state.device)
+        state = torch.where(is_before, passed(rank, state), state)
+    return state
 
 
 def diagonal_rule(
@@ -74,10 +87,9 @@ def diagonal_rule(
     finals, key_decays, value_decays = _AllGather.apply(torch.cat(parts, dim=-1), group).split(
         [part.shape[-1] for part in parts], dim=-1
     )
-    state = torch.zeros_like(final)
-    for rank in range(dist.get_rank(group)):
-        decay = key_decays[rank, ..., :, None] + value_decays[rank, ..., None, :]
-        state = decay.exp() * state + finals[rank].view_as(state)
+    decays = (key_decays[..., :, None] + value_decays[..., None, :]).exp()
+    states = finals.view(len(finals), *final.shape)
+    state = _entering(torch.zeros_like(final), lambda rank, x: decays[rank] * x + states[rank], group)
     read = torch.einsum("bthk,bhkv->bthv", q * keys.exp(), state) * values.exp()
     return out + read.to(out.dtype)
 
@@ -125,9 +137,7 @@ def delta_rule(
         backend=backend,
     )
     sent = _AllGather.apply(final, group)
-    state = start[..., :width]
-    for rank in range(dist.get_rank(group)):
-        state = sent[rank, ..., width:] @ state + sent[rank, ..., :width]
+    state = _entering(start[..., :width], lambda rank, x: sent[rank, ..., width:] @ x + sent[rank, ..., :width], group)
     # What a query reads of the state that entered, as a vector of its keys.
     read = torch.einsum("bthk,bhkv->bthv", both[..., width:].to(dtype), state)
     return both[..., :width] + read.to(both.dtype)

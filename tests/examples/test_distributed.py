@@ -71,10 +71,10 @@ def kill_node(agent: subprocess.Popen[bytes]) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux")
 def test_a_node_that_is_killed_and_started_again_takes_part_again(our_fairseq, corpus, tmp_path):
     page = (EXAMPLES / "distributed" / "README.md").read_text()
-    elastic = re.search(r"torchrun (--max-restarts.*?) \\\n", page)
+    elastic = re.search(r"export (\w+)=(\w+)\ntorchrun (--max-restarts.*?) \\\n", page)
     assert elastic is not None
     port = free_port()
-    words = elastic[1].replace("FIRST:29500", f"localhost:{port}").replace("--nproc_per_node 8", "--nproc_per_node 1")
+    words = elastic[3].replace("FIRST:29500", f"localhost:{port}").replace("--nproc_per_node 8", "--nproc_per_node 1")
     command = ["torchrun", *words.split(), "--monitor-interval", "0.2"]
     command += [str(Path(PATH.split(os.pathsep)[0], "fairseq-train")), str(corpus), *TASK, *SMALL_MODEL, *QUIET, *FLAGS]
     command += f"--max-update 100 --save-interval-updates 10 --save-dir {tmp_path}/checkpoints".split()
@@ -83,7 +83,10 @@ def test_a_node_that_is_killed_and_started_again_takes_part_again(our_fairseq, c
     def start(log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as file:
             return subprocess.Popen(
-                command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": PATH}
+                command,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": PATH, elastic[1]: elastic[2]},
             )
 
     def updates() -> list[tuple[int, str]]:
