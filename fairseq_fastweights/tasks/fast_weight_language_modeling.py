@@ -21,6 +21,7 @@ from fairseq_fastweights.conversion.source import Source, check_dictionary, find
 from fairseq_fastweights.conversion.transfer import transfer
 from fairseq_fastweights.conversion.transfer_options import TransferOptions, check_options
 from fairseq_fastweights.data.documents import Documents, PackedDocuments
+from fairseq_fastweights.data.progress import reported
 from fairseq_fastweights.data.segment_iterator import Carrier, SegmentIterator
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
@@ -316,6 +317,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 raise ValueError(f"{option} is set, but {why}; it must not be set, or score_reference must be")
         return super().build_generator(models, args, *others, **named)
 
+    @reported
     def eval_lm_dataloader(
         self,
         dataset: FairseqDataset,
