@@ -56,7 +56,8 @@ def test_a_converted_model_is_its_source_and_gives_its_bits_back(tmp_path, capsy
     assert (out[0][..., numbers] - expected).abs().max() <= LOGITS
     cache: dict = {}
     steps = [model(numbers[tokens][:, :t], incremental_state=cache)[0] for t in range(1, 11)]
-    assert (torch.cat(steps, dim=1) - out[0][:, :10]).abs().max() <= LOGITS
+    # Products of one row are added up in another order than those of many, on some processors.
+    assert (torch.cat(steps, dim=1) - out[0][:, :10]).abs().max() <= LOGITS * expected.abs().max()
     if "num_key_value_heads" in settings:  # the cache is as small as the source's
         heads = settings["num_key_value_heads"]
         assert cache[model.decoder.mixers[0]]["keys"].shape[1] == heads

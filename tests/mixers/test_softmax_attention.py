@@ -59,8 +59,9 @@ def test_it_is_its_definition_whole_and_in_parts(rotary_dim, base, padding):
     expected = by_hand(module, x, padding)[real]
     out, _ = module(x, None, padding)
     assert out.isfinite().all() and error(out[real], expected) <= ANGLES
-    other = torch.where(real[..., None], x, contract.draw(TIME, EMBED, seed=7))
-    assert torch.equal(module(other, None, padding)[0][real], out[real])  # whatever stands where padding is
+    other = torch.where(real[..., None], x, 100 * contract.draw(TIME, EMBED, seed=7))
+    # Whatever stands where padding is; a matrix product of the same numbers elsewhere in memory may differ in a bit.
+    assert error(module(other, None, padding)[0][real], out[real]) <= ANGLES
     for lengths in ([1] * TIME, [4, 1, 1, 5]):
         state, outs = None, []
         for piece, mask in zip(x.split(lengths), (~real.t()).split(lengths, dim=1), strict=True):
