@@ -55,8 +55,8 @@ class Run:
         """How many the training has, where it is told."""
         return _updates(self.training.words)
 
-    def entry(self) -> Entry:
-        """What the ledger says of it, once all of it is done."""
+    def entry(self, told: dict[str, Any]) -> Entry:
+        """What the ledger says of it, once all of it is done; `told` is what `circumstances` was before."""
         train, *evaluations = (step.finished_result() for step in self.steps)
         curve = train["train_ppl"]
         every = -(-len(curve) // _POINTS)
@@ -65,7 +65,7 @@ class Run:
             row=self.name,
             seed=self.seed,
             commands=self.commands,
-            **circumstances(self.places.data),
+            **told,
             seconds=train["seconds"],
             parameters=train["parameters"],
             scores={name: value for scores in evaluations for name, value in scores.items()},
@@ -162,6 +162,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     What it takes is estimated and said first. What was cut off goes on where it was.
     """
     entries = read_ledger(ledger)
+    told = circumstances(runs[0].places.data)
     done = {entry.key for entry in entries}
     left = [run for run in runs if run.key not in done]
     if len(left) < len(runs):
@@ -183,7 +184,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     def keep(step: Step) -> None:
         for run in left:
             if step in run.steps and all(each.result() is not None for each in run.steps):
-                append_entry(ledger, run.entry())
+                append_entry(ledger, run.entry(told))
                 print(f"{run.name}, seed {run.seed}: in {ledger}", file=output)
 
     # generate.sh looks for fairseq's programs there.
@@ -194,7 +195,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
         written = {entry.key for entry in read_ledger(ledger)}
         for run in left:  # what an earlier call finished, and was ended before it wrote it down
             if run.key not in written:
-                append_entry(ledger, run.entry())
+                append_entry(ledger, run.entry(told))
 
 
 def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: TextIO) -> None:
