@@ -43,7 +43,8 @@ def _draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None
     figure, axes = new_figure(figsize=(8, 4.8))
     ends = {row: curve[-1][1] for row, curve in curves.items()}
     best = min(ends, key=ends.__getitem__)
-    say(figure, f"Of {len(ends)}, {best} has the lowest validation perplexity at its end: {ends[best]:.2f}", BAND)
+    among = f"of {len(ends)} models {best} has the lowest" if len(ends) > 1 else f"{best} has this"
+    say(figure, f"At the end, {among} validation perplexity: {ends[best]:.2f}", BAND)
     axes.set(xlabel="updates", ylabel="perplexity of the validation set", yscale="log")
     axes.set_xlim(0, max(curve[-1][0] for curve in curves.values()) * 1.02)
     lowest = min(ends.values())
