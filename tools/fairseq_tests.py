@@ -19,7 +19,7 @@ import pytest
 
 NOT_RUN = {
     "tests/gpu": "needs a GPU",
-    "tests/speech/": "downloads models of speech",
+    "tests/speech/": "not tried; most are said to download models",
     "tests/test_hf_hub.py": "downloads a model",
     "tests/test_multihead_attention.py::test_xformers": "needs xformers",
 }

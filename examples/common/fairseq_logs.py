@@ -18,8 +18,8 @@ class Training:
 
     `parameters`: of the model; None if the log ends before that was built. `train`, `valid`: perplexity by update; one
     that an interrupted training did twice counts once. `speed`: tokens per second, and `updates_per_second`, the
-    medians of the reports. `seconds`: that it took, of an interrupted one all parts together. `finished`: whether the
-    training came to the end. `damaged`: lines that are cut off.
+    medians of the reports. `seconds`: that its updates took, all parts of an interrupted training together. `finished`:
+    whether the training came to the end. `damaged`: lines that are cut off.
     """
 
     parameters: int | None = None
@@ -53,7 +53,7 @@ def parse_training(log: str) -> Training:
                 training.train[int(values["num_updates"])] = float(values["ppl"])
                 speeds.append(float(values["wps"]))
                 steps.append(float(values.get("ups", 0)))
-                training.seconds = float(values.get("wall", 0))
+                training.seconds += float(values.get("train_wall", 0))
         except (ValueError, KeyError):
             training.damaged.append(found[0])
     if speeds:

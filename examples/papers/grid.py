@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.commands import ONE_THREAD
-from common.fairseq_logs import describe_training, parse_training, read_training
+from common.fairseq_logs import describe_training, parse_training
 from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
 
 from papers.ledger import Entry, append_entry, circumstances, command_lines, read_ledger
@@ -58,8 +58,8 @@ class Run:
     def entry(self, told: dict[str, Any]) -> Entry:
         """What the ledger says of it, once all of it is done; `told` is what `circumstances` was before."""
         train, *evaluations = (step.finished_result() for step in self.steps)
-        curve = train["train_ppl"]
-        every = -(-len(curve) // _POINTS)
+        curve = train["train"]
+        every = max(1, -(-len(curve) // _POINTS))
         return Entry(
             table=self.table,
             row=self.name,
@@ -69,7 +69,7 @@ class Run:
             seconds=train["seconds"],
             parameters=train["parameters"],
             scores={name: value for scores in evaluations for name, value in scores.items()},
-            valid=train["valid_ppl"],
+            valid=train["valid"],
             train=curve[every - 1 :: every],
         )
 
@@ -147,8 +147,12 @@ def _run(
 
 def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:
     """What a training that has ended left, of which others may begin from now on."""
+    training = parse_training(log)
+    if training.parameters is None or not training.valid:
+        raise ValueError("its log has no model and no validation in it")
     row.recipe.finish(places)
-    return read_training(log) | {"seconds": parse_training(log).seconds}
+    told = {"parameters": training.parameters, "seconds": training.seconds}
+    return told | {"train": sorted(training.train.items()), "valid": sorted(training.valid.items())}
 
 
 def _updates(words: Sequence[str]) -> int | None:
@@ -178,7 +182,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
         if begun and begun.get("key") != run.steps[0].key:
             raise StepError(f"{run.places.out} was begun with another command; name another OUT, or delete it")
     _estimate(left, entries, jobs, output)
-    if only_estimate:
+    if only_estimate or not left:
         return
 
     def keep(step: Step) -> None:
@@ -212,9 +216,8 @@ def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: 
     total = sum(hours.get(run.name, 0.0) for run in left)
     if left:
         unknown = " and what has no --max-update" if any(run.name not in hours for run in left) else ""
-        print(
-            f"all: about {total / jobs:.1f} hours of training with {jobs} at a time{unknown}", file=output, flush=True
-        )
+        print(f"all: about {total / jobs:.1f} hours of training with {jobs} at a time{unknown}", file=output)
+        output.flush()
 
 
 def _seconds_of_an_update(run: Run) -> float:
