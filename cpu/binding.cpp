@@ -45,6 +45,12 @@ void check_sizes(const char* name, const Tensor& x, Sizes sizes) {
     if (!x.sizes().equals(sizes)) fail(name, " has shape ", x.sizes(), "; it must be ", sizes);
 }
 
+// What the kernels read in the type of v; gates may also be of float32.
+void check_type(const char* name, const Tensor& x, const Tensor& v, bool gate) {
+    if (x.scalar_type() == v.scalar_type() || (gate && x.scalar_type() == ScalarType::Float)) return;
+    fail(name, " is of type ", x.scalar_type(), "; it must be that of v, ", v.scalar_type());
+}
+
 // A state: what the kernels read in the type of states, whatever it has.
 void check_state(const char* name, const Tensor& x, const Tensor& input, Sizes sizes) {
     check_sizes(name, x, sizes);
@@ -77,8 +83,9 @@ struct Rule {
         const int64_t batch = v.size(0), time = v.size(1);
         p.batch = batch, p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
         const auto of_keys = [&](const char* name, const Tensor& x) {
-            const int64_t own = x.size(2);
+            const int64_t own = k.size(2);
             check_sizes(name, x, {batch, time, own, p.keys});
+            check_type(name, x, v, false);
             if (own == 0 || p.heads % own) {
                 fail("v has ", p.heads, " heads and ", name, " ", own, "; those of v must be a multiple");
             }
@@ -89,6 +96,7 @@ struct Rule {
         const auto given = [&](const char* name, const optional<Tensor>& x, Sizes sizes) {
             if (!x) return Sequence{};
             check_sizes(name, *x, sizes);
+            check_type(name, *x, v, true);
             return sequence(name, *x);
         };
         p.q = of_keys("q", q), p.k = of_keys("k", k), p.v = sequence("v", v);

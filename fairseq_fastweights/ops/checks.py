@@ -8,7 +8,7 @@ asks for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -92,18 +92,23 @@ def check_inputs(
     k: Tensor,
     v: Tensor,
     initial_state: Tensor | None,
-    gates: Sequence[tuple[GateInput, Tensor | None]] = (),
+    gates: Sequence[GateInput] = (),
+    given: Sequence[Tensor | None] = (),
     starts: Tensor | None = None,
-) -> None:
-    """Raises `ValueError` for inputs that an operation cannot take.
+) -> tuple[int, int, int, int, int, int]:
+    """Raises `ValueError` for inputs that an operation cannot take; returns the sizes of those that it can.
 
     Args:
         q: (batch, time, key_heads, key_dim), of one dtype with v.
         k: as q.
         v: (batch, time, heads, value_dim), heads a multiple of key_heads.
         initial_state: (batch, heads, key_dim, value_dim) or None.
-        gates: each of (batch, time, heads), with key_dim or value_dim after it where it is per key or per value.
+        gates: what else the operation takes.
+        given: of each gate (batch, time, heads), with key_dim or value_dim after it where it is per key or per value.
         starts: (batch, time) of bool, or None.
+
+    Returns:
+        batch, time, heads, key_heads, key_dim and value_dim.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
@@ -114,38 +119,39 @@ def check_inputs(
             )
     batch, time, heads, value_dim = v.shape
     of_keys = k.shape
-    key_heads, key_dim, steps = of_keys[2], of_keys[3], (batch, time, heads)
+    key_batch, key_time, key_heads, key_dim = of_keys
     check_shape("q", q, of_keys, "that of k")
     if key_dim < 1 or value_dim < 1 or heads < 1 or key_heads < 1:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: heads, key_dim and value_dim must be at least 1"
         )
-    if of_keys[0] != batch or of_keys[1] != time:
+    if key_batch != batch or key_time != time:
         check_shape("v", v, (*of_keys[:2], heads, value_dim), "batch and time as k has them")
     if heads % key_heads:
         raise ValueError(
             f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; the heads of v, {heads}, must be those of k, "
             f"{key_heads}, or a multiple"
         )
-    dtype = v.dtype
-    for name, tensor, dim in (("q", q, key_dim), ("k", k, key_dim), ("v", v, value_dim)):
+    dtype, of_steps = v.dtype, (batch, time, heads)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype != dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of v, {dtype}")
-        if dim > 1 and tensor.stride(-1) not in (0, 1):
+        # Asked first, as strides take longer to get, and a step takes microseconds.
+        if not tensor.is_contiguous() and tensor.shape[-1] > 1 and tensor.stride(-1) not in (0, 1):
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous (stride 1)")
 
     others = {"q": q, "k": k}
-    for gate, given in gates:
-        if given is None and gate.optional:
+    for gate, x in zip(gates, given, strict=True):
+        if x is None and gate.optional:
             continue
-        tensor = check_tensor(gate.name, given)
+        tensor = check_tensor(gate.name, x)
         if gate.is_key:
             check_shape(gate.name, tensor, of_keys, "that of k")
         elif gate.per == "head" or (gate.per == "head or key" and tensor.dim() == 3):
-            check_shape(gate.name, tensor, steps, "(batch, time, heads)")
+            check_shape(gate.name, tensor, of_steps, "(batch, time, heads)")
         else:
             per, dim = ("value", value_dim) if gate.per == "value" else ("key", key_dim)
-            check_shape(gate.name, tensor, (*steps, dim), f"(batch, time, heads, {per}_dim)")
+            check_shape(gate.name, tensor, (*of_steps, dim), f"(batch, time, heads, {per}_dim)")
         if tensor.dtype != dtype and (gate.is_key or tensor.dtype != torch.float32):
             other = "" if gate.is_key else ", or torch.float32"
             raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {dtype}{other}")
@@ -159,9 +165,11 @@ def check_inputs(
             kind = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
             raise ValueError(f"starts is of {kind}; it must be a tensor of torch.bool")
         check_shape("starts", starts, (batch, time), "(batch, time)")
-    check_devices(others if starts is None else others | {"starts": starts}, "v", v)
+        check_devices({"starts": starts}, "v", v)
+    check_devices(others, "v", v)
     if _values_checked:
-        _check_values({**others, "v": v}, gates)
+        _check_values({**others, "v": v}, zip(gates, given, strict=True))
+    return batch, time, heads, key_heads, key_dim, value_dim
 
 
 def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tensor:
@@ -251,7 +259,7 @@ def check_finite(tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} holds {int((~finite).sum())} values that are not finite; all must be")
 
 
-def _check_values(tensors: dict[str, Tensor], gates: Sequence[tuple[GateInput, Tensor | None]]) -> None:
+def _check_values(tensors: dict[str, Tensor], gates: Iterable[tuple[GateInput, Tensor | None]]) -> None:
     check_finite(tensors)
     for gate, values in gates:
         if values is None or not values.numel() or gate.is_key:

@@ -39,6 +39,9 @@ Larger ones are divided (`divided`), but for the delta rule's keys.
 INTERVALS = {"cpu": (64,), "cuda": (64, 128, 256)}
 """By type of device, the steps that may lie between the states that are kept for the backward pass."""
 
+# Looked up once: to find it by its name at each call takes as long as a tenth of a step.
+_rule_step = torch.ops.fairseq_fastweights.rule_step_.default
+
 SCAN_INTERVAL = 32
 """The steps that lie between the states that the selective scan keeps for the backward pass."""
 
@@ -154,16 +157,14 @@ class Kernel:
 
     Attributes:
         arguments: makes of the rule's gates what the operators take.
+        why_not_these: says why the kernels do not take some of the rule's gates, or returns None for those that they
+            do take; None if they take all.
+        checked: whether the operators get the rule's inputs as they are, so that they refuse all that the rule does.
     """
 
     arguments: Callable[..., Arguments]
-
-    def why_not_these(self, gates: Sequence[Tensor | None]) -> str | None:
-        """Why the kernels do not take such gates; None if they do."""
-        given = self.arguments(*gates)
-        if given.corrects and given.log_value_decay is not None:
-            return "no kernel takes decays of values together with an erase key"
-        return None
+    why_not_these: Callable[..., str | None] | None = None
+    checked: bool = False
 
     def sequence(
         self,
@@ -194,7 +195,7 @@ class Kernel:
         starts: Tensor | None = None,
     ) -> Tensor:
         """One step, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
-        out = torch.ops.fairseq_fastweights.rule_step_(*self.given(q, k, v, gates, starts), state)
+        out = _rule_step(*self.given(q, k, v, gates, starts), state)
         _mark_changed(state)
         return out
 
@@ -207,7 +208,7 @@ class Kernel:
             # One for each head beside decays of values: there the operators take one for each key.
             each = given.log_key_decay[..., None].expand(*v.shape[:3], k.shape[3])
             given = given._replace(log_key_decay=each)
-        if not given.corrects and given.beta is not None:
+        if given.beta is not None and not given.corrects:
             k = (ungrouped(k, v) * given.beta[..., None]).to(k.dtype)
             given = given._replace(beta=None)
         if _is_cuda(v.device.type):
@@ -321,12 +322,20 @@ def _every_part(
     return _decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
 
 
-SUM = Kernel(Arguments)
-GATED = Kernel(_one_gate)
+def _why_not_every_part(
+    erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
+) -> str | None:
+    if erase is not None and log_value_decay is not None:
+        return "no kernel takes decays of values together with an erase key"
+    return None
+
+
+SUM = Kernel(Arguments, checked=True)
+GATED = Kernel(_one_gate, checked=True)
 DECAY = Kernel(_decays)
-DELTA = Kernel(_correction)
-GATED_DELTA = Kernel(_gated_correction)
-FAST_WEIGHT = Kernel(_every_part)
+DELTA = Kernel(_correction, checked=True)
+GATED_DELTA = Kernel(_gated_correction, checked=True)
+FAST_WEIGHT = Kernel(_every_part, _why_not_every_part)
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

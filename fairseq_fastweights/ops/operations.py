@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops import chunkwise, native, reference
-from fairseq_fastweights.ops.checks import BackendUnavailable, GateInput, check_in_place, check_inputs, state_dtype
+from fairseq_fastweights.ops import chunkwise, libraries, native, reference
+from fairseq_fastweights.ops.checks import (
+    BackendUnavailable,
+    GateInput,
+    check_in_place,
+    check_inputs,
+    state_dtype,
+    values_are_checked,
+)
 from fairseq_fastweights.ops.divided import KEYS, VALUES, Divided
 from fairseq_fastweights.ops.native import Kernel
 
@@ -72,26 +80,30 @@ class Operation:
             names = ", ".join(["q", "k", "v", *(gate.name for gate in self.gates)])
             raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {names}")
         q, k, v, *gates = inputs
-        named = list(zip(self.gates, gates, strict=True))
-        check_inputs(q, k, v, initial_state, named, starts)  # type: ignore[arg-type]
-        assert k is not None and v is not None
-        if not self.takes_starts and (starts is not None or k.shape[2] != v.shape[2]):
-            what = "starts" if starts is not None else f"k of {k.shape[2]} heads for v of {v.shape[2]}"
+        if in_place and self._may_take_step(v, backend):
+            out = self._step(q, k, v, gates, initial_state, starts)
+            if out is not None:
+                return out, initial_state  # type: ignore[return-value]
+        sizes = check_inputs(q, k, v, initial_state, self.gates, gates, starts)  # type: ignore[arg-type]
+        batch, time, heads, key_heads, key_dim, value_dim = sizes
+        assert v is not None
+        if not self.takes_starts and (starts is not None or key_heads != heads):
+            what = "starts" if starts is not None else f"k of {key_heads} heads for v of {heads}"
             raise ValueError(
                 f"the {self.name} rule was given {what}; it takes neither starts nor fewer heads of q and k"
             )
-        kernel, plain = self._implementation(backend, k, v, gates, starts)
+        kernel, plain = self._implementation(backend, v, time, max(key_dim, value_dim), key_dim, gates)
         options = {} if starts is None else {"starts": starts}
         if kernel is not None:
             native.refuse_tangents(initial_state, *inputs)
         state = check_in_place(initial_state, *inputs) if in_place else None
-        if v.shape[1] == 0:
+        if time == 0:
             if state is not None:
                 return torch.zeros_like(v), state
-            return no_steps(v, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]), initial_state, inputs)
+            return no_steps(v, (batch, heads, key_dim, value_dim), initial_state, inputs)
         if state is None:
             return plain(*inputs, initial_state=initial_state, **options)
-        if kernel is not None and v.shape[1] == 1 and native.can_change(state):
+        if kernel is not None and time == 1 and native.can_change(state):
             return kernel.step_(q, k, v, *gates, state=state, **options), state  # type: ignore[arg-type]
         out, final_state = plain(*inputs, initial_state=state, **options)
         return out, state.copy_(final_state)
@@ -123,18 +135,56 @@ class Operation:
         dims = (VALUES, KEYS) if self.keys_apart else (VALUES,)
         return Divided(self.kernel, dims, (KEYS, KEYS, VALUES, *(along[gate.per] for gate in self.gates)))
 
+    def _may_take_step(self, v: Any, backend: str) -> bool:
+        """Whether a call in place may be one step of a CPU's kernels that check what they are given."""
+        return (
+            self.kernel is not None
+            and self.kernel.checked
+            and backend in ("auto", "native")
+            and isinstance(v, Tensor)
+            and v.is_cpu
+            and v.dim() == 4
+            and v.shape[1] == 1
+            and not values_are_checked()
+            and not torch.compiler.is_compiling()
+            and libraries.load("cpu") is None
+        )
+
+    def _step(self, q: Any, k: Any, v: Any, gates: list[Any], state: Any, starts: Any) -> Tensor | None:
+        """`out` of one step in place, or None if the kernels refuse it.
+
+        The operator checks the shapes and types of all that it is given before it changes anything; devices and strides
+        are checked here. `check_inputs`, which names what is wrong, takes as long as the operator: it is left for what
+        is refused.
+        """
+        assert self.kernel is not None
+        try:
+            for x in (q, k, v):
+                if not x.is_contiguous() and x.stride(-1) not in (0, 1):
+                    return None
+            for x in (q, k, state, *gates):
+                if not x.is_cpu:
+                    return None
+            if starts is not None and not starts.is_cpu:
+                return None
+            native.refuse_tangents(state, q, k, v, *gates)
+            check_in_place(state, q, k, v, *gates)
+            return self.kernel.step_(q, k, v, *gates, state=state, starts=starts)
+        except (RuntimeError, ValueError, AttributeError, TypeError, IndexError):
+            return None
+
     def _implementation(
-        self, backend: str, k: Tensor, v: Tensor, gates: list[Tensor | None], starts: Tensor | None
+        self, backend: str, v: Tensor, time: int, largest_dim: int, key_dim: int, gates: list[Tensor | None]
     ) -> tuple[Kernel | Divided | None, Implementation]:
         """The kernel, if that is what runs, and what runs for a sequence."""
-        kind, key_dim = v.device.type, k.shape[-1]
+        kind = v.device.type
         reason = self.why_not_native(kind, v.dtype, key_dim)
-        if reason is None and self.kernel is not None:
-            reason = self.kernel.why_not_these(gates)
-        backend = choose_backend(backend, v.shape[1], reason, self.chunkwise is not None)
+        if reason is None and self.kernel is not None and self.kernel.why_not_these is not None:
+            reason = self.kernel.why_not_these(*gates)
+        backend = choose_backend(backend, time, reason, self.chunkwise is not None)
         if backend == "native":
             assert self.kernel is not None
-            kernel = self.kernel if native.fits(kind, max(key_dim, v.shape[-1])) else self.divided
+            kernel = self.kernel if native.fits(kind, largest_dim) else self.divided
             return kernel, kernel.sequence
         if backend == "reference":
             return None, self.reference

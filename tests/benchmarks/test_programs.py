@@ -81,7 +81,9 @@ IN_TURNS = {
         f"heads of {size}": ((*BOTH, "steps"), ("gated delta", "delta", "Kimi delta", "transformers"))
         for size in (128, 64)
     },
-    "models": dict.fromkeys(("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), ("installed", "transformers"))),
+    "models": dict.fromkeys(
+        ("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), ("installed", "transformers", "no rule"))
+    ),
 }
 
 

@@ -114,6 +114,19 @@ def test_wrong_shapes_types_devices_and_values_are_named(rule):
             assert not refusal(rule, wrong), "off again"
 
 
+@pytest.mark.parametrize("rule", PRINCIPAL)
+def test_a_step_in_place_refuses_what_the_reference_refuses(rule):
+    """In the same words, though the kernels check most of a step themselves; and the state is what it was."""
+    inputs = rule.inputs(**SIZES | {"T": 1}, requires_grad=False)
+    before = inputs["initial_state"].clone()
+    for name in (name for name, x in inputs.items() if x is not None):
+        for change, _ in CHANGES[name]:
+            wrong = inputs | {name: change(inputs[name])}
+            said = refusal(rule, wrong, "reference", in_place=True)
+            assert said and said == refusal(rule, wrong, in_place=True), name
+            assert torch.equal(inputs["initial_state"], before), name
+
+
 def test_what_only_some_inputs_can_have_wrong():
     """States of another type than theirs; no heads or dimensions; heads of k; starts; write strengths above 2."""
     half, single, double = torch.bfloat16, torch.float32, torch.float64
