@@ -8,18 +8,23 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from common import matrix_products
 from common.steps import StepError
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where the commands run: --user-dir fairseq_fastweights is found there."""
-ONE_THREAD = {
-    # Many processes of one thread each make better use of a processor than one of many threads.
-    "OMP_NUM_THREADS": "1",
-    # The C library would hand every large tensor back to the system, which has to clear the memory for the next one.
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
-    "MALLOC_TRIM_THRESHOLD_": str(2**33),
-}
-"""Variables of processes that train, one on each core."""
+
+
+def one_thread() -> dict[str, str]:
+    """Variables of processes that train, one on each core."""
+    return {
+        # Many processes of one thread each make better use of a processor than one of many threads.
+        "OMP_NUM_THREADS": "1",
+        # The C library would hand every large tensor back to the system, which has to clear memory for the next one.
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**33),
+        **matrix_products.environment(),
+    }
 
 
 def cores() -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.commands import ONE_THREAD
+from common.commands import one_thread
 from common.fairseq_logs import describe_training, parse_training
 from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
 
@@ -194,7 +194,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     # generate.sh looks for fairseq's programs there.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with claim(out, MARK) as claimed:
-        runner = Runner(ROOT, jobs, output, ONE_THREAD, keep_open=[claimed], finished=keep)
+        runner = Runner(ROOT, jobs, output, one_thread(), keep_open=[claimed], finished=keep)
         runner.run(steps)
         written = {entry.key for entry in read_ledger(ledger)}
         for run in left:  # what an earlier call finished, and was ended before it wrote it down
@@ -227,7 +227,7 @@ def _seconds_of_an_update(run: Run) -> float:
             del words[(at := words.index("--transfer-from")) : at + 2]
         words += ["--max-update", str(TRIED), "--log-interval", str(TRIED // 3), "--no-save", "--disable-validation"]
         tried = subprocess.run(
-            words, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False
+            words, cwd=ROOT, env=os.environ | one_thread(), capture_output=True, text=True, check=False
         )
     steps = parse_training(tried.stdout + tried.stderr).updates_per_second
     if tried.returncode or not steps:

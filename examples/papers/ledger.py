@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from common import matrix_products
 from common.json_lines import append_line, whole_lines
 
 from papers.rows import ROOT, Call, Places, RowError
@@ -33,7 +34,7 @@ class Entry:
         commands: what was run, with DATA, OUT and SOURCE for the folders.
         commit, code: of this repository, and a digest of the code that computes; empty outside a checkout.
         versions: of Python and of the packages that compute.
-        processor: as the system calls it.
+        processor: as the system calls it, and whether MKL was told to use AVX-512 on it (`matrix_products`).
         data: a digest of the dictionary and the binarised training text.
         seconds: that the training took.
         parameters: of the model.
@@ -134,6 +135,10 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _processor() -> str:
+    return f"{_model_name()}, AVX-512 in MKL" if matrix_products.environment() else _model_name()
+
+
+def _model_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

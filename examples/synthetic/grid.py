@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.commands import ONE_THREAD
+from common.commands import one_thread
 from common.interruptions import undisturbed
 from common.json_lines import append_line, drop_half_line
 from common.steps import Screen, StepError
@@ -67,7 +67,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            env=os.environ | ONE_THREAD,
+            env=os.environ | one_thread(),
             # In a session of its own, so that Ctrl-C reaches the program only that will end it.
             start_new_session=True,
             pass_fds=keep_open,
