@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "matrix_products"
+PROCESSOR = Path("/proc/cpuinfo")
 _SOURCE = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 
 
@@ -28,7 +29,7 @@ def environment() -> dict[str, str]:
 @cache
 def _library() -> Path | None:
     try:
-        processor = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        processor = PROCESSOR.read_text(encoding="utf-8")
     except OSError:
         return None
     if "AuthenticAMD" not in processor or " avx512f " not in processor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 
 from .conftest import ROOT
 
-fairseq_logs, steps = map(import_module, ("common.fairseq_logs", "common.steps"))
+fairseq_logs, matrix_products, steps = map(
+    import_module, ("common.fairseq_logs", "common.matrix_products", "common.steps")
+)
 MARK = "made-by-a-test"
 
 
@@ -147,3 +150,27 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_that_were_done_twi
     assert fairseq_logs.describe_training("", 8) == "starting"
     cut = TRAIN_LOG + '2026-01-01 | INFO | train_inner | {"epoch": 1, "lo'
     assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, 2 s left"
+
+
+@pytest.mark.parametrize(
+    ("processor", "compiler", "found"),
+    [
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f avx512bw", True, True),
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f avx512bw", False, False),
+        ("vendor_id : AuthenticAMD\nflags : avx2 fma", True, False),
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f avx512bw", True, False),
+    ],
+)
+def test_products_are_told_of_avx512_where_they_would_not_use_it(processor, compiler, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix_products, "FOLDER", tmp_path)
+    monkeypatch.setattr(matrix_products, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setenv("LD_PRELOAD", "other.so")
+    (tmp_path / "cpuinfo").write_text(processor)
+    if not compiler:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    matrix_products._library.cache_clear()
+    told = matrix_products.environment().get("LD_PRELOAD", "")
+    matrix_products._library.cache_clear()
+    assert told == (f"{tmp_path}/intel_cpu.so other.so" if found else "")
+    if found:
+        assert ctypes.CDLL(told.split()[0]).mkl_serv_intel_cpu_true() == 1
