@@ -94,7 +94,7 @@ class FastWeightConfig(PreTrainedConfig):
         eos_token_id: number of the end of a text.
 
     Raises:
-        ValueError: naming the setting, what it was and what it may be. A setting that there is not is refused.
+        ValueError: if a setting is not allowed; the message names it, its value and what is allowed. A setting that there is not is refused.
 
     Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_attention_heads=2, mixers="gated,softmax:6")

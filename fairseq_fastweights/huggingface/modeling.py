@@ -85,7 +85,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         config: the model's settings.
 
     Raises:
-        ValueError: naming the setting, what it was and what it may be.
+        ValueError: if a setting is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -173,7 +173,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
             `last_hidden_state`, (batch, time, output_size); `past_key_values`; `hidden_states`.
 
         Raises:
-            ValueError: naming the argument, what it was and what it may be.
+            ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
