@@ -1,4 +1,4 @@
-"""`python -m fairseq_fastweights.conversion`: models from Hugging Face folders for fairseq, and back."""
+"""`python -m fairseq_fastweights.conversion`: converts models from Hugging Face folders for fairseq, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fairseq_fastweights.conversion.weight_files import read_json
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; 0, or 2 after a message about what is wrong with the input."""
+    """Runs the command; returns the exit status, 2 after a message about what is wrong with the input."""
     parser = argparse.ArgumentParser(prog="python -m fairseq_fastweights.conversion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reading = commands.add_parser("from-huggingface", help=f"make a folder for fairseq of a {', '.join(FAMILIES)}")
@@ -74,7 +74,7 @@ def _from(options: argparse.Namespace) -> None:
 
 
 def _convert(source: Path, target: Path) -> str:
-    """Makes the folder; what there is to say about its files."""
+    """Makes the folder; returns lines about its files to print."""
     lines = [
         f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;",
         f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict",
@@ -91,7 +91,7 @@ def _convert(source: Path, target: Path) -> str:
 
 
 def _is_ours(config: Path) -> bool:
-    """Whether a config.json is of a model that `to-huggingface` made, or of its class."""
+    """Whether a config.json belongs to a model of `fairseq_fastweights.huggingface`."""
     return config.is_file() and read_json(config).get("model_type") == "fast_weight"
 
 
@@ -109,7 +109,7 @@ def _to(options: argparse.Namespace) -> None:
 
 
 def _with_transformers(module: str) -> Any:
-    """A module of this package that needs `transformers`, which the others do not."""
+    """Imports a module of this package that needs `transformers`."""
     try:
         return importlib.import_module(f"fairseq_fastweights.conversion.{module}")
     except ImportError as error:

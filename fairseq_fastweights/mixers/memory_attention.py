@@ -141,7 +141,7 @@ class MemoryAttention(Mixer):
         return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.out_proj.in_features))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
-        """Reshapes (time, batch, heads * dim) to (batch, time, num_heads, dim), without a copy unless heads are shared."""
+        """Reshapes (time, batch, heads * dim) to (batch, time, num_heads, dim); copies only if heads are shared."""
         return shared(x.unflatten(-1, (-1, dim)).transpose(0, 1), self.num_heads, 2)
 
     def settings(self) -> dict[str, Any]:
