@@ -53,8 +53,8 @@ def why_damaged(path: str | os.PathLike[str]) -> str | None:
         if noted is None or _digest(Path(path), header, begin) == noted:
             return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "is cut short or damaged: what it says of its weights cannot be"
-    return "is damaged: its weights have not the digest that is noted in it; it must be fetched or written anew"
+        return "is cut short or damaged: its header does not fit its size"
+    return "is damaged: its weights do not have the digest in its metadata; it must be downloaded or written again"
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -92,7 +92,7 @@ class Freezing:
             return
         self._improvement.state = state
         said = "are still frozen after" if self.frozen else "were unfrozen after"
-        logger.info("taken up again: weights %s %d updates", said, state["updates"])
+        logger.info("resumed: weights %s %d updates", said, state["updates"])
 
     def drop_gradients(self, optimizer: Any) -> None:
         """Removes the gradients of frozen parameters."""
@@ -118,7 +118,7 @@ class Freezing:
         if not self.frozen:
             number = sum(parameter.numel() for parameter in self._parameters)
             logger.info(
-                "%s frozen parameters are trained from here on: after %d updates the loss has stopped to improve by "
+                "%s frozen parameters are trained from now on: after %d updates the loss has stopped improving by "
                 "%g%% every %d updates",
                 f"{number:,}",
                 self._improvement.state["updates"],

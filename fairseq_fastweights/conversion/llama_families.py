@@ -69,7 +69,7 @@ def _family(
         check_heads("hidden_size", width, "num_attention_heads", heads)
     head_dim = width // heads if config.get("head_dim") is None else number(config, "head_dim")
     if head_dim % 2:
-        raise ValueError(f"config.json: head_dim is {head_dim}; it must be even: rotary embeddings turn pairs")
+        raise ValueError(f"config.json: head_dim is {head_dim}; it must be even: rotary embeddings rotate pairs")
     check(config, "hidden_act", "silu")
     eps = positive(config, "rms_norm_eps", 1e-6)
     tied = flag(config, "tie_word_embeddings", False)

@@ -79,7 +79,7 @@ class Tokenizer:
         if vocabulary_size not in {-(-self.size // m) * m for m in multiples}:
             raise ValueError(
                 f"{self.source}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
-                f"{vocabulary_size}; it must be as many, or filled up to a multiple of a power of 2 up to 1024"
+                f"{vocabulary_size}; it must be as many, or padded to a multiple of a power of 2 up to 1024"
             )
         made = set(bytes_to_unicode().values()) | {first + second for first, second in self.merges}
         piece = next((piece for piece in made if self.vocabulary[piece] == end_of_text), None)

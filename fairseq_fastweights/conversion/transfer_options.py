@@ -128,7 +128,7 @@ def _check_unfreezing(options: Any, frozen: bool) -> None:
         if refused:
             raise ValueError(
                 f"{name} is {_plain(getattr(options, name))}; with unfreeze_threshold it must be {instead}: frozen "
-                "weights would be moved all the same"
+                "weights would be changed too"
             )
 
 

@@ -42,7 +42,7 @@ class WholeTokenizer:
         if not self.size <= vocabulary_size <= self.size + _MOST_SPARE:
             raise ValueError(
                 f"{FILE}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
-                f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more that fill matrices up"
+                f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more, as padding"
             )
         if end_of_text not in self.special:
             raise ValueError(

@@ -91,11 +91,13 @@ class SegmentIterator(iterators.EpochBatchIterator):
             rest = [self.dataset.rest(i, state_dict["iterations_in_epoch"]) for i in range(self.dataset.streams)]
             if carried["layout"] == ours:
                 return {"rest": rest, "states": carried["states"]}
-            logger.warning("the checkpoint's states are left out: they are of %s, not of %s", carried["layout"], ours)
+            logger.warning(
+                "the checkpoint's states are not used: they belong to %s, not to %s", carried["layout"], ours
+            )
             return None
         if carried["tokens"] != tokens:
             logger.warning(
-                "the checkpoint's states are left out: they are of a text of %s tokens, not of %s",
+                "the checkpoint's states are not used: they belong to a text of %s tokens, not of %s",
                 f"{carried['tokens']:,}",
                 f"{tokens:,}",
             )
@@ -110,8 +112,8 @@ class SegmentIterator(iterators.EpochBatchIterator):
         if len(rest) != old.streams and self.shard_id == 0:
             pairs = [f"{number} continues {source}" for number, source in enumerate(sources) if source is not None]
             logger.warning(
-                "carry_over_state: the text that %s streams have left is dealt out to %s: %s, with their states; all "
-                "else is read from empty states",
+                "carry_over_state: the rest of the text of %s streams is divided among %s: %s, with their states; all "
+                "others start from empty states",
                 len(rest),
                 len(rows),
                 ", ".join(pairs),

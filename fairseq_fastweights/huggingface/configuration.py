@@ -214,7 +214,7 @@ class FastWeightConfig(PreTrainedConfig):
         known = known_mixer_settings(MIXERS)
         for name, value in settings.items():
             if name in _SAID_ELSEWHERE:
-                raise ValueError(f"mixer_settings holds {name}; that is {_SAID_ELSEWHERE[name]}, outside of it")
+                raise ValueError(f"mixer_settings holds {name}; it must be given as {_SAID_ELSEWHERE[name]} instead")
             if name not in known:
                 raise ValueError(f"mixer_settings holds {name!r}; it may hold {', '.join(sorted(known))}")
             if name == "normalization" and value is not None:

@@ -128,7 +128,7 @@ class FastWeightLM(HFLM):
         known = signature(HFLM._create_model).parameters
         for name, value in options.items():
             if name not in known or (name in _NOT_OF_CHECKPOINTS and value):
-                raise ValueError(f"{name} is {value}; it cannot be said of a checkpoint of fairseq's")
+                raise ValueError(f"{name} is {value}; it cannot be set for a checkpoint of fairseq")
         self._model.to(self.device, None if dtype == "auto" else get_dtype(dtype))
 
     @property

@@ -79,7 +79,9 @@ class FastWeightDecoder(TransformerDecoder):
         # By training mode, so that a validation in mid-epoch leaves the training streams' states alone.
         self._carried: dict[bool, dict[Mixer, State]] = {True: {}, False: {}}
         if self.embed_positions is None and (layers := self._layers_where("needs_positions", True)):
-            logger.warning("no_token_positional_embeddings is set, but nothing tells positions apart in %s", layers)
+            logger.warning(
+                "no_token_positional_embeddings is set, but there is no information about positions in %s", layers
+            )
 
     @property
     def mixers(self) -> list[Mixer]:

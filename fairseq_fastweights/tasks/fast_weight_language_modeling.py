@@ -57,7 +57,7 @@ class FastWeightTaskOptions(TransferOptions):
         default=False,
         metadata={
             "help": "read every document as if it stood alone, though segments hold several: memories, attention and "
-            "positions begin anew at each; empty lines end documents, as with --sample-break-mode complete_doc "
+            "positions start again at each; empty lines end documents, as with --sample-break-mode complete_doc "
             "(default: off)"
         },
     )
@@ -244,7 +244,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         if len(found):
             logger.warning(
                 "split %r: %s of the first %s tokens are %s, which the model never predicts (mask_special_symbols): "
-                "each costs %s nats, so that the perplexity says nothing or is inf. The architectures of GPT-2, Pythia "
+                "each costs %s nats, so that the perplexity is meaningless or inf. The architectures of GPT-2, Pythia "
                 "and RetNet are for dictionaries that have all words of the text, as GPT-2's subwords; "
                 "--arch fast_weight_lm has no mask",
                 corpus.name,

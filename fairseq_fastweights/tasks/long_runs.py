@@ -101,7 +101,7 @@ def _validate_and_save(original: Callable[..., Any]) -> Callable[..., Any]:
                 PathManager.async_close()  # waits for them, as fairseq does at a training's end
             # torchrun ends the others as soon as one has ended: all wait for the one that writes.
             _largest(trainer, number)
-            outcome = "no_save is set" if cfg.checkpoint.no_save else "the same command goes on from there"
+            outcome = "no_save is set" if cfg.checkpoint.no_save else "the same command continues from there"
             logger.info("interrupted after %s updates; %s", trainer.get_num_updates(), outcome)
             leave(number)
         return results

@@ -67,14 +67,14 @@ def replace_damaged(save_dir: str, suffix: str) -> None:
     whole = next((path for path in whole_checkpoints(save_dir) if path.match(pattern)), None)
     if whole is None:
         raise SystemExit(
-            f"{last} {complaint}, and no other checkpoint there is whole; to begin anew, it must be removed"
+            f"{last} {complaint}, and there is no undamaged checkpoint beside it; remove it to start from the beginning"
         )
     copy, kept = last.with_suffix(".pt.tmp"), last.with_suffix(".pt.damaged")
     shutil.copyfile(whole, copy)
     kept.unlink(missing_ok=True)
     os.link(last, kept)
     os.replace(copy, last)
-    logger.warning("%s %s; training goes on from %s, and %s keeps the former", last, complaint, whole.name, kept.name)
+    logger.warning("%s %s; training continues from %s; %s is the damaged file", last, complaint, whole.name, kept.name)
 
 
 def _unwritable(save_dir: str, error: OSError) -> str:
