@@ -91,21 +91,23 @@ def _run_rows(arguments: list[str]) -> int:
     words, given = arguments[:at], arguments[at + 1 :]
     parser = argparse.ArgumentParser(
         prog="reproduce.py run",
-        description="Trains and scores rows of a table with several seeds, and adds what comes out to a ledger. What "
-        "the ledger has is not done again, what was cut off goes on where it was.",
+        description="Trains and scores rows of a table with several seeds, and adds the results to a ledger. Rows that "
+        "the ledger has are skipped, and interrupted ones continue.",
         usage="%(prog)s TABLE DATA OUT [--rows ROW ...] [--seeds N ...] [--jobs N] [--ledger FILE] [--estimate] "
         "[-- OPTION ...]",
         epilog="After -- options of fairseq-train, which override the rows'.",
     )
     parser.add_argument("table", metavar="TABLE", choices=ALL, help=", ".join(ALL))
-    parser.add_argument("data", type=Path, metavar="DATA", help="text as the experiment's prepare.sh leaves it")
-    parser.add_argument("out", type=Path, metavar="OUT", help="for a folder of each row and seed")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="which (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=positive, default=[], metavar="N", help="(default: the table's)")
-    parser.add_argument("--source", type=Path, metavar="SOURCE", help="what the models start from")
-    parser.add_argument("--jobs", type=positive, default=cores(), metavar="N", help="at a time, one thread each")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help="where results go (default: OUT/ledger.jsonl)")
-    parser.add_argument("--estimate", action="store_true", help="say how long it would take, and run nothing")
+    parser.add_argument("data", type=Path, metavar="DATA", help="the folder that the experiment's prepare.sh made")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder for the runs")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows to run (default: all)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=positive, default=[], metavar="N", help="seeds (default: the table's)"
+    )
+    parser.add_argument("--source", type=Path, metavar="SOURCE", help="the model that conversions start from")
+    parser.add_argument("--jobs", type=positive, default=cores(), metavar="N", help="runs at a time, one thread each")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="the ledger (default: OUT/ledger.jsonl)")
+    parser.add_argument("--estimate", action="store_true", help="only estimate how long it would take")
     options = parser.parse_args(words)
 
     def work() -> None:
@@ -125,7 +127,7 @@ def _report(arguments: list[str]) -> int:
     """Reads what follows `report`, and does it; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="reproduce.py report",
-        description="Prints a table of what `run` did. Without TABLE it makes docs/results.md's, and their figures.",
+        description="Prints a table of the results of `run`. Without TABLE it makes those of docs/results.md.",
     )
     parser.add_argument("table", nargs="?", metavar="TABLE", choices=ALL, help=", ".join(ALL))
     parser.add_argument("--ledger", type=Path, default=COMMITTED, metavar="FILE", help="(default: the one committed)")

@@ -1,8 +1,7 @@
-"""Fast weight programmers for fairseq: what ``--user-dir fairseq_fastweights`` names.
+"""Fast weight programmers for fairseq: the package for ``--user-dir fairseq_fastweights``.
 
-Importing the package makes checkpoints that hold an `argparse.Namespace` (all of fairseq's before version 0.10, and
-some later ones) loadable by PyTorch's safe loader, which refuses every class that it was not told of. Nothing else of
-fairseq or PyTorch is changed.
+Importing it lets PyTorch's safe loader read checkpoints that hold an `argparse.Namespace`: all of fairseq's before
+version 0.10, and some later ones. It changes nothing else of fairseq or PyTorch.
 """
 
 import argparse

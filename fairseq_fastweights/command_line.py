@@ -1,8 +1,8 @@
-"""How a command ends that was asked for what cannot be: in one line, as argparse ends it, with exit code 2.
+"""Ends fairseq's commands with one line instead of a traceback, and exit code 2, for errors that a user can correct.
 
-fairseq's commands print a traceback for every error. Where one of them imports the plugin, errors that its user can
-mend end it in a line: those that this package raises on purpose, those of fairseq that name an option, and files that
-cannot be opened. All others keep their traceback, and all of them do where FASTWEIGHTS_TRACEBACK is set.
+These are the errors that this package raises on purpose, those of fairseq that name an option, and files that cannot be
+opened. All other errors keep their traceback; with FASTWEIGHTS_TRACEBACK=1 all do. It works in commands that import the
+plugin.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MISFIT = "Cannot load model parameters from checkpoint"
 
 
 def fail(program: str, error: BaseException, text: str | None = None) -> int:
-    """Prints what ends `program`, `text` or the error itself, and returns its exit code."""
+    """Prints an error of `program`, `text` or the error itself, and returns the exit code."""
     if tracebacks_wanted():
         traceback.print_exception(error)
     else:
@@ -43,12 +43,12 @@ def fail(program: str, error: BaseException, text: str | None = None) -> int:
 
 
 def tracebacks_wanted() -> bool:
-    """Whether FASTWEIGHTS_TRACEBACK asks for them."""
+    """Whether FASTWEIGHTS_TRACEBACK asks for tracebacks."""
     return os.environ.get("FASTWEIGHTS_TRACEBACK", "0") not in ("", "0")
 
 
 def install() -> None:
-    """Lets the command of fairseq that is running, if one is, end in one line, and leave out warnings of its own."""
+    """If a command of fairseq is running, makes its errors one line, and hides warnings of fairseq about itself."""
     frames = (frame.f_code for frame, _ in traceback.walk_stack(None))
     commanded = any(
         code.co_name == "cli_main" and Path(code.co_filename).parent.name == "fairseq_cli" for code in frames
@@ -84,7 +84,7 @@ class Raised(NamedTuple):
 
 
 def told(error: BaseException) -> str | None:
-    """What to print of an error that the command's user can mend; None for one that nobody expected."""
+    """The line to print for an error that a user can correct; None for an unexpected error."""
     if type(error).__name__ == "ProcessRaisedException":  # of torch.multiprocessing: the first process that failed
         raised = _read_traceback(str(error))
         return None if raised is None else _told(raised)
@@ -98,7 +98,7 @@ def told(error: BaseException) -> str | None:
 
 
 def _read_traceback(text: str) -> Raised | None:
-    """The error of a traceback in print."""
+    """Reads the error from a printed traceback; None if it has no lines of code."""
     frames = re.findall(r'^  File "(.+)", line \d+, in .+\n    (.+)$', text, re.MULTILINE)
     kind, _, message = text.strip().rpartition("\n")[2].partition(": ")
     if not frames:
@@ -130,7 +130,7 @@ def _told(raised: Raised) -> str | None:
 
 
 def _in_options(message: str) -> str:
-    """An error's message with options as they are typed: those that it begins with as argparse has it."""
+    """Writes options in a message as they are typed; if it begins with one, as argparse does ("argument --lr: ...")."""
     names = option_names()
     first, _, rest = message.partition(" ")
     rest = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda found: _dashes(found[0]) if found[0] in names else found[0], rest)

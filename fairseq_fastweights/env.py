@@ -1,8 +1,8 @@
-"""What this machine has, what was built for it, and which backend ``auto`` takes here.
+"""Reports versions, hardware, the kernels that were built, and the backend that ``auto`` takes for each rule.
 
     python -m fairseq_fastweights.env [--json]
 
-Asks the operations themselves, and imports no fairseq. To report a problem, send its output along.
+It asks the operations themselves and does not import fairseq. Please add its output to bug reports.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fairseq_fastweights.ops import libraries, native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STEPS = {"sequence": 256, "step": 1}
-"""For how many time steps at once a backend is asked for: training or a prompt, and a generated token."""
+"""Numbers of time steps for which the backends are reported: of training or a prompt, and of a generated token."""
 
 
 def report() -> dict[str, Any]:
-    """All of it, for `json.dumps`.
+    """Returns the report, as a dictionary for `json.dumps`.
 
-    "versions", "gpus" and "cpu" describe the machine. "kernels" has, by part, "ready", "reason" (why not, and how to
-    mend it; None if they are ready) and "build" (what the build's record says). "backends" has a row for each rule,
+    "versions", "gpus" and "cpu" describe the machine. "kernels" has, by part, "ready", "reason" (why they are not
+    ready and how to build them, or None) and "build" (the record of the build). "backends" has a row for each rule,
     device and dtype: the backend that "auto" takes for a "sequence" and for a "step". The CPU's "instruction_set" is
-    that of the kernels that run, or the error that they raise where FASTWEIGHTS_CPU_ISA asks for one that is not there.
-    "installed elsewhere" has the folders of other copies of the package, which pip installed and this run does not use.
+    that of the kernels, or the error that they raise if FASTWEIGHTS_CPU_ISA asks for one that the CPU lacks.
+    "installed elsewhere" has the folders of copies of the package that pip installed and this run does not use.
     """
     reasons = {part: libraries.load(part) for part in libraries.PARTS}
     record = libraries.record()
@@ -80,7 +80,7 @@ def report() -> dict[str, Any]:
 
 
 def instruction_set() -> str:
-    """That of the CPU kernels, or the error that it is asked for."""
+    """The instruction set of the CPU kernels, or the error that they raise."""
     try:
         return native.cpu_instruction_set()
     except RuntimeError as error:
@@ -88,7 +88,7 @@ def instruction_set() -> str:
 
 
 def version(package: str) -> str | None:
-    """That of an installed package; None if it is not installed."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -96,14 +96,14 @@ def version(package: str) -> str | None:
 
 
 def installed_elsewhere() -> list[str]:
-    """Copies of the package beside the one that is imported: in a clone it is the clone's, whatever pip installed."""
+    """Folders of installed copies of the package other than the imported one, which in a clone is the clone's."""
     installed = metadata.distributions(name="fairseq-fastweights")
     folders = {Path(str(distribution.locate_file("fairseq_fastweights"))).resolve() for distribution in installed}
     return sorted(str(folder) for folder in folders if folder != libraries.PACKAGE and folder.is_dir())
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The report, to be read."""
+    """The report as text."""
     lines = [f"{name:20} {value or 'none'}" for name, value in found["versions"].items()]
     elsewhere = "which is not this one: start Python in another folder to use it"
     lines += [f"{'installed elsewhere':20} {folder}, {elsewhere}" for folder in found["installed elsewhere"]]
@@ -141,9 +141,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the report: `python -m fairseq_fastweights.env`."""
     parser = argparse.ArgumentParser(
         prog="python -m fairseq_fastweights.env",
-        description="Shows what this machine has, what was built for it, and which backend 'auto' takes here.",
+        description="Reports versions, hardware, the kernels that were built, and the backend that 'auto' takes.",
     )
-    parser.add_argument("--json", action="store_true", help="for programs to read: one line")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args(arguments)
     found = report()
     print(json.dumps(found) if options.json else as_text(found))

@@ -1,4 +1,4 @@
-"""Which sizes the feature maps can have."""
+"""Checks of the feature maps' sizes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 
 def check_positive(name: str, value: int) -> None:
-    """Raises a `ValueError` if a size is no positive integer."""
+    """Raises a `ValueError` unless a size is a positive integer."""
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a positive integer")
 
 
 def count_favor_features(head_dim: int, feature_dim: int | None, favor_features: int | None) -> int:
-    """How many random features FAVOR+ has, from what was said of them and of its output.
+    """Counts FAVOR+'s random features, from the options for them and for its output size.
 
     Raises:
         ValueError: if the two contradict each other, or are sizes that it cannot have.
@@ -36,7 +36,7 @@ def count_favor_features(head_dim: int, feature_dim: int | None, favor_features:
 
 
 def check_dpfp(head_dim: int, feature_dim: int | None, dpfp_nu: int) -> None:
-    """Raises a `ValueError` if DPFP has no such nu, or not this size of its output with it."""
+    """Raises a `ValueError` for a nu that DPFP cannot have, or an output size that is not the one of this nu."""
     largest = 2 * head_dim - 1
     if not isinstance(dpfp_nu, int) or not 1 <= dpfp_nu <= largest:
         raise ValueError(f"dpfp_nu is {dpfp_nu!r}; for head_dim {head_dim} it must be an integer from 1 to {largest}")

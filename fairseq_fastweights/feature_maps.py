@@ -59,16 +59,16 @@ class FeatureMap(nn.Module):
         Args:
             q: (batch, time, heads, key_dim).
             k: (batch, time, heads, key_dim); batch and time may differ from those of q.
-            scales: which vectors of features may be multiplied by positive numbers, because a
-                normalisation divides these out again. It keeps features within the range of their
-                type. "fixed": none. "queries": each of q by its own number (attention
-                normalisation). "queries and source": also all of k in a row and head by one number
-                (attention normalisation over a whole source without padding). "all": each of q and
-                k by its own number (sum normalisation).
+            scales: which features a map may multiply by positive numbers to keep them within the range
+                of their dtype, because a normalisation divides these out again. "fixed": none.
+                "queries": each query by its own number (attention normalisation). "queries and
+                source": also all keys of a row and head by one number (attention normalisation over
+                a whole source without padding). "all": each query and key by its own number (sum
+                normalisation).
 
         Returns:
             Two tensors (batch, time, heads, output_dim), float32 for half and bfloat16 inputs, else
-            of the inputs' dtype; `identity` hands back what it was given.
+            of the inputs' dtype. `identity` returns its inputs.
 
         Raises:
             ValueError: if q or k does not have four dimensions, the last of size `key_dim`.
@@ -192,9 +192,9 @@ class ReluMap(FeatureMap):
     def reset_parameters(self) -> None:
         """Draw `weight` from Kaiming's uniform distribution, and set `bias` to 0.
 
-        Of the usual choices Kaiming's makes up for the half that ReLU cuts off, so that features
-        start at the scale of the projections. The bound is written out because `nn.init` would take
-        the outputs for the fan of a weight with three dimensions.
+        It makes up for the half that ReLU cuts off, so that features start at the scale of the
+        projections. The bound is written out because `nn.init` would take the number of outputs for
+        the fan of a weight with three dimensions.
         """
         bound = math.sqrt(6 / self.key_dim)
         nn.init.uniform_(self.weight, -bound, bound)
@@ -206,7 +206,7 @@ class ReluMap(FeatureMap):
 
 
 class FavorMap(FeatureMap):
-    """FAVOR+ (Eq. 31-32; Choromanski et al. 2021): random features of the softmax kernel.
+    """Random features of the softmax kernel, FAVOR+ (Eq. 31-32; Choromanski et al. 2021).
 
     With x scaled by head_dim^(-1/4), phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)], so
     that phi(q) . phi(k) is an unbiased estimate of exp(q . k / sqrt(head_dim)), the softmax kernel
@@ -264,7 +264,7 @@ class FavorMap(FeatureMap):
 
 
 class DpfpMap(FeatureMap):
-    """Deterministic parameter-free projection, DPFP-nu (Eq. 37), ordered as the listing in App. C.
+    """Deterministic parameter-free projection, DPFP-nu (Eq. 37), in the order of the listing in App. C.
 
     With d = head_dim and z = [ReLU(x); ReLU(-x)] of size 2 d, output (j - 1) 2 d + i is z_i z_{i-j}
     for j = 1 ... nu, indices modulo 2 d. Eq. 37 has z_{i+j} instead: the same products, each block
@@ -318,7 +318,7 @@ def build_feature_map(
     dpfp_nu: int = 1,
     favor_features: int | None = None,
 ) -> FeatureMap:
-    """Make the feature map of a name, with the sizes that it needs.
+    """Make a feature map by its name.
 
     | name                | key_dim    | output_dim                                          |
     | ------------------- | ---------- | --------------------------------------------------- |
@@ -330,18 +330,18 @@ def build_feature_map(
     where m = head_dim ln(head_dim), as Choromanski et al. recommend, and round(m) is at least 1.
 
     Args:
-        name: a key of `FEATURE_MAPS`, as the first column of the table has them.
+        name: a key of `FEATURE_MAPS`, in the first column of the table.
         num_heads: number of heads.
         head_dim: per-head size of a query or key in an ordinary Transformer of this width.
-        feature_dim: per-head size after the map, the state's key dimension; None for the map's own
-            choice.
+        feature_dim: per-head size after the map, the state's key dimension; None for the default in
+            the table.
         dpfp_nu: nu of DPFP, 1 to 2 head_dim - 1; other maps ignore it.
-        favor_features: number m of random features of FAVOR+, half of its output size. None for
-            the choice of the table; other maps ignore it.
+        favor_features: number m of random features of FAVOR+, half of its output size; None for the
+            default in the table. Other maps ignore it.
 
     Raises:
-        ValueError: unknown name; a size that is not a positive integer; `dpfp_nu` out of range; a
-            `feature_dim` that the map cannot give, or that contradicts `dpfp_nu` or
+        ValueError: for an unknown name, a size that is not a positive integer, `dpfp_nu` out of
+            range, or a `feature_dim` that the map cannot have or that contradicts `dpfp_nu` or
             `favor_features`.
 
     Examples:

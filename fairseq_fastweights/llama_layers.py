@@ -1,4 +1,4 @@
-"""What layers of Llama and its kin have in the place of a Transformer's norms and feed-forward network."""
+"""RMS norms and SwiGLU feed-forward networks, as in Llama."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class GatedLinear(nn.Module):
 
 
 def use_swiglu(layer: Any) -> None:
-    """Gives a layer that has just been built, and that has fairseq's parts, a SwiGLU network without biases."""
+    """Replaces the feed-forward network of one of fairseq's layers by a SwiGLU network without biases."""
     inner_dim, dim = layer.fc1.out_features, layer.fc1.in_features
     layer.fc1, layer.fc2 = GatedLinear(dim, inner_dim), nn.Linear(inner_dim, dim, bias=False)
     layer.activation_fn = _same  # the gate has it
 
 
 def use_rms_norms(module: nn.Module, eps: float) -> None:
-    """Puts RMS norms (Zhang and Sennrich 2019) in the place of a module's own layer norms, not of its parts' norms."""
+    """Replaces a module's own layer norms, not those of its submodules, by RMS norms (Zhang and Sennrich 2019)."""
     for name, norm in list(module.named_children()):
         if name.endswith(_NORMS) and norm is not None:
             setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=eps))

@@ -1,7 +1,7 @@
-"""Digests in files of safetensors, which have no checksums of their own: under "digest" in a file's metadata.
+"""Digests in safetensors files, which have no checksums of their own: "digest" in the metadata of a file.
 
-A digest is of the names, types, shapes and bytes of the file's tensors, whatever their order. Programs that change
-weights and write them anew leave metadata out that they do not know, and with it the digest.
+A digest covers the names, types, shapes and bytes of the file's tensors, in any order. Programs that change weights
+write files without it, as they leave out metadata that they do not know.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def note_digest(path: Path) -> None:
 
 
 def why_damaged(path: str | os.PathLike[str]) -> str | None:
-    """What is wrong with a file: words that follow its name; None for one that has its digest, or none.
+    """Says what is wrong with a file, in words that follow its name; None if its digest is right or missing.
 
     Raises:
         OSError: if it cannot be read.
@@ -53,12 +53,12 @@ def why_damaged(path: str | os.PathLike[str]) -> str | None:
         if noted is None or _digest(Path(path), header, begin) == noted:
             return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "is cut short or damaged: what it says of its weights cannot be"
-    return "is damaged: its weights have not the digest that is noted in it; it must be fetched or written anew"
+        return "is cut short or damaged: its header does not fit its size"
+    return "is damaged: its weights do not have the digest in its metadata; it must be downloaded or written again"
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file says of its tensors, and where their bytes begin."""
+    """Reads a file's header: the description of its tensors, and the position of their bytes."""
     with path.open("rb") as file:
         start = file.read(8)
         size = int.from_bytes(start, "little")

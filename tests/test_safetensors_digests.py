@@ -73,12 +73,12 @@ def test_what_is_cut_short_says_absurd_sizes_or_is_no_file_is_told(path):
     content = path.read_bytes()
     for size in range(len(content)):
         path.write_bytes(content[:size])
-        assert why_damaged(path) == "is cut short or damaged: what it says of its weights cannot be"
+        assert why_damaged(path) == "is cut short or damaged: its header does not fit its size"
     for header in (b"[]", b"{", b'{"__metadata__":{"digest":"x"},"a":{}}', b'{"__metadata__":3}', b"[" * 10**5):
         path.write_bytes(struct.pack("<Q", len(header)) + header)
-        assert why_damaged(path) == "is cut short or damaged: what it says of its weights cannot be"
+        assert why_damaged(path) == "is cut short or damaged: its header does not fit its size"
     path.write_bytes(struct.pack("<Q", 2**60) + content[8:])
-    assert why_damaged(path) == "is cut short or damaged: what it says of its weights cannot be"
+    assert why_damaged(path) == "is cut short or damaged: its header does not fit its size"
     path.unlink()
     os.mkfifo(path)
     assert why_damaged(path) == "is a pipe; it must be a regular file"

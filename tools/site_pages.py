@@ -127,8 +127,11 @@ def row(field: Any) -> tuple[str, str, str]:
         default = "on" if field.default else "off"
     else:
         default = f"`{field.default}`"
+    described = str(field.metadata["help"])
+    if default:
+        described = re.sub(r" \(default: [^()]*\)$", "", described)  # it has a column of its own
     choices = [f"`{choice.value}`" for choice in field.type] if hasattr(field.type, "__members__") else []
-    meaning = str(field.metadata["help"]) + (f". One of {', '.join(choices)}" if choices else "")
+    meaning = described + (f". One of {', '.join(choices)}" if choices else "")
     return f"`--{field.name.replace('_', '-')}`", default, meaning
 
 

@@ -75,9 +75,9 @@ def draw_curves(
     """Draws a line for each model, with its name on the right.
 
     `axes`: with its scales and limits set, which names and bands do not change. `curves`: by model; where points have a
-    lower and an upper end there is a band, which a note of `say` has to explain. `labels`: what to write beside a
-    model's line instead of its name; "" for nothing. `levels`: values to compare with, by what they are; dotted lines.
-    `marker`: of the points. `size`: of the letters.
+    lower and an upper end there is a band, which a note of `say` has to explain. `labels`: what to write beside a line
+    instead of its name; "" for nothing. `levels`: values to compare with, by name; dotted lines. `marker`: of the
+    points. `size`: of the letters.
     """
     ends = []
     for (model, curve), style in zip(curves.items(), styles([*curves]), strict=True):
@@ -85,14 +85,13 @@ def draw_curves(
         axes.plot(x, y, **style, marker=marker or ("o" if len(x) == 1 else ""), markersize=3.5, linewidth=1.6)
         if band:
             axes.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
-        label = model if labels is None else labels.get(model, model)
-        if label:
-            ends.append((x[-1], y[-1], label, style["color"]))
-    for label, value in (levels or {}).items():
+        ends.append((x[-1], y[-1], model, style["color"]))
+    for name, value in (levels or {}).items():
         axes.axhline(value, color=GREY, linewidth=1, linestyle=":")
-        ends.append((axes.get_xlim()[1], value, label, "0.4"))
+        ends.append((axes.get_xlim()[1], value, name, "0.4"))
     plain(axes)
-    _label_ends(axes, ends, size)
+    named = [(x, y, (labels or {}).get(name, name), colour) for x, y, name, colour in ends]
+    _label_ends(axes, [end for end in named if end[2]], size)
 
 
 def draw_trainings(

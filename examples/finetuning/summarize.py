@@ -2,9 +2,11 @@
 """Makes a table, and curves, of what wikitext2.sh left in OUT.
 
     summarize.py OUT [--markdown FILE] [--figure FILE]
+    summarize.py PAGE --figure FILE
 
-Perplexities of the validation set by update, before the first one and of the test set, of each model that was converted
-from the trained Transformer beside the same model from scratch.
+The table has a row for each model that was converted from the trained Transformer, and for the same model from scratch:
+perplexities of the validation set before training and by update, and of the test set. PAGE is a file in Markdown with
+such a table, as docs/results.md.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import figures
 from common.fairseq_logs import parse_training
-from common.figures import new_figure, save_figure
-from common.summaries import ABSENT, Run, summarize, summary_parser
-from common.tables import format_table
+from common.summaries import ABSENT, Run, fail, summarize, summary_parser
+from common.tables import format_table, number, read_table
 
 RULES = ("decay", "gated", "delta", "add", "linear")
-STARTS = {"converted": "-", "scaled": "--", "aligned": "-.", "scratch": ":"}
-"""How a model can begin, and the line that shows it."""
+STARTS = ("converted", "scaled", "aligned", "scratch")
+"""How a model can begin."""
+SCRATCH = " from scratch"
 
 
 @dataclass
@@ -50,9 +53,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
     parser = summary_parser("Table and curves of a Transformer's conversions.", "OUT", "what wikitext2.sh made")
     options = parser.parse_args(arguments)
-    runs = summarize(options, find_runs, "a training", format_runs)
+    if options.out.is_file():
+        if options.markdown or not options.figure:
+            parser.error(f"{options.out} is a page, of which only --figure can be drawn")
+        table = options.out.read_text(encoding="utf-8")
+    else:
+        table = format_runs(summarize(options, find_runs, "a training", format_runs))
     if options.figure:
-        draw_curves({run.name: run for run in runs if not run.missing}, options.figure)
+        rows = read_table(table, "model", "start", "before", "test")
+        if not rows:
+            fail(f"{options.out} holds no table of conversions")
+        draw_curves(rows, options.figure)
     return 0
 
 
@@ -97,30 +108,41 @@ def format_runs(found: list[ScoredRun]) -> str:
     return format_table(header, rows)
 
 
-def draw_curves(runs: dict[str, ScoredRun], path: Path) -> None:
-    """Draws perplexities of the validation set over updates, a panel for each number of features, and saves a PNG."""
-    sizes = sorted({int(name.split("-")[1]) for name in runs if name != "source"}) or [0]
-    figure, panels = new_figure(1, len(sizes), sharey=True, figsize=(4.5 * len(sizes) + 1.5, 4.5), squeeze=False)
-    for axes, size in zip(panels[0], sizes, strict=True):
-        for color, rule in enumerate(RULES):
-            for start, style in STARTS.items():
-                run = runs.get(f"{rule}-{size}-{start}")
-                if run is not None:
-                    axes.plot(*zip(*sorted(run.curve.items()), strict=True), style, color=f"C{color}", marker=".")
-            axes.plot([], [], color=f"C{color}", label=rule)
-        for start, style in STARTS.items():
-            axes.plot([], [], style, color="black", label=start)
-        if "source" in runs:
-            level = min(runs["source"].training.valid.values())
-            axes.axhline(level, color="grey", linestyle="-.", label="the Transformer")
-        axes.set(title=f"m = {size}", xlabel="updates", yscale="log")
-        axes.grid(alpha=0.3, which="both")
-    for ticks in (panels[0][0].yaxis.set_major_formatter, panels[0][0].yaxis.set_minor_formatter):
-        ticks("{x:g}")
-    lowest = min(min(run.curve.values()) for run in runs.values())
-    panels[0][0].set(ylabel="perplexity of the validation set", ylim=(0.9 * lowest, max(1000, 2 * lowest)))
-    figure.legend(*panels[0][-1].get_legend_handles_labels(), loc="outside right upper")
-    save_figure(figure, path)
+def draw_curves(rows: list[dict[str, str]], path: Path) -> None:
+    """Draws perplexities of the validation set over updates, a panel for each size of keys, and saves a PNG."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    levels = {}
+    for row in rows:
+        name, _, size = row["model"].partition(", m = ")
+        cells = [(number(update.replace("before", "0")), number(cell)) for update, cell in row.items()]
+        curve = [(update, value) for update, value in cells if update is not None and value is not None]
+        if not row["start"]:
+            levels["the Transformer"] = curve[-1][1]
+        elif curve:
+            start = {"converted": "", "scratch": SCRATCH}.get(row["start"], f", {row['start']}")
+            panels.setdefault(f"keys of {size} dimensions", {})[f"{name}{start}"] = curve
+    ends = {panel: {name: curve[-1][1] for name, curve in curves.items()} for panel, curves in panels.items()}
+    ahead = all(
+        end[f"{name}{SCRATCH}"] > end[name] for end in ends.values() for name in end if f"{name}{SCRATCH}" in end
+    )
+    figure, axes = figures.new_figure(1, len(panels), sharey=True, figsize=(4 * len(panels) + 1.6, 5), squeeze=False)
+    figures.say(
+        figure,
+        "Converted from a trained Transformer, a model is far ahead of the same model from scratch"
+        if ahead
+        else "Validation perplexity of models that were converted from a Transformer, and of the same from scratch",
+        "One seed. Converted models start with the Transformer's weights; those called scaled keep the scale of its "
+        "attention. Lines that come from above start at higher perplexities than the figure shows.",
+    )
+    lowest = min([*levels.values(), *(min(end.values()) for end in ends.values())])
+    for panel, (title, curves) in zip(axes[0], panels.items(), strict=True):
+        panel.set(title=title, xlabel="updates", yscale="log", ylim=(0.85 * lowest, max(1000, 2 * lowest)))
+        last = panel is axes[0][-1]  # which has the names, as the colours are the same
+        labels = None if last else dict.fromkeys([*curves, *levels], "")
+        figures.draw_curves(panel, curves, labels=labels, levels=levels, marker="o")
+        figures.plain_numbers(panel.yaxis)
+    axes[0][0].set_ylabel("perplexity of the validation set (lower is better)")
+    figures.save_figure(figure, path)
 
 
 def _order(name: str) -> tuple[int, int, int, str]:
@@ -128,7 +150,7 @@ def _order(name: str) -> tuple[int, int, int, str]:
     rule, _, rest = name.partition("-")
     size, _, start = rest.partition("-")
     known = rule in RULES and size.isdecimal() and start in STARTS
-    return (int(size), RULES.index(rule), list(STARTS).index(start), name) if known else (0, 0, 0, name)
+    return (int(size), RULES.index(rule), STARTS.index(start), name) if known else (0, 0, 0, name)
 
 
 def _text(path: Path) -> str:

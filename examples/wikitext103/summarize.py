@@ -2,10 +2,11 @@
 """Makes a table, and curves, of what wikitext2.sh, or ../reproduce.py for rows of the papers' tables, left in OUT.
 
     summarize.py OUT [MODEL ...] [--markdown FILE] [--figure FILE] [--state-figure FILE]
+    summarize.py PAGE --state-figure FILE
 
-OUT has one folder for each model, with train.log and the logs of evaluations in it, and what speed.py measured. What is
-not of the best checkpoint stands in a column of its own. Without MODEL all models are listed, and those that
-wikitext2.sh would have made besides.
+OUT has one folder for each model, with train.log and the logs of evaluations in it, and what speed.py measured. Scores
+of a checkpoint other than the best one have a column of their own. Without MODEL all models are listed, and those that
+wikitext2.sh would have made besides. PAGE is a file in Markdown with such a table, as docs/results.md.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import summaries
-from common.figures import new_figure, plain, save_figure
-from common.tables import format_table
+from common.figures import draw_points, new_figure, plain_numbers, save_figure, say
+from common.tables import format_table, number, read_table
 
 WIKITEXT2 = (
     *("softmax", "sum", "delta", "delta-no-positions", "sum-carried", "delta-carried"),
@@ -49,7 +50,7 @@ EVALUATIONS = {
 MEASURED = {"state": "state", "training": "trained words/s", "generation": "generated words/s"}
 """What speed.py measured: column."""
 POINTS = {"test, sliding", "test, carried over"}
-"""The columns that the figure of states draws the lower one of."""
+"""The columns of which the figure of states shows the lower one."""
 
 
 @dataclass
@@ -68,18 +69,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = summaries.summary_parser("Table and curves of trained language models.", "OUT")
     parser.add_argument("--state-figure", type=Path, metavar="FILE", help="draw perplexity over state size (PNG)")
     options = parser.parse_args(arguments)
+    if options.out.is_file():
+        if options.figure or options.markdown or options.models or not options.state_figure:
+            parser.error(f"{options.out} is a page, of which only --state-figure can be drawn")
+        table = options.out.read_text(encoding="utf-8")
+    else:
 
-    def find(out: Path) -> list[ScoredRun]:
-        return [read_run(out / name) for name in options.models or find_models(out)]
+        def find(out: Path) -> list[ScoredRun]:
+            return [read_run(out / name) for name in options.models or find_models(out)]
 
-    runs = summaries.summarize(options, find, "the log of a training", format_runs)
-    if options.figure:
-        summaries.draw_curves(runs, options.figure, "perplexity")
+        runs = summaries.summarize(options, find, "the log of a training", format_runs)
+        if options.figure:
+            summaries.draw_curves(runs, options.figure, "perplexity")
+        table = format_runs(runs)
     if options.state_figure:
-        drawn = [run for run in runs if "state" in run.measured and POINTS & set(run.scores)]
-        if not drawn:
+        points = read_points(table)
+        if not points:
             summaries.fail(f"{options.out} holds no model that is both scored and measured")
-        draw_states(drawn, options.state_figure)
+        draw_states(points, options.state_figure)
     return 0
 
 
@@ -147,25 +154,40 @@ def format_runs(runs: list[ScoredRun]) -> str:
     return format_table(header, rows)
 
 
-def draw_states(runs: list[ScoredRun], path: Path) -> None:
-    """Draws the lower perplexity of each model, in windows (dots) or carried over (triangles), over its state size."""
-    figure, axis = new_figure(figsize=(8, 4.6))
-    points: list[tuple[float, float]] = []
-    for run in runs:
-        column = min(POINTS & set(run.scores), key=run.scores.__getitem__)
-        point = (run.measured["state"], run.scores[column])
-        axis.plot(*point, "^" if "carried" in column else "o", color="C0", markersize=6)
-        # On the left where there is a name on the right already.
-        taken = any(x == point[0] and abs(y / point[1] - 1) < 0.03 for x, y in points)
-        points.append(point)
-        place, side = ((-6, 3), "right") if taken else ((6, 3), "left")
-        axis.annotate(run.name, point, xytext=place, ha=side, textcoords="offset points", fontsize=8)
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.margins(x=0.15, y=0.08)
-    axis.set_xlabel("numbers of state after 256 words (log scale)")
-    axis.set_ylabel("test perplexity")
-    plain(axis)
+def read_points(table: str) -> dict[str, tuple[float, float]]:
+    """By model, the size of its state and the lower of its perplexities in `POINTS`, from a table of `format_runs`."""
+    points = {}
+    for row in read_table(table, "model", MEASURED["state"]):
+        state = number(row[MEASURED["state"]])
+        scores = [score for column in POINTS if (score := number(row.get(column, ""))) is not None]
+        if state and scores:
+            points[row["model"]] = (state, min(scores))
+    return points
+
+
+def draw_states(points: dict[str, tuple[float, float]], path: Path) -> None:
+    """Draws perplexities over state sizes, and saves a PNG."""
+    smallest, perplexity = min(points.values())
+    softmax = points.get("softmax", (0, 0))
+    message = "Test perplexity against the size of the state"
+    if smallest < softmax[0] and perplexity < softmax[1]:
+        message = (
+            f"A fast weight memory of {smallest:,.0f} numbers reaches a lower perplexity than softmax attention with a "
+            f"cache of {softmax[0]:,.0f}"
+        )
+    figure, axes = new_figure(figsize=(8.6, 4.8))
+    say(
+        figure,
+        message,
+        "One seed: differences of a few points mean nothing. Each model evaluated as it does best: in a sliding "
+        "window, or with its state carried over from the start of the text. Names in -carried: trained so, too.",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="size of the state after 256 words, in numbers", ylabel="test perplexity (lower is better)")
+    states = [state for state, _ in points.values()]
+    axes.set_xlim(0.75 * min(states), 1.5 * max(states))
+    draw_points(axes, points)
+    plain_numbers(axes.xaxis, base=2)
     save_figure(figure, path)
 
 

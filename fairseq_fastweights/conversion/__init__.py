@@ -1,1 +1,1 @@
-"""Trained models from elsewhere: `python -m fairseq_fastweights.conversion` reads and writes Hugging Face folders."""
+"""Conversion of trained models: `python -m fairseq_fastweights.conversion` reads and writes Hugging Face folders."""

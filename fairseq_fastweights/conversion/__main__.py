@@ -1,4 +1,4 @@
-"""`python -m fairseq_fastweights.conversion`: models from Hugging Face folders for fairseq, and back."""
+"""Converts models from Hugging Face folders for fairseq, and back: `python -m fairseq_fastweights.conversion`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fairseq_fastweights.conversion.weight_files import read_json
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; 0, or 2 after a message about what is wrong with the input."""
+    """Runs the command; returns the exit status, 2 after a message about what is wrong with the input."""
     parser = argparse.ArgumentParser(prog="python -m fairseq_fastweights.conversion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    reading = commands.add_parser("from-huggingface", help=f"make a folder for fairseq of a {', '.join(FAMILIES)}")
-    writing = commands.add_parser("to-huggingface", help="make a Hugging Face folder of a language model of fairseq's")
+    reading = commands.add_parser("from-huggingface", help=f"convert a model for fairseq: {', '.join(FAMILIES)}")
+    writing = commands.add_parser("to-huggingface", help="convert a language model of fairseq")
     reading.add_argument(
         "source",
         metavar="SOURCE",
         help="a folder with config.json, weights and tokenizer; or a model's name on the hub, as OWNER/NAME",
     )
-    reading.add_argument("--revision", help="of a model on the hub: a branch, tag or commit (default: main)")
-    reading.add_argument("--dry-run", action="store_true", help="say what would be fetched, and how large it is")
+    reading.add_argument("--revision", help="branch, tag or commit of a model on the hub (default: main)")
+    reading.add_argument("--dry-run", action="store_true", help="list the files that would be fetched, and their sizes")
     writing.add_argument(
         "source",
         type=Path,
@@ -37,16 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for command in (reading, writing):
         command.add_argument("target", type=Path, metavar="TARGET", help="the new folder; it must not exist")
-    writing.add_argument("--checkpoint", type=Path, help="the model, in the place of that in SOURCE, trained further")
+    writing.add_argument("--checkpoint", type=Path, help="another checkpoint of the model in SOURCE, trained further")
     writing.add_argument(
         "--data",
         type=Path,
-        help="the folder with the model's dict.txt (default: the checkpoint's, or else that of its training's data)",
+        help="the folder with dict.txt (default: the checkpoint's folder, then the folder of its training data)",
     )
     writing.add_argument(
         "--tokenizer",
         help="the folder with encoder.json and vocab.bpe of the byte-level BPE whose numbers are in dict.txt, or "
-        "'words' if words are (default: looked for beside dict.txt and the checkpoint)",
+        "'words' if words are (default: searched beside dict.txt and the checkpoint)",
     )
     options = parser.parse_args(arguments)
     try:
@@ -74,7 +74,7 @@ def _from(options: argparse.Namespace) -> None:
 
 
 def _convert(source: Path, target: Path) -> str:
-    """Makes the folder; what there is to say about its files."""
+    """Makes the folder; returns lines about its files to print."""
     lines = [
         f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;",
         f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict",
@@ -91,7 +91,7 @@ def _convert(source: Path, target: Path) -> str:
 
 
 def _is_ours(config: Path) -> bool:
-    """Whether a config.json is of a model that `to-huggingface` made, or of its class."""
+    """Whether a config.json belongs to a model of `fairseq_fastweights.huggingface`."""
     return config.is_file() and read_json(config).get("model_type") == "fast_weight"
 
 
@@ -109,7 +109,7 @@ def _to(options: argparse.Namespace) -> None:
 
 
 def _with_transformers(module: str) -> Any:
-    """A module of this package that needs `transformers`, which the others do not."""
+    """Imports a module of this package that needs `transformers`."""
     try:
         return importlib.import_module(f"fairseq_fastweights.conversion.{module}")
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Mixers that learn to give what the attention in whose place they are would give, before the model is trained.
+"""Attention transfer: mixers learn to reproduce the output of the attention that they replace.
 
-This is the first step of the conversions that need few updates (Zhang et al. 2024, LoLCATs, Sec. 3.2; Goldstein et al.
-2025, RADLADS, step 1): no text has to be predicted, and nothing but the mixers is trained.
+This is the first step of conversions with few updates (Zhang et al. 2024, LoLCATs, Sec. 3.2; Goldstein et al. 2025,
+RADLADS, step 1). No text is predicted, and only the mixers are trained.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
 
 class AttentionTransfer:
-    """Compares mixers with the attention of the model from which the rest of theirs comes.
+    """Compares mixers with the attention of the source model.
 
-    Each layer reads what the source's own layer reads: what is handed on is what the attention gives.
+    Each layer passes on the output of the attention, so that all layers read what the source's layers read.
 
     Args:
-        source: its weights of attention are kept here.
-        decoder: whose weights but those of its mixers are the source's, with as many layers.
+        source: the source model, whose attention weights are kept here.
+        decoder: a decoder with as many layers, whose weights outside its mixers are those of the source.
 
     Raises:
-        ValueError: if no mixer is other than softmax attention.
+        ValueError: if all mixers are softmax attention.
     """
 
     def __init__(self, source: Source, decoder: Any) -> None:
@@ -41,14 +41,14 @@ class AttentionTransfer:
             raise ValueError("criterion is attention_transfer; the model must have a mixer other than softmax")
 
     def errors(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The mean square of each mixer's error over that of what it should give.
+        """The mean square of each mixer's error, divided by that of the attention's output.
 
         Args:
-            model: that of the decoder.
-            inputs: of its `forward`.
+            model: the model of the decoder.
+            inputs: the arguments of its `forward`.
 
         Returns:
-            (mixers,), with gradients to the parameters of these alone, if gradients are wanted.
+            (mixers,), with gradients to the mixers' parameters alone, if gradients are enabled.
         """
         errors: list[Tensor] = []
         wanted = torch.is_grad_enabled()
@@ -58,7 +58,7 @@ class AttentionTransfer:
 
     @contextmanager
     def _taught(self, errors: list[Tensor], gradients: bool) -> Iterator[None]:
-        """Lets the attentions answer for the mixers, whose errors are noted."""
+        """Replaces the mixers' outputs by those of attention, and collects the mixers' errors."""
         for mixer, attention in self._pairs:
             mixer.forward = _Taught(mixer, attention, errors, gradients)
         try:
@@ -69,7 +69,7 @@ class AttentionTransfer:
 
 
 class _Taught:
-    """In the place of a mixer's `forward`."""
+    """Replaces a mixer's `forward`."""
 
     def __init__(self, mixer: Mixer, attention: SoftmaxAttention, errors: list[Tensor], gradients: bool) -> None:
         self._forward, self._attention, self._errors, self._gradients = mixer.forward, attention, errors, gradients

@@ -1,4 +1,4 @@
-"""Checkpoints of fairseq's: read, and written as fairseq 0.12 does before the first update."""
+"""Reads checkpoints of fairseq, and writes them as fairseq 0.12 does before the first update."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fairseq_fastweights.digests import with_digests
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint of fairseq's holds, if it is made of tensors and plain values alone.
+    """Reads a checkpoint of fairseq, which may hold tensors and plain values alone.
 
     Args:
         checkpoint: the file.
 
     Raises:
-        ValueError: naming the file.
+        ValueError: if the file is damaged, no checkpoint, or holds anything else; the message names it.
     """
     import_module("fairseq_fastweights")  # older checkpoints hold a Namespace, which it lets through
     state = load_safely(checkpoint)
@@ -38,7 +38,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def configuration(settings: Mapping[str, Any]) -> Any:
-    """What fairseq-train makes of options of `fast_weight_lm`, by name, without dashes before it."""
+    """The configuration that fairseq-train makes of options of `fast_weight_lm`, by name, without dashes before it."""
     cfg = copy.deepcopy(_defaults())
     for name, value in settings.items():
         option = name.replace("-", "_")
@@ -51,7 +51,7 @@ def configuration(settings: Mapping[str, Any]) -> Any:
 
 @cache
 def _defaults() -> Any:
-    """What it makes of none, which takes it a second."""
+    """The configuration without options; fairseq takes a second for it."""
     parser = options.get_training_parser("language_modeling")
     args = options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm"])
     with warnings.catch_warnings():  # fairseq calls hydra in old ways that still work

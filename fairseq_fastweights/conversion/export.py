@@ -1,4 +1,4 @@
-"""From a language model that fairseq trained to a model of `fairseq_fastweights.huggingface`."""
+"""Converts language models that fairseq trained into models of `fairseq_fastweights.huggingface`."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 
 _CHECKPOINTS = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
-"""What is taken of a folder, in the order in which it is looked for."""
+"""The checkpoints that are looked for in a folder, in this order."""
 
 FOR_FAIRSEQ = "fairseq"
-"""The folder in an exported one that holds what the way back needs."""
+"""The subfolder with the files for the conversion back."""
 
 _PREFIXES = {"decoder.output_projection.": "lm_head.", "decoder.adaptive_softmax.": "lm_head.", "decoder.": "model."}
-"""What parameters' names begin with, in fairseq and here."""
+"""The beginnings of parameters' names, in fairseq and in `fairseq_fastweights.huggingface`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A checkpoint and what belongs to it.
+    """A checkpoint and the files that belong to it.
 
     Attributes:
         checkpoint: the file.
-        dictionary: the file with its words.
-        pieces: the folder with the files of the byte-level BPE that its words are numbers of; None if they are words.
-        types: of the checkpoint's weights.
-        updates: after how many it was written, if it says so.
+        dictionary: the file dict.txt.
+        pieces: the folder of the byte-level BPE whose numbers are the words of the dictionary; None if they are words.
+        types: the dtypes of the checkpoint's weights.
+        updates: number of updates after which it was written; None if unknown.
     """
 
     checkpoint: Path
@@ -61,21 +61,21 @@ class Run:
 def load_for_causal_lm(
     path: str | Path, *, data: str | Path | None = None, tokenizer: str | Path | None = None
 ) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast]:
-    """Loads a checkpoint of fairseq's as what `to-huggingface` writes, without writing it.
+    """Loads a checkpoint of fairseq as a model and a tokenizer of transformers.
 
     Args:
-        path: the checkpoint; or a folder with model.pt, checkpoint_best.pt or checkpoint_last.pt.
-        data: the folder with its dict.txt; None for that of the checkpoint, and then that of its training.
-        tokenizer: the folder of the byte-level BPE (encoder.json, vocab.bpe and, of `from-huggingface`,
-            byte_level.json) whose numbers dict.txt has; "words" if dict.txt has words; None to look for such files
-            beside dict.txt, beside the checkpoint, and in the folder from which its training took weights.
+        path: the checkpoint, or a folder with model.pt, checkpoint_best.pt or checkpoint_last.pt.
+        data: the folder with its dict.txt; None to search the checkpoint's folder, and then that of the training data.
+        tokenizer: the folder of the byte-level BPE (encoder.json, vocab.bpe and, from `from-huggingface`,
+            byte_level.json) whose numbers are in dict.txt; "words" if dict.txt has words; None to search beside
+            dict.txt, beside the checkpoint, and in the `--transfer-from` of the training.
 
     Returns:
-        The model, in evaluation mode and in the type that the checkpoint has, and the tokenizer. Numbers of word types
-        are those of the dictionary, in both.
+        The model, in evaluation mode and in the dtype of the checkpoint, and the tokenizer. Both use the numbers of the
+        dictionary.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: if a file is missing or cannot be used; the message names it and says why.
 
     Examples:
         >>> model, tokenizer = load_for_causal_lm("checkpoints/lm", data="data-bin/lm")  # doctest: +SKIP
@@ -86,10 +86,10 @@ def load_for_causal_lm(
 
 
 def load_run(run: Run) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast]:
-    """As `load_for_causal_lm`, of files that were found.
+    """Loads the model and the tokenizer of a run, as `load_for_causal_lm`.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: if a file cannot be used; the message names it and says why.
     """
     model, dictionary = read_model(run)
     return model, make_tokenizer(dictionary, run.pieces, model.config)
@@ -105,19 +105,19 @@ def to_huggingface(
 ) -> None:
     """Makes a Hugging Face folder: config.json, model.safetensors, generation_config.json and a tokenizer.
 
-    A folder that `from_huggingface` made, with softmax attention still in all layers, becomes one of the class that it
-    was; all others are of `FastWeightForCausalLM`. Their subfolder `fairseq` holds what the way back needs.
+    A model that `from_huggingface` converted, and that still has softmax attention in all layers, gets the class that
+    it came from. All others get `FastWeightForCausalLM`, and a subfolder `fairseq` for the conversion back.
 
     Args:
-        source: as `path` of `load_for_causal_lm`.
+        source: the checkpoint or its folder, as `path` of `load_for_causal_lm`.
         target: the new folder.
-        checkpoint: in the place of the one in `source`, whose dictionary and tokenizer it has.
+        checkpoint: another checkpoint, with the dictionary and tokenizer of `source`.
         data: the folder with its dict.txt, as for `load_for_causal_lm`.
         tokenizer: the folder of its byte-level BPE, as for `load_for_causal_lm`.
 
     Raises:
-        ValueError: naming the file and what is wrong with it, before anything is written.
-        OSError: naming the target, if it cannot be written. Nothing is left of it.
+        ValueError: if a file is missing or cannot be used; nothing is written then.
+        OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
     if (source / RECORD).is_file() and _is_softmax(source / "model.pt" if checkpoint is None else checkpoint):
@@ -142,10 +142,10 @@ def to_huggingface(
 
 
 def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:
-    """The files of a run.
+    """Finds the files of a run.
 
     Raises:
-        ValueError: naming what is missing.
+        ValueError: if a file is missing; the message names it.
     """
     checkpoint = path
     if path.is_dir():
@@ -179,10 +179,10 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
 
 
 def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
-    """The model in a run's checkpoint, and its words.
+    """Reads the model in a run's checkpoint, and its dictionary.
 
     Raises:
-        ValueError: naming the checkpoint and what is wrong with it.
+        ValueError: if the checkpoint cannot be used; the message names it and says why.
     """
     for module in ("models.fast_weight_lm", "models.huggingface_architectures", "tasks.fast_weight_language_modeling"):
         import_module(f"fairseq_fastweights.{module}")
@@ -215,27 +215,27 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
 
 
 def weights_of(model: TransformerLanguageModel) -> dict[str, Tensor]:
-    """The weights of fairseq's model by the names that they have here."""
+    """The weights of fairseq's model by their names in `fairseq_fastweights.huggingface`."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     weights |= {name: x for name, x in model.named_buffers() if name.endswith(".feature_map.features")}
     return {new_name(name): weight.detach() for name, weight in weights.items()}
 
 
 def new_name(name: str) -> str:
-    """The name here of one of fairseq's parameters."""
+    """The name of one of fairseq's parameters in `fairseq_fastweights.huggingface`."""
     old = next(old for old in _PREFIXES if name.startswith(old))
     return _PREFIXES[old] + name.removeprefix(old)
 
 
 def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[str, Tensor]) -> None:
-    """Raises a `ValueError` if a model's weights are not those by name."""
+    """Raises a `ValueError` unless `weights` has the names of the model's weights."""
     own = set(model.state_dict())
     if different := sorted(own ^ set(weights)):
         raise ValueError(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
 
 
 def _is_softmax(checkpoint: Path) -> bool:
-    """Whether the model in a checkpoint has softmax attention in all layers, as far as it says."""
+    """Whether the model in a checkpoint has softmax attention in all layers, by its settings."""
     if not checkpoint.is_file():
         return True
     weights = read_state(checkpoint)["model"]

@@ -1,4 +1,4 @@
-"""From a folder that `to-huggingface` wrote, or that was trained on from there, back to one for fairseq."""
+"""Converts folders that `to-huggingface` wrote, also after more training in transformers, back for fairseq."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 
 def from_exported(source: Path, target: Path) -> bool:
-    """Makes a folder for fairseq: `model.pt`, `dict.txt` and, of a byte-level BPE, its files, as they were.
+    """Makes a folder for fairseq: `model.pt`, `dict.txt` and the files of a byte-level BPE, if there is one.
 
     Args:
         source: the folder, with `fairseq/dict.txt`.
@@ -35,8 +35,8 @@ def from_exported(source: Path, target: Path) -> bool:
         Whether there is a byte-level BPE.
 
     Raises:
-        ValueError: naming the file and what is wrong with it, before anything is written.
-        OSError: naming the target, if it cannot be written. Nothing is left of it.
+        ValueError: if a file is missing or cannot be used; nothing is written then.
+        OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
     config = read_config(source / "config.json")
@@ -66,10 +66,10 @@ def from_exported(source: Path, target: Path) -> bool:
 
 
 def read_config(path: Path) -> FastWeightConfig:
-    """The configuration in a config.json.
+    """Reads a config.json.
 
     Raises:
-        ValueError: naming the file and the setting.
+        ValueError: if a setting is unknown or not allowed; the message names the file and the setting.
     """
     content = read_json(path)
     try:
@@ -94,7 +94,7 @@ def _read_dictionary(path: Path, config: FastWeightConfig) -> Dictionary:
 
 
 def _read_weights(source: Path, files: WeightFiles, model: FastWeightLanguageModel) -> dict[str, Tensor]:
-    """The weights by fairseq's names: of those that are tied one is in the files, or several that are equal."""
+    """Reads the weights, by fairseq's names; of tied weights the files hold one, or several that are equal."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parameters |= {name: x for name, x in model.named_buffers() if name.endswith(".feature_map.features")}
     names: dict[int, list[str]] = {}

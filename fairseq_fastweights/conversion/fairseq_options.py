@@ -1,4 +1,4 @@
-"""What fairseq's options for a language model are in a `FastWeightConfig`, and the other way round."""
+"""Translates fairseq's options for a language model into a `FastWeightConfig`, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAME = {
     "layerdrop": "decoder_layerdrop",
     "initializer_range": "init_std",
 }
-"""Settings that differ from options in their names alone."""
+"""Settings that differ from options only in their names."""
 
 _FLOATS = ("adaptive_input_factor", "adaptive_softmax_factor", "adaptive_softmax_dropout", "layerdrop")
 
@@ -45,20 +45,20 @@ _WITHOUT_COUNTERPART = {
     "base_layers": (0, None),
     "decoder_xformers_att_config": (None,),
 }
-"""Options that a `FastWeightConfig` has no settings for, with the values at which they change nothing."""
+"""Options without a setting in `FastWeightConfig`, with the values at which they have no effect."""
 
 
 def config_of(args: Any, mixers: Sequence[str], dictionary: Dictionary, *, final_norm: bool) -> FastWeightConfig:
     """The configuration of a model that was built with these options.
 
     Args:
-        args: the model's.
+        args: the model's options.
         mixers: the names of its layers' mixers.
-        dictionary: its words.
+        dictionary: its dictionary.
         final_norm: whether there is a layer norm after the last layer.
 
     Raises:
-        ValueError: for an option that has no counterpart, by name.
+        ValueError: if an option has no counterpart; the message names it.
     """
     for name, nothing in _WITHOUT_COUNTERPART.items():
         value = safe_getattr(args, name, None)
@@ -143,7 +143,7 @@ def options_of(config: FastWeightConfig) -> dict[str, Any]:
 
 
 def _settings_of(args: Any, mixers: Sequence[str]) -> dict[str, Any]:
-    """What the mixers of a model were built with, of `FastWeightConfig.mixer_settings`."""
+    """The `FastWeightConfig.mixer_settings` of a model that was built with these options."""
     if not hasattr(args, "normalization"):  # fairseq's own Transformer
         return {}
     every = mixer_settings(args, args.decoder_attention_heads)
@@ -164,7 +164,7 @@ def _cutoffs(text: Any) -> list[int] | None:
 
 
 def _pattern(mixers: list[str]) -> str:
-    """What `parse_pattern` reads as these."""
+    """The pattern that `parse_pattern` reads as these mixers."""
     parts = []
     number = 1
     for name, group in groupby(mixers):

@@ -1,7 +1,7 @@
-"""What of Hugging Face's models is what of `fast_weight_lm` with softmax attention, by their model_type.
+"""The families of Hugging Face's models that can be converted, by their model_type.
 
-fairseq's dictionary starts with <s>, <pad>, </s>, <unk>. </s> is the source's end of text; the other word types follow
-in their order, under their numbers.
+They become `fast_weight_lm` with softmax attention. fairseq's dictionary starts with <s>, <pad>, </s>, <unk>. </s> is
+the source's end-of-text token; the other tokens follow in their order, with their numbers as words.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = 
     "qwen2": qwen2,
     "qwen3": qwen3,
 }
-"""Called with what config.json holds, the weights' names, and the end of text where the configuration has none."""
+"""Called with the contents of config.json, the weights' names, and the default of the end-of-text number."""
 
 
 def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None = None) -> Family:
-    """Works out how a model is read from its config.json and the names of its weights.
+    """Chooses how a model is read, from its config.json and the names of its weights.
 
     Args:
-        config: what config.json holds.
-        names: of the weights in the folder, which tell variants of the same model apart.
-        end_of_text: used where the configuration names none.
+        config: the contents of config.json.
+        names: of the weights in the folder, which distinguish variants of a model.
+        end_of_text: number of the end-of-text token, if the configuration has none.
 
     Raises:
-        ValueError: for another family, and for settings that have no counterpart, by name.
+        ValueError: for another family, and for settings without a counterpart; the message names them.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -44,7 +44,7 @@ def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None
 
 
 def buffers(name: str) -> bool:
-    """Whether a name in the weight files is that of a buffer: a causal mask or a table, which hold nothing learnt."""
+    """Whether a name in the weight files is that of a buffer, such as a causal mask, which is not learned."""
     return name.endswith((".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")) or (
         name.endswith("rotary_emb.inv_freq")
     )

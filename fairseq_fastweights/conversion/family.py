@@ -1,4 +1,4 @@
-"""How a model of Hugging Face's is read as one of `fast_weight_lm` with softmax attention."""
+"""How a Hugging Face model is read as a `fast_weight_lm` with softmax attention."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Family:
 
     Args:
         options: of `fast_weight_lm`, without dashes; True for flags.
-        weights: all of the source's, without buffers.
-        vocabulary: how many word types there are, those included that only fill the embeddings up.
+        weights: all weights of the source, without buffers.
+        vocabulary: number of word types, with those that only pad the embeddings.
         end_of_text: number of the word type that ends a text.
-        byte_level: whether its tokenizer must be a byte-level BPE as GPT-2's, which fairseq has itself.
-        tied: whether the output layer is the embeddings.
+        byte_level: whether its tokenizer must be a byte-level BPE like GPT-2's, which fairseq has itself.
+        tied: whether the output layer shares the weights of the embeddings.
         output_name: the output layer's name in the source.
-        input_name: that of the embeddings.
+        input_name: the embeddings' name in the source.
     """
 
     options: dict[str, Any]
@@ -36,12 +36,12 @@ class Family:
     input_name: str
 
     def flags(self, without: tuple[str, ...] = ()) -> list[str]:
-        """The options as words of a command, but for some."""
+        """The options as words of a command, except those named in `without`."""
         said = {name: value for name, value in self.options.items() if value is not False and name not in without}
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in said.items()]
 
     def words(self) -> list[str]:
-        """The dictionary's words after the special ones: the source's numbers but that of the end of text."""
+        """The dictionary's words after the special ones: the source's numbers, without that of the end of text."""
         return [str(i) for i in range(self.vocabulary) if i != self.end_of_text]
 
     def dictionary(self) -> Dictionary:
@@ -51,7 +51,7 @@ class Family:
         return dictionary
 
     def shapes_of_ours(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of our weights, worked out without any memory for them."""
+        """The names and shapes of the converted model's weights, computed without allocating them."""
         shapes: dict[str, tuple[int, ...]] = {}
         for weight in self.weights:
             parts = weight.split(torch.empty(weight.shape, device="meta"))

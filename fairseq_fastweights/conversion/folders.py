@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Creates a folder completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_target(target: Path) -> None:
     """Checks, before any work, that a new folder can be made.
 
     Raises:
-        ValueError: if something is there already, or the folder that it would be in is not.
+        ValueError: if `target` exists already, or its parent folder does not.
     """
     if os.path.lexists(target):
         raise ValueError(f"{target}: TARGET exists; nothing is overwritten, it must be a new folder")
@@ -24,10 +24,10 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Gives a folder to write to, beside `target`, and renames it to that at the end; after an error it is gone.
+    """A context with a new folder beside `target`, which is renamed to `target` at the end, or removed after an error.
 
     Raises:
-        OSError: naming `target`, if something cannot be written.
+        OSError: if something cannot be written; the message names `target`.
     """
     target = target.absolute()
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

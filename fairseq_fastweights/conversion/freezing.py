@@ -1,4 +1,4 @@
-"""Weights that stay as they are until the training loss stops to improve (Choi 2024, Sec. 3.1)."""
+"""Keeps weights frozen until the training loss stops improving (Choi 2024, Sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _KEY = "loss_improvement"
 
 
 class LossImprovement:
-    """Tells when the training loss has stopped to improve.
+    """Decides when the training loss has stopped improving.
 
-    The loss is averaged over each interval of updates. When, for some intervals in a row, the average is less than a
-    part `threshold` below that of the interval before, improvement is over, for good.
+    The loss is averaged over intervals of updates. Improvement is over, for good, after `patience` successive intervals
+    whose averages are not below (1 - threshold) times that of the interval before.
 
     Args:
         threshold: between 0 and 1.
-        patience: for how many intervals in a row.
-        interval: in updates.
+        patience: number of intervals.
+        interval: length of an interval, in updates.
 
-    `state` is all that it remembers, in plain numbers.
+    Its whole state is `state`, in plain numbers.
     """
 
     def __init__(self, threshold: float, patience: int, interval: int) -> None:
@@ -43,7 +43,7 @@ class LossImprovement:
         return bool(self.state["over"])
 
     def add(self, loss: float, weight: float) -> None:
-        """Takes note of an update: the sum of its losses, and over how many."""
+        """Adds an update: the sum of its losses, and their number."""
         state = self.state
         state["updates"] += 1
         state["loss"] += loss
@@ -66,15 +66,14 @@ class LossImprovement:
 
 
 class Freezing:
-    """Keeps parameters as they are until improvement is over, then lets them be trained.
+    """Freezes parameters until improvement is over.
 
-    The optimizer knows the parameters from the start, so they keep `requires_grad`. What holds them is that their
-    gradients are thrown away after each backward pass, before norms are taken, and are missing when the optimizer
-    steps: neither momentum nor weight decay moves a parameter without a gradient.
+    The optimizer has the parameters from the start, so they keep `requires_grad`. Their gradients are removed after
+    each backward pass, before gradient norms are computed; neither momentum nor weight decay changes a parameter
+    without a gradient.
 
-    fairseq's trainer saves the state of a task and never restores it. The state of the optimizer it does restore, and
-    with `--reset-optimizer` it leaves out both the number of updates and this: so the state of `improvement` is kept
-    there, in the first group of parameters.
+    The state of `improvement` is kept in the optimizer's first group of parameters, because fairseq's trainer saves the
+    state of a task but never restores it. `--reset-optimizer` resets it, together with the number of updates.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], improvement: LossImprovement) -> None:
@@ -86,17 +85,17 @@ class Freezing:
         return not self._improvement.over
 
     def attach(self, optimizer: Any) -> None:
-        """Takes up the state that an optimizer was restored with, or gives it one. To be called before each update."""
+        """Takes the state from a restored optimizer, or puts it there. To be called before each update."""
         group = optimizer.optimizer.param_groups[0]
         state = group.setdefault(_KEY, self._improvement.state)
         if state is self._improvement.state:
             return
         self._improvement.state = state
         said = "are still frozen after" if self.frozen else "were unfrozen after"
-        logger.info("taken up again: weights %s %d updates", said, state["updates"])
+        logger.info("resumed: weights %s %d updates", said, state["updates"])
 
     def drop_gradients(self, optimizer: Any) -> None:
-        """Throws away the gradients of what is frozen."""
+        """Removes the gradients of frozen parameters."""
         if not self.frozen:
             return
         for parameter in self._parameters:
@@ -110,7 +109,7 @@ class Freezing:
                     copy.grad = None
 
     def observe(self, logging_outputs: Iterable[dict[str, Any]]) -> None:
-        """Takes note of an update's losses, those of all processes."""
+        """Adds the losses of an update, of all processes."""
         if not self.frozen:
             return
         outputs = list(logging_outputs)
@@ -119,7 +118,7 @@ class Freezing:
         if not self.frozen:
             number = sum(parameter.numel() for parameter in self._parameters)
             logger.info(
-                "%s frozen parameters are trained from here on: after %d updates the loss has stopped to improve by "
+                "%s frozen parameters are trained from now on: after %d updates the loss has stopped improving by "
                 "%g%% every %d updates",
                 f"{number:,}",
                 self._improvement.state["updates"],
@@ -129,6 +128,6 @@ class Freezing:
 
 
 def freeze_for_good(parameters: Iterable[nn.Parameter]) -> None:
-    """Takes parameters out of training."""
+    """Turns gradients of parameters off."""
     for parameter in parameters:
         parameter.requires_grad_(False)

@@ -25,7 +25,7 @@ _PADDING = 1
 
 
 def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-    """Positions that are learnt, one matrix for queries, keys and values."""
+    """GPT-2: learned positions, one matrix for queries, keys and values."""
     width, layers, heads = number(config, "n_embd"), count_layers(config, "n_layer"), number(config, "n_head")
     between = number(config, "n_inner") if config.get("n_inner") is not None else 4 * width
     positions, vocabulary = number(config, "n_positions"), number(config, "vocab_size")
@@ -81,7 +81,7 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
 
 
 def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-    """Rotary positions of a part of each head, attention and feed-forward network side by side."""
+    """GPT-NeoX: rotary positions in a part of each head, attention and feed-forward network in parallel."""
     width, between, heads = (
         number(config, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
     )

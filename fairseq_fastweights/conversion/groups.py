@@ -1,4 +1,4 @@
-"""The groups of weights that transfer and freezing name (Choi 2024, Sec. 3)."""
+"""The groups of weights that can be transferred and frozen (Choi 2024, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def parse_groups(argument: str, text: str) -> frozenset[str]:
 
 
 def group_of(name: str, layers: int, pre_norm: bool) -> str | None:
-    """The group of a parameter of a Transformer language model, or None: it is the model's own, as gates are.
+    """The group of a parameter of a Transformer language model; None for parameters that a Transformer lacks, as gates.
 
-    A norm belongs to what it precedes. With norms after each part, that of the attention precedes the feed-forward
-    layer, and that of the feed-forward layer the next layer's attention, or the output.
+    A norm belongs to the part after it. If norms follow the parts, the attention's norm belongs to the feed-forward
+    network, and the feed-forward network's norm to the next layer's attention, or to the output.
 
     Args:
-        name: as fairseq names it.
-        layers: how many layers the model has.
-        pre_norm: whether norms stand before each part of a layer, or after it.
+        name: fairseq's name of the parameter.
+        layers: number of layers of the model.
+        pre_norm: whether norms come before each part of a layer, or after it.
     """
     in_layer = _LAYER.fullmatch(name)
     if in_layer is None:
@@ -90,7 +90,7 @@ def attention_of(name: str, pre_norm: bool) -> str | None:
 
 
 def count_layers(names: Iterable[str]) -> int:
-    """How many layers parameters of these names make up."""
+    """The number of layers of a model with parameters of these names."""
     found = [_LAYER.match(name) for name in names]
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub, or in the cache of what was fetched before."""
+"""Fetches models by name from the Hugging Face hub or its cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BESIDE_WEIGHTS = ("config.json", "generation_config.json", *tokenizer.FILES)
 
 @dataclass(frozen=True)
 class Files:
-    """What is needed of a model.
+    """The files of a model that a conversion needs.
 
     Attributes:
         name: of the model.
-        revision: the commit, so that what is fetched is what was listed.
-        sizes: of each file, in bytes; None where the hub does not say.
-        cached: names of those that are in the cache already.
+        revision: the commit, so that the files that are fetched are those that were listed.
+        sizes: of each file, in bytes; None if the hub does not give it.
+        cached: names of the files that are in the cache already.
     """
 
     name: str
@@ -42,15 +42,15 @@ class Files:
 
 
 def is_name(source: str) -> bool:
-    """Whether this names a model on the hub rather than a folder: a folder of that name comes first."""
+    """Whether this names a model on the hub; a folder of that name comes first."""
     return _NAME.fullmatch(source) is not None and not Path(source).exists()
 
 
 def list_files(name: str, revision: str | None) -> Files:
-    """Asks the hub what there is of a model, and chooses: its configuration, tokenizer and one form of its weights.
+    """Lists the files of a model on the hub: its configuration, its tokenizer and one form of its weights.
 
     Raises:
-        ValueError: in one line, if the hub cannot be asked, or has no such model or revision, or not for anyone.
+        ValueError: if the hub cannot be reached, or has no such public model or revision; the message is one line.
     """
     hub = _hub()
     try:
@@ -64,10 +64,10 @@ def list_files(name: str, revision: str | None) -> Files:
 
 
 def fetch(name: str, revision: str | None) -> Path:
-    """The folder with a model's files: fetched, unless they are in the cache; from the cache alone without a network.
+    """Returns a folder with a model's files, fetched or from the cache; without a network, from the cache alone.
 
     Raises:
-        ValueError: in one line, as for `list_files`; or if there is no network and nothing in the cache.
+        ValueError: for the reasons of `list_files`, or if there is no network and the files are not in the cache.
     """
     hub = _hub()
     try:
@@ -99,7 +99,7 @@ def _hub() -> Any:
 
 
 def _weights(sizes: dict[str, int | None]) -> list[str]:
-    """The files of weights: of several forms the one that `WeightFiles` would read."""
+    """Chooses the files of weights: of several forms, the one that `WeightFiles` would read."""
     found = next((name for name in WEIGHTS if name in sizes), None)
     if found is None:
         return []
@@ -115,7 +115,7 @@ def _cached(name: str, file: str, revision: str) -> bool:
 
 
 def _explained(name: str, revision: str | None, error: Exception) -> ValueError:
-    """What is wrong, in one line."""
+    """Explains an error in one line."""
     errors = _hub().errors
     if isinstance(error, errors.GatedRepoError):
         page = f"https://huggingface.co/{name}"

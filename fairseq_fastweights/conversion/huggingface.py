@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to one for fairseq."""
+"""Converts Hugging Face folders for fairseq."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ RECORD = "conversion.json"
 
 
 def from_huggingface(source: Path, target: Path) -> str:
-    """Makes a folder for fairseq of a Hugging Face folder with a language model of `families.FAMILIES`.
+    """Converts a Hugging Face folder with a language model of `families.FAMILIES` into a folder for fairseq.
 
-    In it are `model.pt`, a checkpoint of `fast_weight_lm` with softmax attention in all layers, in the types that the
-    weights had; `options.txt`, those of fairseq-train for a model of its shape; `dict.txt`; for `--bpe` `encoder.json`,
-    `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and `tokenizer_words.json`; and, for the way back,
-    `conversion.json` and the folder `huggingface`.
+    It holds `model.pt`, a checkpoint of `fast_weight_lm` with softmax attention in all layers, in the dtypes of the
+    source; `options.txt`, the options of fairseq-train for a model of its shape; `dict.txt`; for `--bpe`,
+    `encoder.json`, `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and `tokenizer_words.json`; and, for the
+    conversion back, `conversion.json` and the folder `huggingface`.
 
     Returns:
         The options of fairseq's commands that name the tokenizer.
 
     Raises:
-        ValueError: for anything that is missing, broken, unsafe or unsupported, naming it, before anything is written.
-        OSError: naming the target, if it cannot be written. Nothing is left of it.
+        ValueError: if anything is missing, broken, unsafe or unsupported; the message names it, and nothing is written.
+        OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
     if not source.is_dir():
@@ -89,7 +89,7 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
     """Compares names and shapes.
 
     Raises:
-        ValueError: with a table of all that are missing, left over, or of another shape.
+        ValueError: if weights are missing, left over, or of another shape; the message lists them.
     """
     rows = [
         (name, str(found.get(name, "missing")), str(expected.get(name, "nothing of this name")))
@@ -103,7 +103,7 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
 
 
 def settings_of(family: Family) -> Tensor:
-    """The settings by which a checkpoint tells its model."""
+    """The settings of the model that its checkpoint records."""
     named = {name.replace("-", "_"): value for name, value in family.options.items()}
     model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
     with torch.device("meta"):

@@ -22,14 +22,14 @@ from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 
 
 def llama(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-    """Llama 1 to 3, and what has its shape (SmolLM, TinyLlama)."""
+    """Llama 1 to 3, and models of its shape (SmolLM, TinyLlama)."""
     check(config, "attention_bias", False)
     check(config, "mlp_bias", False)
     return _family(config, names, end_of_text, biases="none")
 
 
 def mistral(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-    """Mistral without a window."""
+    """Mistral without a sliding window."""
     check(config, "sliding_window", None)
     return _family(config, names, end_of_text, biases="none")
 
@@ -69,7 +69,7 @@ def _family(
         check_heads("hidden_size", width, "num_attention_heads", heads)
     head_dim = width // heads if config.get("head_dim") is None else number(config, "head_dim")
     if head_dim % 2:
-        raise ValueError(f"config.json: head_dim is {head_dim}; it must be even: rotary embeddings turn pairs")
+        raise ValueError(f"config.json: head_dim is {head_dim}; it must be even: rotary embeddings rotate pairs")
     check(config, "hidden_act", "silu")
     eps = positive(config, "rms_norm_eps", 1e-6)
     tied = flag(config, "tie_word_embeddings", False)
@@ -133,7 +133,7 @@ def _family(
 
 
 def _rotary(config: dict[str, Any], positions: int) -> tuple[float, str]:
-    """The base, and the scaling as `parse_scaling` reads it; older and newer files write them differently."""
+    """The base, and the scaling for `parse_scaling`; older and newer files write them differently."""
     parameters = {"rope_theta": config.get("rope_theta", 10000.0)} | mapping(config, "rope_scaling")
     parameters |= mapping(config, "rope_parameters")
     kind = parameters.get("rope_type", parameters.get("type", "default"))

@@ -1,4 +1,4 @@
-"""From a folder that `from-huggingface` made back to one of the class that it was made of."""
+"""Converts folders that `from-huggingface` made back to the model class that they came from."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fairseq_fastweights.safetensors_digests import note_digest
 
 
 def restore_original(source: Path, target: Path, checkpoint: Path | None = None) -> None:
-    """Makes a folder of the class that `from_huggingface` had read.
+    """Makes a folder with a model of the class that `from_huggingface` converted.
 
     Args:
         source: the folder, with its `conversion.json`.
-        target: the new folder, which `check_target` allows: `model.safetensors`, in the checkpoint's types,
-            `config.json` and the tokenizer's files as they were.
-        checkpoint: of the same model, trained further; None for the folder's `model.pt`.
+        target: the new folder, which gets `model.safetensors` in the checkpoint's dtypes, `config.json` and the
+            original files of the tokenizer.
+        checkpoint: a checkpoint of the same model, trained further; None for the folder's `model.pt`.
 
     Raises:
-        ValueError: as for `from_huggingface`; and if the checkpoint has fast weights, which have no counterpart there.
-        OSError: as for `from_huggingface`.
+        ValueError: if a file is missing or cannot be used, or the checkpoint has fast weights, which the class lacks.
+        OSError: if the target cannot be written; nothing is left of it.
     """
     try:
         from safetensors import SafetensorError
@@ -64,7 +64,7 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
 
 
 def _read_checkpoint(path: Path, family: Family) -> dict[str, Tensor]:
-    """The model's weights, after checks that they are of this model."""
+    """Reads the model's weights, and checks that they belong to this model."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such checkpoint")
     model: dict[str, Tensor] = read_state(path)["model"]
@@ -82,7 +82,7 @@ def _read_checkpoint(path: Path, family: Family) -> dict[str, Tensor]:
 
 
 def _note_type(path: Path, config: dict[str, Any], types: set[torch.dtype]) -> None:
-    """Changes what config.json says of the weights' type, where they were trained in another."""
+    """Changes the dtype in config.json if the weights were trained in another."""
     if len(types) != 1:
         return
     name = str(types.pop()).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What weights are transferred from: a Transformer language model that fairseq trained, in 2019 or today."""
+"""Reads the source of a transfer: a Transformer language model that fairseq trained, since 2019."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Source:
 
     Attributes:
         file: the checkpoint.
-        weights: its parameters, under the names that fairseq gives them today.
-        options: those of its model; what the fairseq that trained it did not have is missing.
+        weights: its parameters, by today's names.
+        options: those of its model; options that its fairseq did not have are missing.
     """
 
     file: Path
@@ -39,10 +39,10 @@ class Source:
 
 
 def find_files(path: str) -> tuple[Path, Path]:
-    """The checkpoint and the dictionary of `path`, a folder with model.pt and dict.txt or a file beside dict.txt.
+    """Finds the checkpoint and the dictionary of `path`, a folder with model.pt and dict.txt or a file beside dict.txt.
 
     Raises:
-        ValueError: if one of them is not there.
+        ValueError: if one of them is missing.
     """
     given = Path(path)
     file = given / "model.pt" if given.is_dir() else given
@@ -63,7 +63,7 @@ def check_dictionary(file: Path, dictionary: Dictionary) -> None:
     """Checks that the dictionary in `file` is `dictionary`, symbol by symbol.
 
     Raises:
-        ValueError: with the first difference, and with what to do.
+        ValueError: if they differ; the message has the first difference, and says what to do.
     """
     theirs, ours = Dictionary.load(str(file)).symbols, dictionary.symbols
     if theirs == ours:
@@ -84,7 +84,7 @@ def read_source(file: Path) -> Source:
     """Reads the model in a checkpoint.
 
     Raises:
-        ValueError: if the file is damaged or no checkpoint, or holds a model that has fast weights already.
+        ValueError: if the file is damaged or no checkpoint, or its model already has fast weights.
     """
     try:
         state = checkpoint_utils.load_checkpoint_to_cpu(str(file))
@@ -107,7 +107,7 @@ def read_source(file: Path) -> Source:
 
 
 def upgrade(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters under the names that fairseq gives them today; buffers are left out."""
+    """Renames parameters to today's names, and leaves out buffers."""
     upgraded = {}
     for name, tensor in weights.items():
         norm = _OLD_NORM.fullmatch(name)
@@ -125,7 +125,7 @@ def upgrade(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _options(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's options: of a Namespace as it was written, not as fairseq completes it."""
+    """The model's options; those of a Namespace without the defaults that fairseq adds."""
     options = state.get("args")
     if options is None:
         options = (state.get("cfg") or {}).get("model")

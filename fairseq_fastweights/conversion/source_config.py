@@ -1,4 +1,4 @@
-"""Settings of a config.json, read one by one, each with an error that names it."""
+"""Readers of single settings of a config.json, whose errors name the setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MOST_LAYERS = 10_000
 
 
 def sizes(layers: int, width: int, heads: int, between: int, positions: int, tied: bool) -> dict[str, Any]:
-    """The options that models of all families have."""
+    """The options of models of all families."""
     return {
         "decoder-layers": layers,
         "decoder-embed-dim": width,
@@ -27,7 +27,7 @@ def sizes(layers: int, width: int, heads: int, between: int, positions: int, tie
 
 
 def number(config: dict[str, Any], name: str) -> int:
-    """A positive whole number."""
+    """Reads a positive whole number."""
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {name} is {value!r}; it must be a positive whole number")
@@ -35,7 +35,7 @@ def number(config: dict[str, Any], name: str) -> int:
 
 
 def count_layers(config: dict[str, Any], name: str) -> int:
-    """A number of layers, of which each is described before a weight is looked at."""
+    """Reads a number of layers, which has a largest value, as memory is used for each before weights are read."""
     layers = number(config, name)
     if layers > _MOST_LAYERS:
         raise ValueError(f"config.json: {name} is {layers}; it must be at most {_MOST_LAYERS}")
@@ -43,7 +43,7 @@ def count_layers(config: dict[str, Any], name: str) -> int:
 
 
 def mapping(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Settings within a setting; empty where there are none."""
+    """Reads settings within a setting; {} if there are none."""
     value = config.get(name)
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"config.json: {name} is {value!r}; it must be an object")
@@ -51,7 +51,7 @@ def mapping(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def flag(config: dict[str, Any], name: str, default: bool) -> bool:
-    """True or false."""
+    """Reads true or false."""
     value = config.get(name, default)
     if not isinstance(value, bool):
         raise ValueError(f"config.json: {name} is {value!r}; it must be true or false")
@@ -59,7 +59,7 @@ def flag(config: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def probability(config: dict[str, Any], name: str, default: float) -> float:
-    """At least 0, less than 1."""
+    """Reads a number of at least 0 and less than 1."""
     value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise ValueError(f"config.json: {name} is {value!r}; it must be at least 0 and less than 1")
@@ -67,7 +67,7 @@ def probability(config: dict[str, Any], name: str, default: float) -> float:
 
 
 def positive(config: dict[str, Any], name: str, default: float | None) -> float:
-    """Any positive number."""
+    """Reads a positive number."""
     value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"config.json: {name} is {value!r}; it must be a positive number")
@@ -75,20 +75,20 @@ def positive(config: dict[str, Any], name: str, default: float | None) -> float:
 
 
 def check(config: dict[str, Any], name: str, supported: Any) -> None:
-    """Refuses all but the one value of a setting that there is a counterpart for, which is also its default."""
+    """Raises a `ValueError` unless a setting has the one supported value, which is also its default."""
     value = config.get(name, supported)
     if value != supported:
         raise ValueError(f"config.json: {name} is {value!r}; only {supported!r} is supported")
 
 
 def check_heads(width_name: str, width: int, name: str, heads: int) -> None:
-    """Checks that a number divides another."""
+    """Checks that `heads` divides `width`."""
     if width % heads:
         raise ValueError(f"config.json: {name} is {heads}; it must be a divisor of {width_name}, {width}")
 
 
 def activation(config: dict[str, Any], name: str, default: str) -> str:
-    """What fairseq calls an activation function."""
+    """Reads an activation function; returns fairseq's name of it."""
     tanh = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # three ways to write the same formula
     known = {"gelu": "gelu", "relu": "relu", **dict.fromkeys(tanh, "gelu_accurate")}
     value = config.get(name, default)
@@ -98,7 +98,7 @@ def activation(config: dict[str, Any], name: str, default: str) -> str:
 
 
 def rotary(config: dict[str, Any]) -> tuple[float, float]:
-    """The fraction of each head that is turned, and the base; older and newer files write them differently."""
+    """Reads the fraction of each head that is rotated, and the base; older and newer files write them differently."""
     parameters = mapping(config, "rope_parameters")
     scaling = config.get("rope_scaling")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -115,7 +115,7 @@ def rotary(config: dict[str, Any]) -> tuple[float, float]:
 
 
 def read_end_of_text(config: dict[str, Any], vocabulary: int, otherwise: int | None) -> int:
-    """The number of the word type that ends a text."""
+    """Reads the number of the word type that ends a text."""
     value = config.get("eos_token_id")
     if isinstance(value, list) and value:  # models for dialogue have several: the first ends a text
         value = value[0]

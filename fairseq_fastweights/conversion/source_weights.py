@@ -1,4 +1,4 @@
-"""One of a source's weights, and which of ours it holds."""
+"""The weights of a source, and the weights of the converted model that they hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EOS, _SPECIAL = 2, 4  # in fairseq's dictionary: the place of </s>, and how man
 
 @dataclass(frozen=True)
 class Weight:
-    """One of the source's weights: its name and shape there, and the weights of ours that it holds."""
+    """A weight of the source: its name and shape, and the weights of the converted model that it holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class Weight:
 
 
 def plain(name: str, ours: str, *shape: int) -> Weight:
-    """A weight that is one of ours as it is."""
+    """A weight that is used as it is."""
     return Weight(name, shape, (ours,), lambda x: (x,), lambda parts: parts[0])
 
 
@@ -72,7 +72,7 @@ def fused(name: str, ours: str, width: int, heads: int, interleaved: bool) -> It
 
 
 def embedding(name: str, ours: str, vocabulary: int, width: int, end: int) -> Weight:
-    """A row for each word type; those of special symbols that the source has not are zeros, and are left out again."""
+    """Embeddings; special symbols that the source lacks get rows of zeros, which the conversion back removes."""
 
     def split(x: Tensor) -> tuple[Tensor, ...]:
         none = x.new_zeros(1, width)

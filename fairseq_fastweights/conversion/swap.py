@@ -1,4 +1,4 @@
-"""A mixer in the place of trained softmax attention (Mao 2022, Sec. 3)."""
+"""Initial values of a mixer that replaces trained softmax attention (Mao 2022, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import shared
 
 ADDITIVE_SCALE = 1 / 512
-"""What values are multiplied by for the additive rule without normalisation (footnote 4)."""
+"""The factor of values for the additive rule without normalisation (footnote 4)."""
 
 WRITE_STRENGTH = 0.007
-"""The delta rule's, at the start (footnote 3)."""
+"""The delta rule's initial write strength (footnote 3)."""
 
 
 class Start(NamedTuple):
-    """Where a parameter starts: its values, and how they were made: "kept", "rescaled", "folded" or "new"."""
+    """The initial values of a parameter, and how they were made: "kept", "rescaled", "folded" or "new"."""
 
     values: Tensor
     how: str
 
 
 def check_swap(attention: Mixer) -> None:
-    """Checks that a mixer that takes attention's weights can start at the weights of a softmax attention of its width.
+    """Checks that a mixer can start at the weights of a softmax attention of its width.
 
     Raises:
-        ValueError: if its keys are longer than what a map folded into the projections can give, or its write strengths
-            need a bias that they have not.
+        ValueError: if its keys have more dimensions than a map folded into the projections can give, or its write
+            strengths lack a bias.
     """
     if not isinstance(attention, FastWeightAttention):
         return
@@ -55,7 +55,7 @@ def check_swap(attention: Mixer) -> None:
 
 
 def reads_without_scale(attention: Mixer) -> bool:
-    """Whether nothing makes up for the 1 / sqrt(head dim) by which the source's attention multiplies what it compares.
+    """Whether a mixer reads without the factor 1 / sqrt(head dim) of the source's attention, and nothing replaces it.
 
     Normalised keys and queries or read-outs need no scale, and the sum rule's values are scaled (`_value_scale`).
     """
@@ -68,20 +68,21 @@ def reads_without_scale(attention: Mixer) -> bool:
 
 
 def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
-    """Where a mixer starts that takes the place of an attention with these weights.
+    """Computes the initial values of a mixer that replaces an attention with these weights.
 
-    Those of softmax over fewer keys stay as they are. In a memory queries and keys keep theirs where the map takes
-    head_dim numbers; where it takes m < head_dim, both are multiplied by `fold_map`. The decay rule's values are
-    multiplied by 1 - sigmoid(b_z), b_z the biases of their gates, or the mean of that over the heads that share them;
-    those of the sum rule without normalisation by 1 / 512. Without an input, the delta rule's write strength is 0.007.
+    Softmax over fewer keys takes the weights as they are. A memory takes those of queries and keys as they are if its
+    feature map takes head_dim numbers; if it takes m < head_dim, both are multiplied by `fold_map`. The decay rule's
+    values are multiplied by 1 - sigmoid(b_z), where b_z are the biases of their gates, or the mean of that over the
+    heads that share them; those of the sum rule without normalisation by 1 / 512. The delta rule's write strength
+    starts at 0.007 for an input of zeros.
 
     Args:
-        attention: what `check_swap` passes; it is not changed.
+        attention: a mixer that `check_swap` accepts; it is not changed.
         weights: "q_proj.weight" (heads * head_dim, embed_dim), "q_proj.bias" if there is one, the same of k_proj and
-            v_proj, whose heads may be fewer, and the norms of queries and keys.
+            v_proj, which may have fewer heads, and the norms of queries and keys.
 
     Returns:
-        starts of parameters of `attention`, by name. Those that are missing start as they are.
+        initial values of parameters of `attention`, by name. Parameters that are missing stay as they are.
     """
     starts = {name: Start(tensor, "kept") for name, tensor in weights.items()}
     if not isinstance(attention, FastWeightAttention):
@@ -107,15 +108,15 @@ def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
 
 
 def fold_map(q_weight: Tensor, k_weight: Tensor, heads: int, m: int) -> Tensor:
-    """The linear map of each head's keys, and of the queries that they serve, to m numbers that keeps most of them.
+    """The linear map of each head's keys and queries to m dimensions that preserves most of them.
 
-    Its rows are the leading left singular vectors of the head's projections side by side: of all maps with m
-    orthonormal rows, none leaves a larger norm of them.
+    Its rows are the leading left singular vectors of the concatenated projections of the head's queries and keys: of
+    all maps with m orthonormal rows, this one leaves the largest norm.
 
     Args:
-        q_weight, k_weight: (heads * head_dim, width), of which those of keys may be fewer.
-        heads: of queries.
-        m: numbers.
+        q_weight, k_weight: (heads * head_dim, width); keys may have fewer heads.
+        heads: number of heads of queries.
+        m: number of dimensions.
 
     Returns:
         (heads of keys, m, head_dim), float64.
@@ -138,12 +139,12 @@ def _fold(fold: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _by_head(tensor: Tensor, head_dim: int) -> Tensor:
-    """(heads * head_dim, width), or a bias -> (heads, head_dim, width or 1)."""
+    """Reshapes a weight (heads * head_dim, width), or a bias, to (heads, head_dim, width or 1)."""
     return tensor.detach().reshape(tensor.shape[0] // head_dim, head_dim, -1)
 
 
 def _value_scale(attention: FastWeightAttention) -> Tensor | None:
-    """(heads of values * head_dim,), what each value dimension is multiplied by, or None."""
+    """The factors of value dimensions, (heads of values * head_dim,), or None."""
     values = attention.v_proj.out_features
     if attention.update_rule == "decay":
         let_in = torch.sigmoid(-_gate(attention, "value_decay").bias.detach())

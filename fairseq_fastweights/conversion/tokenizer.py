@@ -1,7 +1,7 @@
 """The byte-level BPE of a Hugging Face folder, as the files that `--bpe gpt2` and `--bpe byte_level` read.
 
-The first is fairseq's. What a tokenizer does beyond a plain byte-level BPE is either done by the second (NFC, words
-that are cut out of the text first) or refused by name.
+The first is fairseq's. The second also normalises to NFC, and separates some words before the BPE. A tokenizer that
+does anything else is refused, with an error that names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""What may be there of a tokenizer."""
+"""The possible files of a tokenizer."""
 
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -33,12 +33,12 @@ class Tokenizer:
     """A byte-level BPE.
 
     Args:
-        vocabulary: numbers of the BPE's pieces, which are written with a printable character for each byte.
-        merges: pairs of pieces to join, the first of them first.
-        added: numbers of words, written as they are, that are cut out of a text before the BPE sees it.
-        normalized: those of them that are looked for after the normaliser instead of before it.
+        vocabulary: numbers of the BPE's pieces, which have a printable character for each byte.
+        merges: pairs of pieces to join, in order.
+        added: numbers of words that are separated from a text before the BPE.
+        normalized: those of them that are searched after normalisation instead of before it.
         normalizer: "NFC", or None.
-        source: name of the file that this is from.
+        source: name of the file.
     """
 
     vocabulary: dict[str, int]
@@ -59,7 +59,7 @@ class Tokenizer:
         return self.added.get(_END_OF_TEXT, self.vocabulary.get(_END_OF_TEXT))
 
     def options(self, folder: Path, end_of_text: int) -> str:
-        """Those of fairseq's commands."""
+        """The options of fairseq's commands that name this tokenizer."""
         if self.is_plain(end_of_text):
             return f"--bpe gpt2 --gpt2-encoder-json {folder}/encoder.json --gpt2-vocab-bpe {folder}/vocab.bpe"
         return f"--bpe byte_level --byte-level-folder {folder}"
@@ -69,17 +69,17 @@ class Tokenizer:
         return self.normalizer is None and set(self.added.values()) <= {end_of_text}
 
     def check(self, vocabulary_size: int, end_of_text: int) -> None:
-        """Checks that this is the tokenizer of a model with so many word types.
+        """Checks that this can be the tokenizer of a model with a number of word types.
 
         Raises:
-            ValueError: if it has more, or so many fewer that the rest cannot be there to fill the embeddings up to a
-                multiple of a power of 2; or if the end of text is a piece of ordinary text.
+            ValueError: if it has more, or so many fewer that the difference cannot be padding to a multiple of a power
+                of 2; or if the end-of-text token is a piece of ordinary text.
         """
         multiples = [2**n for n in range(11)]
         if vocabulary_size not in {-(-self.size // m) * m for m in multiples}:
             raise ValueError(
                 f"{self.source}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
-                f"{vocabulary_size}; it must be as many, or filled up to a multiple of a power of 2 up to 1024"
+                f"{vocabulary_size}; it must be as many, or padded to a multiple of a power of 2 up to 1024"
             )
         made = set(bytes_to_unicode().values()) | {first + second for first, second in self.merges}
         piece = next((piece for piece in made if self.vocabulary[piece] == end_of_text), None)
@@ -90,7 +90,7 @@ class Tokenizer:
             )
 
     def write(self, folder: Path, vocabulary_size: int, end_of_text: int) -> None:
-        """Writes `encoder.json` and `vocab.bpe` for fairseq, and for `--bpe byte_level` `byte_level.json` besides."""
+        """Writes `encoder.json` and `vocab.bpe` for fairseq, and `byte_level.json` for `--bpe byte_level`."""
         printable = bytes_to_unicode()
         pieces = {piece: number for piece, number in self.vocabulary.items() if set(piece) <= set(printable.values())}
         numbers = set(pieces.values())
@@ -119,10 +119,10 @@ class Tokenizer:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Reads `tokenizer.json`, or `vocab.json` and `merges.txt` where there is none.
+    """Reads `tokenizer.json`, or `vocab.json` and `merges.txt` if it does not exist.
 
     Raises:
-        ValueError: if there is neither, or the tokenizer is or does something else than a byte-level BPE.
+        ValueError: if there is neither, or the tokenizer does something else than a byte-level BPE.
     """
     if (folder / "tokenizer.json").is_file():
         tokenizer = _from_one_file(folder / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Tokenizers of `transformers` that give the numbers of fairseq's dictionaries."""
+"""Makes tokenizers of `transformers` with the numbers of fairseq's dictionaries."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 
 WORDS = "words"
-"""In the place of a tokenizer's folder: the dictionary's entries are words, between spaces."""
+"""In place of a tokenizer's folder, for a dictionary of words that are separated by spaces."""
 
 PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
-"""The files of a byte-level BPE. Without the last it is that of fairseq's `--bpe gpt2`."""
+"""The files of a byte-level BPE; without the last it is the one of fairseq's `--bpe gpt2`."""
 
 WHOLE = (whole_tokenizer.FILE, whole_tokenizer.SETTINGS)
-"""Those of any other tokenizer, as `from-huggingface` leaves it."""
+"""The files of any other tokenizer, which `from-huggingface` writes."""
 
 # What stands for word types that no text has, where a byte-level BPE would take "<pad>" for a text.
 _PADDING, _UNKNOWN = "<|fairseq:pad|>", "<|fairseq:unk|>"
@@ -35,15 +35,15 @@ _SPACES = r"[\s\x1c-\x1f\x85]+"
 
 
 def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | None = None) -> Path | None:
-    """The folder with the byte-level BPE whose numbers a dictionary has; None for a dictionary of words.
+    """Finds the folder of the byte-level BPE whose numbers a dictionary has; None for a dictionary of words.
 
     Args:
         dictionary: the file.
-        nearby: folders that are searched.
+        nearby: folders to search.
         given: the folder, or `WORDS`; None to search.
 
     Raises:
-        ValueError: if the files are not in the folder that is given, or nowhere and the dictionary's words are numbers.
+        ValueError: if the files are not in the given folder, or are not found and the dictionary's words are numbers.
     """
     if given is not None:
         if str(given) == WORDS:
@@ -69,15 +69,15 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
 
 
 def make_tokenizer(dictionary: Dictionary, pieces: Path | None, config: FastWeightConfig) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model, which begins a text as fairseq does: with the end of the one before.
+    """Makes the tokenizer of a model; a text begins as in fairseq, with the end of another text.
 
     Args:
-        dictionary: of the model.
-        pieces: as `find_pieces` gives it.
-        config: of the model.
+        dictionary: the model's dictionary.
+        pieces: the result of `find_pieces`.
+        config: the model's configuration.
 
     Raises:
-        ValueError: naming the file, if its pieces are not those of the dictionary.
+        ValueError: if the BPE's pieces are not those of the dictionary; the message names the file.
     """
     if pieces is None:
         made = _of_words(dictionary)
@@ -103,7 +103,7 @@ def _has(folder: Path, names: Iterable[str]) -> bool:
 
 
 def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
-    """The tokenizer in `folder`, each word with the number that its own has in the dictionary."""
+    """The tokenizer in `folder`, with its numbers replaced by those of the dictionary."""
     made = read_json(folder / WHOLE[0])
     end = read_json(folder / WHOLE[1]).get("end_of_text")
     whole_tokenizer.open_tokenizer(folder / WHOLE[0])  # from here on its parts are what they should be
@@ -132,7 +132,7 @@ def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
 
 
 def _of_words(dictionary: Dictionary) -> dict[str, Any]:
-    """Words between spaces, and the end of a text for the end of a line, as fairseq-preprocess has it."""
+    """A tokenizer of words between spaces; ends of lines become </s>, as in fairseq-preprocess."""
     special = [dictionary.bos(), dictionary.pad(), dictionary.eos(), dictionary.unk()]
     end = dictionary[dictionary.eos()]
     return _file(
@@ -149,7 +149,7 @@ def _of_words(dictionary: Dictionary) -> dict[str, Any]:
 
 
 def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
-    """The byte-level BPE in `folder`, each piece with the number that its own has in the dictionary."""
+    """The byte-level BPE in `folder`, with its numbers replaced by those of the dictionary."""
     numbers = read_json(folder / "encoder.json")
     settings: dict[str, Any] = {"normalizer": None, "end_of_text": None, "vocabulary": None, "added": []}
     if (folder / PIECES[2]).is_file():
@@ -220,7 +220,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def _file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
-    """What tokenizer.json holds."""
+    """The contents of tokenizer.json."""
     added = sorted(added, key=lambda entry: entry["id"])
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "model": model, **parts}
 

@@ -1,4 +1,4 @@
-"""Transfer of a Transformer's weights into a model whose attention may be another (Choi 2024; Mao 2022)."""
+"""Transfers a Transformer's weights into a model with other mixers (Choi 2024; Mao 2022)."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _NO_GROUP = "none of them"
 
 @dataclass
 class Target:
-    """A parameter of the model that weights go to.
+    """A parameter of the model that gets the weights.
 
     Attributes:
-        names: one, or several where the parameter is tied.
-        groups: those that it is in, in the order of `GROUPS`. It goes with any of them.
-        how: where its values are from, one of `HOW`.
-        frozen: whether training will leave it as it is.
+        names: its names, several if it is tied.
+        groups: its groups, in the order of `GROUPS`. It is transferred with any of them.
+        how: the origin of its values, one of `HOW`.
+        frozen: whether training does not change it.
     """
 
     parameter: nn.Parameter
@@ -63,12 +63,12 @@ class Target:
 
 @dataclass
 class Report:
-    """What a transfer did with each parameter of the model.
+    """The result of a transfer for each parameter of the model.
 
     Attributes:
         source: file of the weights.
         targets: the parameters.
-        advice: what may start better otherwise, for a person to read.
+        advice: settings with which the model may start better, as text.
     """
 
     source: str
@@ -76,7 +76,7 @@ class Report:
     advice: str = ""
 
     def count(self, group: str, how: str) -> int:
-        """How many numbers of a group's parameters are of that origin, or "frozen"; a tied one counts once."""
+        """Counts the numbers of a group's parameters of an origin, or "frozen"; tied parameters count once."""
         return sum(
             target.parameter.numel()
             for target in self.targets
@@ -84,7 +84,7 @@ class Report:
         )
 
     def freeze(self, groups: frozenset[str]) -> list[nn.Parameter]:
-        """Marks what came from the source in these groups as frozen, and returns it."""
+        """Marks the transferred parameters of these groups as frozen, and returns them."""
         for target in self.targets:
             target.frozen = target.how != "new" and bool(groups & set(target.groups))
         return [target.parameter for target in self.targets if target.frozen]
@@ -108,19 +108,19 @@ class Report:
 
 
 def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
-    """Copies a source's weights into a model; mixers that take those of softmax attention start at them (`swap`).
+    """Copies a source's weights into a model; mixers that can start at softmax attention do (`swap`).
 
-    What is not in `groups`, and what the source has nothing for (gates, feature maps), stays as it is. So do mixers
-    that take no weights of attention (`Mixer.takes_attention`), and the norm before each. In a model that has such
-    layers "attention" means that of the others as a whole, with its output projection (Choi 2024, Sec. 3.2).
+    Parameters outside `groups`, and those that the source lacks (gates, feature maps), stay as they are. So do mixers
+    that cannot start at attention (`Mixer.takes_attention`), and the norm before each. In a model with such layers
+    "attention" means the attention of the other layers, with its output projection (Choi 2024, Sec. 3.2).
 
     Args:
-        model: a language model as fairseq builds it.
-        source: its weights are dropped from it as they are copied.
-        groups: of `GROUPS`.
+        model: a language model that fairseq built.
+        source: the source; its weights are removed from it as they are copied.
+        groups: some of `GROUPS`.
 
     Raises:
-        ValueError: if the model is no Transformer; listing all that does not fit, before anything is copied.
+        ValueError: if the model is no Transformer, or weights do not fit; the message lists all, and nothing is copied.
     """
     if not isinstance(getattr(model, "decoder", None), TransformerDecoderBase):
         raise ValueError(
@@ -174,8 +174,8 @@ def _targets(model: nn.Module, pre_norm: bool, own_attention: set[str]) -> list[
 
     Args:
         model: the model.
-        pre_norm: whether norms stand before each part of a layer, or after it.
-        own_attention: paths, with a dot at their ends, of attention that is not in the group of that name.
+        pre_norm: whether norms come before each part of a layer, or after it.
+        own_attention: paths, with a dot at their ends, of mixers that are not in the group "attention".
     """
     names: dict[int, list[str]] = defaultdict(list)
     parameters = {}
@@ -215,7 +215,7 @@ def _other_heads(
     attentions: dict[str, Mixer],
     has_softmax: bool,
 ) -> Iterable[list[str]]:
-    """Heads cut queries, keys and values up: with another number of them the same weights mean something else."""
+    """Lists other numbers of heads than the source's, with which its weights of attention would not mean the same."""
     theirs, common = source.options.get("decoder_attention_heads"), options.decoder_attention_heads
     if "attention" not in groups or theirs is None:
         return

@@ -1,4 +1,4 @@
-"""The options of a transfer: from where, of what, and what stays frozen."""
+"""The options of a transfer: the source, the groups of weights, and what is frozen."""
 
 # No `from __future__ import annotations` and no `X | None` here: fairseq reads the types of a configuration's fields as
 # they stand, and knows `Optional` alone.
@@ -15,7 +15,7 @@ from fairseq_fastweights.conversion.groups import GROUPS, parse_groups
 
 @dataclass
 class TransferOptions(FairseqDataclass):
-    """Options of the task: which weights training starts from, and which of them stay as they are."""
+    """Options of the task: the weights that training starts from, and those that are frozen."""
 
     transfer_from: Optional[str] = field(
         default=None,
@@ -73,10 +73,10 @@ class TransferOptions(FairseqDataclass):
 
 
 def check_options(options: Any) -> None:
-    """Checks what can be checked before anything is read.
+    """Checks the options before anything is read.
 
     Raises:
-        ValueError: for options out of their range, that contradict each other, or that need others.
+        ValueError: for options that are out of range, contradict each other, or need others.
     """
     transferred = parse_groups("transfer", options.transfer)
     frozen = parse_groups("freeze", options.freeze)
@@ -128,7 +128,7 @@ def _check_unfreezing(options: Any, frozen: bool) -> None:
         if refused:
             raise ValueError(
                 f"{name} is {_plain(getattr(options, name))}; with unfreeze_threshold it must be {instead}: frozen "
-                "weights would be moved all the same"
+                "weights would be changed too"
             )
 
 

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder, read without running anything that is in it."""
+"""Reads the weights of a Hugging Face folder without running code from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fairseq_fastweights import integrity, safetensors_digests
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Files of weights, in the order in which they are looked for."""
+"""Names of files of weights, in the order in which they are searched."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -22,14 +22,14 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class WeightFiles:
     """The weights in a folder: `model.safetensors` or `pytorch_model.bin`, or the shards that an index names.
 
-    Their names and shapes are known at once; what they hold is read when it is asked for.
+    Names and shapes are read at once; each weight is read when it is needed.
 
     Args:
-        folder: that they are in.
+        folder: the folder.
 
     Raises:
-        ValueError: naming the file: if there is none, a shard is missing, a file is broken, or it holds anything but
-            weights. Nothing else in a file is ever executed or built.
+        ValueError: if there are no weights, a shard is missing, a file is broken, or it holds anything but weights; the
+            message names the file. Nothing else in a file is executed or built.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,10 +48,10 @@ class WeightFiles:
                 self._readers[name] = reader
 
     def read(self, name: str) -> Tensor:
-        """One weight.
+        """Reads a weight.
 
         Raises:
-            ValueError: if it is of a type that has no fractions.
+            ValueError: if its dtype is not a floating-point type.
         """
         weight = self._readers[name]()
         if weight.dtype not in _DTYPES:
@@ -61,7 +61,7 @@ class WeightFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds.
+    """Reads a JSON file.
 
     Raises:
         ValueError: if it is missing, broken, or no object.
@@ -80,13 +80,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_safely(path: Path) -> Any:
-    """What torch.save wrote, if it is made of tensors and plain values alone, and undamaged.
+    """Loads a file of torch.save, which may hold tensors and plain values alone.
 
     Args:
         path: the file.
 
     Raises:
-        ValueError: naming the file, if it is broken or holds anything else.
+        ValueError: if it is damaged or holds anything else; the message names the file.
     """
     try:
         if kind := integrity.why_not_regular(path):

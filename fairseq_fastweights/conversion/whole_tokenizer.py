@@ -1,4 +1,4 @@
-"""A Hugging Face folder's tokenizer as it is, for `--bpe tokenizer_json`."""
+"""The unchanged tokenizer of a Hugging Face folder, for `--bpe tokenizer_json`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from fairseq_fastweights.conversion.weight_files import read_json
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
-"""The tokenizer, and which of its words ends a text: {"end_of_text": its number}."""
+"""The files: the tokenizer, and the number of its end-of-text token, {"end_of_text": number}."""
 
 _MOST_SPARE = 1024
-"""By how many word types a model may have more than its tokenizer: they fill its matrices up."""
+"""The largest number of word types that a model may have beyond its tokenizer's, to pad its matrices."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class WholeTokenizer:
     Args:
         path: its file.
         size: one more than the largest number.
-        special: numbers of words that are no text.
-        end_of_text: the number of the word that its configuration says ends a text; None if it says none.
+        special: numbers of special tokens, which are no text.
+        end_of_text: number of the end-of-text token in its configuration; None if there is none.
     """
 
     path: Path
@@ -34,15 +34,15 @@ class WholeTokenizer:
     end_of_text: int | None
 
     def check(self, vocabulary_size: int, end_of_text: int) -> None:
-        """Checks that this is the tokenizer of a model with so many word types.
+        """Checks that this can be the tokenizer of a model with a number of word types.
 
         Raises:
-            ValueError: if it has more, or far fewer; or if the end of text is a piece of ordinary text.
+            ValueError: if it has more, or far fewer; or if the end-of-text token is a piece of ordinary text.
         """
         if not self.size <= vocabulary_size <= self.size + _MOST_SPARE:
             raise ValueError(
                 f"{FILE}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
-                f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more that fill matrices up"
+                f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more, as padding"
             )
         if end_of_text not in self.special:
             raise ValueError(
@@ -56,15 +56,15 @@ class WholeTokenizer:
         (folder / SETTINGS).write_text(json.dumps({"end_of_text": end_of_text}), encoding="ascii")
 
     def options(self, folder: Path, end_of_text: int) -> str:
-        """Those of fairseq's commands."""
+        """The options of fairseq's commands that name this tokenizer."""
         return f"--bpe tokenizer_json --tokenizer-json-folder {folder}"
 
 
 def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
-    """Reads `tokenizer.json`, and which word ends a text from `tokenizer_config.json`.
+    """Reads `tokenizer.json`, and the end-of-text token from `tokenizer_config.json`.
 
     Raises:
-        ValueError: naming the file, if it is missing or broken.
+        ValueError: if a file is missing or broken; the message names it.
     """
     path = folder / FILE
     content = read_json(path)
@@ -85,10 +85,10 @@ def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
 
 
 def open_tokenizer(path: Path) -> Any:
-    """The tokenizer in a file.
+    """Opens the tokenizer in a file.
 
     Raises:
-        ValueError: naming the file, if it is none, or if the package is not there.
+        ValueError: if it is no tokenizer, or the package `tokenizers` is not installed; the message names the file.
     """
     try:
         from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
-"""`--bpe byte_level`: the byte-level BPE of a converted model, with what fairseq's `--bpe gpt2` leaves out.
+"""`--bpe byte_level`: the byte-level BPE of converted models that fairseq's `--bpe gpt2` cannot run.
 
-GPT-NeoX's tokenizer, which Pythia has, brings a text into Unicode's normal form C, and cuts runs of spaces out of it as
-words of their own before the BPE sees it.
+The tokenizer of GPT-NeoX and Pythia normalises a text to Unicode's form C, and makes runs of spaces tokens of their own
+before the BPE.
 """
 
 # No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
@@ -31,13 +31,13 @@ class ByteLevelBPEConfig(FairseqDataclass):
 
 @register_bpe("byte_level", dataclass=ByteLevelBPEConfig)
 class ByteLevelBPE:
-    """Text to numbers of word types, which fairseq's dictionary has as words, and back.
+    """Encodes text as token numbers, which are the words of fairseq's dictionary, and decodes them.
 
     Args:
-        cfg: `byte_level_folder` holds encoder.json, vocab.bpe and byte_level.json.
+        cfg: its `byte_level_folder` holds encoder.json, vocab.bpe and byte_level.json.
 
     Raises:
-        ValueError: if one of them is missing.
+        ValueError: if one of these files is missing.
     """
 
     def __init__(self, cfg: Any) -> None:
@@ -68,7 +68,7 @@ class ByteLevelBPE:
         self._bytes |= {entry["number"]: entry["word"].encode() for entry in added}
 
     def encode(self, x: str) -> str:
-        """Numbers, joined by spaces; the end of text, where it stands in the text, is fairseq's own, </s>."""
+        """Returns numbers, joined by spaces; an end-of-text token in the text becomes fairseq's </s>."""
         numbers: list[int] = []
         for raw, word in _cut(x, self._first):
             for text, later in _cut(self._normalized(raw), self._then):
@@ -78,7 +78,7 @@ class ByteLevelBPE:
         return " ".join("</s>" if number == self._end_of_text else str(number) for number in numbers)
 
     def decode(self, x: str) -> str:
-        """The text of numbers that are joined by spaces. Bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of numbers that are joined by spaces. Bytes that are not valid UTF-8 become U+FFFD."""
         return b"".join(map(self._bytes_of, x.split())).decode("utf-8", errors="replace")
 
     def _bytes_of(self, word: str) -> bytes:
@@ -95,13 +95,13 @@ class ByteLevelBPE:
 
 
 def _any_of(words: Iterable[str]) -> "re.Pattern[str] | None":
-    """Matches the longest of the words that starts where a match is found."""
+    """A pattern that matches any of the words, the longest first."""
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def _cut(text: str, words: "re.Pattern[str] | None") -> Iterable[tuple[str, str]]:
-    """The text in pieces, each with the word that ends it; the last with none."""
+    """Splits the text at `words`: pieces, each with the word after it; None after the last."""
     start = 0
     for match in words.finditer(text) if words is not None else ():
         yield text[start : match.start()], match[0]

@@ -1,4 +1,4 @@
-"""The documents of a corpus: where they begin, and samples that say so."""
+"""The documents of a corpus, and samples with the places where documents begin."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fairseq_fastweights.data.token_corpus import TokenCorpus
 
 
 class Documents:
-    """Where the documents of a corpus begin.
+    """The places where the documents of a corpus begin.
 
-    They are what fairseq means by them in `--sample-break-mode complete_doc`: empty lines separate them, lines of a
-    single token, which ends the line. That token still belongs to the document before it, which it ends, where it is
-    predicted; the next document reads it in order to predict its own first word, as it reads `</s>` where it stands
-    alone. Of several empty lines side by side the last ends the document.
+    Empty lines, which consist of the token that ends the line, separate documents, as in fairseq's
+    `--sample-break-mode complete_doc`. This token is the last one to predict of the document before it, and the input
+    from which the first word of the next document is predicted. Of several successive empty lines the last ends the
+    document.
 
     Args:
         corpus: the text.
 
     Attributes:
-        bounds: the first token of each, and the number of all tokens.
+        bounds: the position of the first token of each, and the number of all tokens.
 
     Raises:
         ValueError: if there is no empty line.
@@ -47,7 +47,7 @@ class Documents:
         return len(self.bounds) - 1
 
     def starts(self, start: int, stop: int) -> Tensor:
-        """Which of the tokens `start` to `stop` (exclusive) begin a document: (stop - start,), bool."""
+        """Marks the tokens from `start` to `stop` (exclusive) that begin a document: (stop - start,), bool."""
         first, last = np.searchsorted(self.bounds, [start, stop])
         marks = torch.zeros(max(0, stop - start), dtype=torch.bool)
         marks[self.bounds[first:last] - start] = True
@@ -55,10 +55,10 @@ class Documents:
 
 
 class PackedDocuments(BaseWrapperDataset):
-    """fairseq's samples of a corpus, with where documents begin in ``net_input["starts"]``, (batch, time), bool.
+    """fairseq's samples of a corpus, with ``net_input["starts"]``, (batch, time), true where a document begins.
 
     Args:
-        samples: blocks of the corpus as it stands, without more tokens or fewer.
+        samples: successive blocks of the corpus, with all of its tokens and no others.
         documents: those of the corpus.
     """
 

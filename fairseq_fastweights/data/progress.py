@@ -1,4 +1,4 @@
-"""Lines in the log of a long evaluation that is not watched: fairseq shows its progress on a terminal alone."""
+"""Progress lines in the log of a long evaluation, because fairseq shows a progress bar only on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 60.0
 
 
 class ReportedBatches:
-    """Batches that say in the log how many of them have been used, once in `seconds`.
+    """Batches that log how many of them have been used, every `seconds`.
 
     Args:
         batches: an iterable with a length.
@@ -43,7 +43,7 @@ class ReportedBatches:
 
 
 def reported(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes batches, so changed that they are `ReportedBatches` where nobody sees fairseq's bar."""
+    """Wraps a function that makes batches: they become `ReportedBatches` if fairseq shows no progress bar."""
 
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:

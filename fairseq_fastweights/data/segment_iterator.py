@@ -1,4 +1,4 @@
-"""fairseq's iterator over the segments of streams: where it is, with the states there, is part of a checkpoint."""
+"""fairseq's iterator over the segments of streams, whose place and states are part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Carrier(Protocol):
     """A model that carries states from segment to segment."""
 
     def carried_states(self) -> States:
-        """What the next segments start from, layer by layer: tensors (rows, ...), on the CPU; empty for nothing."""
+        """The states in which the next segments start, for each layer: tensors (rows, ...) on the CPU; [] for none."""
         ...
 
     def restore_carried_states(self, states: States) -> None:
-        """Lets the next segments start from such states."""
+        """Lets the next segments start in such states."""
         ...
 
 
 class SegmentIterator(iterators.EpochBatchIterator):
-    """fairseq's iterator over `SegmentStreams`, whose place in mid-epoch, as checkpoints keep it, has the states there.
+    """fairseq's iterator over `SegmentStreams`; within an epoch, its state for checkpoints includes the model's states.
 
-    Kept are, for every stream, what it has still to read and its states. Another number of streams or of processes, or
-    other segments, take them up from there (`deal_out`).
+    Checkpoints keep, for every stream, the text that is left and its states. A run with another number of streams or of
+    processes, or with other segments, continues from there (`deal_out`).
 
     Args:
         streams: the segments.
-        carrier: the model that reads them in training; None where nothing is to be resumed.
-        others: fairseq's.
+        carrier: the model that reads them in training; None in evaluation.
+        others: the arguments of fairseq's iterator.
     """
 
     def __init__(self, streams: SegmentStreams, carrier: Carrier | None, **others: Any) -> None:
@@ -50,7 +50,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
         self._before = 0
 
     def gather_states(self) -> None:
-        """Brings the states of all processes to the first one, which writes the checkpoints; all call it at once."""
+        """Sends the states of all processes to the first, which writes checkpoints; all processes must call it."""
         if self._carrier is None or self.num_shards == 1 or self.end_of_epoch():
             return
         everyone: list[Any] | None = [None] * self.num_shards if self.shard_id == 0 else None
@@ -82,7 +82,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
         super().load_state_dict(state_dict)
 
     def _find_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Those of the checkpoint, where they are of this text."""
+        """The states in a checkpoint; none if they belong to another text."""
         carried: dict[str, Any] = state_dict["carried_states"]
         tokens = len(self.dataset.corpus)
         if "layout" in carried:  # as checkpoints were written before: the first process's states alone
@@ -91,11 +91,13 @@ class SegmentIterator(iterators.EpochBatchIterator):
             rest = [self.dataset.rest(i, state_dict["iterations_in_epoch"]) for i in range(self.dataset.streams)]
             if carried["layout"] == ours:
                 return {"rest": rest, "states": carried["states"]}
-            logger.warning("the checkpoint's states are left out: they are of %s, not of %s", carried["layout"], ours)
+            logger.warning(
+                "the checkpoint's states are not used: they belong to %s, not to %s", carried["layout"], ours
+            )
             return None
         if carried["tokens"] != tokens:
             logger.warning(
-                "the checkpoint's states are left out: they are of a text of %s tokens, not of %s",
+                "the checkpoint's states are not used: they belong to a text of %s tokens, not of %s",
                 f"{carried['tokens']:,}",
                 f"{tokens:,}",
             )
@@ -103,15 +105,15 @@ class SegmentIterator(iterators.EpochBatchIterator):
         return carried
 
     def _take_up(self, carrier: Carrier, rest: list[list[Stretch]], states: States, read: int) -> None:
-        """Reads the rest of an epoch, of which `read` batches are done."""
+        """Continues an epoch after `read` batches."""
         old: SegmentStreams = self.dataset
         rest = [[(start, stop) for start, stop in row] for row in rest]
         rows, sources = deal_out(rest, old.streams)
         if len(rest) != old.streams and self.shard_id == 0:
             pairs = [f"{number} continues {source}" for number, source in enumerate(sources) if source is not None]
             logger.warning(
-                "carry_over_state: the text that %s streams have left is dealt out to %s: %s, with their states; all "
-                "else is read from empty states",
+                "carry_over_state: the rest of the text of %s streams is divided among %s: %s, with their states; all "
+                "others start from empty states",
                 len(rest),
                 len(rows),
                 ", ".join(pairs),
@@ -129,7 +131,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
 
 
 def join(everyone: list[States]) -> States:
-    """The states of all processes, one below the other; zeros, that is empty ones, of a layer that one never ran."""
+    """Concatenates the states of all processes; those of a layer that a process never ran are zeros, that is, empty."""
     layers = []
     for parts in zip(*everyone, strict=True):
         some: dict[str, Tensor] = next(filter(None, parts), {})
@@ -138,12 +140,13 @@ def join(everyone: list[States]) -> States:
 
 
 def deal_out(rest: list[list[Stretch]], streams: int) -> tuple[list[list[Stretch]], list[int | None]]:
-    """What each of `streams` streams is to read of what others have left, every token once.
+    """Divides the text that earlier streams have left among `streams` streams, every token once.
 
-    Fewer streams than before read what several have left, one after the other; more streams share what one has left.
+    If there are fewer streams than before, one reads the rest of several; if there are more, several share the rest of
+    one.
 
     Returns:
-        the streams' rows, and for each the one of the others that it begins by continuing, or None.
+        the text of each stream, and the number of the earlier stream that it continues at its beginning, or None.
     """
     rows: list[list[Stretch]] = []
     sources: list[int | None] = []
@@ -159,7 +162,7 @@ def deal_out(rest: list[list[Stretch]], streams: int) -> tuple[list[list[Stretch
 
 
 def _cut(stretches: list[Stretch], parts: int) -> list[list[Stretch]]:
-    """The same text in parts of equal length, to one token; the first is not the empty one."""
+    """Divides a text into parts of equal length, up to one token; the first is never empty."""
     tokens = sum(stop - start for start, stop in stretches)
     rows = []
     for first, end in pairwise(-(-tokens * i // parts) for i in range(parts + 1)):

@@ -1,4 +1,4 @@
-"""A corpus as parallel streams, each read segment after segment: what a model with carried-over state is fed."""
+"""A corpus as parallel streams, each read segment after segment, for models with carried-over states."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 
 Stretch = tuple[int, int]
-"""From one token of a corpus up to another, which is not in it."""
+"""The tokens of a corpus from one position to another (exclusive)."""
 
 
 class SegmentStreams(FairseqDataset):
-    """Cuts a corpus into `streams` contiguous parts of equal length (to one token), and these into segments.
+    """Divides a corpus into `streams` contiguous parts of equal length (up to one token), and these into segments.
 
     Batch i holds segment i of every stream, so that row b of a batch continues row b of the batch before, from the
-    second batch on; the batch says so in ``net_input["continues"]``. Over all streams every token is predicted once.
-    Where documents begin is in ``net_input["starts"]``, (batch, time), bool, if they are given.
+    second batch on; ``net_input["continues"]`` says so. Over all streams every token is predicted once. With
+    `documents`, ``net_input["starts"]``, (batch, time), is true where a document begins.
 
     Args:
         corpus: the text.
-        streams: how many streams, over all processes; process p of n has the p-th n-th of them.
-        segment_length: tokens to a segment.
+        streams: number of streams of all processes; process p of n has the p-th of n equal parts of them.
+        segment_length: tokens of a segment.
         pad: the padding symbol, for the ends of streams that are shorter than others.
-        documents: those of the corpus, if they are to be told apart.
-        rows: what each stream reads instead of its part of the corpus: stretches, none of which continues another.
-        begun: of each stream, whether its first segment continues one that was read before.
+        documents: those of the corpus, to be kept apart; None if they are not.
+        rows: the stretches that each stream reads instead of its part of the corpus; none continues another.
+        begun: for each stream, whether its first segment continues one that was read before.
 
     Raises:
         ValueError: if there are more streams than tokens, or the segment length is not positive.
@@ -88,7 +88,7 @@ class SegmentStreams(FairseqDataset):
         return -(-(stretch[1] - stretch[0]) // self.segment_length)
 
     def rest(self, stream: int, segments: int) -> list[Stretch]:
-        """What there is for a stream to read after that many of its segments."""
+        """The text that is left of a stream after a number of segments."""
         row = self.rows[stream]
         for number, stretch in enumerate(row):
             if segments < self._segments(stretch):
@@ -97,7 +97,7 @@ class SegmentStreams(FairseqDataset):
         return []
 
     def batches(self, shards: int) -> list[list[int]]:
-        """The batches of all processes, in the order in which fairseq deals them out to `shards` processes."""
+        """The batches of all processes, in the order in which fairseq distributes them to `shards` processes."""
         rows = self.streams // shards
         return [list(range(first, first + rows)) for first in range(0, len(self), rows)]
 

@@ -14,17 +14,17 @@ from fairseq_fastweights.data.token_corpus import TokenCorpus
 
 
 class SlidingWindows(FairseqDataset):
-    """Windows of `context` + `new` tokens, each `new` tokens further on; every token is scored once.
+    """Windows of `context` + `new` tokens, each `new` tokens after the last; every token is scored once.
 
-    Of a window the last `new` tokens are scored, after `context` tokens that are only read. The first window is
-    scored whole. The batch says how many positions are wanted in ``net_input["last_positions"]``, so that a model
-    need not compute a softmax over the vocabulary for the others.
+    The last `new` tokens of a window are scored; the `context` tokens before them are only read. The first window is
+    scored whole. ``net_input["last_positions"]`` is the number of positions to score, so that a model can skip its
+    output layer for the others.
 
     Args:
         corpus: the text.
-        new: tokens to score per window.
+        new: tokens to score in each window.
         context: tokens to read before them.
-        documents: those of the corpus, if each is to have windows of its own; None for one that is all of it.
+        documents: those of the corpus, each of which gets windows of its own; None for windows over the whole corpus.
     """
 
     def __init__(self, corpus: TokenCorpus, new: int, context: int, documents: Documents | None = None) -> None:
@@ -59,7 +59,7 @@ class SlidingWindows(FairseqDataset):
         }
 
     def batches(self, max_windows: int) -> list[list[int]]:
-        """Batches of windows that are alike in length and in how much of them is scored, in the order of the first."""
+        """Batches of windows with equal lengths and equal numbers of scored tokens, in order."""
         kind = (self.ends - self.starts) * (self.new + self.context + 1) + self.ends - self.scored_from
         _, first, kind = np.unique(kind, return_index=True, return_inverse=True)
         alike = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])

@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class TokenCorpus(FairseqDataset):
-    """The lines of an indexed data set, end to end. Nothing is copied until it is asked for.
+    """The lines of an indexed data set as one text, which is read on demand.
 
     Args:
         lines: an indexed data set of one-dimensional token tensors, with `sizes`.
-        eos: what stands before the first token.
+        eos: the input from which the first token is predicted.
         name: of the split, for messages.
         output_dictionary: of the words that are predicted; None for all.
 
@@ -40,7 +40,7 @@ class TokenCorpus(FairseqDataset):
         return self.read(index, index + 1)
 
     def load(self) -> None:
-        """Loads lines that cannot be read before (--dataset-impl cached, fairseq's choice for those of lazy)."""
+        """Loads lines, if they cannot be read before (--dataset-impl cached, fairseq's default for lazy)."""
         if getattr(self.lines, "supports_prefetch", False):
             self.lines.prefetch(range(len(self.lines)))
 
@@ -60,7 +60,7 @@ class TokenCorpus(FairseqDataset):
         return torch.cat(pieces)
 
     def read_inputs(self, start: int, stop: int) -> Tensor:
-        """What a language model reads in order to predict tokens `start` to `stop`: each one's predecessor."""
+        """The inputs for predicting tokens `start` to `stop` (exclusive): the token before each."""
         if stop <= start:
             return torch.empty(0, dtype=torch.int64)
         if start == 0:
@@ -68,7 +68,7 @@ class TokenCorpus(FairseqDataset):
         return self.read(start - 1, stop - 1)
 
     def read_targets(self, start: int, stop: int) -> Tensor:
-        """What a language model predicts: tokens `start` to `stop`, <unk> for those that it has no output for."""
+        """The targets: tokens `start` to `stop` (exclusive), with <unk> for those outside the output dictionary."""
         tokens = self.read(start, stop)
         if self.output_dictionary is None:
             return tokens

@@ -1,6 +1,7 @@
-"""`--bpe tokenizer_json`: a converted model's own tokenizer, as Hugging Face's package `tokenizers` runs it.
+"""`--bpe tokenizer_json`: a converted model's own tokenizer, run by Hugging Face's package `tokenizers`.
 
-Llama's and Qwen's split texts by expressions of their own, and some write bytes in words: nothing of fairseq's does.
+The tokenizers of Llama and Qwen split texts by expressions of their own, and some write bytes as words, which no
+tokenizer of fairseq does.
 """
 
 # No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
@@ -28,15 +29,15 @@ class TokenizerJsonConfig(FairseqDataclass):
 
 @register_bpe("tokenizer_json", dataclass=TokenizerJsonConfig)
 class TokenizerJson:
-    """Text to numbers of word types, which fairseq's dictionary has as words, and back.
+    """Encodes text as token numbers, which are the words of fairseq's dictionary, and decodes them.
 
-    No words are added to a text, as some tokenizers add one for its beginning.
+    Tokens that the tokenizer would add at the beginning of a text are left out.
 
     Args:
-        cfg: `tokenizer_json_folder` holds tokenizer.json and tokenizer_words.json.
+        cfg: its `tokenizer_json_folder` holds tokenizer.json and tokenizer_words.json.
 
     Raises:
-        ValueError: if one of them is missing or cannot be read.
+        ValueError: if one of these files is missing or cannot be read.
     """
 
     def __init__(self, cfg: Any) -> None:
@@ -50,12 +51,12 @@ class TokenizerJson:
         self._end_of_text = read_json(folder / SETTINGS)["end_of_text"]
 
     def encode(self, x: str) -> str:
-        """Numbers, joined by spaces; the end of text, where it stands in the text, is fairseq's own, </s>."""
+        """Returns numbers, joined by spaces; an end-of-text token in the text becomes fairseq's </s>."""
         numbers = self._tokenizer.encode(x, add_special_tokens=False).ids
         return " ".join("</s>" if number == self._end_of_text else str(number) for number in numbers)
 
     def decode(self, x: str) -> str:
-        """The text of numbers that are joined by spaces; <unk> and the like are left out."""
+        """Returns the text of numbers that are joined by spaces; fairseq's special symbols are left out."""
         numbers = (self._end_of_text if word == "</s>" else word for word in x.split())
         known = [int(number) for number in numbers if str(number).isdecimal()]
         return self._tokenizer.decode(known, skip_special_tokens=False)

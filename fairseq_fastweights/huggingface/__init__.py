@@ -1,11 +1,13 @@
-"""Language models with mixers as classes of Hugging Face's `transformers`; fairseq need not be installed.
+"""Language models with mixers as classes of Hugging Face's `transformers`, without fairseq.
 
-import fairseq_fastweights.huggingface                   # the Auto classes know the models from here on
-from transformers import AutoModelForCausalLM, AutoTokenizer
+    import fairseq_fastweights.huggingface                   # registers the models with the Auto classes
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(folder)     # `python -m fairseq_fastweights.conversion to-huggingface`
-tokenizer = AutoTokenizer.from_pretrained(folder)        # makes such folders of fairseq's checkpoints
-model.generate(**tokenizer("the meaning of", return_tensors="pt"), max_new_tokens=20)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model.generate(**tokenizer("the meaning of", return_tensors="pt"), max_new_tokens=20)
+
+`python -m fairseq_fastweights.conversion to-huggingface` makes such a folder of a checkpoint.
 """
 
 try:

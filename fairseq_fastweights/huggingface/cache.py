@@ -1,4 +1,4 @@
-"""What a model keeps of the text that it has read: the states of its mixers."""
+"""The cache of a model: the states of its mixers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from fairseq_fastweights.mixers.mixer import State, keeps_rows
 
 
 class LayerState:
-    """The state of one layer's mixer, None before its first step.
-
-    It has what `transformers.Cache` asks of its layers.
-    """
+    """The state of one layer's mixer, None before its first step, as a layer of `transformers.Cache`."""
 
     is_compileable = False
     is_croppable = False
@@ -28,35 +25,34 @@ class LayerState:
 
     @property
     def batch_size(self) -> int:
-        """How many rows the state has; -1 for none yet."""
+        """The number of rows of the state; -1 before the first step."""
         return -1 if self.state is None else next(iter(self.state.values())).shape[0]
 
     def get_max_length(self) -> int:
-        """No text is too long for a state (-1)."""
+        """-1: there is no largest length."""
         return -1
 
     def apply(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Takes other rows of the state."""
+        """Replaces each tensor of the state by `take` of it, which selects rows."""
         if self.state is not None:
             self.state = {name: take(x) for name, x in self.state.items()}
 
     def bytes(self) -> int:
-        """The size of the state."""
+        """The size of the state in bytes."""
         return 0 if self.state is None else sum(x.numel() * x.element_size() for x in self.state.values())
 
 
 class FastWeightCache(Cache):
-    """The states of all layers' mixers: for a memory a matrix for each head, whose size does not depend on the text.
+    """The states of all layers' mixers: for a memory, a matrix for each head, whose size does not depend on the text.
 
-    Only softmax attention has a state that grows. A model that is given no cache makes one if `use_cache` is set; one
-    that is given a cache changes it in place and returns it. To continue twice from the same text, copy the cache first
-    (`copy.deepcopy`).
+    Only the state of softmax attention grows. A model makes a cache if it gets none and `use_cache` is set. It changes
+    a cache in place and returns it; to continue twice from the same text, copy it first (`copy.deepcopy`).
 
     Args:
-        num_layers: how many layers the model has.
+        num_layers: number of layers of the model.
 
     Attributes:
-        read: (batch,), how many tokens of each row were read, padding left out; None before the first.
+        read: (batch,), number of tokens of each row that were read, without padding; None before the first.
 
     Examples:
         >>> cache = FastWeightCache(2)
@@ -72,35 +68,35 @@ class FastWeightCache(Cache):
         self._length = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens were read, padding included."""
+        """The number of tokens that were read, with padding."""
         return self._length
 
     def advance(self, time: int, read: Tensor) -> None:
-        """Notes that so many tokens were read, and how many of each row in all, (batch,)."""
+        """Adds `time` tokens, and sets the numbers of tokens of each row so far, (batch,), without padding."""
         self._length += time
         self.read = read
 
     def bytes(self) -> int:
-        """The size of all states."""
+        """The size of all states in bytes."""
         return sum(layer.bytes() for layer in self.layers)
 
     def reset(self) -> None:
-        """Forgets what was read."""
+        """Empties all states."""
         for layer in self.layers:
             layer.state = None
         self.read, self._length = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Takes the rows `beam_idx`, as beam search asks for."""
+        """Selects the rows `beam_idx`, for beam search."""
         if self.read is not None and not keeps_rows(beam_idx, self.read.shape[0]):
             self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Takes the rows `indices`."""
+        """Selects the rows `indices`."""
         self._apply(lambda x: x.index_select(0, indices.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Takes each row so many times."""
+        """Repeats each row."""
         self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -112,15 +108,15 @@ class FastWeightCache(Cache):
         raise ValueError("this cache holds states of mixers, not keys and values; only a FastWeightModel can use it")
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Of a mask over all that was read and is read now."""
+        """The length and offset of a mask over all tokens, those of this call included."""
         return self._length + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No text is too long (-1)."""
+        """-1: there is no largest length."""
         return -1
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether something was read."""
+        """Whether any token was read."""
         return self._length > 0
 
     def _apply(self, take: Callable[[Tensor], Tensor]) -> None:
@@ -131,10 +127,10 @@ class FastWeightCache(Cache):
 
 
 def check_cache(cache: Any, layers: int, rows: int) -> FastWeightCache:
-    """`cache`, if it can go on with a batch of `rows` rows.
+    """Checks that `cache` fits the model and a batch of `rows` rows, and returns it.
 
     Raises:
-        ValueError: if it is of another class, or of another model or batch.
+        ValueError: if it is of another class, model or batch size.
     """
     if not isinstance(cache, FastWeightCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}; it must be a FastWeightCache, or None")
@@ -148,16 +144,17 @@ def check_cache(cache: Any, layers: int, rows: int) -> FastWeightCache:
 def count_tokens(
     cache: FastWeightCache | None, rows: int, padding: Tensor | None, time: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The places of tokens in their texts, padding left out, and how many tokens each text has after them.
+    """Counts tokens without padding.
 
     Args:
-        cache: what was read before.
+        cache: the cache before this call.
         rows, time: of the batch.
         padding: (rows, time), true at padding; None for none.
         device: of the result.
 
     Returns:
-        (rows, time), or (1, time) where rows are alike, in which what stands at padding means nothing; and (rows,).
+        the places of tokens in their texts, (rows, time), or (1, time) if rows are alike, undefined at padding; and the
+        lengths of the texts after them, (rows,).
     """
     before = torch.zeros(rows, dtype=torch.long, device=device)
     if cache is not None and cache.read is not None:

@@ -1,4 +1,4 @@
-"""The settings of a language model with mixers, as `transformers` keeps them in config.json."""
+"""The configuration of a language model with mixers, which `transformers` stores in config.json."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fairseq_fastweights.mixers.registry import MIXERS, Kind, lookup, option_nam
 from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
 
 FORMAT = 1
-"""Of config.json; a larger number is a file of a later version of this package, which may mean something else."""
+"""The format of config.json. A larger number belongs to a later version of this package, and is refused."""
 
 POSITIONS = ("sinusoidal", "learned", "none")
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate", "gelu_fast", "tanh", "linear")
-"""By fairseq's names: "gelu_accurate" is what transformers calls "gelu_new", "gelu_fast" its older name."""
+"""fairseq's names of activations: "gelu_accurate" is "gelu_new" in transformers, "gelu_fast" its older name."""
 
 # What `mixer_settings` may not say: it is said once, elsewhere.
 _SAID_ELSEWHERE = {
@@ -46,55 +46,53 @@ _MOST = {"num_hidden_layers": 10**4, "vocab_size": 10**9, "hidden_size": 10**9, 
 
 
 class FastWeightConfig(PreTrainedConfig):
-    """All settings of a `FastWeightModel`, which are arguments by name. config.json has them all, defaults too.
+    """The settings of a `FastWeightModel`, all of which are keyword arguments and entries of config.json.
 
     Attributes:
         format_version: of config.json.
-        vocab_size: how many word types there are.
+        vocab_size: number of word types.
         hidden_size: width of the layers.
         input_size: width of the embeddings; None for `hidden_size`.
-        output_size: width of what the output layer reads; None for `hidden_size`.
-        intermediate_size: width between the two halves of a feed-forward network.
-        num_hidden_layers: how many layers there are.
-        num_attention_heads: how many heads each has.
-        mixers: what mixes positions in each layer: a name of `mixers.registry.MIXERS` for each, or a pattern, as in
-            "delta:1-10,softmax:11-12"; None for "delta" in all.
-        mixer_settings: what mixers take beside the number of heads, the dropout and the number of positions, by the
-            names that `mixers.registry.build_mixer` has: "fast_weight_heads", "feature_map", "local_window" ... What is
-            missing is as the mixer has it.
-        max_position_embeddings: how long texts may be, for learned positions and for mixers that are bounded.
-        position_embeddings: one of `POSITIONS`: what is added to the embeddings.
+        output_size: width of the output layer's input; None for `hidden_size`.
+        intermediate_size: inner width of the feed-forward networks.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of heads of each layer.
+        mixers: a name of `mixers.registry.MIXERS` for each layer, or a pattern such as "delta:1-10,softmax:11-12"; None
+            for "delta" in all.
+        mixer_settings: the mixers' other settings, by the names that `mixers.registry.build_mixer` takes:
+            "fast_weight_heads", "feature_map", "local_window" ... Missing ones have the mixer's defaults.
+        max_position_embeddings: the largest length of texts, for learned positions and for bounded mixers.
+        position_embeddings: one of `POSITIONS`, which are added to the embeddings.
         hidden_act: one of `ACTIVATIONS`.
-        pre_norm: whether layer norms come before what they serve, not after its sum with its input.
-        final_norm: whether there is one more after the last layer.
+        pre_norm: whether norms come before mixers and feed-forward networks, not after the residual sums.
+        final_norm: whether there is a norm after the last layer.
         parallel_residual: whether a layer's mixer and feed-forward network read the same input (GPT-NeoX).
-        rms_norm_eps: norms are RMS norms, with this under the root (Llama); None for layer norms.
-        swiglu: whether feed-forward networks are W2 (silu(Wg x) * W1 x) without biases, whatever `hidden_act` is.
+        rms_norm_eps: added under the root of RMS norms (Llama); None for layer norms.
+        swiglu: whether feed-forward networks are W2 (silu(Wg x) * W1 x) without biases; `hidden_act` is then unused.
         embedding_norm: whether the embeddings are normalised.
-        scale_embeddings: whether they are multiplied by the root of `hidden_size`.
-        adaptive_input_cutoffs: where bands of word types begin, whose embeddings get smaller from band to band (Baevski
+        scale_embeddings: whether they are multiplied by sqrt(hidden_size).
+        adaptive_input_cutoffs: the first word type of each band after the first, whose embeddings are smaller (Baevski
             & Auli 2019); None for embeddings of one size.
-        adaptive_input_factor: by how much they get smaller.
-        adaptive_softmax_cutoffs: where bands of the output layer begin, with which logits are log-probabilities; None
+        adaptive_input_factor: ratio of the sizes of successive bands.
+        adaptive_softmax_cutoffs: the same for the output layer, which then returns log-probabilities as logits; None
             for one matrix.
-        adaptive_softmax_factor: by how much these get smaller.
+        adaptive_softmax_factor: ratio of the sizes of successive bands of the output layer.
         adaptive_softmax_dropout: probability of dropout in them.
-        tie_word_embeddings: whether output layer and embeddings share their weights; of bands, each with its own.
+        tie_word_embeddings: whether output layer and embeddings share their weights, band by band if they have bands.
         tie_adaptive_projections: whether bands share their projections too.
-        masked_tokens: the word types that the model never predicts.
-        dropout: probability, in training, of what is added to the residual.
-        attention_dropout: probability, in training, of mixers' dropout.
-        activation_dropout: probability, in training, within feed-forward networks.
-        layerdrop: probability with which a layer is left out in training.
-        initializer_range: standard deviation from which projections and embeddings are drawn; None for fairseq's
-            distributions.
+        masked_tokens: numbers of the word types that the model never predicts.
+        dropout: probability of dropout of mixers' and feed-forward networks' outputs in training.
+        attention_dropout: probability of dropout within mixers in training.
+        activation_dropout: probability of dropout within feed-forward networks in training.
+        layerdrop: probability of leaving out a layer in training.
+        initializer_range: standard deviation of new projections and embeddings; None for fairseq's distributions.
         use_cache: whether a call returns the mixers' states.
         pad_token_id: number of the padding word type.
-        bos_token_id: number of what a text begins with; fairseq's texts begin with the end of another.
-        eos_token_id: number of the end of a text.
+        bos_token_id: number of the word type that begins a text; in fairseq the end of another text.
+        eos_token_id: number of the word type that ends a text.
 
     Raises:
-        ValueError: naming the setting, what it was and what it may be. A setting that there is not is refused.
+        ValueError: if a setting is unknown or not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_attention_heads=2, mixers="gated,softmax:6")
@@ -163,7 +161,7 @@ class FastWeightConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def mixer_arguments(self) -> dict[str, Any]:
-        """What `mixers.registry.build_mixer` takes as settings."""
+        """The settings for `mixers.registry.build_mixer`."""
         assert self.mixer_settings is not None
         settings = dict(self.mixer_settings)
         if settings.get("normalization") is not None:
@@ -216,7 +214,7 @@ class FastWeightConfig(PreTrainedConfig):
         known = known_mixer_settings(MIXERS)
         for name, value in settings.items():
             if name in _SAID_ELSEWHERE:
-                raise ValueError(f"mixer_settings holds {name}; that is {_SAID_ELSEWHERE[name]}, outside of it")
+                raise ValueError(f"mixer_settings holds {name}; it must be given as {_SAID_ELSEWHERE[name]} instead")
             if name not in known:
                 raise ValueError(f"mixer_settings holds {name!r}; it may hold {', '.join(sorted(known))}")
             if name == "normalization" and value is not None:

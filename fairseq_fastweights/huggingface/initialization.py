@@ -1,4 +1,4 @@
-"""What new weights start as: fairseq's distributions, or one normal distribution for all."""
+"""The initial values of new weights: from fairseq's distributions, or from one normal distribution."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fairseq_fastweights.mixers.mixer import Mixer
 
 
 def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None) -> None:
-    """Draws the weights of a module whose parts were drawn before, but for those that were loaded.
+    """Draws the weights of a module that were not loaded, after those of its submodules.
 
     Args:
-        module: any of a model's.
+        module: a module of a model.
         std: of the normal distribution of projections and embeddings; None for fairseq's distributions.
         padding_idx: the row of embeddings that is zero.
     """
@@ -58,7 +58,7 @@ def _draw_mixer(mixer: Mixer, std: float | None) -> None:
 
 
 def _draw_bands(module: nn.Module, padding_idx: int | None) -> None:
-    """fairseq's: the row of padding's number is zero in each band."""
+    """Draws bands as fairseq does, in each of which the row with padding's number is zero."""
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             if padding_idx is not None and padding_idx < part.num_embeddings:
@@ -68,14 +68,14 @@ def _draw_bands(module: nn.Module, padding_idx: int | None) -> None:
 
 
 def _reset(module: Any) -> None:
-    """What torch's layers, mixers and feature maps have for it."""
+    """Calls the module's own `reset_parameters`, if it has one."""
     if hasattr(module, "reset_parameters"):
         module.reset_parameters()
 
 
 @contextmanager
 def _loaded_stay(module: nn.Module) -> Iterator[None]:
-    """Puts back, at the end, what transformers has loaded into the module."""
+    """Restores, at the end, the weights of the module that transformers has loaded."""
     tensors = chain(module.parameters(), module.buffers())
     loaded = [(x, x.clone()) for x in tensors if getattr(x, "_is_hf_initialized", False)]
     yield

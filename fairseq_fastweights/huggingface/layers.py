@@ -17,7 +17,7 @@ from fairseq_fastweights.mixers.registry import build_mixer
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that fairseq has by this name."""
+    """fairseq's activation function of this name."""
     tanh = partial(F.gelu, approximate="tanh")
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "relu": F.relu,
@@ -37,7 +37,7 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
     names.
 
     Args:
-        config: of the model.
+        config: the model's.
         index: the layer's number, from 0.
     """
 
@@ -68,8 +68,8 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
 
         Args:
             hidden_states: (batch, time, hidden_size).
-            padding: (batch, time), true where a position is padding; None if none is.
-            past_key_values: where the mixer's state is, and is put.
+            padding: (batch, time), true at padding; None for none.
+            past_key_values: the cache, in which the mixer's state is read and written.
 
         Returns:
             (batch, time, hidden_size).

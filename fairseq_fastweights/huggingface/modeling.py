@@ -27,16 +27,16 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.safetensors_digests import note_digest, why_damaged
 
 MASKED_LOGIT = -1e4
-"""The logit of a word type that is never predicted, as `models.fast_weight_decoder` has it, and why it is finite."""
+"""The logit of a word type that is never predicted; `models.fast_weight_decoder` says why it is finite."""
 
 _OFFSET = 2
-"""Before the rows of learned positions, as in fairseq, whose position numbers start after padding's."""
+"""Rows before those of learned positions, as in fairseq, where positions start after the number of padding."""
 
 _LOSS_OPTIONS = {"num_items_in_batch", "shift_labels", "ignore_index"}
 
 
 class FastWeightPreTrainedModel(PreTrainedModel):
-    """What the models share: how they are made, loaded and saved."""
+    """Base class of the models, for initialisation, loading and saving."""
 
     config: FastWeightConfig
     config_class = FastWeightConfig
@@ -54,11 +54,11 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         draw_weights(module, self.config.initializer_range, self.config.pad_token_id)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *others: Any, **options: Any) -> None:
-        """transformers'; afterwards each file of weights has a digest. What `push_to_hub=True` sends has none.
+        """Saves the model as transformers does, with a digest in each file of weights; `push_to_hub=True` sends none.
 
         Args:
             save_directory: the folder.
-            others, options: transformers'.
+            others, options: the other arguments of transformers' method.
         """
         super().save_pretrained(save_directory, *others, **options)
         if options.get("is_main_process", True):
@@ -67,10 +67,10 @@ class FastWeightPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *others: Any, **named: Any) -> Any:
-        """transformers'; after a look at the digests in the files.
+        """Checks the digests in the files, and loads them as transformers does.
 
         Raises:
-            ValueError: naming a file that is damaged.
+            ValueError: if a file is damaged.
         """
         for path in checkpoint_files or ():
             if str(path).endswith(".safetensors") and (damage := why_damaged(path)):
@@ -85,7 +85,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         config: the model's settings.
 
     Raises:
-        ValueError: naming the setting, what it was and what it may be.
+        ValueError: if a setting is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -136,11 +136,11 @@ class FastWeightModel(FastWeightPreTrainedModel):
         return [module for module in self.modules() if isinstance(module, Mixer)]
 
     def get_input_embeddings(self) -> nn.Module:
-        """From numbers of word types to vectors, before they are scaled."""
+        """The module from numbers of word types to embeddings, before they are scaled."""
         return self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Puts others in their place."""
+        """Replaces the embeddings."""
         self.embed_tokens = value
 
     def forward(
@@ -155,25 +155,25 @@ class FastWeightModel(FastWeightPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Reads texts, or what follows in texts that were read before.
+        """Reads texts, or the next parts of texts.
 
         Args:
             input_ids: (batch, time).
-            attention_mask: (batch, time), 0 at padding, on whichever side; or (batch, all that was read and is read
-                now), of which the end is taken. Padding is not seen by any other position, and takes no position.
+            attention_mask: (batch, time), 0 at padding, on either side; or (batch, length so far), whose end is used.
+                Padding is seen by no other position, and takes no position.
             position_ids: (batch, time), places in the texts, from 0; None to count them.
-            past_key_values: what the call for the part before returned.
-            inputs_embeds: (batch, time, size), in the place of `input_ids`.
-            use_cache: whether to return the states; None for the configuration's, and in training for no.
-            output_attentions: taken for transformers' sake; there are no attention weights to return.
-            output_hidden_states: whether to return what goes into each layer, and what comes out of the last.
-            return_dict: whether to return fields by name, not a tuple of those that there are.
+            past_key_values: the cache that the call for the part before returned.
+            inputs_embeds: (batch, time, size), in place of `input_ids`.
+            use_cache: whether to return the cache; None for the configuration's value, and in training for False.
+            output_attentions: ignored; there are no attention weights to return.
+            output_hidden_states: whether to return the input of each layer and the output of the last.
+            return_dict: whether to return fields by name instead of a tuple.
 
         Returns:
             `last_hidden_state`, (batch, time, output_size); `past_key_values`; `hidden_states`.
 
         Raises:
-            ValueError: naming the argument, what it was and what it may be.
+            ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
@@ -285,7 +285,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             nn.init.normal_(self.lm_head.weight, std=self.lm_head.in_features**-0.5)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *others: Any, **options: Any) -> nn.Embedding:
-        """transformers'; refused where embeddings or output layer are in bands of word types."""
+        """Resizes the vocabulary as transformers does; an error with adaptive embeddings or an adaptive softmax."""
         for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
             if new_num_tokens is not None and (cutoffs := getattr(self.config, name)) is not None:
                 raise ValueError(f"{name} is {cutoffs}: a vocabulary in bands cannot be resized")
@@ -296,11 +296,11 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         return False  # it makes a cache of its own
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output layer; None where it is an adaptive softmax, which has no one matrix."""
+        """The output layer; None for an adaptive softmax, which has several matrices."""
         return self.lm_head if isinstance(self.lm_head, nn.Linear) else None
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Puts another in its place."""
+        """Replaces the output layer."""
         self.lm_head = new_embeddings
 
     def forward(
@@ -318,21 +318,21 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **loss_options: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Computes logits, and the loss where labels are given.
+        """Computes logits, and the loss if labels are given.
 
         Args:
-            labels: (batch, time), `input_ids` as they are, -100 where nothing is to be predicted: each position
+            labels: (batch, time), a copy of `input_ids` with -100 where nothing is to be predicted: each position
                 predicts the label of the next.
-            logits_to_keep: for how many positions at the end there are logits; 0 for all; or which, (positions,).
-            loss_options: of transformers' loss for language models, as its Trainer gives them.
-            others: as for `FastWeightModel`.
+            logits_to_keep: number of positions at the end to compute logits for, 0 for all; or the positions, a tensor.
+            loss_options: options of transformers' loss for language models, from its Trainer.
+            others: the arguments of `FastWeightModel.forward`.
 
         Returns:
             `loss`; `logits`, (batch, positions, vocab_size); `past_key_values`; `hidden_states`.
 
         Raises:
-            ValueError: as for `FastWeightModel`.
-            TypeError: for an argument that there is not.
+            ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+            TypeError: for an unknown argument.
         """
         if unknown := set(loss_options) - _LOSS_OPTIONS:
             raise TypeError(f"forward() got an unexpected keyword argument {min(unknown)!r}")
@@ -367,10 +367,10 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
 
 
 def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor | None:
-    """(rows, time), true where the mask says that there is padding; None if there is none.
+    """Reads a mask as (rows, time), true at padding; None if there is no padding.
 
     Raises:
-        ValueError: if the mask does not fit so many rows and tokens.
+        ValueError: if the mask does not fit the numbers of rows and tokens.
     """
     if attention_mask is None:
         return None

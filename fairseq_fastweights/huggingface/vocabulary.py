@@ -1,6 +1,6 @@
-"""Embeddings and output layers in bands of word types (Baevski & Auli 2019), and what stands for positions.
+"""Adaptive embeddings and softmax, in bands of word types (Baevski & Auli 2019), and sinusoidal positions.
 
-fairseq's, without fairseq: parameters have the names and shapes that they have there.
+They compute what fairseq's modules do, with the same names and shapes of parameters.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch.nn import functional as F
 
 
 class AdaptiveInput(nn.Module):
-    """Embeddings whose size gets smaller by a factor from band to band of ever rarer word types.
+    """Embeddings in bands of ever rarer word types, smaller by a factor from band to band.
 
     Args:
-        vocab_size: how many word types there are.
+        vocab_size: number of word types.
         padding_idx: the number of padding, whose embedding is zero.
         input_size: size of the first band's embeddings.
-        factor: by which the size of a band is smaller than that of the band before.
-        hidden_size: to which every band is projected.
+        factor: ratio of the sizes of successive bands.
+        hidden_size: size to which every band is projected.
         cutoffs: the first word type of each band after the first.
 
     Examples:
@@ -48,7 +48,7 @@ class AdaptiveInput(nn.Module):
             self.embeddings.append(nn.Sequential(embedding, nn.Linear(size, hidden_size, bias=False)))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(..., hidden_size) for tokens, (...)."""
+        """Returns the embeddings, (..., hidden_size), of tokens, (...)."""
         out = None
         for first, end, band in zip([0, *self.cutoff[:-1]], self.cutoff, self.embeddings, strict=True):
             # All tokens go through all bands, as others': no shape depends on which tokens there are.
@@ -60,17 +60,17 @@ class AdaptiveInput(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Log-probabilities of word types in bands: of the frequent ones, and of the bands, in which those of the rare are.
+    """Log-probabilities of word types in bands: the first band also predicts the other bands, with the rare types.
 
     Args:
-        vocab_size: how many word types there are.
-        output_size: of what is read.
+        vocab_size: number of word types.
+        output_size: size of its input.
         cutoffs: the first word type of each band after the first.
         dropout: of the projections of bands, in training.
-        factor: by which the size of a band is smaller than that of the band before.
-        tied: sizes of the embeddings of all bands, whose weights this shares; None if it has its own.
+        factor: ratio of the sizes of successive bands.
+        tied: sizes of the embeddings of all bands, whose weights this shares; None for weights of its own.
         projections: whether the bands after the first share the projections too.
-        hidden_size: to which the embeddings' projections go.
+        hidden_size: size to which embeddings are projected.
 
     Examples:
         >>> out = AdaptiveSoftmax(40, 16, [10, 20], factor=2)(torch.randn(2, 3, 16))
@@ -112,7 +112,7 @@ class AdaptiveSoftmax(nn.Module):
             self.tail.append(nn.Sequential(project, nn.Dropout(dropout), nn.Linear(size, end - first, bias=False)))
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., vocab_size), logs of probabilities, for features, (..., output_size)."""
+        """Returns log-probabilities, (..., vocab_size), for features, (..., output_size)."""
         features = self.dropout_module(features)
         head = self.head(features).log_softmax(-1)
         parts = [head[..., : self.cutoff[0]]]
@@ -123,7 +123,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 class _Transposed(nn.Module):
-    """x W: the weight of a projection the other way."""
+    """x W, with the weight of a projection in the other direction."""
 
     def __init__(self, size_in: int, size_out: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Transposed(nn.Module):
 
 
 class _TiedHead(nn.Module):
-    """The first band, by the weights of its embeddings, and the classes that the other bands are."""
+    """The first band, with the weights of its embeddings, and a class for each other band."""
 
     def __init__(self, words: int, size: int, output_size: int, classes: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _TiedHead(nn.Module):
 
 
 def tied_bands(embeddings: AdaptiveInput, softmax: AdaptiveSoftmax, projections: bool) -> dict[str, str]:
-    """Which of the softmax's weights are which of the embeddings', by their names in the two modules."""
+    """The names of the softmax's weights that are weights of the embeddings, with their names there."""
     words = "head.word_proj.1.weight" if isinstance(softmax.head.word_proj, nn.Sequential) else "head.word_proj.weight"
     tied = {words: "embeddings.0.0.weight"}
     for i in range(len(softmax.tail)):
@@ -160,7 +160,7 @@ def tied_bands(embeddings: AdaptiveInput, softmax: AdaptiveSoftmax, projections:
 
 
 def sinusoidal_positions(places: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """(..., dim), sines and then cosines for positions that count from 0, as tensor2tensor and fairseq have them.
+    """Sines and then cosines, (..., dim), for places that count from 0, as in tensor2tensor and fairseq.
 
     fairseq's first position is 2, after the number of padding.
     """

@@ -1,1 +1,1 @@
-"""The operations inside other libraries' models; nothing here needs fairseq."""
+"""The operations in models of other libraries, without fairseq."""

@@ -1,14 +1,14 @@
-"""Hugging Face's models that have gated delta rules, on a CPU with this package's operations.
+"""Runs Hugging Face's models with gated delta rules on a CPU with this package's operations.
 
     from fairseq_fastweights.integrations import transformers as fast
     fast.install()       # from here on; fast.uninstall() undoes it
     with fast.install():  # or for as long as this lasts
         model.generate(...)
 
-Qwen3-Next, Qwen3.5, OLMo-hybrid and Kimi-Linear call, for tensors on a CPU, functions of their modules that are
-written in PyTorch: the rule over a sequence and over a token, and the short convolution before it. `install` puts
-others in their place, which give the same numbers; prefill, generation with a cache and training run through them.
-Tensors elsewhere are handed on to what was there before.
+For tensors on a CPU, Qwen3-Next, Qwen3.5, OLMo-hybrid and Kimi-Linear call functions of their modules that are written
+in PyTorch: the rule for a sequence and for a token, and the short convolution before it. `install` replaces them by
+functions with the same results, in prefill, generation with a cache, and training. Tensors on other devices still go to
+the original functions.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ except ImportError as error:
     raise ImportError(f"{__name__} needs transformers: pip install transformers") from error
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear")
-"""The modules of `transformers.models` whose functions are known."""
+"""The modules of `transformers.models` that are supported."""
 
 _before: dict[tuple[str, str], Callable[..., Any]] = {}
-"""What stood in a module under a name, of all that is replaced now."""
+"""The original functions that are replaced now, by module and name."""
 
 
 class UnknownFunction(RuntimeError):
-    """A version of `transformers` has not the functions that are known; nothing was replaced."""
+    """The installed version of `transformers` has other functions than expected; nothing was replaced."""
 
 
 class install:
@@ -47,11 +47,11 @@ class install:
     In a `with` statement, until its end.
 
     Args:
-        model: a model, for all models of its kind; None for all kinds in `MODELS` that this `transformers` has.
+        model: a model, whose whole class is changed; None for all classes in `MODELS` that this `transformers` has.
 
     Raises:
-        UnknownFunction: before anything is replaced, naming the function and the version of `transformers`.
-        ValueError: for a model of another kind.
+        UnknownFunction: if a function to replace is missing or has other arguments; nothing is replaced then.
+        ValueError: for a model of another class.
 
     Examples:
         >>> from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -112,7 +112,7 @@ def _modules(model: nn.Module | None) -> list[ModuleType]:
 
 
 def _known(module: ModuleType) -> Mapping[str, Any]:
-    """The names of its functions that are replaced, if all of them are there and take what they should."""
+    """The names of a module's functions to replace, after a check that they exist and take the expected arguments."""
     names = _CONVOLUTION | (_KIMI if module.__name__.endswith("kimi_linear") else _GATED)
     for name, parameters in names.items():
         function = _before.get((module.__name__, name), getattr(module, name, None))
@@ -155,7 +155,7 @@ def _rule(
     output_final_state: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule: of a head's decay or of each key's, in float32, queries divided by the root of key_dim."""
+    """The gated delta rule with decays per head or per key, in float32, with queries divided by sqrt(key_dim)."""
     q, k, v, g, beta = (x.to(torch.float32) for x in (query, key, value, g, beta))
     scale = q.shape[-1] ** -0.5
     if use_qk_l2norm_in_kernel:
@@ -169,7 +169,7 @@ def _rule(
 
 
 def _convolve(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """The causal convolution of each channel, (batch, channels, time), whose channels lie side by side in memory."""
+    """The causal convolution of each channel, (batch, channels, time); channels are contiguous in memory."""
     x = hidden_states.transpose(1, 2).to(weight.dtype)
     time = x.shape[1]
     last, *earlier = weight.unbind(1)[::-1]
@@ -209,4 +209,4 @@ _CONVOLUTION = {
     "causal_conv1d_fn": ("hidden_states", "weight", "bias", "activation", "kwargs"),
     "causal_conv1d_update": ("hidden_states", "conv_state", "weight", "bias", "activation"),
 }
-"""What is replaced, and the names of its parameters."""
+"""The functions that are replaced, and the names of their parameters."""

@@ -1,1 +1,1 @@
-"""The language models as lm-evaluation-harness runs them: `python -m fairseq_fastweights.lm_eval`."""
+"""Language models for lm-evaluation-harness: `python -m fairseq_fastweights.lm_eval`."""

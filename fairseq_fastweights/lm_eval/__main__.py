@@ -1,11 +1,11 @@
-"""lm-evaluation-harness with this project's models: `python -m fairseq_fastweights.lm_eval`, then lm_eval's arguments.
+"""Runs lm-evaluation-harness with this project's models.
 
     python -m fairseq_fastweights.lm_eval --model fairseq-fastweights --model_args checkpoint=FILE --tasks hellaswag
     python -m fairseq_fastweights.lm_eval --model hf --model_args pretrained=FOLDER --tasks hellaswag
 
-lm_eval loads no plugins by itself, so that this registers the models first: `fairseq-fastweights`, which takes a
-checkpoint of fairseq as it is (`fairseq_fastweights.lm_eval.model`), and transformers' Auto classes for FOLDER, what
-`to-huggingface` wrote.
+The arguments are lm_eval's. lm_eval does not load plugins, so this command registers the models first:
+`fairseq-fastweights`, which takes a checkpoint of fairseq (`fairseq_fastweights.lm_eval.model`), and transformers' Auto
+classes for a FOLDER that `to-huggingface` wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROGRAM = "python -m fairseq_fastweights.lm_eval"
 
 
 def main() -> int:
-    """Runs lm_eval's command with the arguments of this one; returns the exit status, 2 for what a user can mend."""
+    """Runs lm_eval's command; returns the exit status, 2 for errors that a user can correct."""
     try:
         from lm_eval.__main__ import cli_evaluate
 

@@ -24,24 +24,24 @@ log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows what loggers bel
 _NOT_OF_CHECKPOINTS = {"parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file"}
 
 UNLIMITED = 2**60
-"""More tokens than any text has, and few enough for torch's slices."""
+"""A number of tokens that no text exceeds, and that torch's slices allow."""
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What a score is kept under, and the tokens of a context and of its continuation."""
+"""A request: the key of its score, and the tokens of a context and of its continuation."""
 
 
 @dataclass
 class Row:
-    """Tokens that are read, and all continuations that end with them and one token more.
+    """Tokens to read, and all continuations that consist of the last of them and one more token.
 
-    The choices of a question that have one token each are scored in one row.
+    So the choices of a question that have one token each are scored in one row.
 
     Attributes:
-        tokens: what is read.
-        endings: the number of the request, the length of the continuation and its last token, of each continuation.
-        said: log-probabilities of tokens, from the longest continuation's first to the row's last.
-        greedy: whether each of them is the most probable one.
-        last: log-probabilities of what follows the row.
+        tokens: the tokens to read.
+        endings: for each continuation, the number of its request, its length and its last token.
+        said: log-probabilities of tokens, from the first of the longest continuation to the last of the row.
+        greedy: whether each of these is the most probable token.
+        last: log-probabilities of the token after the row.
     """
 
     tokens: list[int]
@@ -56,7 +56,7 @@ class Row:
         return len(self.tokens) - max(length for _, length, _ in self.endings)
 
     def read(self, logits: Tensor, begin: int, dtype: torch.dtype) -> None:
-        """Notes what is scored of a segment's predictions, (steps, words), at the positions from `begin` on."""
+        """Stores the scores in a segment's predictions, (steps, words), for the positions from `begin` on."""
         start = max(self.first, begin)
         scored = logits[start - begin : max(len(self.tokens) - begin, 0)].log_softmax(-1, dtype=dtype)
         following = torch.tensor(
@@ -69,7 +69,7 @@ class Row:
             self.last = scored[-1]
 
     def scores(self) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """The number, the log-probability and whether it is the most probable one, token by token, of each ending."""
+        """For each ending: the request's number, its log-probability, and whether each token is the most probable."""
         likeliest = int(self.last.argmax())
         for number, length, token in self.endings:
             start = len(self.said) + 1 - length
@@ -79,24 +79,24 @@ class Row:
 
 @register_model("fairseq-fastweights")
 class FastWeightLM(HFLM):
-    """A checkpoint that fairseq wrote, as it is.
+    """A checkpoint that fairseq wrote, as a model of lm-evaluation-harness.
 
-    Where its state has a fixed size, texts of any length are read whole, in segments that pass on the state. Of what is
-    too long for a model that knows positions, or whose state grows, as with softmax attention, it reads the end, as
-    lm_eval's own models do.
+    If the model's state has a fixed size, texts of any length are read whole, in segments that pass on the state. If
+    the model has positions, or its state grows, as with softmax attention, only the end of a text that is too long is
+    read, as in lm_eval's own models.
 
     Args:
-        checkpoint: a checkpoint, or the folder with it; as `data` and `tokenizer`, which may help to find what belongs
-            to it, for `conversion.export.load_for_causal_lm`.
-        max_tokens: with `--batch_size auto`, how many tokens are in a batch at most, padding included. Batches are of
-            rows of like length, the longest first, and of at most `--max_batch_size` rows.
-        segment: how many tokens of a row are read at a time.
-        dtype: of the weights; "auto" is the checkpoint's.
-        options: the other arguments of lm_eval's `hf`, but for those that say how to load a model. `add_bos_token`: as
-            fairseq's, a text begins with the end of the one before; with False, with nothing.
+        checkpoint: a checkpoint, or its folder. It, `data` and `tokenizer` are arguments of
+            `conversion.export.load_for_causal_lm`.
+        max_tokens: with `--batch_size auto`, the largest number of tokens of a batch, padding included. Batches have
+            rows of similar lengths, the longest first, and at most `--max_batch_size` rows.
+        segment: number of tokens of a row that are read at a time.
+        dtype: of the weights; "auto" for that of the checkpoint.
+        options: the other arguments of lm_eval's `hf`, except those for loading a model. With `add_bos_token=False` a
+            text begins with nothing; otherwise with the end of another text, as in fairseq.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be, or what is wrong with the checkpoint.
+        ValueError: if an argument is not allowed, or the checkpoint cannot be used; the message says why.
     """
 
     def __init__(
@@ -122,18 +122,18 @@ class FastWeightLM(HFLM):
         self._config = self._model.config
 
     def _create_tokenizer(self, *arguments: Any, **options: Any) -> None:
-        """It came with the model."""
+        """Does nothing: the tokenizer came with the model."""
 
     def _create_model(self, pretrained: str, *, dtype: str | torch.dtype, **options: Any) -> None:
         known = signature(HFLM._create_model).parameters
         for name, value in options.items():
             if name not in known or (name in _NOT_OF_CHECKPOINTS and value):
-                raise ValueError(f"{name} is {value}; it cannot be said of a checkpoint of fairseq's")
+                raise ValueError(f"{name} is {value}; it cannot be set for a checkpoint of fairseq")
         self._model.to(self.device, None if dtype == "auto" else get_dtype(dtype))
 
     @property
     def max_length(self) -> int:
-        """How many tokens a text may have."""
+        """The largest number of tokens of a text."""
         if self._max_length:
             return int(self._max_length)
         unlimited = self.config.position_embeddings == "none" and all(
@@ -159,7 +159,7 @@ class FastWeightLM(HFLM):
         return scores
 
     def _rows(self, requests: Sequence[Request]) -> list[Row]:
-        """What is to be read, the longest last."""
+        """The rows to read, the longest last."""
         rows: dict[tuple[int, ...], Row] = {}
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
@@ -170,18 +170,18 @@ class FastWeightLM(HFLM):
         return sorted(rows.values(), key=lambda row: len(row.tokens))
 
     def _batches(self, rows: list[Row]) -> Iterator[list[Row]]:
-        """Takes rows from the end, so that nothing is kept of those that were read."""
+        """Takes rows from the end of the list, so that those that were read are freed."""
         while rows:
             size = self._detect_batch_size(len(rows[-1].tokens)) if self.batch_size == "auto" else self.batch_size
             yield [rows.pop() for _ in range(min(size, len(rows)))]
 
     def _detect_batch_size(self, length: int | None = None) -> int:
-        """How many rows of this length are in a batch; lm_eval asks without one before it generates."""
+        """The number of rows of this length in a batch; None for the length before generation."""
         return max(1, min(self.max_batch_size, self.max_tokens // (length or self.segment)))
 
     @torch.no_grad()
     def _read(self, batch: Sequence[Row]) -> None:
-        """Reads rows, the longest first, in segments, each from the state that the one before left."""
+        """Reads rows, the longest first, in segments, each from the state after the one before."""
         longest = len(batch[0].tokens)
         # What follows a row's end is neither seen by what comes before it nor scored.
         tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in batch], device=self.device)
@@ -228,12 +228,12 @@ class FastWeightLM(HFLM):
         return output
 
     def _count(self, tokens: int, started: float) -> None:
-        """Notes that these tokens were read or written since `started`."""
+        """Counts tokens that were read or written since `started`, for the speed."""
         self.tokens_read += tokens
         self.seconds += time.monotonic() - started
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes of the model into its results, and how fast it was."""
+        """The entries about the model in lm_eval's results, with its speed."""
         speed = self.tokens_read / self.seconds if self.seconds else None
         if speed is not None:
             log.info(f"{self.tokens_read:,} tokens, {speed:,.0f} tokens per second")
@@ -246,7 +246,7 @@ class FastWeightLM(HFLM):
 
 
 def load(checkpoint: Path, data: str | None, tokenizer: str | None) -> tuple[Any, Any, int | None]:
-    """A checkpoint's model and tokenizer, and after how many updates it was written, if it says so."""
+    """Loads a checkpoint's model and tokenizer, and the number of updates after which it was written, if known."""
     from fairseq_fastweights.conversion.export import find_run, load_run
 
     run = find_run(checkpoint, data, tokenizer)

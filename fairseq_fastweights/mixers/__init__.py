@@ -1,1 +1,1 @@
-"""What mixes the positions of a sequence: attention, fast weight memories, state spaces."""
+"""Mixers, the parts of a layer that mix positions: attention, fast weight memories, state spaces."""

@@ -1,4 +1,4 @@
-"""Attention to slots that are written as the text itself says (Peng et al. 2022)."""
+"""Attention to slots that a small network of the input writes: ABC-MLP (Peng et al. 2022)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ LOG_OF_NOTHING = -1e30
 
 
 class ABCMLP(BoundedMemoryAttention):
-    """Bounded-memory attention whose control is a layer of weights and an exponential (Peng et al. 2022).
+    """Bounded-memory attention whose controls are the exponential of a linear layer (Peng et al. 2022).
 
         alpha_t = exp(W_phi x_t)
         phi_t = psi_t = alpha_t / (alpha_1 + ... + alpha_t), for each slot by itself
 
-    The paper divides by the sum over the whole text, and where attention is causal by that over the prefix, as here.
-    What is written stays: later steps do not divide it again (they do in flash-linear-attention's `abc`, which makes
-    the slots averages). There is no bias, which the quotient would take away, and no other activation or layer.
-    Mao 2022 compares with it (Table 3: 2 x 32 slots).
+    The sums run over the positions up to t, as in the paper's causal attention. A written value is not divided again by
+    later sums; in flash-linear-attention's `abc` it is, which makes the slots averages. W_phi has no bias, which would
+    cancel in the quotient. Mao 2022 compares with this mixer (Table 3: 2 x 32 slots).
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: how many heads share it, a divisor of `embed_dim`.
+        num_heads: number of heads, a divisor of `embed_dim`.
         dropout: of the attention weights.
         bias: whether the projections have biases.
-        slots: how many slots the memories of each head have.
+        slots: number of slots of each head.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = ABCMLP(16, 2, slots=4)
@@ -59,7 +58,7 @@ class ABCMLP(BoundedMemoryAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the projections as fairseq's attention does, and that of the control as its output's."""
+        """Draws the projections as fairseq's attention does, and W_phi as it draws its output projection."""
         super().reset_parameters()
         nn.init.xavier_uniform_(self.control_proj.weight)
 

@@ -1,4 +1,4 @@
-"""Softmax attention to a fixed number of slots, over which a control spreads what is read."""
+"""Softmax attention to a fixed number of slots, into which keys and values are written."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 
 class BoundedMemoryAttention(ReadsBySoftmax):
-    """Attention with bounded-memory control (ABC; Peng et al. 2022), causal.
+    """Causal attention with bounded-memory control (ABC; Peng et al. 2022).
 
         K_t = K_{t-1} + phi_t k_t^T,  V_t = V_{t-1} + psi_t v_t^T          n x head_dim: n slots, of keys and of values
         out = W_out V_t^T softmax(K_t q_t / sqrt(head_dim))
 
     This is the sum rule twice: it writes phi_t under k_t and reads with q_t, which gives each slot's score; it writes
-    v_t under psi_t and reads with the softmax of the scores. A kind of it is a subclass that says how much each slot
-    takes of a position, the controls phi_t and psi_t: `ABCMLP`, `Linformer`.
+    v_t under psi_t and reads with the softmax of the scores. The subclasses `ABCMLP` and `Linformer` compute the
+    controls phi_t and psi_t, the share of a position that each slot takes.
 
     Padding writes nothing and takes no position.
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
-        slots: n, how many slots the memories of each head have.
+        embed_dim: width of the input and of the output.
+        num_heads: number of heads, a divisor of `embed_dim`.
+        slots: n, the number of slots of each head.
         dropout: of the attention weights.
         bias: whether the projections have biases.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, slots: int, dropout: float = 0.0, bias: bool = True) -> None:
@@ -39,12 +40,12 @@ class BoundedMemoryAttention(ReadsBySoftmax):
         self.slots = slots
 
     def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, State]:
-        """How much each slot takes of each position.
+        """Computes the controls, the share of each position that each slot takes.
 
         Args:
             x: (time, batch, embed_dim).
-            state: the state before it; None at a text's beginning.
-            real: (batch, time), false at padding, for which any control will do.
+            state: the state before it; None at the beginning of a text.
+            real: (batch, time), false at padding, for which the controls are not used.
 
         Returns:
             phi and psi, (batch, time, heads, slots), and what the state after the last step holds for them.
@@ -57,7 +58,7 @@ class BoundedMemoryAttention(ReadsBySoftmax):
         """Writes and reads the slots for every step; shapes and results are those of `Mixer.forward`.
 
         The state holds "keys", (batch, heads, head_dim, slots), "values", (batch, heads, slots, head_dim), "read",
-        (batch,), how many positions there were, and what the controls add.
+        (batch,), the number of positions so far, and the state of the controls.
         """
         time, batch, _ = x.shape
         q, k, v = (

@@ -1,4 +1,4 @@
-"""Several documents, one after the other in a row of a batch: where they begin, and how far into one a position is."""
+"""Several documents, one after the other in a row of a batch: checks of their starts, and positions within them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def check_starts(starts: Tensor | None, x: Tensor, padding: Tensor | None) -> Tensor | None:
-    """`starts` of a mixer's `forward`, where no padding stands.
+    """Checks `starts`, the argument of a mixer's `forward`, and clears it at padding.
 
     Raises:
-        ValueError: if it is no tensor (batch, time) of bool for x, (time, batch, ...).
+        ValueError: if it is not a bool tensor (batch, time), for x of (time, batch, ...).
     """
     if starts is None:
         return None
@@ -26,16 +26,17 @@ def check_starts(starts: Tensor | None, x: Tensor, padding: Tensor | None) -> Te
 
 
 def within_documents(starts: Tensor | None, positions: Tensor, length: Any, before: Any) -> tuple[Tensor, Any]:
-    """How many positions of its own document each position has before it, and how many there are of the last one.
+    """Counts positions from the beginning of each document.
 
     Args:
         starts: (batch, time), true where a document begins; None for nowhere.
-        positions: (batch, time), how many positions of the row each has before it; one row, if all are alike.
-        length: (batch,), how many positions the row has; a number, if all rows have as many.
-        before: (batch,), how many positions, read before, the document has that the row begins in; or one number.
+        positions: (batch, time), the number of positions before each in its row; one row if all rows are alike.
+        length: (batch,), the number of positions of each row; a number if all rows are alike.
+        before: (batch,), the number of positions, in earlier calls, of the document that continues; or one number.
 
     Returns:
-        (batch, time), or one row, and (batch,), or one number.
+        the number of positions before each in its document, (batch, time) or one row, and the number of positions of
+        the last document so far, (batch,) or one number.
     """
     column = before[:, None] if isinstance(before, Tensor) else before
     if starts is None:

@@ -24,7 +24,7 @@ from fairseq_fastweights.mixers.update_rules import (
 class FastWeightAttention(MemoryAttention):
     """Causal self-attention whose memory is a matrix per head, written and read at every step.
 
-    update rule x feature map x normalisation:
+    Update rule, feature map and normalisation can be combined freely:
 
         q, k = phi(W_q x), phi(W_k x)            phi one of `feature_maps.FEATURE_MAPS`
         "sum":       q, k divided by the sums of their components (Schlag et al. 2021, Eq. 29)
@@ -35,17 +35,17 @@ class FastWeightAttention(MemoryAttention):
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: how many heads share it, a divisor of `embed_dim` unless `head_dim` is given.
+        num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given.
         update_rule: a key of `UPDATE_RULES`.
-        feature_map: a key of `feature_maps.FEATURE_MAPS`, None for what the rule's paper uses.
-        normalization: any of "sum", "attention", "removal"; None for what the rule's paper uses.
+        feature_map: a key of `feature_maps.FEATURE_MAPS`; None for that of the rule's paper.
+        normalization: a set of some of "sum", "attention" and "removal"; None for that of the rule's paper.
         backend: one of `ops.BACKENDS`.
-        bias: whether the projections have biases. Gates that decay the memory always have.
+        bias: whether the projections have biases. Those of gates that decay the memory always have.
         **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out`, `dropout`, `kv_heads`, `head_dim`,
-            `projection_bias` and `query_key_norm_eps`, as `MemoryAttention` takes them.
+            `projection_bias` and `query_key_norm_eps`, which `MemoryAttention` describes.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = FastWeightAttention(16, 2, update_rule="delta")
@@ -189,7 +189,7 @@ class FastWeightAttention(MemoryAttention):
         return out, state
 
     def _log_key_decay(self, k: Tensor, gates: list[Tensor]) -> Tensor | None:
-        """The logs of all decays of keys together, as `k` has dimensions; None if there are none."""
+        """The logarithm of all decays of keys together, of the shape of `k`; None if there are none."""
         logs = [
             g if gate.per == "key" else g[..., None].expand(k.shape)
             for g, gate in zip(gates, self.rule.gates, strict=True)
@@ -221,7 +221,7 @@ class FastWeightAttention(MemoryAttention):
         return getattr(self, f"{gate.name}_proj")
 
     def concern_when_carried(self) -> str | None:
-        """Why training should not carry its states from segment to segment, for a warning, or None."""
+        """Returns a reason not to carry states from segment to segment in training, or None."""
         return known_to_fail_when_carried(self.update_rule, self.normalization) or super().concern_when_carried()
 
     def extra_repr(self) -> str:
@@ -229,7 +229,7 @@ class FastWeightAttention(MemoryAttention):
 
 
 def check_backend(backend: str) -> None:
-    """Raises a `ValueError` for what is no backend of `ops`."""
+    """Raises a `ValueError` unless `backend` is one of `ops.BACKENDS`."""
     if backend not in ops.BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
 

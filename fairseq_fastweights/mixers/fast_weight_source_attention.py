@@ -1,4 +1,4 @@
-"""Attention to a source as a whole: an encoder's to its own input, and a decoder's to what the encoder made of it."""
+"""Attention to a whole source: of an encoder to its own input, and of a decoder to the encoder's output."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fairseq_fastweights.ops.autocast import without_autocast
 
 
 class FastWeightSourceAttention(MemoryAttention):
-    """One memory per head is written from all of a source, and every query reads it.
+    """Attention that writes a whole source into one memory per head, which every query reads.
 
     With s over the positions of the source that are not padding (Katharopoulos et al. 2020, Eq. 5):
 
         S = sum_s v_s phi(k_s)^T,  z = sum_s phi(k_s)
         out_t = W_out (scale * S phi(q_t) / (z . phi(q_t)))
 
-    In generation S and z are computed with the first token and kept: a token costs the same for every length of the
-    source, and the hypotheses of a beam search share one memory.
+    In generation S and z are computed with the first token and kept. A token then takes the same time for every length
+    of the source, and the hypotheses of a beam search share one memory.
 
     Args:
         embed_dim: width of the queries and of the output.
-        num_heads: how many heads share it.
-        feature_map: a key of `feature_maps.FEATURE_MAPS`, None for that of Katharopoulos et al., elu.
+        num_heads: number of heads, a divisor of `embed_dim`.
+        feature_map: a key of `feature_maps.FEATURE_MAPS`; None for "elu", that of Katharopoulos et al.
         **options: `source_dim`, `feature_dim`, `dpfp_nu`, `favor_features`, `bias`, `scale_read_out`, `dropout` and the
-            shape of the projections, as `MemoryAttention` takes them. The normalisation is "attention".
+            shape of the projections, which `MemoryAttention` describes. The normalisation is "attention".
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = FastWeightSourceAttention(16, 2)
@@ -62,14 +62,14 @@ class FastWeightSourceAttention(MemoryAttention):
 
         Args:
             x: (time, batch, embed_dim), the queries.
-            state: the source's memory, from a call before; the source is not read again then.
+            state: the memory that an earlier call returned; the source is then not read again.
             padding: (batch, source time), true where the source is padding.
             source: (source time, batch, source_dim); None for `x` itself, as in an encoder.
-            overwrite: taken for the interface's sake; nothing changes a source's memory.
+            overwrite: has no effect, as nothing changes a source's memory.
 
         Returns:
-            (time, batch, embed_dim), and the source's memory. It has one row for each source: in generation, for
-            `beam_size` rows that are copies of each other.
+            (time, batch, embed_dim), and the source's memory. It has one row for each source; in generation these are
+            fewer than the rows of the batch, by a factor of `beam_size`.
         """
         q = self._heads(self.q_proj(x), self.feature_map.key_dim)
         if state is not None:
@@ -106,7 +106,7 @@ class FastWeightSourceAttention(MemoryAttention):
         return out.reshape(batch, time, heads, self.head_dim)
 
     def _copies(self, source: Tensor, padding_mask: Tensor | None) -> int:
-        """How many rows in a row are copies of each other, in all of the batch: `beam_size`, or 1."""
+        """The number of successive rows that are copies of each other throughout the batch: `beam_size`, or 1."""
         rows = source.shape[1]
         # Where gradients are wanted it is not generation: to compare would make a GPU wait.
         if torch.is_grad_enabled() or self.beam_size == 1 or rows == 0 or rows % self.beam_size:
@@ -119,7 +119,7 @@ class FastWeightSourceAttention(MemoryAttention):
         return self.beam_size if same else 1
 
     def reorder(self, state: State, order: Tensor) -> State:
-        """The state for the rows `order` of the queries, as beam search asks for."""
+        """Returns the state for the rows `order` of the queries, for beam search."""
         rows = state["state"].shape[0]
         if rows == 0:
             return state

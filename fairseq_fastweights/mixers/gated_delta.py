@@ -1,4 +1,4 @@
-"""Memories that forget and correct, as their papers have them: Gated DeltaNet, Kimi delta attention, DeltaProduct."""
+"""Memories that forget and correct: Gated DeltaNet, Kimi delta attention and DeltaProduct, as in their papers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 
 SMALLEST_RATE, LARGEST_RATE = 0.01, 16
-"""Between which exp(A_log) starts, evenly; with Kimi delta attention from 1, as its authors have it."""
+"""The range of the initial exp(A_log), uniform; in Kimi delta attention it begins at 1, as in its authors' code."""
 
 
 class _Norm(nn.Module):
@@ -46,7 +46,7 @@ class _ForgetGate(nn.Module):
 
 
 class GatedDelta(Mixer):
-    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), as OLMo-hybrid and Qwen3-Next have it.
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), in the form of OLMo-hybrid and Qwen3-Next.
 
         q, k, v = silu(conv([W_q x, W_k x, W_v x]))           the last `conv` inputs of each channel
         q = q / |q| / sqrt(key_dim),  k = k / |k|             in each head
@@ -55,27 +55,27 @@ class GatedDelta(Mixer):
         y = gated_delta_rule(q, k, v, beta, log f)            `ops.gated_delta_rule`
         out = W_o (w * y / rms(y) * silu(W_g x))              the norm in each head
 
-    Parameters have the names and shapes of Hugging Face's `OlmoHybridGatedDeltaNet`. Each head of keys serves as many
-    heads of values in turn as there are for it.
+    Parameters have the names and shapes of Hugging Face's `OlmoHybridGatedDeltaNet`. Each head of keys serves
+    num_heads / key_heads successive heads of values.
 
-    Its state is "conv", (batch, conv - 1, channels), the inputs that the convolution still needs, and "memory", (batch,
-    num_heads, key_dim, value_dim): float32, or float64 if that is what it computes in.
+    The state holds "conv", (batch, conv - 1, channels), the inputs that the convolution still needs, and "memory",
+    (batch, num_heads, key_dim, value_dim), in float32 (float64 for inputs in float64).
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: heads of values.
-        key_heads: heads of queries and keys, a divisor of `num_heads`; 0 for as many.
-        key_dim: of each head of keys; 0 for embed_dim / num_heads.
-        value_dim: of each head of values; 0 for embed_dim / num_heads.
-        conv: inputs that the convolution reaches.
-        negative_eigenvalues: whether write strengths reach 2: I - beta k k^T has an eigenvalue of -1 then, and the
+        num_heads: number of heads of values.
+        key_heads: number of heads of queries and keys, a divisor of `num_heads`; 0 for `num_heads`.
+        key_dim: size of each head of keys; 0 for embed_dim / num_heads.
+        value_dim: size of each head of values; 0 for embed_dim / num_heads.
+        conv: width of the convolution, in inputs.
+        negative_eigenvalues: whether write strengths reach 2; I - beta k k^T then has an eigenvalue of -1, and the
             memory can count modulo 2 (Grazzi et al. 2025).
-        eps: what is added under the root of the norm; Qwen3-Next has 1e-6.
-        backend: of the operation.
-        writes: keys, values and write strengths of each token; 1 but for `DeltaProduct`.
+        eps: added under the root of the norm; Qwen3-Next has 1e-6.
+        backend: one of `ops.BACKENDS`.
+        writes: keys, values and write strengths for each token; 1 except in `DeltaProduct`.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = GatedDelta(16, 4, key_heads=2, key_dim=8)
@@ -152,12 +152,12 @@ class GatedDelta(Mixer):
 
     @property
     def _decays(self) -> Any:
-        """What has A_log and dt_bias."""
+        """The module that has A_log and dt_bias."""
         return self
 
     @torch.no_grad()
     def reset_special_parameters(self) -> None:
-        """Rates exp(A_log) evenly up to `LARGEST_RATE`, steps as those of Mamba; a norm of ones."""
+        """Draws the rates exp(A_log) uniformly up to `LARGEST_RATE` and the steps as in Mamba; sets the norm to 1."""
         self.o_norm.weight.fill_(1)
         A_log, dt_bias = self._decays.A_log, self._decays.dt_bias
         A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(self._smallest_rate, LARGEST_RATE).log())
@@ -177,7 +177,7 @@ class GatedDelta(Mixer):
     def _mix(
         self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
     ) -> tuple[Tensor, State]:
-        """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
+        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
         before = {} if state is None else state
         projected = torch.cat([self.q_proj(text), self.k_proj(text), self.v_proj(text)], -1)
         mixed, conv_state = short_convolution(
@@ -217,12 +217,12 @@ class GatedDelta(Mixer):
         return ops.gated_delta_rule(q, k, v, beta, log_gate, starts=starts, **options)
 
     def _log_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
-        """(time, batch, num_heads), or with the dimension of keys after it."""
+        """log f, (time, batch, num_heads) or (time, batch, num_heads, key_dim)."""
         step = F.softplus(self.a_proj(text).to(precise) + self.dt_bias.to(precise))
         return -self.A_log.to(precise).exp() * step
 
     def _output_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
-        """(time, batch, values)."""
+        """The gate on what is read, (time, batch, num_heads * value_dim)."""
         return F.silu(self.g_proj(text).to(precise))
 
 
@@ -230,25 +230,25 @@ class KimiDelta(GatedDelta):
     """Kimi delta attention (Kimi Team 2025): Gated DeltaNet with a decay for each dimension of keys.
 
         log f = -exp(A_log) softplus(W_fb W_fa x + dt_bias)   a number for each key dimension of each head
-        out = W_o (w * y / rms(y) * sigmoid(W_gb W_ga x))     W_fa and W_ga have value_dim numbers
+        out = W_o (w * y / rms(y) * sigmoid(W_gb W_ga x))     W_fa x and W_ga x have value_dim numbers
 
-    All else is as in `GatedDelta`. Parameters have the names and shapes of Hugging Face's `KimiLinearDeltaAttention`,
-    which has as many heads of keys as of values, of one dimension.
+    The other equations are those of `GatedDelta`. Parameters have the names and shapes of Hugging Face's
+    `KimiLinearDeltaAttention`, in which heads of keys and of values are equal in number and size.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: heads of values.
-        key_heads: heads of queries and keys, a divisor of `num_heads`; 0 for as many.
-        key_dim: of each head of keys; 0 for embed_dim / num_heads.
-        value_dim: of each head of values; 0 for embed_dim / num_heads.
-        conv: inputs that the convolution reaches.
+        num_heads: number of heads of values.
+        key_heads: number of heads of queries and keys, a divisor of `num_heads`; 0 for `num_heads`.
+        key_dim: size of each head of keys; 0 for embed_dim / num_heads.
+        value_dim: size of each head of values; 0 for embed_dim / num_heads.
+        conv: width of the convolution, in inputs.
         negative_eigenvalues: whether write strengths reach 2.
-        eps: what is added under the root of the norm.
+        eps: added under the root of the norm.
         backend: one of `ops.BACKENDS`.
-        writes: of `DeltaProduct`; 1 here.
+        writes: 1; `DeltaProduct` has more.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> out, state = KimiDelta(16, 4)(torch.randn(7, 3, 16))
@@ -277,22 +277,20 @@ class KimiDelta(GatedDelta):
 class DeltaProduct(GatedDelta):
     """DeltaProduct (Siems et al. 2025): several corrections for each token, one after the other.
 
-    A token has `writes` keys, values and write strengths, as many micro-steps of Gated DeltaNet. The first of them
-    decays, and the query reads after the last: the state is multiplied by a product of as many matrices I - beta k k^T.
-    With `negative_eigenvalues`, which the paper's models have, one of them reflects, and two of them turn; without,
-    each only shrinks what lies along its key.
-
-    All else is as in `GatedDelta`.
+    A token has `writes` keys, values and write strengths, each a step of Gated DeltaNet. The state decays before the
+    first step, and the query reads after the last, so that a token multiplies the state by a product of `writes`
+    matrices I - beta k k^T. With `negative_eigenvalues`, which the paper's models have, such a matrix can be a
+    reflection, and a product of two a rotation; without, each only shrinks the component along its key.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: heads of values.
+        num_heads: number of heads of values.
         writes: corrections for each token.
-        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps` and `backend`, as
-            `GatedDelta` takes them.
+        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps` and `backend`, which
+            `GatedDelta` describes.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> out, state = DeltaProduct(16, 4, writes=3)(torch.randn(7, 3, 16))
@@ -327,6 +325,6 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """x / |x|, as flash-linear-attention and its followers have it: 1e-6 is added to the square."""
+    """x / |x|, with 1e-6 added to the square, as in flash-linear-attention."""
     precise = x.to(ops.state_dtype(x.dtype))
     return (precise * torch.rsqrt(precise.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

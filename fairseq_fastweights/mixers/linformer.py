@@ -1,4 +1,4 @@
-"""Attention to slots that are written by position (Wang et al. 2020, Peng et al. 2022)."""
+"""Attention to slots that are written by position: a causal Linformer (Wang et al. 2020, Peng et al. 2022)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ class Linformer(BoundedMemoryAttention):
 
         phi_t, psi_t = the columns t of E and F, both slots x max_positions
 
-    Linformer (Wang et al. 2020) projects all keys of a text to E K and all values to F V. That reads ahead: each
-    slot mixes every position of the text, so that masking the attention to slots does not make it causal, and no
-    decoder may use it. This is the causal form of Peng et al. 2022, whose numbers Mao 2022 quotes (Table 3:
-    2 x 64 slots): position t reads the sums over its own prefix, E[:, :t] K[:t] and F[:, :t] V[:t]. What the last
-    position of a text of `max_positions` reads is the same in both. All heads share E and F.
+    Linformer (Wang et al. 2020) projects all keys of a text to E K and all values to F V. Each slot then mixes all
+    positions of the text, so that it cannot be used in a decoder. This is the causal form of Peng et al. 2022, whose
+    numbers Mao 2022 quotes (Table 3: 2 x 64 slots): position t reads the sums up to itself, E[:, :t] K[:t] and
+    F[:, :t] V[:t]. The last position of a text of `max_positions` reads the same in both. All heads share E and F.
 
-    There is a column for each of `max_positions` positions and for no more, so that no text can be longer.
+    E and F have `max_positions` columns, so that no text can be longer.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: how many heads share it, a divisor of `embed_dim`.
-        max_positions: how many positions a text may have.
+        num_heads: number of heads, a divisor of `embed_dim`.
+        max_positions: the largest number of positions of a text.
         dropout: of the attention weights.
         bias: whether the projections have biases; E and F have none.
-        slots: how many slots the memories of each head have.
+        slots: number of slots of each head.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = Linformer(16, 2, max_positions=9, slots=4)
@@ -72,7 +71,7 @@ class Linformer(BoundedMemoryAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the projections as fairseq's attention does, and E and F as those of keys and values."""
+        """Draws the projections as fairseq's attention does, and E and F as it draws those of keys and values."""
         super().reset_parameters()
         for module in (self.compress_k, self.compress_v):
             nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))

@@ -14,7 +14,7 @@ from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 SMALLEST_BLOCK = 32
-"""Queries are taken so many at a time, or a quarter of the window; fewer cost more in calls than they save."""
+"""The smallest block of queries, unless a quarter of the window is larger: smaller blocks cost more in calls."""
 
 
 class LocalAttention(ReadsBySoftmax):
@@ -23,20 +23,20 @@ class LocalAttention(ReadsBySoftmax):
         out = W_out softmax(q k^T / sqrt(head_dim)) v, over the last `window` keys and values
 
     Time and memory grow linearly with the text, and the state (the last window - 1 keys and values) does not grow. The
-    parameters are those of a Transformer's attention, by fairseq's names, and for texts of at most `window` positions
-    so are the results. Mao 2022 compares with it (Table 2, window 32).
+    parameters have fairseq's names, and for texts of at most `window` positions the results are those of a
+    Transformer's attention. Mao 2022 compares with this mixer (Table 2, window 32).
 
-    Padding takes no place in the window: wherever it stands, a row gives what it gives without it.
+    Padding takes no place in the window.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: how many heads share it, a divisor of `embed_dim`.
+        num_heads: number of heads, a divisor of `embed_dim`.
         dropout: of the attention weights.
         bias: whether the projections have biases.
-        window: how many positions each position sees, itself among them.
+        window: the number of positions that each position sees, itself included.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = LocalAttention(16, 2, window=4)
@@ -76,7 +76,7 @@ class LocalAttention(ReadsBySoftmax):
         """Attends from every step to the last few; shapes and results are those of `Mixer.forward`.
 
         The state holds "keys" and "values", (batch, heads, window - 1, head_dim), the last at the end, and "read",
-        (batch,), how many positions its document had. There is nothing in it that `overwrite` could save.
+        (batch,), the number of positions of the document so far. `overwrite` has no effect.
         """
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
@@ -107,9 +107,9 @@ class LocalAttention(ReadsBySoftmax):
         }
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: State, seen: Tensor) -> Tensor:
-        """What (batch, heads, time, head_dim) queries read: each block from its own keys and those just before it.
+        """What queries (batch, heads, time, head_dim) read: each block from its own keys and those just before it.
 
-        `seen`, (batch, time), says how many positions before itself each sees.
+        `seen`, (batch, time), is the number of positions that each sees before itself.
         """
         batch, heads, time, dim = q.shape
         past = self.window - 1
@@ -146,9 +146,9 @@ class LocalAttention(ReadsBySoftmax):
 
 
 def _last(past: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
-    """As many positions as `past` has, (batch, heads, positions, dim), the last of `past` and `new` together.
+    """The last positions of `past` and `new` together, as many as `past` has: (batch, heads, positions, dim).
 
-    `real` says how many of `new` count in each row, from its first; None for all.
+    `real` is the number of positions of `new` that count in each row, from its first; None for all.
     """
     kept, time = past.shape[2], new.shape[2]
     if real is None:

@@ -1,4 +1,4 @@
-"""Mamba: a diagonal state space whose steps depend on what is read."""
+"""Mamba: a diagonal state space model whose step sizes depend on the input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 
 FORGETS = 2.0**64
-"""The size of a step that forgets: exp(-FORGETS * rate) is 0."""
+"""The size of a step that empties the state: exp(-FORGETS * rate) is 0."""
 
 
 class Mamba(Mixer):
@@ -31,22 +31,22 @@ class Mamba(Mixer):
         out = W_out ((h_t C_t + D * u_t) * silu(z))
 
     Parameters have the names and shapes of Hugging Face's `MambaMixer` and of the authors' `Mamba`. StripedMamba (Choi
-    2024, Sec. 4.1) is such layers in the place of a Transformer's attention.
+    2024, Sec. 4.1) has such layers in place of a Transformer's attention.
 
-    Its state is "conv", (batch, conv - 1, channels), the inputs that the convolution still needs, and "scan",
-    (batch, channels, state): float32, or float64 if that is what it computes in.
+    The state holds "conv", (batch, conv - 1, channels), the inputs that the convolution still needs, and "scan",
+    (batch, channels, state), in float32 (float64 for inputs in float64).
 
     Args:
         embed_dim: width of the input and of the output.
-        state: numbers that each channel remembers.
-        conv: inputs that the convolution reaches.
+        state: size of each channel's state.
+        conv: width of the convolution, in inputs.
         expansion: channels for each dimension of `embed_dim`.
-        dt_rank: numbers that the sizes of steps are made from; 0 for a sixteenth of `embed_dim`, rounded up.
-        bias: whether the projections in and out have biases.
+        dt_rank: numbers from which the step sizes are computed; 0 for embed_dim / 16, rounded up.
+        bias: whether the input and output projections have biases.
         backend: of `ops.selective_scan`.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = Mamba(16)
@@ -102,7 +102,7 @@ class Mamba(Mixer):
 
     @torch.no_grad()
     def reset_special_parameters(self) -> None:
-        """A = -(1 ... state) for each channel and D = 1; steps as `draw_step_biases_` draws them (Sec. 3.6)."""
+        """Sets A = -(1 ... state) for each channel and D = 1, and draws the biases of step sizes (Sec. 3.6)."""
         rates = torch.arange(1, self.state + 1, dtype=torch.float32, device=self.A_log.device)
         self.A_log.copy_(rates.log().expand_as(self.A_log))
         self.D.fill_(1)
@@ -123,7 +123,7 @@ class Mamba(Mixer):
     def _mix(
         self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
     ) -> tuple[Tensor, State]:
-        """Of rows of these lengths, (batch,), with padding at their ends; of None, without."""
+        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
         before = {} if state is None else state
         x, z = self.in_proj(text).chunk(2, dim=-1)
         u, conv_state = short_convolution(
@@ -153,10 +153,10 @@ class Mamba(Mixer):
 def _scan_of_documents(
     starts: Tensor, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """`ops.selective_scan` of rows in which documents begin where `starts`, (batch, time), says.
+    """`ops.selective_scan` of rows in which documents begin where `starts`, (batch, time), is true.
 
-    A step of size `FORGETS` leaves nothing of the state, as long as rates are not as small as 1e-16, and with so much
-    smaller a u, which a power of two leaves its digits, it writes what it would have written.
+    A step of size `FORGETS`, a power of two, leaves nothing of the state unless a rate is as small as 1e-16. Its u is
+    multiplied by delta / FORGETS, so that it writes what a step of size delta writes.
     """
     precise = ops.state_dtype(u.dtype)
     first = starts[..., None]

@@ -1,4 +1,4 @@
-"""What attention over a fast weight memory is made of, whoever writes the memory and whoever reads it."""
+"""The base class of attention over a fast weight memory: projections, feature map and normalisation."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from fairseq_fastweights.mixers.projections import Projections, shared
 logger = logging.getLogger(__name__)
 
 SMALLEST_DIVISOR = 1e-30
-"""Sums by which attention normalisation divides are taken for 0 below it; gradients have float32's range above it."""
+"""Attention normalisation treats smaller sums as 0; above it, gradients stay within float32's range."""
 
 _warned_of: set[str] = set()
 
 
 class MemoryAttention(Mixer):
-    """The projections, feature map and normalisation that all attention over a fast weight memory has.
+    """Base class of attention over a fast weight memory: its projections, feature map and normalisation.
 
     Args:
         embed_dim: width of the queries and of the output.
         num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given. Values have head_dim numbers.
         feature_map: a key of `feature_maps.FEATURE_MAPS`.
-        source_dim: width of what keys and values are made from; None for `embed_dim`.
-        feature_dim: size m of queries and keys after the feature map: the state is m x head_dim. None for the map's
-            own choice.
+        source_dim: width of the input of keys and values; None for `embed_dim`.
+        feature_dim: size m of queries and keys after the feature map; the state is m x head_dim. None for the map's
+            default.
         dpfp_nu: nu of the map "dpfp".
-        favor_features: m of the map "favor"; None for its own choice.
-        normalization: any of "sum", "attention", "removal".
-        bias: whether the projections have biases. Decay gates always have.
+        favor_features: number of random features of the map "favor"; None for its default.
+        normalization: a set of some of "sum", "attention" and "removal".
+        bias: whether the projections have biases. Those of gates that decay the memory always have.
         scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
-        dropout: of the read-out, before the output projection: there are no attention weights to drop.
-        **shape: `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, as `Projections` takes them. Heads
-            that share keys and values have memories of their own.
+        dropout: probability of dropout of the read-out, before the output projection; there are no attention weights.
+        **shape: `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, which `Projections` describes. Each
+            head of queries has a memory of its own, also if heads share keys and values.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
@@ -119,7 +119,7 @@ class MemoryAttention(Mixer):
             nn.init.zeros_(self.out_proj.bias)
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Maps and normalises queries and keys, and gives all three a type with the range that they need."""
+        """Maps and normalises queries and keys, and converts all three to a dtype with a large enough range."""
         q, k = self.feature_map(q, k, scales=self._scales)
         if "sum" in self.normalization:
             q = sum_normalize(q, eps=self.feature_map.sum_eps)
@@ -135,17 +135,17 @@ class MemoryAttention(Mixer):
         return out / divisor.masked_fill(divisor.abs() < SMALLEST_DIVISOR, 1)
 
     def _project_out(self, out: Tensor, query: Tensor) -> Tensor:
-        """(batch, time, heads, head_dim), what was read -> (time, batch, embed_dim), the layer's output."""
+        """Projects what was read, (batch, time, heads, head_dim), to the layer's output, (time, batch, embed_dim)."""
         time, batch, _ = query.shape
         out = self.dropout_module(out.to(query.dtype) * self.scale)
         return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.out_proj.in_features))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
-        """(time, batch, heads * dim) -> (batch, time, num_heads, dim); without a copy, unless heads are shared."""
+        """Reshapes (time, batch, heads * dim) to (batch, time, num_heads, dim); copies only if heads are shared."""
         return shared(x.unflatten(-1, (-1, dim)).transpose(0, 1), self.num_heads, 2)
 
     def settings(self) -> dict[str, Any]:
-        """What tells this attention from another whose parameters have the same names and shapes, and their sizes."""
+        """The settings that names and shapes of parameters do not show, and the sizes of the features."""
         return {
             "feature map": self.feature_map_name,
             "feature dim": self.feature_map.output_dim,
@@ -154,7 +154,7 @@ class MemoryAttention(Mixer):
         }
 
     def concern_when_carried(self) -> str | None:
-        """Why training should not carry its states from segment to segment, for a warning, or None."""
+        """Returns a reason not to carry states from segment to segment in training, or None."""
         if self.feature_map_name == "favor":
             return (
                 "FAVOR+ draws new features for every training batch, so that a carried state is read with other "
@@ -170,7 +170,7 @@ class MemoryAttention(Mixer):
 
 
 def warn_once(reason: str | None, of: str) -> None:
-    """Logs why something is not to be recommended, the first time in a process."""
+    """Logs a warning, once in a process; does nothing if `reason` is None."""
     if reason is not None and reason not in _warned_of:
         _warned_of.add(reason)
         logger.warning("%s: %s", of, reason)

@@ -1,4 +1,4 @@
-"""What all mixers have in common: a sequence and a state go in, a sequence and a state come out."""
+"""The base class of all mixers: modules from a sequence and a state to a sequence and a new state."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
-"""What a mixer keeps of what it has read.
+"""The state of a mixer: tensors by name.
 
-Tensors by name, of which each has one row for each row of the batch, along its first dimension. A row of zeros (False)
-in all of them is the state before the first step.
+The first dimension of each tensor is the batch. A row of zeros (False) in all of them is the state before the first
+step.
 """
 
 
 @dataclass(frozen=True)
 class Option:
-    """A setting of one kind of mixer, which models offer as `--<mixer>-<name>`.
+    """A setting of one kind of mixer, which becomes the option `--<mixer>-<name>` of the models.
 
     Attributes:
         type: int, float, bool or str.
-        default: what it is where nobody says.
-        help: what it does, for `--help`.
+        default: its default.
+        help: its line in `--help`.
     """
 
     type: type
@@ -32,29 +32,28 @@ class Option:
 
 
 class Mixer(nn.Module):
-    """A layer that mixes positions, each with those before it.
+    """Base class of mixers, modules that mix each position with those before it.
 
     Each kind of mixer is a subclass with its own `forward`, and with those of the attributes below that differ. A line
     in `registry.py` gives it a name.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: how many heads share it, a divisor of `embed_dim`.
-        head_dim: size of each head; `num_heads` need not divide `embed_dim` then. 0 for embed_dim / num_heads.
+        num_heads: number of heads, a divisor of `embed_dim`.
+        head_dim: size of each head, with which `num_heads` need not divide `embed_dim`; 0 for embed_dim / num_heads.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Attributes:
-        options: the settings that no other kind has; arguments of the subclass by these names.
-        carries: whether a state may be carried from one segment of a text to the next: whether its size is bounded.
-        bounded: whether no text can be longer than the model was made for.
-        takes_attention: whether its projections mean what those of softmax attention do, so that it can start at the
-            weights of a trained one.
-        beam_size: in generation, how many rows in a row may be hypotheses for the same source.
-        needs_positions: whether it cannot tell the distances of earlier positions, so that models keep their positional
+        options: the settings of this kind alone, which are arguments of the subclass.
+        carries: whether a state may be carried from one segment of a text to the next, as its size is bounded.
+        bounded: whether texts have a largest length.
+        takes_attention: whether its projections can start at those of a trained softmax attention.
+        beam_size: in generation, the number of successive rows that may be hypotheses for the same source.
+        needs_positions: whether it does not see how far away earlier positions are, so that models need positional
             embeddings.
-        takes_starts: whether several documents may lie in a row: whether its `forward` takes `starts`.
+        takes_starts: whether a row may hold several documents; its `forward` then takes `starts`.
 
     Examples:
         >>> class Shift(Mixer):  # y_t = x_{t-1}
@@ -90,48 +89,48 @@ class Mixer(nn.Module):
         """Mixes a text, or the next part of one. The result is the same all at once, in segments and step by step.
 
         Args:
-            x: (time, batch, embed_dim), as torch's attention and recurrent layers have it.
-            state: what the call for the part before returned; None at a text's beginning.
-            padding: (batch, time), true where a position is padding, which no other position sees; None if none is.
-            overwrite: whether the tensors of `state` may be reused, as in generation, which does not read them again.
+            x: (time, batch, embed_dim), the order of torch's attention and recurrent layers.
+            state: the state that the call for the part before returned; None at the beginning of a text.
+            padding: (batch, time), true at padding, which no other position sees; None for no padding.
+            overwrite: whether the tensors of `state` may be overwritten, as in generation.
 
-        Mixers that say `takes_starts` also take `starts`, (batch, time): true where a document begins, which sees
-        nothing of what is before it, `state` included. At padding it means nothing. None if none begins.
+        Mixers with `takes_starts` also take `starts`, (batch, time): true where a document begins, which sees nothing
+        of what is before it, `state` included. Its values at padding are ignored. None if no document begins.
 
         Returns:
-            (time, batch, embed_dim), whose values at padding have no meaning, and the state after the last step.
+            (time, batch, embed_dim), with undefined values at padding, and the state after the last step.
         """
         raise NotImplementedError
 
     def reorder(self, state: State, order: Tensor) -> State:
-        """Takes rows of a state, as beam search asks for.
+        """Selects rows of a state, for beam search.
 
         Args:
-            state: what a call returned.
-            order: (rows,), the numbers of the rows to take, in their order.
+            state: a state that `forward` returned.
+            order: (rows,), the indices of the rows.
 
         Returns:
-            a state of these rows.
+            a state of these rows, in this order.
         """
         rows = next(iter(state.values())).shape[0]
         return state if keeps_rows(order, rows) else {name: x.index_select(0, order) for name, x in state.items()}
 
     def settings(self) -> dict[str, Any]:
-        """What tells it from another of its kind whose parameters have the same names and shapes, for checkpoints."""
+        """The settings that names and shapes of parameters do not show, which checkpoints record."""
         return {name: getattr(self, name) for name in self.options}
 
     def reset_special_parameters(self) -> None:
-        """Draws again those parameters that have initial values of their own, after a model drew all from one law."""
+        """Draws parameters with initial values of their own again, after a model drew all from one distribution."""
 
     def concern_when_carried(self) -> str | None:
-        """Why training should not carry its states from segment to segment, for a warning, or None."""
+        """Returns a reason not to carry states from segment to segment in training, or None."""
         return None
 
 
 def keeps_rows(new_order: Tensor, rows: int) -> bool:
-    """Whether an order of rows is known to leave `rows` rows as they are, as mostly in greedy search.
+    """Whether `new_order` is known to keep `rows` rows as they are, as in most steps of greedy search.
 
-    On a GPU it never is: to know it the CPU would have to wait, and the copy that it saves costs less there.
+    False for tensors on a GPU: to know it the CPU would have to wait for the GPU, which costs more than the copy.
     """
     return (
         new_order.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Texts with their padding put behind them, for mixers in which it takes no place."""
+"""Moves padding to the ends of rows, for mixers in which it takes no position."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def without_padding(
     padding: Tensor | None,
     starts: Tensor | None,
 ) -> tuple[Tensor, State]:
-    """What `mix` makes of x, (time, batch, dim), whatever stands at its padding, (batch, time), and wherever that is.
+    """Calls `mix` with the padding, (batch, time), of x, (time, batch, dim), moved to the ends of rows and set to 0.
 
-    `mix` is given rows with zeros behind them, their lengths, (batch,), None where there is no padding, and where
-    documents begin in them, `starts` as a mixer's `forward` has it.
+    `mix` gets these rows, their lengths, (batch,) or None without padding, and `starts`, moved alike. Its output is
+    moved back.
     """
     starts = check_starts(starts, x, padding)
     if padding is None:
@@ -31,12 +31,12 @@ def without_padding(
 
 
 def beyond(time: int, lengths: Tensor) -> Tensor:
-    """(time, batch), true behind rows of these lengths, (batch,)."""
+    """A mask (time, batch), true after the end of rows of these lengths, (batch,)."""
     return torch.arange(time, device=lengths.device)[:, None] >= lengths
 
 
 def to_the_end(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-    """x, (time, batch, dim), with each row's real positions first, in their order, and for `put_back` the order.
+    """Moves the positions of x, (time, batch, dim), that are not padding to the front; also returns the order.
 
     `padding`, (batch, time), is true where a position is padding.
     """
@@ -45,10 +45,10 @@ def to_the_end(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_to_the_end(x: Tensor, order: Tensor) -> Tensor:
-    """x, (batch, time), in the order of `to_the_end`."""
+    """Puts x, (batch, time), in the order that `to_the_end` returned."""
     return x.gather(1, order[:, :, 0].t())
 
 
 def put_back(x: Tensor, order: Tensor) -> Tensor:
-    """x with its positions where they were."""
+    """Undoes `to_the_end`."""
     return x.new_empty(x.shape).scatter(0, order.expand(x.shape), x)

@@ -1,4 +1,4 @@
-"""How attention is projected: grouped keys and values, heads of any size, which projections have biases."""
+"""The shape of attention's projections: grouped keys and values, heads of any size, biases, norms."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ PROJECTION_BIASES = ("all", "qkv", "none")
 
 @dataclass(frozen=True)
 class Projections:
-    """Projections of attention to queries, keys, values and output, as models after the first Transformer vary them.
+    """The shape of attention's projections to queries, keys, values and output.
 
     Args:
-        kv_heads: heads of keys and values, each of which serves as many heads of queries in turn (Ainslie et al. 2023);
-            0 for as many as there are of queries.
-        head_dim: of each head; 0 for the width over the heads of queries.
-        projection_bias: which projections have biases: "all", "qkv" (not that of the output: Qwen2), or "none" (Llama).
-        query_key_norm_eps: queries and keys have an RMS norm in each head, with this under the root (Qwen3); None: they
-            have none.
+        kv_heads: number of heads of keys and values, each of which serves an equal number of successive heads of
+            queries (Ainslie et al. 2023); 0 for the number of heads of queries.
+        head_dim: size of each head; 0 for the width divided by the number of heads of queries.
+        projection_bias: which projections have biases: "all", "qkv" (all but the output projection, as in Qwen2), or
+            "none" (Llama).
+        query_key_norm_eps: added under the root of the RMS norm that queries and keys have in each head (Qwen3); None
+            for no norm.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
     """
 
     kv_heads: int = 0
@@ -39,7 +40,7 @@ class Projections:
             raise ValueError(f"query_key_norm_eps is {self.query_key_norm_eps}; it must be at least 0")
 
     def count_kv_heads(self, num_heads: int) -> int:
-        """How many there are for so many heads of queries.
+        """The number of heads of keys and values, for a number of heads of queries.
 
         Raises:
             ValueError: if they cannot be shared evenly.
@@ -51,15 +52,15 @@ class Projections:
         return self.kv_heads or num_heads
 
     def norm(self, head_dim: int) -> nn.Module:
-        """That of queries or of keys, (..., head_dim)."""
+        """Makes the norm of queries or of keys, (..., head_dim)."""
         return nn.Identity() if self.query_key_norm_eps is None else nn.RMSNorm(head_dim, eps=self.query_key_norm_eps)
 
 
 SETTINGS = tuple(setting.name for setting in fields(Projections))
-"""The names of its arguments, by which mixers take them too."""
+"""The names of its arguments, which are arguments of mixers too."""
 
 
 def shared(x: Tensor, num_heads: int, dim: int) -> Tensor:
-    """`x` with `num_heads` heads along `dim`, each of its own repeated for the heads of queries that share it."""
+    """Repeats each head of `x` along `dim` for the heads of queries that share it, to `num_heads` heads."""
     heads = x.shape[dim]
     return x if heads == num_heads else x.repeat_interleave(num_heads // heads, dim)

@@ -1,4 +1,4 @@
-"""The mixers by name, and the patterns that say which layer has which."""
+"""The mixers by name, and the patterns that assign mixers to layers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _MEMORY = (*_MAP, "bias", "normalization", "backend")
 
 @dataclass(frozen=True)
 class Kind:
-    """How mixers of a name are made.
+    """An entry of `MIXERS`: how a mixer is made.
 
     Attributes:
-        build: called with the width, by name with what `shared` names, and with its own `options`.
-        shared: which of the settings that several kinds have it takes.
-        heads: the setting that says how many heads it has; None where it has none.
+        build: the class, or a function, that is called with the width, the settings in `shared` and its `options`.
+        shared: those settings of several kinds of mixers that it takes.
+        heads: the setting with the number of its heads; None if it has no heads.
     """
 
     build: Callable[..., Mixer]
@@ -42,12 +42,12 @@ class Kind:
 
     @property
     def options(self) -> Mapping[str, Option]:
-        """The settings that no other kind has."""
+        """The settings of this kind alone."""
         return self._made.options
 
     @property
     def takes_starts(self) -> bool:
-        """Whether several documents may lie in a row."""
+        """Whether a row may hold several documents."""
         return self._made.takes_starts
 
     @property
@@ -56,7 +56,7 @@ class Kind:
 
 
 def memory(update_rule: str) -> Kind:
-    """Fast weight attention with a rule of `UPDATE_RULES`."""
+    """An entry for fast weight attention with a rule of `UPDATE_RULES`."""
     build = partial(FastWeightAttention, update_rule=update_rule)
     return Kind(build, (*_MEMORY, *projections.SETTINGS), heads="fast_weight_heads")
 
@@ -76,31 +76,31 @@ MIXERS: dict[str, Kind] = {
     "kimi-delta": Kind(KimiDelta, ("backend",), heads="fast_weight_heads"),
     "delta-product": Kind(DeltaProduct, ("backend",), heads="fast_weight_heads"),
 }
-"""What reads a text, each position what came before it."""
+"""The mixers of language models and decoders, by name."""
 
 SOURCE_MIXERS: dict[str, Kind] = {
     rule: Kind(FastWeightSourceAttention, (*_MAP, "source_dim"))
     for rule, row in UPDATE_RULES.items()
     if not row.ordered
 }
-"""What reads a source as a whole: an encoder its own input, a decoder what the encoder made."""
+"""The mixers that read a whole source, in an encoder and from decoder to encoder, by name."""
 
 
 def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: Mapping[str, Kind] = MIXERS) -> Mixer:
-    """Makes the mixer of a name.
+    """Makes a mixer by its name.
 
     Args:
         name: a key of `kinds`.
         embed_dim: width of its input and output.
-        settings: by name, those that several kinds share (`num_heads`, `dropout` ...), and the options of a kind as
-            `<name>_<option>`. Those that are missing have the kind's defaults.
+        settings: those of several kinds by their names (`num_heads`, `dropout` ...), and the options of one kind as
+            `<name>_<option>`. Settings that are missing have their defaults.
         kinds: `MIXERS` or `SOURCE_MIXERS`.
 
     Returns:
         the module.
 
     Raises:
-        ValueError: naming the setting, what it was and what it may be.
+        ValueError: if a setting is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = build_mixer("local", 16, {"num_heads": 2, "local_window": 8})
@@ -124,24 +124,23 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
 
 
 def option_name(mixer: str, option: str) -> str:
-    """The name that a mixer's own option has among those of a model."""
+    """The name of a mixer's own option among the options of a model."""
     return f"{mixer}_{option}".replace("-", "_")
 
 
 def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
-    """Reads which layer has which mixer.
+    """Reads a pattern that assigns a mixer to each layer.
 
     Args:
         text: comma-separated names of `MIXERS`, each with the numbers of its layers, from 1, after a colon: "delta",
-            "delta:1-10,softmax:11-12" or "delta,softmax:6,12". One name may stand without numbers: it has the layers
-            that are left.
-        layers: how many layers there are.
+            "delta:1-10,softmax:11-12" or "delta,softmax:6,12". One name may have no numbers; it gets the other layers.
+        layers: number of layers.
 
     Returns:
         a name for each layer.
 
     Raises:
-        ValueError: for anything else; naming the layers that have none, or two.
+        ValueError: if the pattern cannot be read, or a layer has no mixer or two.
 
     Examples:
         >>> parse_pattern("delta,softmax:2,4", layers=4)

@@ -1,4 +1,4 @@
-"""Retention: a memory that each head lets fade at a rate of its own (Sun et al. 2023)."""
+"""Retention: a memory that decays at a fixed rate in each head (Sun et al. 2023)."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 
 ROTARY_BASE = 10000.0
-"""Of the turns of queries and keys: all dimensions of each head (Sec. 2.1)."""
+"""The base of the rotation of queries and keys, which has all dimensions of each head (Sec. 2.1)."""
 
 GROUP_NORM_EPS = 1e-5
-"""Added to the variance of what a head reads where that is normalised; torch's default, as the paper gives none."""
+"""Added to the variance in the norm of what a head reads; torch's default, as the paper gives none."""
 
 
 class Retention(MemoryAttention):
-    """Causal multi-scale retention (Sun et al. 2023, Eq. 6 and 8), over the decay rule.
+    """Causal multi-scale retention (Sun et al. 2023, Eq. 6 and 8).
 
-        q, k = phi(W_q x), phi(W_k x), turned by their positions (Su et al. 2021)
+        q, k = phi(W_q x), phi(W_k x), rotated by their positions (Su et al. 2021)
         S_t = gamma S_{t-1} + v_t k_t^T,  y_t = S_t q_t,  gamma = 1 - 2^(-5 - h) in head h = 0, 1, ...
         out = W_out (scale * swish(W_g x) * norm(y / sqrt(m))), norm to mean 0 and variance 1 in each head,
                                                                 m the size of q and k
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: how many heads share it, a divisor of `embed_dim`.
+        num_heads: number of heads, a divisor of `embed_dim`.
         feature_map: a key of `feature_maps.FEATURE_MAPS`; None for "identity".
         normalization: None or empty; the only normalisation is the one in the equation.
         backend: one of `ops.BACKENDS`.
         bias: whether the projections have biases.
-        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and `dropout`, as `MemoryAttention`
-            takes them.
+        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and `dropout`, which `MemoryAttention`
+            describes.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = Retention(16, 2)
@@ -76,7 +76,7 @@ class Retention(MemoryAttention):
         if self.feature_map.output_dim % 2:
             raise ValueError(
                 f"the feature map gives keys {self.feature_map.output_dim} dimensions; with retention their number "
-                "must be even: they are turned in pairs"
+                "must be even: they are rotated in pairs"
             )
         # A memory that fades over thousands of steps, read before it is normalised, holds sums of as many products.
         self.needs_float32_range = True
@@ -142,9 +142,9 @@ class Retention(MemoryAttention):
 def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """S_t = gamma S_{t-1} + v_t k_t^T, y_t = S_t q_t (Sun et al. 2023, Eq. 6); log_decay: (batch, time, heads).
 
-    It is the decay rule with one decay for all key dimensions, for which the compiled kernels are those of the gated
-    rule, without its second factor 1 - g. The gated rule itself would need values divided by 1 - gamma, up to 2^(4 +
-    heads), which float16 has not the range for.
+    This is the decay rule with one decay for all key dimensions, which runs the gated rule's kernel without the factor
+    1 - g. The gated rule itself would need values divided by 1 - gamma, which are up to 2^(4 + heads) times as large
+    and do not fit into float16.
     """
     return ops.decay_rule(q, k, v, log_decay[..., None].expand(k.shape), None, **options)
 

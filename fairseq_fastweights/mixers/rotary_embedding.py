@@ -1,4 +1,4 @@
-"""Vectors that are turned by their positions (Su et al. 2021): products of two depend on how far apart they are."""
+"""Rotary position embeddings (Su et al. 2021): products of rotated vectors depend on their distance alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _LLAMA3 = re.compile(f"llama3:{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}")
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How a model that was trained on short texts turns less, to read longer ones.
+    """Lower frequencies for a model that was trained on shorter texts.
 
-    Wave lengths of at most positions / high stay, those of at least positions / low grow by `factor`, and those between
-    by something between ("llama3"). With `low` and `high` infinite all grow ("linear", Chen et al. 2023).
+    Wavelengths of at most positions / high stay, those of at least positions / low are multiplied by `factor`, and
+    those between by a number between ("llama3"). With infinite `low` and `high` all are multiplied by `factor`
+    ("linear", Chen et al. 2023).
     """
 
     factor: float
@@ -61,14 +62,14 @@ def parse_scaling(text: str) -> RotaryScaling | None:
 def turns(
     positions: Tensor, dim: int, base: float, dtype: torch.dtype, scaling: RotaryScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles by which vectors at these positions are turned.
+    """Cosines and sines of the angles by which vectors at these positions are rotated.
 
     Args:
-        positions: (...), in the type in which angles are computed: bfloat16 cannot tell position 300 from 301.
-        dim: how many of a vector's dimensions are turned, an even number.
-        base: the slowest pair of them turns about once in 2 pi x base positions.
+        positions: (...), in the dtype in which angles are computed; bfloat16 cannot tell position 300 from 301.
+        dim: number of dimensions that are rotated, even.
+        base: the slowest pair of dimensions rotates once in about 2 pi x base positions.
         dtype: of the result.
-        scaling: what becomes of the frequencies.
+        scaling: changes the frequencies; None for no change.
 
     Returns:
         (..., dim / 2) each.
@@ -80,7 +81,7 @@ def turns(
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turns x, (..., dim), in the planes of its dimensions i and i + n / 2, n being how many `turns` was asked for."""
+    """Rotates x, (..., dim), in the planes of its dimensions i and i + n / 2, where n is the `dim` of `turns`."""
     half = cosines.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines, rest], dim=-1)

@@ -1,4 +1,4 @@
-"""The short convolution that several mixers have before their memory: each channel mixes its own last inputs."""
+"""The short causal convolution of each channel that several mixers have before their memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def short_convolution(
         x: (time, batch, channels).
         weight: (channels, width), the weight of the last input last, as `torch.nn.Conv1d` has it.
         bias: (channels,); None for 0.
-        before: (batch, width - 1, channels), what the call for the part before returned; None at a text's beginning.
-        lengths: (batch,), where rows end, what follows being padding; None if none does.
-        starts: (batch, time), where documents begin, of which none sees what stands before it; None if none does.
+        before: (batch, width - 1, channels), the inputs that the last call returned; None at the beginning of a text.
+        lengths: (batch,), the lengths of rows, which padding follows; None for no padding.
+        starts: (batch, time), true where a document begins, which sees nothing of what is before it; None for nowhere.
 
     Returns:
-        (time, batch, channels) in the dtype of x, and (batch, width - 1, channels) in that of states.
+        (time, batch, channels) in the dtype of x, and the last inputs, (batch, width - 1, channels), in the dtype of
+        states.
     """
     time, batch, channels = x.shape
     reach = weight.shape[1] - 1

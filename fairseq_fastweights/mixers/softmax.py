@@ -1,4 +1,4 @@
-"""What all mixers have that read by a softmax, whatever it goes over."""
+"""The base class of mixers with a softmax: a Transformer's projections."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from fairseq_fastweights.mixers.projections import Projections
 
 
 class ReadsBySoftmax(Mixer):
-    """A Transformer's projections to queries, keys, values and output, by fairseq's names, drawn as fairseq draws them.
+    """A Transformer's projections to queries, keys, values and output, with fairseq's names and initial values.
 
     Args:
-        embed_dim, num_heads: width of the input and of the output, and how many heads share it.
+        embed_dim: width of the input and of the output.
+        num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given.
         dropout: of the attention weights.
         bias: whether the projections have biases.
-        shape: how the projections are otherwise, the arguments of `Projections`.
+        shape: the arguments of `Projections`.
     """
 
     def __init__(
@@ -57,6 +58,6 @@ class ReadsBySoftmax(Mixer):
         return x.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
 
     def _dropout(self) -> float:
-        """With what probability attention weights are dropped now."""
+        """The probability of dropout of attention weights: 0 in evaluation."""
         drops = self.training or getattr(self.dropout_module, "apply_during_inference", False)  # fairseq's
         return self.dropout_module.p if drops else 0.0

@@ -16,26 +16,26 @@ from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 
 class SoftmaxAttention(ReadsBySoftmax):
-    """A Transformer's self-attention, each position to itself and to those before it (Vaswani et al. 2017, Eq. 1).
+    """A Transformer's causal self-attention (Vaswani et al. 2017, Eq. 1).
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v
 
-    With `rotary_dim` queries and keys are turned by their positions (Su et al. 2021), as GPT-NeoX has it. Position 0
-    is a row's first token, padding or not: what is read depends on differences of positions alone. The keys in the
-    state, which grows with the text, are turned already. Parameters have fairseq's names.
+    With `rotary_dim` queries and keys are rotated by their positions (Su et al. 2021), as in GPT-NeoX. Position 0 is
+    the first token of a row, padding or not, as the output depends on differences of positions alone. The state, which
+    grows with the text, holds rotated keys. Parameters have fairseq's names.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: how many heads share it, a divisor of `embed_dim` unless `head_dim` is given.
-        rotary_dim: how many of each head's dimensions are turned, from the first: even, from 2 to the head dim; 0 for
-            none.
-        rotary_base: the slowest pair of dimensions turns about once in 2 pi x base positions.
-        rotary_scaling: as `parse_scaling` reads it.
+        num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given.
+        rotary_dim: number of dimensions of each head that are rotated, from the first: even, at most the size of a
+            head; 0 for none.
+        rotary_base: the slowest pair of dimensions rotates once in about 2 pi x base positions.
+        rotary_scaling: "linear:FACTOR", "llama3:FACTOR,LOW,HIGH,POSITIONS", or empty.
         dropout: of the attention weights.
-        **shape: `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, as `Projections` takes them.
+        **shape: `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, which `Projections` describes.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = SoftmaxAttention(16, 2, rotary_dim=4)
@@ -123,7 +123,7 @@ class SoftmaxAttention(ReadsBySoftmax):
         return out, {"keys": k, "values": v, **({} if padding is None else {"padding": padding})}
 
     def settings(self) -> dict[str, float | str]:
-        """What tells it from another whose parameters have the same names and shapes."""
+        """The settings that names and shapes of parameters do not show."""
         if not self.rotary_dim:
             return {}
         scaling = {"rotary scaling": self.rotary_scaling} if self.rotary_scaling else {}
@@ -136,7 +136,7 @@ class SoftmaxAttention(ReadsBySoftmax):
 def _visible(
     time: int, keys: int, padding: Tensor | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Which keys each of the last `time` positions attends to; None where torch's own causal mask, or none, says it."""
+    """The keys that each of the last `time` positions sees; None if torch's own causal mask, or no mask, does."""
     if padding is None and documents is None and (time == 1 or time == keys):
         return None
     # Every position sees itself, padding too: a softmax over nothing is not a number.

@@ -17,10 +17,10 @@ from fairseq_fastweights.mixers.rotary_embedding import turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 WAVELENGTH_BASE = 10000.0
-"""Of the sinusoids that encode distances, as in Vaswani et al. 2017: the slowest has a period of 2 pi x base."""
+"""The base of the sinusoids of distances, as in Vaswani et al. 2017: the slowest has a period of 2 pi x base."""
 
 BIAS_STD = 0.02
-"""Of the normal law that u and v are drawn from, as in the authors' code."""
+"""The standard deviation of the initial u and v, as in the authors' code."""
 
 
 class TransformerXL(ReadsBySoftmax):
@@ -35,30 +35,31 @@ class TransformerXL(ReadsBySoftmax):
     (`position_bias`), (heads, head_dim), are each layer's own, as with the authors' option `untie_r`. Time grows with
     segment x (memory + segment); the state does not grow.
 
-    A call is a segment. Its i-th position, from 0, sees itself, the i before it and the memory, so that what is read
-    depends on how a text is cut, as with no other mixer. Texts of at most `memory` positions are read the same
-    however they are cut. Step by step each position sees the `memory` positions before it; with `same_length` it does
-    in every segment, and cuts change nothing but the gradients, which end at them. (In the authors' code `same_length`
+    A call reads a segment. Position i of it, from 0, sees itself, the i positions before it and the memory. So, unlike
+    in all other mixers, the output depends on how a text is divided into segments, except for texts of at most `memory`
+    positions. Step by step, each position sees the `memory` positions before it; with `same_length` this holds in every
+    segment, and the division changes only the gradients, which end at the edges. (In the authors' code `same_length`
     counts the position itself among the `memory` that it sees.)
 
-    Padding takes no place: wherever it stands, a row gives what it gives without it.
+    Padding takes no position.
 
-    No parameter depends on the options: evaluation may have others than training. Schlag et al. 2021 (Table 4, App. F)
-    count as a layer's state all keys and values that a segment needs, (memory + segment) x 2 embed_dim numbers: only
-    with this sum, where their text has a product, do their numbers follow. What is kept between segments is
-    memory x embed_dim numbers, from which keys and values are computed anew.
+    No parameter depends on the options, so that evaluation may use others than training. Schlag et al. 2021 (Table 4,
+    App. F) count all keys and values of a segment as a layer's state, (memory + segment) x 2 embed_dim numbers (their
+    text has a product in place of the sum, from which their numbers do not follow). Kept between segments are
+    memory x embed_dim numbers, from which keys and values are computed again.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: how many heads share it, a divisor of `embed_dim`.
+        num_heads: number of heads, a divisor of `embed_dim`.
         dropout: of the attention weights.
         bias: whether the projections have biases; the paper's have none.
-        memory: how many positions before a segment it sees; 0 for none. The paper trains with a segment's length.
-        clamp_len: distances above it are taken for it, for memories longer than those of the training; 0 for none.
-        same_length: whether every position sees `memory` positions before it and no more.
+        memory: number of positions before a segment that it sees; in the paper's training, the length of a segment.
+        clamp_len: the largest distance, to which larger ones are clamped, for memories longer than in training; 0 for
+            no largest distance.
+        same_length: whether every position sees exactly the `memory` positions before it.
 
     Raises:
-        ValueError: naming the argument, what it was and what it may be.
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
         >>> layer = TransformerXL(16, 2, memory=4)
@@ -102,7 +103,7 @@ class TransformerXL(ReadsBySoftmax):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the projections as fairseq's attention does, in its order, and then what it does not have."""
+        """Draws the projections as fairseq's attention does, in its order, and then the other parameters."""
         super().reset_parameters()
         nn.init.xavier_uniform_(self.position_proj.weight)
         self.reset_special_parameters()
@@ -121,10 +122,10 @@ class TransformerXL(ReadsBySoftmax):
         starts: Tensor | None = None,
         overwrite: bool = False,
     ) -> tuple[Tensor, State]:
-        """Reads a segment; shapes and results are those of `Mixer.forward`, and "the same" what the class says.
+        """Reads a segment; shapes and results are those of `Mixer.forward`, with the exception that the class explains.
 
         The state holds "memory", (batch, memory, embed_dim), the layer's last inputs with the last at the end, and
-        "filled", (batch,), how many of them its document had. There is nothing in it that `overwrite` could save.
+        "filled", (batch,), how many of them belong to the document. `overwrite` has no effect.
         """
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
@@ -159,14 +160,14 @@ class TransformerXL(ReadsBySoftmax):
         return out, {"memory": kept, "filled": filled.clamp(max=self.memory)}
 
     def _position_scores(self, q: Tensor, keys: int) -> Tensor:
-        """What distances add to the scores.
+        """The part of the scores that depends on distances.
 
         Args:
             q: (time, batch, heads, head_dim), the queries of the last positions.
-            keys: how many positions there are.
+            keys: number of positions.
 
         Returns:
-            (batch, heads, time, keys); of keys after the query it means nothing.
+            (batch, heads, time, keys), undefined for keys after the query.
         """
         time = q.shape[0]
         # One distance more than there are: rows of keys + 1 scores, each read from one place later than the row before,
@@ -182,9 +183,9 @@ class TransformerXL(ReadsBySoftmax):
         return by_place[:, :, time - 1 : time - 1 + time * keys].unflatten(2, (time, keys))
 
     def _visible(self, seen: Tensor, keys: int) -> Tensor:
-        """Which keys the last positions see, of which each has `seen`, (batch, time), of its document before it.
+        """The keys that the last positions see, (batch, 1, time, keys); one row if all rows are alike.
 
-        (batch, 1, time, keys), with one row where all are alike.
+        `seen`, (batch, time), is the number of positions of its document before each.
         """
         places = torch.arange(keys, device=seen.device)
         age = places[keys - seen.shape[1] :, None] - places
@@ -192,7 +193,7 @@ class TransformerXL(ReadsBySoftmax):
         return age <= (seen.clamp(max=self.memory) if self.same_length else seen)[:, None, :, None]
 
     def settings(self) -> dict[str, Any]:
-        """Nothing: whatever the options, its weights mean the same."""
+        """Empty: the options do not change what weights mean."""
         return {}
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
-"""The table of update rules: what `FastWeightAttention` needs to know of each.
+"""The table of update rules that `FastWeightAttention` can use.
 
-A new rule is its equation in `ops/`, one row here, and one row in the tests' table.
+A new rule is its equation in `ops/`, one row here, and one row in the table of the tests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Gate:
     """A number in (0, 1) that a rule reads at every step, made from the layer's input by a projection and a sigmoid.
 
     Attributes:
-        name: names the projection, `<name>_proj`.
-        per: what there is one of: a number for each "head", or for each "key" or "value" dimension of each head.
-        log: whether the operation takes the gate's logarithm. Such a gate decays the state; it has a bias of its own,
-            which starts at uniformly drawn decays (Gu et al. 2020). 0, a decay of 1 or a write strength of 0, is what
-            a padded position gets in either case.
+        name: the projection is called `<name>_proj`.
+        per: "head" for a number for each head; "key" or "value" for one for each of these dimensions of each head.
+        log: whether the operation takes the gate's logarithm. Such a gate decays the state, and its bias starts so
+            that decays are uniformly distributed (Gu et al. 2020). Either form is 0 at padding: a decay of 1, or a
+            write strength of 0.
     """
 
     name: str
@@ -36,12 +36,12 @@ class UpdateRule:
     """An operation of `ops`, called with q, k, v and the gates in order.
 
     Attributes:
-        feature_map, normalization: what the rule's paper uses it with.
-        corrects: whether a write depends on what is already stored. If so the normaliser of attention normalisation
+        feature_map, normalization: those of the rule's paper.
+        corrects: whether a write depends on what is already stored. If so, the normaliser of attention normalisation
             is not one more column of the state, but a sum of its own (Schlag et al. 2021, Eq. 26), with the rule's
             decays of keys.
-        ordered: whether it matters in which order pairs are written. A source that is read as a whole, as an
-            encoder reads it, has no order in which a memory could forget or correct.
+        ordered: whether the order matters in which pairs are written. An encoder reads its source as a whole, without
+            an order in which a memory could forget or correct.
     """
 
     operation: Callable[..., tuple[Tensor, Tensor]]
@@ -74,9 +74,10 @@ NORMALIZATIONS = ("sum", "attention", "removal")
 
 
 def parse_normalization(text: str) -> frozenset[str] | None:
-    """Reads a comma-separated list of normalisations: any of `NORMALIZATIONS`, or "none".
+    """Reads a comma-separated list of some of `NORMALIZATIONS`, "none" or "auto".
 
-    "auto" is what the mixer's paper uses, None.
+    Returns:
+        the set of them; None for "auto", which stands for those of the mixer's paper.
 
     Raises:
         ValueError: for any other word, and for "none" or "auto" beside others.
@@ -93,7 +94,7 @@ def parse_normalization(text: str) -> frozenset[str] | None:
 
 
 def check_normalization(normalization: frozenset[str], update_rule: str) -> None:
-    """Raises a `ValueError` for normalisations that there are not, or not for this rule."""
+    """Raises a `ValueError` for normalisations that do not exist, or that the rule cannot have."""
     text = ",".join(sorted(normalization))
     if not normalization <= set(NORMALIZATIONS):
         raise ValueError(f"normalization is {text!r}; it may hold {', '.join(NORMALIZATIONS)}")
@@ -113,7 +114,7 @@ def lookup(argument: str, name: str) -> UpdateRule:
 
 
 def known_to_diverge(update_rule: str, feature_map: str, normalization: frozenset[str]) -> str | None:
-    """Where a paper reports that this combination diverges, or None."""
+    """Returns what a paper reports of this combination diverging, or None."""
     normalized = bool(normalization & {"sum", "attention"})
     if update_rule == "delta" and "sum" not in normalization:
         return "without sum normalisation the delta rule diverged (Schlag et al. 2021, Table 3; Mao 2022, footnote 3)"
@@ -137,7 +138,7 @@ def known_to_diverge(update_rule: str, feature_map: str, normalization: frozense
 
 
 def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) -> str | None:
-    """Why this combination is not for states that are carried from segment to segment in training, or None."""
+    """Returns a reason not to carry states of this combination from segment to segment in training, or None."""
     if update_rule in ("sum", "delta") and normalization & {"attention", "removal"}:
         return (
             "the normaliser of attention normalisation grows without bound; perplexities were above 260 "

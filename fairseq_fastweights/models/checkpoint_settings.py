@@ -1,8 +1,8 @@
-"""What a checkpoint says of the model that made it, beyond the names and shapes of parameters.
+"""Settings of the model in its checkpoint, beyond the names and shapes of parameters.
 
-It is a tensor of character codes, so that every tool that handles checkpoints (averaging, sharding, half precision, the
-safe loader) can handle it. The moving average of `--store-ema` multiplies all that is in a model but what is named a
-version.
+They are a tensor of character codes, which all tools for checkpoints can handle (averaging, sharding, half precision,
+the safe loader). The name of the buffer ends in "version" because the moving average of `--store-ema` multiplies all
+other buffers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _FORMER_NAME = "settings"
 
 
 def describe_dictionary(dictionary: Dictionary, prefix: str = "") -> dict[str, Any]:
-    """The settings that tell a dictionary from another."""
+    """The settings that identify a dictionary."""
     digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()[:16]
     return {f"{prefix}dictionary size": len(dictionary), f"{prefix}dictionary digest": digest}
 
 
 def describe_mixers(mixers: Sequence[tuple[str, nn.Module | None]], prefix: str = "", heads: int = 0) -> dict[str, Any]:
-    """The settings of what mixes positions, layer after layer.
+    """The settings of the mixers of all layers.
 
     Args:
-        mixers: each with its name; what is no `Mixer`, fairseq's own attention, has no settings.
-        prefix: of the settings' names, which says where in the model it is.
-        heads: those of attention; of memories that have others, their number is a setting.
+        mixers: each with its name; fairseq's own attention, which is no `Mixer`, has no settings.
+        prefix: of the settings' names, for the place in the model.
+        heads: number of heads of attention; mixers with another number of heads record it.
     """
     settings: dict[str, Any] = {f"{prefix}mixers": _together([name for name, _ in mixers])}
     for name, mixer in mixers:
@@ -51,9 +51,9 @@ def describe_mixers(mixers: Sequence[tuple[str, nn.Module | None]], prefix: str 
 
 
 def upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Settings as they are said today, of a model with so many layers.
+    """Converts settings of earlier versions to today's, for a model with a number of layers.
 
-    Before layers were mixers a model had one update rule, and softmax attention in the layers that were listed.
+    In the first versions a model had one update rule, and softmax attention in the layers that were listed.
     """
     settings = dict(settings)
     listed = settings.pop("softmax attention layers", None)
@@ -74,25 +74,25 @@ def upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _count_layers(state_dict: dict[str, Any], module: str) -> int:
-    """How many layers the module has whose parameters these are."""
+    """The number of layers of the module that has these parameters."""
     numbers = (re.match(rf"{re.escape(module)}\.layers\.(\d+)\.", name) for name in state_dict)
     return 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
 
 def _together(names: list[str]) -> str | list[str]:
-    """One name where all are the same."""
+    """The names, or one name if all are the same."""
     return names[0] if len(set(names)) == 1 else names
 
 
 def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
-    """Makes a checkpoint's settings of a decoder those of its layers `kept` alone, numbers from 1.
+    """Reduces a checkpoint's settings of a decoder to those of the layers `kept`.
 
-    Checkpoints of other models carry none, and stay as they are. So do those in which all layers have the same mixer.
+    Checkpoints without settings, and those in which all layers have the same mixer, stay as they are.
 
     Args:
         state_dict: of a model.
         module: the decoder's name in it.
-        kept: sorted.
+        kept: sorted numbers of layers, from 1.
     """
     rename_former(state_dict, module)
     key = f"{module}.{NAME}"
@@ -110,12 +110,12 @@ def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
 
 
 def encode(settings: dict[str, Any]) -> Tensor:
-    """Settings as a tensor for a buffer."""
+    """Encodes settings as a tensor, for a buffer."""
     return torch.tensor(list(json.dumps(settings, sort_keys=True).encode()), dtype=torch.int64)
 
 
 def rename_former(state_dict: dict[str, Any], prefix: str) -> None:
-    """Gives a checkpoint's settings of the module `prefix` the name that they have today."""
+    """Renames the settings of the module `prefix` in checkpoints of earlier versions."""
     former = f"{prefix}.{_FORMER_NAME}"
     if former in state_dict:
         state_dict.setdefault(f"{prefix}.{NAME}", state_dict.pop(former))
@@ -124,10 +124,10 @@ def rename_former(state_dict: dict[str, Any], prefix: str) -> None:
 def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
     """Checks that a checkpoint's settings of the module `prefix` are the model's `own`, before any weight is loaded.
 
-    Checkpoints of other models (fairseq's Transformer) carry no settings: they are given the model's.
+    Checkpoints of other models (fairseq's Transformer) have no settings; they get the model's.
 
     Raises:
-        ValueError: naming all that differ.
+        ValueError: listing the settings that differ.
     """
     rename_former(state_dict, prefix)
     expected = decode(own)
@@ -146,5 +146,5 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
 
 
 def decode(codes: Tensor) -> dict[str, Any]:
-    """Settings from what `encode` made of them."""
+    """Decodes settings that `encode` encoded."""
     return json.loads(bytes(codes.tolist()).decode())

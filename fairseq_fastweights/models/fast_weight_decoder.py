@@ -38,20 +38,20 @@ MASKED_LOGIT = -1e4
 class FastWeightDecoder(TransformerDecoder):
     """A language model's decoder.
 
-    Besides what fairseq's decoder does, it reads segment after segment of a text with the state that the segment
-    before left (`continues` of `forward`), and it leaves out the output layer for positions that nobody asked for
-    (`last_positions`).
+    Unlike fairseq's decoder, it can read a text in segments that start with the state of the segment before
+    (`continues` of `forward`), and it can skip the output layer for positions that are not scored (`last_positions`).
 
     Args:
         args: the model's configuration.
-        dictionary, embed_tokens: as fairseq's.
-        mixers: for each layer the name of its mixer, and what makes it, given the layer's width.
+        dictionary, embed_tokens: those of fairseq's decoder.
+        mixers: for each layer the name of its mixer, and a function that makes it from the layer's width.
 
     Attributes:
         mixers: those of the layers, in order.
         mixer_names: their names, in the same order.
-        masked_symbols: numbers of the symbols that the model never predicts (mask_special_symbols); most have none.
-        settings_version: a buffer that says what must be equal between a checkpoint and the model that loads it.
+        masked_symbols: numbers of the symbols that the model never predicts (mask_special_symbols); empty in most
+            models.
+        settings_version: a buffer with the settings that must be equal in a checkpoint and the model that loads it.
     """
 
     settings_version: Tensor
@@ -79,14 +79,16 @@ class FastWeightDecoder(TransformerDecoder):
         # By training mode, so that a validation in mid-epoch leaves the training streams' states alone.
         self._carried: dict[bool, dict[Mixer, State]] = {True: {}, False: {}}
         if self.embed_positions is None and (layers := self._layers_where("needs_positions", True)):
-            logger.warning("no_token_positional_embeddings is set, but nothing tells positions apart in %s", layers)
+            logger.warning(
+                "no_token_positional_embeddings is set, but there is no information about positions in %s", layers
+            )
 
     @property
     def mixers(self) -> list[Mixer]:
         return [module for module in self.modules() if isinstance(module, Mixer)]
 
     def _layers_where(self, attribute: str, value: bool) -> str:
-        """The layers whose mixers have this value of an attribute, in words; empty for none."""
+        """Lists the layers whose mixers have a value of an attribute, for messages; empty if there are none."""
         numbers: dict[str, list[str]] = {}
         for number, (name, mixer) in enumerate(zip(self.mixer_names, self.mixers, strict=True), 1):
             if getattr(mixer, attribute) == value:
@@ -94,9 +96,9 @@ class FastWeightDecoder(TransformerDecoder):
         return "; ".join(f"layers {', '.join(found)} ({name})" for name, found in numbers.items())
 
     def carried_states(self) -> list[State]:
-        """What training's next segments start from: for each layer its tensors (rows, ...), on the CPU.
+        """The states in which the next segments of training start: for each layer its tensors (rows, ...), on the CPU.
 
-        Empty if none was carried, and the dictionary of a layer that has been dropped (LayerDrop) from the start on.
+        Empty if no state was carried. A layer that LayerDrop has dropped every time so far has an empty dictionary.
         """
         carried = self._carried[True]
         if not carried:
@@ -104,10 +106,10 @@ class FastWeightDecoder(TransformerDecoder):
         return [{name: x.cpu() for name, x in carried.get(mixer, {}).items()} for mixer in self.mixers]
 
     def restore_carried_states(self, states: list[State]) -> None:
-        """Lets training's next segments start from what `carried_states` gave, for a batch of as many rows.
+        """Lets the next segments of training start in states that `carried_states` returned.
 
         Raises:
-            ValueError: if these are not as many as the layers.
+            ValueError: if there is not one for each layer.
         """
         mixers = self.mixers
         if len(states) != len(mixers):
@@ -144,19 +146,19 @@ class FastWeightDecoder(TransformerDecoder):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Computes logits (or what the adaptive softmax takes) for every position, or for the last few.
+        """Computes logits (or the adaptive softmax's input) for every position, or for the last ones.
 
         Args:
             prev_output_tokens: (batch, time).
-            incremental_state: for generation: only the last token is read, from the state that this holds.
+            incremental_state: the state in generation, in which only the last token is read.
             features_only: whether to leave out the output layer.
             continues: (batch,), true for rows that continue the same row of the batch before. Their states start as
                 that batch left them, without gradients; those of other rows start empty. None: all start empty and
                 nothing is kept.
-            last_positions: for how many positions at the end of each row something is returned; None for all.
-            starts: (batch, time), true where a document begins: it is read as if it stood alone, whatever stands before
-                it and whatever `continues` says. None: none begins.
-            others: taken for fairseq's sake; there are no alignments.
+            last_positions: number of positions at the end of each row that are returned; None for all.
+            starts: (batch, time), true where a document begins, which is read as if it stood alone, also in rows that
+                `continues` marks. None: no document begins.
+            others: ignored arguments of fairseq's decoder; there are no alignments.
 
         Returns:
             (batch, positions, vocabulary), and a dictionary with the layers' outputs under "inner_states".
@@ -248,14 +250,14 @@ class FastWeightDecoder(TransformerDecoder):
         return F.embedding(places.clamp(min=0), every).masked_fill(padding[..., None], 0)
 
     def output_layer(self, features: Tensor, **options: Any) -> Tensor:
-        """fairseq's output layer; symbols that are masked get logits with which their probabilities are 0."""
+        """Runs fairseq's output layer; masked symbols get logits that make their probabilities 0."""
         logits = project(super().output_layer, features, **options)
         if len(self._masked_symbols):
             logits = logits.index_fill_(-1, self._masked_symbols, MASKED_LOGIT)
         return logits
 
     def max_positions(self) -> int:
-        """The longest text the decoder can read; without limit where nothing depends on positions."""
+        """The length of the longest text that the decoder can read; a very large number if nothing limits it."""
         if self.embed_positions is None and not any(mixer.bounded for mixer in self.mixers):
             return sys.maxsize
         return super().max_positions()
@@ -295,7 +297,7 @@ class FastWeightDecoder(TransformerDecoder):
 
 
 def describe(args: Any, dictionary: Dictionary, mixers: Sequence[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """What tells a decoder from others whose parameters have the same names and shapes."""
+    """The settings of a decoder that names and shapes of parameters do not show."""
     settings = checkpoint_settings.describe_dictionary(dictionary)
     if args.parallel_residual:
         settings["parallel residual"] = True

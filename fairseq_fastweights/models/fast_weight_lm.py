@@ -46,7 +46,7 @@ from fairseq_fastweights.models.option_checks import (
 @defaults_in_help
 @dataclass
 class FastWeightLanguageModelOptions(FastWeightOptions):
-    """What `fast_weight_lm` adds to the options of fairseq's `transformer_lm`."""
+    """The options that `fast_weight_lm` adds to those of fairseq's `transformer_lm`."""
 
     softmax_attention_layers: str = field(
         default="",
@@ -153,8 +153,8 @@ class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightLa
 class FastWeightLanguageModel(TransformerLanguageModel):
     """fairseq's Transformer language model with mixers in place of self-attention.
 
-    Only the mixers differ: all of fairseq's options for `transformer_lm` mean what they mean there, and
-    parameters have the names they have there.
+    Only the mixers differ: all options of fairseq's `transformer_lm` keep their meaning, and parameters keep their
+    names.
     """
 
     @classmethod
@@ -213,13 +213,13 @@ class FastWeightLanguageModel(TransformerLanguageModel):
 
     @classmethod
     def complete(cls, args: Any) -> tuple[Any, tuple[str, ...]]:
-        """A command's options with the defaults of those that were not given, and the mixers of the layers."""
+        """Completes a command's options by defaults, and returns them with the names of the layers' mixers."""
         options = Namespace(**vars(args))
         set_defaults(options, FastWeightLanguageModelConfig, FairseqDataclass)
         return options, _layer_mixers(options)
 
     def prepare_for_inference_(self, cfg: Any) -> None:
-        """Prepares for evaluation or generation, after a look at the command's options."""
+        """Checks the command's options, and prepares the model for evaluation or generation."""
         check_inference(cfg)
         super().prepare_for_inference_(cfg)
 
@@ -230,7 +230,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         model_cfg: Any = None,
         args: Any = None,
     ) -> Any:
-        """fairseq's; where it prunes layers (--decoder-layers-to-keep), the checkpoint's settings are pruned too."""
+        """Loads weights as fairseq does; with --decoder-layers-to-keep, the checkpoint's settings are pruned too."""
         text = getattr(model_cfg, "decoder_layers_to_keep", None)
         if text:
             state_dict = dict(state_dict)  # as fairseq, which leaves the layers in it as they are
@@ -245,7 +245,7 @@ def _layer_mixers(args: Any) -> tuple[str, ...]:
 
 
 def _check_shape(args: Any) -> None:
-    """Checks what sizes must have to do with one another, and options of models after the first Transformer."""
+    """Checks that the sizes fit each other, and that options of Llama- and Qwen-shaped models do."""
     if args.init_std is not None and not 0 < args.init_std < math.inf:
         raise ValueError(f"init_std is {args.init_std}; it must be positive")
     if not args.rotary_base > 0:
@@ -354,6 +354,6 @@ def fast_weight_lm_wiki103_medium(args: Any) -> None:
 
 @register_architecture("fast_weight_lm", "fast_weight_lm_baevski_wiki103")
 def fast_weight_lm_baevski_wiki103(args: Any) -> None:
-    """Baevski & Auli 2019 as fairseq has it: 16 layers, 1024 wide, 8 heads, adaptive input and softmax."""
+    """Baevski & Auli 2019, as in fairseq: 16 layers, 1024 wide, 8 heads, adaptive input and softmax."""
     set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
     transformer_lm_baevski_wiki103(args)

@@ -24,7 +24,7 @@ from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, looku
 from fairseq_fastweights.mixers.update_rules import parse_normalization
 
 MEMORIES = [name for name, kind in MIXERS.items() if "feature_map" in kind.shared]
-"""What --update-rule chooses from: the mixers that are a fast weight memory, and nothing else."""
+"""The choices of --update-rule: the mixers that are a fast weight memory and nothing more."""
 
 MixerOptions = make_dataclass(
     "MixerOptions",
@@ -35,11 +35,11 @@ MixerOptions = make_dataclass(
     ],
     bases=(FairseqDataclass,),
 )
-"""The options that each kind of mixer has for itself."""
+"""The options of single kinds of mixers."""
 
 
 def defaults_in_help(options: type[FairseqDataclass]) -> type[FairseqDataclass]:
-    """Ends the help of each option with its default, where it does not say it in other words."""
+    """Adds its default to the help of each option that does not mention it."""
     for option in fields(options):
         text = option.metadata.get("help")
         if text and "(default: " not in text:
@@ -49,7 +49,7 @@ def defaults_in_help(options: type[FairseqDataclass]) -> type[FairseqDataclass]:
 
 
 def add_group(parser: ArgumentParser, title: str, options: FairseqDataclass) -> None:
-    """Adds options to a parser as a group; like fairseq's of models, they are there only where somebody sets them."""
+    """Adds options to a parser as a group; as fairseq's options of models, they have no value unless they are given."""
     group = parser.add_argument_group(title, argument_default=SUPPRESS)
     gen_parser_from_dataclass(group, options, delete_default=True)
 
@@ -118,10 +118,10 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
 
 
 def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
-    """What of a model's options `build_mixer` takes; `heads` is how many heads attention has there.
+    """Returns the settings for `build_mixer` from a model's options; `heads` is the number of heads of attention.
 
     Raises:
-        ValueError: for a normalisation that there is not.
+        ValueError: for an unknown normalisation.
     """
     named = (option_name(mixer, option) for mixer, kind in MIXERS.items() for option in kind.options)
     return {
@@ -151,7 +151,7 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
 def mixer_builder(
     name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS, side: str = "decoder"
 ) -> Callable[[int], Mixer]:
-    """What makes a layer's mixer, given its width, with errors that name the options of the model's `side`."""
+    """Returns a function that makes a layer's mixer from its width; errors name the options of the model's `side`."""
 
     def build(embed_dim: int) -> Mixer:
         try:
@@ -168,10 +168,10 @@ def mixer_builder(
 
 
 def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default_rule: str) -> tuple[str, ...]:
-    """The names of the mixers of a decoder's layers; `default_rule` is what --update-rule is where nobody says.
+    """Reads the names of the mixers of a decoder's layers; `default_rule` is the default of --update-rule.
 
     Raises:
-        ValueError: for a pattern that is none, or that the other options contradict.
+        ValueError: for a pattern that cannot be read, or that contradicts other options.
     """
     rule = str(args.update_rule)
     if not args.mixers:
@@ -191,7 +191,7 @@ def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default
 
 
 def set_defaults(args: Any, options: type[FairseqDataclass], inherited: type[FairseqDataclass]) -> None:
-    """Sets those of `options` that `inherited` lacks, and that nobody has set, to their defaults."""
+    """Sets options that were not given to their defaults: those of `options` that `inherited` lacks."""
     known = {f.name for f in fields(inherited)}
     for own in fields(options):
         if own.name not in known:
@@ -201,12 +201,12 @@ def set_defaults(args: Any, options: type[FairseqDataclass], inherited: type[Fai
 def check_architecture(args: Any) -> None:
     """Checks that the settings of a named architecture are in a model's configuration for training.
 
-    fairseq's own fairseq-hydra-train lets the defaults of the model come before them, and would train another model.
-    What was lost shows in the switches: no command line can turn off one that an architecture turns on. Where
-    fairseq-hydra-train knows architectures, a switch that is off was turned off in its file.
+    The released fairseq-hydra-train overwrites them by the defaults of the model, and would train another model. The
+    switches show it: no command line can turn off a switch that an architecture turns on. With the patched
+    fairseq-hydra-train, which applies architectures, a configuration file may turn a switch off.
 
     Raises:
-        ValueError: if they were lost.
+        ValueError: if the settings were overwritten.
     """
     name = getattr(args, "_name", None)
     model = ARCH_MODEL_NAME_REGISTRY.get(name)

@@ -44,13 +44,13 @@ from fairseq_fastweights.models.option_checks import (
 )
 
 PLACES = ("encoder", "decoder", "cross")
-"""Where the Transformer has attention: the encoder's and the decoder's to itself, the decoder's to the encoder."""
+"""The places of attention in the Transformer: within encoder and decoder, and from decoder to encoder ("cross")."""
 
 
 @defaults_in_help
 @dataclass
 class FastWeightTransformerOptions(FastWeightOptions):
-    """What `fast_weight_transformer` adds to the options of fairseq's `transformer`."""
+    """The options that `fast_weight_transformer` adds to those of fairseq's `transformer`."""
 
     fast_weight_attention: str = field(
         default="encoder,decoder,cross",
@@ -80,18 +80,18 @@ class FastWeightTransformerOptions(FastWeightOptions):
 class FastWeightTransformerModel(TransformerModel):
     """fairseq's Transformer for translation with fast weight memories in place of any of its attentions.
 
-    As in Schlag et al. 2021, Sec. 6.2, where all three are replaced. Only the attention modules differ: all of
-    fairseq's options for `transformer` mean what they mean there, and parameters have the names they have there.
+    Schlag et al. 2021, Sec. 6.2, replace all three. Only the attention modules differ: all options of fairseq's
+    `transformer` keep their meaning, and parameters keep their names.
     """
 
     @classmethod
     def hub_models(cls) -> dict[str, Any]:
-        """None: fairseq's are Transformers."""
+        """None: the models on fairseq's hub are Transformers."""
         return {}
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
-        """fairseq's options, and our own."""
+        """Adds fairseq's options and this model's own."""
         super().add_args(parser)
         gen_parser_from_dataclass(parser, FastWeightTransformerOptions(), delete_default=True)
 
@@ -150,7 +150,7 @@ class FastWeightTransformerModel(TransformerModel):
 
     @classmethod
     def complete(cls, args: Any) -> tuple[Any, tuple[str, ...]]:
-        """A command's options, and the mixers of the decoder's layers."""
+        """Completes a command's options by defaults, and returns them with the names of the decoder's mixers."""
         for side in ("encoder", "decoder"):
             kept, layers = getattr(args, f"{side}_layers_to_keep", None) or [], getattr(args, f"{side}_layers")
             if len(set(kept)) < len(kept) or not all(0 <= number < layers for number in kept):
@@ -161,7 +161,7 @@ class FastWeightTransformerModel(TransformerModel):
         return args, _decoder_mixers(args)
 
     def set_beam_size(self, beam_size: int) -> None:
-        """Tells what reads the source how many hypotheses there may be for each."""
+        """Tells the mixers that read the source how many hypotheses there may be for each."""
         for module in self.decoder.modules():
             if isinstance(module, Mixer):
                 module.beam_size = beam_size
@@ -170,8 +170,7 @@ class FastWeightTransformerModel(TransformerModel):
         """Prepares for generation.
 
         Raises:
-            ValueError: for options out of their range, or if it is to print or use an alignment that this model's
-                attention cannot give.
+            ValueError: for options out of their range, or that need an alignment, which fast weights cannot give.
         """
         check_inference(cfg)
         if "cross" in parse_places(self.args.fast_weight_attention):
@@ -183,7 +182,7 @@ class FastWeightTransformerModel(TransformerModel):
 
 
 def _check_shape(args: Any, types: int) -> None:
-    """Checks what sizes must have to do with one another."""
+    """Checks that the sizes fit each other."""
     shared = args.share_decoder_input_output_embed or args.share_all_embeddings
     if shared and not args.adaptive_softmax_cutoff and args.decoder_output_dim != args.decoder_embed_dim:
         raise ValueError(
@@ -206,7 +205,7 @@ def _decoder_mixers(args: Any) -> tuple[str, ...]:
 
 
 def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str, MixerBuilder | None]:
-    """The name of what reads a source there, and what makes it; None for fairseq's softmax attention."""
+    """The name of the mixer that reads a source at `place`, and its builder; None for softmax attention."""
     if place not in parse_places(cfg.fast_weight_attention):
         return "softmax", None
     side = "encoder" if place == "encoder" else "decoder"
@@ -214,7 +213,7 @@ def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str,
 
 
 def _no_alignments(option: str, value: object) -> ValueError:
-    """What to raise where an option asks for an alignment, and the attention to the source is a memory."""
+    """The error for an option that needs an alignment, if the attention to the source is a memory."""
     return ValueError(
         f"{option} is {value!r}; it must be left out, as the attention from decoder to encoder is a fast weight "
         "memory, which has no weights to align words by (--fast-weight-attention encoder,decoder trains a model that "

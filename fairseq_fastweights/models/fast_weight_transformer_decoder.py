@@ -17,12 +17,12 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
     """A translation model's decoder.
 
     Args:
-        cfg, dictionary, embed_tokens: as fairseq's.
-        mixers: for each layer the name of what reads the target, and what makes it, given the layer's width; None for
-            fairseq's softmax attention.
-        cross: the same of what reads the source, for all layers.
+        cfg, dictionary, embed_tokens: those of fairseq's decoder.
+        mixers: for each layer the name of the mixer that reads the target, and a function that makes it from the
+            layer's width; None for fairseq's softmax attention.
+        cross: the same for the mixer that reads the source, in all layers.
 
-    The buffer `settings_version` says what must be equal between a checkpoint and the model that loads it.
+    The buffer `settings_version` has the settings that must be equal in a checkpoint and the model that loads it.
     """
 
     settings_version: Tensor
@@ -63,10 +63,10 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         *arguments: Any,
         **options: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """`forward` without the output layer, as fairseq's decoder has it.
+        """`forward` without the output layer, as in fairseq's decoder.
 
         Raises:
-            ValueError: if the target is to be read with what follows, which a memory cannot hold.
+            ValueError: for `full_context_alignment`, if a memory reads the target, as it is causal.
         """
         if full_context_alignment and not self._all_softmax:
             raise ValueError(
@@ -81,7 +81,7 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         return features, extra
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """fairseq's output layer."""
+        """Runs fairseq's output layer."""
         return project(super().output_layer, features)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:

@@ -17,11 +17,11 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
     """A translation model's encoder.
 
     Args:
-        cfg, dictionary, embed_tokens: as fairseq's.
-        name, build_mixer: what reads the source: its name, and what makes it, given a layer's width; None for fairseq's
-            softmax attention.
+        cfg, dictionary, embed_tokens: those of fairseq's encoder.
+        name, build_mixer: the name of the mixer that reads the source, and a function that makes it from a layer's
+            width; None for fairseq's softmax attention.
 
-    The buffer `settings_version` says what must be equal between a checkpoint and the model that loads it.
+    The buffer `settings_version` has the settings that must be equal in a checkpoint and the model that loads it.
     """
 
     settings_version: Tensor
@@ -50,10 +50,10 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
 
         Args:
             src_tokens: (batch, source time).
-            arguments, options: as fairseq's.
+            arguments, options: those of fairseq's encoder.
 
         Raises:
-            ValueError: if a source is longer than the model was made for.
+            ValueError: if a source is longer than the model's positions.
         """
         most = self.max_positions()
         if src_tokens.shape[1] > most:  # padded, at least
@@ -65,10 +65,10 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
         return super().forward(src_tokens, *arguments, **options)
 
     def reorder_encoder_out(self, encoder_out: dict[str, list[Tensor]], new_order: Tensor) -> dict[str, list[Tensor]]:
-        """Takes the rows `new_order`, as beam search asks for at every token.
+        """Selects the rows `new_order`, for beam search.
 
-        Hypotheses mostly change places with others for the same source. On a CPU, where copying a long source costs as
-        much as the token, nothing is copied then; on a GPU, knowing it would cost more.
+        Hypotheses mostly change places with others for the same source. On a CPU nothing is copied then, because
+        copying a long source takes as long as a token; on a GPU the check would take longer.
         """
         before = encoder_out.get("rows")  # of each row, which row it was when it left the encoder
         rows = new_order if before is None else before[0].index_select(0, new_order)

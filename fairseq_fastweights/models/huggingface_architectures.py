@@ -1,8 +1,8 @@
-"""The named architectures whose trained models `fairseq_fastweights.conversion` reads: GPT-2's and Pythia's.
+"""Named architectures with the shapes of GPT-2 and Pythia.
 
-With --softmax-attention-layers all they are these models; otherwise fast weights take the place of their attention.
-Choi's RetNet is Pythia with retention in its place, in heads of 256; Choi's StripedMamba has Mamba there (Choi 2024,
-Table 1).
+With --softmax-attention-layers all they are these models; otherwise their attention is replaced by fast weights. The
+RetNet and the StripedMamba of Choi 2024 (Table 1) are Pythia with retention, in heads of 256, and with Mamba in place
+of attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The input embeddings of `fast_weight_lm`: of words, of characters, or of fewer numbers for rarer words."""
+"""The input embeddings of `fast_weight_lm`: of words, of characters, or adaptive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairseq_fastweights.models.option_checks import read_cutoffs
 
 
 def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
-    """The module of input embeddings that fairseq's options ask for.
+    """Makes the module of input embeddings that fairseq's options choose.
 
     Raises:
         ValueError: for options that contradict each other.

@@ -1,4 +1,4 @@
-"""fairseq's Transformer layers with mixers in the place of attention."""
+"""fairseq's Transformer layers with mixers in place of attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.models.segment_state import SegmentState
 
 MixerBuilder = Callable[[int], Mixer]
-"""Makes the mixer of a layer, given the layer's width."""
+"""A function that makes a layer's mixer from the layer's width."""
 
 # Copies of a layer's weights, side by side for a fused kernel. The kernel computes softmax attention alone, and fairseq
 # fills them only on loading, so that here they would be parameters which nothing uses and nothing trains.
@@ -34,7 +34,7 @@ _FUSED = (
 
 
 class _Attention:
-    """A mixer, called as fairseq's layers call their attention; `starts` is where documents begin, if any do."""
+    """Calls a mixer in the way in which fairseq's layers call their attention; `starts` marks documents or is None."""
 
     def __init__(self, mixer: Mixer, starts: Tensor | None) -> None:
         self._mixer = mixer
@@ -49,7 +49,7 @@ class _Attention:
         incremental_state: dict[Any, Any] | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """Mixes `query`, (time, batch, embed_dim). The state is taken from `incremental_state`, and put there."""
+        """Mixes `query`, (time, batch, embed_dim). The state is read from `incremental_state` and written there."""
         options: dict[str, Any] = self._options if key is None or key is query else {"source": key}
         state = None if incremental_state is None else incremental_state.get(self._mixer)
         # A segment may be computed twice from the same state; the state of a text that is being written is read once.
@@ -61,11 +61,11 @@ class _Attention:
         return x, None
 
     def _get_input_buffer(self, incremental_state: Any) -> None:
-        """Nothing, where fairseq's layer asks for keys of its own attention."""
+        """Returns {} when fairseq's layer asks for the keys of its attention."""
 
 
 class _AsFairseqs:
-    """A layer as the code of fairseq's layers expects it: what mixes positions is called as attention is there."""
+    """Presents a layer to the code of fairseq's layers, with its mixers as attention."""
 
     def __init__(self, layer: nn.Module, starts: Tensor | None = None) -> None:
         self._layer = layer
@@ -77,14 +77,14 @@ class _AsFairseqs:
 
 
 class MixerLayer(nn.Module):
-    """What fairseq's layers lack to have mixers in the place of attention."""
+    """Base class that adds mixers to fairseq's layers."""
 
     def mixers(self) -> Iterator[tuple[str, Mixer]]:
         """Its mixers, with their names."""
         return ((name, module) for name, module in self.named_children() if isinstance(module, Mixer))
 
     def reorder_incremental_state(self, incremental_state: dict[Any, Any], new_order: Tensor) -> None:
-        """Takes the rows `new_order` of its mixers' states, as beam search asks for."""
+        """Selects the rows `new_order` of its mixers' states, for beam search."""
         for _, mixer in self.mixers():
             if mixer in incremental_state:
                 incremental_state[mixer] = mixer.reorder(incremental_state[mixer], new_order)
@@ -100,7 +100,7 @@ class MixerLayer(nn.Module):
 
 
 class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
-    """An encoder layer that reads its input with what `build_mixer` makes for its width."""
+    """An encoder layer with a mixer, which `build_mixer` makes from the layer's width."""
 
     def __init__(self, cfg: TransformerConfig, build_mixer: MixerBuilder) -> None:
         self._build_mixer = build_mixer
@@ -113,11 +113,11 @@ class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
         return _with_fairseqs_noise(self._build_mixer(embed_dim), cfg)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """fairseq's."""
+        """Runs fairseq's layer."""
         return TransformerEncoderLayerBase.forward(_AsFairseqs(self), *arguments, **options)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Takes the state of one of fairseq's layers too, without its copies of weights."""
+        """Accepts a state of fairseq's layer too, and drops its second copies of weights."""
         super().upgrade_state_dict_named(state_dict, name)
         TransformerEncoderLayerBase.upgrade_state_dict_named(self, state_dict, name)
         for copy in _FUSED:
@@ -128,11 +128,11 @@ class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
 
 
 class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
-    """A decoder layer with mixers; where a builder is None, with fairseq's attention.
+    """A decoder layer with mixers, or with fairseq's attention if a builder is None.
 
     Args:
-        cfg: of the model.
-        build_mixer, build_cross_mixer: make what reads the target so far, and what reads the source.
+        cfg: the configuration of the model.
+        build_mixer, build_cross_mixer: make the mixers that read the target and the source.
         no_encoder_attn: whether there is no source.
     """
 
@@ -159,7 +159,7 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
         return _with_fairseqs_noise(build(embed_dim), cfg)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """fairseq's; `starts`, where there is no source, is that of the mixers."""
+        """Runs fairseq's layer; `starts`, which needs a layer without a source, goes to the mixer."""
         own = _AsFairseqs(self, options.pop("starts", None))
         return TransformerDecoderLayerBase.forward(own, *arguments, **options)
 
@@ -188,7 +188,7 @@ class ParallelDecoderLayer(MixerDecoderLayer):
         starts: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None, None]:
-        """As fairseq's layer: x is (time, batch, embed_dim)."""
+        """Computes the layer; x is (time, batch, embed_dim)."""
         own: Any = _AsFairseqs(self, starts)
         mixed, _ = own.self_attn(own.self_attn_layer_norm(x), None, None, self_attn_padding_mask, incremental_state)
         hidden = own.activation_dropout_module(own.activation_fn(own.fc1(own.final_layer_norm(x))))
@@ -196,7 +196,7 @@ class ParallelDecoderLayer(MixerDecoderLayer):
 
 
 def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
-    """What fairseq does with each layer that it builds: activation checkpointing and sharding, where asked for."""
+    """Wraps a layer for activation checkpointing and sharding if the options ask for them, as fairseq does."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     # As in fairseq: a layer whose activations are checkpointed is always wrapped.
@@ -204,9 +204,9 @@ def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
 
 
 def project(output_layer: Callable[..., Tensor], features: Tensor, **options: Any) -> Tensor:
-    """Runs an output layer on (batch, time, width); on single tokens, as in generation, as on a matrix.
+    """Runs an output layer on (batch, time, width); single tokens, as in generation, form one matrix.
 
-    On a batch of matrices of one row each torch would read all of the vocabulary's weights once for every row.
+    Given (batch, 1, width), torch would read all weights of the vocabulary once for every row.
     """
     if features.shape[1] != 1:
         return output_layer(features, **options)
@@ -214,7 +214,7 @@ def project(output_layer: Callable[..., Tensor], features: Tensor, **options: An
 
 
 def _with_fairseqs_noise(mixer: Mixer, cfg: TransformerConfig) -> Mixer:
-    """Lets fairseq's options for dropout at inference and for quantisation noise reach a mixer."""
+    """Applies fairseq's options for dropout at inference and for quantisation noise to a mixer."""
     for name, module in list(mixer.named_children()):
         if isinstance(module, nn.Dropout):
             setattr(mixer, name, FairseqDropout(module.p, module_name=type(mixer).__name__))

@@ -1,6 +1,6 @@
-"""What options of fairseq and of its commands may be, checked before data are read and a model is made.
+"""Checks of fairseq's options before data are read and a model is made.
 
-fairseq checks few of them: the others end in an error of another name, late, or train a model that is none.
+fairseq checks few of them: wrong values of the others end late, in an unrelated error, or train a useless model.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ RANGES: dict[str, tuple[float, float]] = {
     ),
     "seed": (0, 2**32 - 1),
 }
-"""The least and the most that an option may be."""
+"""The smallest and the largest value of options."""
 
 
 def check_ranges(options: Any) -> None:
-    """Raises a `ValueError` for a number among `options` that is outside of `RANGES`."""
+    """Raises a `ValueError` for a number among `options` that is outside its range in `RANGES`."""
     for name, (least, most) in RANGES.items():
         value: Any = getattr(options, name, None)
         numbers = [value] if isinstance(value, (int, float)) else value if _is_list(value) else []
@@ -64,7 +64,7 @@ def check_ranges(options: Any) -> None:
 
 
 def check_inference(cfg: Any) -> None:
-    """Raises a `ValueError` for options of an evaluation or generation that no model can follow."""
+    """Raises a `ValueError` for options of evaluation and generation that are out of their ranges."""
     for group in ("dataset", "generation", "interactive", "eval_lm"):
         check_ranges(getattr(cfg, group, None))
     if cfg.dataset.shard_id >= cfg.dataset.num_shards:
@@ -79,7 +79,7 @@ def check_inference(cfg: Any) -> None:
 
 
 def check_is_language_model(args: Any) -> None:
-    """Raises a `ValueError` for a model, of a checkpoint mostly, that the task cannot read texts with."""
+    """Raises a `ValueError` for a model, such as one in a checkpoint, that is no language model."""
     name = getattr(args, "_name", None) or getattr(args, "arch", None)
     model = ARCH_MODEL_REGISTRY.get(name)
     if model is not None and not issubclass(model, FairseqLanguageModel):
@@ -87,7 +87,7 @@ def check_is_language_model(args: Any) -> None:
 
 
 def check_positions(model: Any, task: Any) -> None:
-    """Raises a `ValueError` if the model has fewer positions than the segments of a task that fills them all."""
+    """Raises a `ValueError` if the model has fewer positions than the task's segments."""
     segments_are_full = getattr(task.sample_break_mode, "value", task.sample_break_mode) in ("none", None)
     if segments_are_full and model.max_positions() < task.tokens_per_sample:
         raise ValueError(
@@ -97,7 +97,7 @@ def check_positions(model: Any, task: Any) -> None:
 
 
 def check_criterion(criterion: Any, adaptive: bool) -> None:
-    """Raises a `ValueError` for a criterion that is not that of the model's softmax."""
+    """Raises a `ValueError` for a criterion that does not fit the model's softmax."""
     name = getattr(criterion, "_name", None) or getattr(criterion, "criterion", None)
     if adaptive and name in ("cross_entropy", "label_smoothed_cross_entropy"):
         raise ValueError(f"criterion is {name}; with adaptive_softmax_cutoff it must be adaptive_loss")
@@ -106,7 +106,7 @@ def check_criterion(criterion: Any, adaptive: bool) -> None:
 
 
 def register_architecture(model: str, name: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """fairseq's `register_model_architecture`, for functions after which the command's options are checked."""
+    """Registers an architecture with fairseq; the command's options are checked after it has set its own."""
 
     def register(architecture: Callable[[Any], None]) -> Callable[[Any], None]:
         register_model_architecture(model, name)(_checked(architecture))
@@ -116,7 +116,7 @@ def register_architecture(model: str, name: str) -> Callable[[Callable[[Any], No
 
 
 def check_model_itself(model: str) -> None:
-    """Lets options be checked where --arch is the name of a model with a dataclass, for which fairseq does nothing."""
+    """Adds the checks for --arch MODEL, for which fairseq calls no function of an architecture."""
     ARCH_CONFIG_REGISTRY[model] = _checked(ARCH_CONFIG_REGISTRY[model])
 
 
@@ -134,7 +134,7 @@ def _checked(architecture: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _check_task(args: Any) -> None:
-    """Checks that the task is one for the model: the default of fairseq-train is to translate."""
+    """Checks that the task fits the model; fairseq-train's default is translation."""
     task, ours = args.task, "fast_weight_language_modeling"
     reads_texts = "tokens_per_sample" in getattr(TASK_DATACLASS_REGISTRY.get(task), "__dataclass_fields__", ())
     if args.arch.startswith("fast_weight_lm") and not reads_texts:
@@ -144,7 +144,7 @@ def _check_task(args: Any) -> None:
 
 
 def _check_training(args: Any) -> None:
-    """Checks options of fairseq-train that fairseq takes as they are."""
+    """Checks options of fairseq-train that fairseq does not check."""
     betas = getattr(args, "adam_betas", None)
     if isinstance(betas, str) and not _are_betas(betas):
         raise ValueError(
@@ -163,7 +163,7 @@ def _check_training(args: Any) -> None:
 
 
 def _check_unused(args: Any, model: Any) -> None:
-    """Checks that no option was given that changes nothing in such a model."""
+    """Checks that no option was given that has no effect on the model."""
     options, names = model.complete(args)
     for option, default, needed in (("favor_features", None, "favor"), ("dpfp_nu", 1, "dpfp")):
         value, given = getattr(options, option), str(options.feature_map)

@@ -9,14 +9,14 @@ from fairseq_fastweights.mixers.mixer import Mixer, State
 
 
 class SegmentState(dict[Mixer, State]):
-    """An incremental state for whole segments: it reads what the last segment left and writes what this one leaves.
+    """An incremental state for whole segments: reads the state after the last segment, writes that after this one.
 
-    Reading never sees what was written, so that a layer that is computed twice (activation checkpointing) starts from
-    the same state both times.
+    The two are stored apart, so that a layer that is computed twice (activation checkpointing) starts in the same state
+    both times.
 
     Args:
         carried: the states after the last segment, by mixer; empty for none.
-        continues: (batch,), true for rows that continue theirs; the states of other rows start as zeros.
+        continues: (batch,), true for rows that continue from their state; those of other rows start as zeros.
 
     Raises:
         ValueError: if rows continue a batch that had another number of rows.
@@ -45,7 +45,7 @@ class SegmentState(dict[Mixer, State]):
         self._written[mixer] = state
 
     def detached(self) -> dict[Mixer, State]:
-        """What the next segment starts from. A layer that was dropped (LayerDrop) passes on what it was given."""
+        """The states in which the next segment starts. A layer that LayerDrop dropped keeps the state before."""
         return {
             key: {name: x.detach() for name, x in buffer.items()}
             for key, buffer in {**dict(self.items()), **self._written}.items()

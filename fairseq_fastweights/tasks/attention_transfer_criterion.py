@@ -1,4 +1,4 @@
-"""`--criterion attention_transfer`: mixers learn to give what the attention of `--transfer-from` gives."""
+"""`--criterion attention_transfer`: mixers learn to reproduce the attention of the model of `--transfer-from`."""
 
 # No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
 
@@ -19,10 +19,10 @@ from fairseq_fastweights.conversion.source import find_files, read_source
 
 @register_criterion("attention_transfer", dataclass=FairseqDataclass)
 class AttentionTransferCriterion(FairseqCriterion):
-    """Its loss is the mean over the layers of the relative error, 1 for a mixer that gives nothing.
+    """The mean over the layers of the relative error |y - y'|^2 / |y'|^2 of mixers' outputs y, y' those of attention.
 
     Raises:
-        ValueError: if the task's options leave nothing to compare with.
+        ValueError: unless the task has `transfer_from`, `transfer` is "all", and `carry_over_state` is not set.
     """
 
     def __init__(self, task: Any) -> None:
@@ -38,7 +38,7 @@ class AttentionTransferCriterion(FairseqCriterion):
         self._transfer: AttentionTransfer | None = None
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
-        """The loss, summed over the tokens as fairseq has it, their number, and what is logged."""
+        """Returns the loss, summed over the tokens as in fairseq, their number, and what to log."""
         plain = _unwrapped(model)
         if self._transfer is None:
             self._transfer = AttentionTransfer(read_source(find_files(self._source)[0]), plain.decoder)
@@ -49,21 +49,21 @@ class AttentionTransferCriterion(FairseqCriterion):
 
     @staticmethod
     def reduce_metrics(logging_outputs: list[dict[str, Any]]) -> None:
-        """The mean over all tokens."""
+        """Logs the mean over all tokens."""
         loss, tokens = (utils.item(sum(output[name] for output in logging_outputs)) for name in ("loss", "ntokens"))
         metrics.log_scalar("loss", loss / tokens if tokens else math.nan, tokens, round=5)
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """They can."""
+        """True."""
         return True
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model in what adds up the gradients of several processes.
+    """The model within fairseq's wrapper for several processes.
 
     Raises:
-        ValueError: if that would not see the gradients, as it waits for a pass through the whole model.
+        ValueError: if that wrapper adds up gradients only after a forward pass through the whole model.
     """
     while True:
         if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):

@@ -1,4 +1,4 @@
-"""The task `fast_weight_language_modeling`: contexts that slide, and contexts that are carried over."""
+"""The task `fast_weight_language_modeling`: carried-over states, documents, sliding windows, transferred weights."""
 
 # No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
 
@@ -43,7 +43,7 @@ _SEARCHED = 1_000_000
 
 @dataclass
 class FastWeightTaskOptions(TransferOptions):
-    """What the task adds to the options of fairseq's `language_modeling`: carried states and transferred weights."""
+    """The options that the task adds to those of fairseq's `language_modeling`."""
 
     carry_over_state: bool = field(
         default=False,
@@ -57,7 +57,7 @@ class FastWeightTaskOptions(TransferOptions):
         default=False,
         metadata={
             "help": "read every document as if it stood alone, though segments hold several: memories, attention and "
-            "positions begin anew at each; empty lines end documents, as with --sample-break-mode complete_doc "
+            "positions start again at each; empty lines end documents, as with --sample-break-mode complete_doc "
             "(default: off)"
         },
     )
@@ -70,10 +70,10 @@ class FastWeightLanguageModelingConfig(LanguageModelingConfig, FastWeightTaskOpt
 
 @register_task("fast_weight_language_modeling", dataclass=FastWeightLanguageModelingConfig)
 class FastWeightLanguageModelingTask(LanguageModelingTask):
-    """fairseq's language modelling, with state that is carried from segment to segment (--carry-over-state).
+    """fairseq's language modelling, with states that are carried from segment to segment (--carry-over-state).
 
-    A sliding window (fairseq-eval-lm --context-window) computes no softmax for positions that are not scored. Documents
-    that share a segment need not see each other (--separate-documents). Training may start from the weights of a
+    Evaluation in a sliding window (fairseq-eval-lm --context-window) skips the output layer for positions that are not
+    scored. Documents in one segment can be kept apart (--separate-documents). Training can start from the weights of a
     Transformer (--transfer-from).
     """
 
@@ -106,7 +106,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
 
     @staticmethod
     def _check_text(args: Any, option: str) -> None:
-        """Raises a `ValueError` if samples would be other than the text as it stands, which `option` needs."""
+        """Raises a `ValueError` if an option changes the text in samples, which `option` does not allow."""
         wanted_of: dict[str, tuple[object, ...]] = {
             "sample_break_mode": ("none", None, "complete"),
             "shorten_method": ("none",),
@@ -156,7 +156,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         return model
 
     def build_criterion(self, args: Any) -> Any:
-        """fairseq's; it is built after the model, which it must fit."""
+        """Builds the criterion, after a check that it is one for the model."""
         check_criterion(args, self._has_adaptive_softmax)
         return super().build_criterion(args)
 
@@ -189,7 +189,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
     def train_step(
         self, sample: Any, model: Any, criterion: Any, optimizer: Any, *others: Any, **named: Any
     ) -> tuple[Any, Any, Any]:
-        """fairseq's; what is frozen has no gradient afterwards."""
+        """Runs fairseq's step, and removes the gradients of frozen parameters."""
         if self._freezing is not None:
             self._freezing.attach(optimizer)
         results = super().train_step(sample, model, criterion, optimizer, *others, **named)
@@ -198,13 +198,13 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         return results
 
     def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
-        """fairseq's; what is frozen stays as it is."""
+        """Runs fairseq's step, which does not change frozen parameters."""
         if self._freezing is not None:
             self._freezing.drop_gradients(optimizer)  # once more: processes that add theirs up fill in zeros
         super().optimizer_step(optimizer, model=model, update_num=update_num)
 
     def reduce_metrics(self, logging_outputs: Any, criterion: Any) -> None:
-        """fairseq's; in training, it is where the losses of all processes are seen together, once an update."""
+        """Runs fairseq's reduction; in training, the losses of all processes are also noted for unfreezing."""
         super().reduce_metrics(logging_outputs, criterion)
         if self._freezing is not None and criterion.training:
             self._freezing.observe(logging_outputs)
@@ -212,12 +212,12 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **others: Any) -> None:
         """Loads a split; with --carry-over-state as one long text, otherwise as fairseq does.
 
-        Warns if there are symbols in it that a model built before never predicts.
+        Warns if it holds symbols that a model built before never predicts.
 
         Raises:
-            ValueError: if it holds no token, if the context window leaves none of a sample to score, or if documents
-                are to be told apart, but there is no empty line.
-            FileNotFoundError: if it is not there.
+            ValueError: if it holds no token, if the context window leaves no token of a sample to score, or with
+                --separate-documents, if it has no empty line.
+            FileNotFoundError: if it does not exist.
         """
         corpus = self._load_corpus(split, epoch, combine)  # in any case, for its message if there is no token
         self._search_for_masked_symbols(corpus)
@@ -232,7 +232,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             self.datasets[split] = PackedDocuments(self.datasets[split], documents)
 
     def _documents_of(self, corpus: TokenCorpus) -> Documents | None:
-        """Those of a corpus, if they are to be told apart."""
+        """The documents of a corpus; None without --separate-documents."""
         return Documents(corpus) if self.args.separate_documents else None
 
     def _search_for_masked_symbols(self, corpus: TokenCorpus) -> None:
@@ -244,7 +244,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         if len(found):
             logger.warning(
                 "split %r: %s of the first %s tokens are %s, which the model never predicts (mask_special_symbols): "
-                "each costs %s nats, so that the perplexity says nothing or is inf. The architectures of GPT-2, Pythia "
+                "each costs %s nats, so that the perplexity is meaningless or inf. The architectures of GPT-2, Pythia "
                 "and RetNet are for dictionaries that have all words of the text, as GPT-2's subwords; "
                 "--arch fast_weight_lm has no mask",
                 corpus.name,
@@ -266,7 +266,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         data_buffer_size: int = 0,
         **others: Any,
     ) -> iterators.EpochBatchIterating:
-        """fairseq's iterator; for a corpus to be carried over, one over its streams, never shuffled."""
+        """fairseq's iterator; with --carry-over-state, one over the streams of the corpus, in order."""
         if not isinstance(dataset, TokenCorpus):
             return super().get_batch_iterator(
                 dataset,
@@ -302,11 +302,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         )
 
     def build_generator(self, models: Any, args: Any, *others: Any, **named: Any) -> Any:
-        """fairseq's.
+        """Builds fairseq's generator.
 
         Raises:
-            ValueError: if a corpus with --carry-over-state or --separate-documents is loaded, as the generator reads
-                neither `continues` nor `starts`. Scores of the text itself (--score-reference) are the model's own.
+            ValueError: if a corpus with --carry-over-state or --separate-documents is loaded, which the generator does
+                not support, except with --score-reference.
         """
         scores = getattr(args, "score_reference", False)
         for option, kind, why in (
@@ -330,11 +330,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         data_buffer_size: int = 10,
         context_window: int = 0,
     ) -> Any:
-        """The batches of `fairseq-eval-lm`. It has taken `context_window` off tokens_per_sample already.
+        """The batches of `fairseq-eval-lm`, which has already subtracted `context_window` from tokens_per_sample.
 
         Raises:
             ValueError: for a window or a segment that is longer than the model's positions, and for a sliding window
-                together with carried-over state, or over samples of whole lines where documents are told apart.
+                together with carried-over states, or with --separate-documents over samples of whole lines.
         """
         length = self.args.tokens_per_sample + context_window
         one_text = self.args.sample_break_mode in ("none", None)

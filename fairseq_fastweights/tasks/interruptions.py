@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM while a model is trained: the running update ends, a checkpoint is written, then the process."""
+"""SIGINT and SIGTERM in training: the current update ends, a checkpoint is written, and then the process ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interruption:
         self._pid = 0
 
     def begin(self) -> None:
-        """From now on signals are noted, except where they were ignored, as SIGINT in a shell's background job."""
+        """Starts to note signals, except those that were ignored, as SIGINT in a shell's background job."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._pid != os.getpid():  # forked, perhaps, from a process that had noted one of its own
@@ -33,7 +33,7 @@ class Interruption:
                 self._former[number] = signal.signal(number, self._note)
 
     def end(self) -> None:
-        """From now on signals do what they did before."""
+        """Restores what signals did before `begin`."""
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former, self.number = {}, 0
@@ -55,9 +55,10 @@ class Interruption:
 
 
 def leave(number: int) -> NoReturn:
-    """Ends this process as the signal would have: with the exit code that shells give it.
+    """Ends this process with the exit code that shells give to a process that the signal ended.
 
-    Python's own end would abort the process (SIGABRT) if a thread that reads batches is within PyTorch's code then.
+    It skips Python's own shutdown, which would abort the process (SIGABRT) if a thread that reads batches is running
+    PyTorch's code.
     """
     logging.shutdown()
     atexit._run_exitfuncs()

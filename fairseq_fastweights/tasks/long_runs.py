@@ -1,4 +1,7 @@
-"""What long runs need of fairseq-train, for every task: put around its functions when --user-dir is imported."""
+"""Wraps functions of fairseq-train for long runs of every task, when --user-dir is imported.
+
+Signals end a run with a checkpoint, a damaged last checkpoint is replaced, and one run at a time uses a --save-dir.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _looked_after: dict[str, Any] = {}
 
 
 def _largest(trainer: Any, number: int) -> int:
-    """The largest of all processes' numbers. None has it before all have given theirs."""
+    """The largest of all processes' numbers; waits for all processes."""
     if trainer.data_parallel_world_size == 1:
         return number
     numbers = torch.tensor(number, device=trainer.device)
@@ -98,7 +101,7 @@ def _validate_and_save(original: Callable[..., Any]) -> Callable[..., Any]:
                 PathManager.async_close()  # waits for them, as fairseq does at a training's end
             # torchrun ends the others as soon as one has ended: all wait for the one that writes.
             _largest(trainer, number)
-            outcome = "no_save is set" if cfg.checkpoint.no_save else "the same command goes on from there"
+            outcome = "no_save is set" if cfg.checkpoint.no_save else "the same command continues from there"
             logger.info("interrupted after %s updates; %s", trainer.get_num_updates(), outcome)
             leave(number)
         return results

@@ -1,4 +1,4 @@
-"""The folder of a training's checkpoints: one training at a time writes there, and starts from a whole checkpoint."""
+"""The folder of a run's checkpoints: one run at a time writes to it, and starts from an undamaged checkpoint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 LOCK = ".training.lock"
 
 _held: dict[str, IO[str]] = {}
-"""The locks of this process, by folder. They end with the process, however it ends."""
+"""The locks of this process, by folder. The system releases them when the process ends."""
 
 
 def claim(save_dir: str) -> None:
-    """Makes the folder where it is not there, and keeps other trainings out of it as long as this process lives.
+    """Makes the folder if it does not exist, and locks it until this process ends.
 
-    Ends the process with one line if the folder cannot be written to, or if another training has it.
+    Ends the process with one line if the folder cannot be written to, or if another run has locked it.
     """
     try:
         os.makedirs(save_dir, exist_ok=True)
@@ -55,9 +55,9 @@ def claim(save_dir: str) -> None:
 
 
 def replace_damaged(save_dir: str, suffix: str) -> None:
-    """Puts a copy of the newest whole checkpoint in the place of a damaged last one, which is kept beside it.
+    """Replaces a damaged last checkpoint by a copy of the newest undamaged one; the damaged file is kept beside it.
 
-    Ends the process with one line if none is whole.
+    Ends the process with one line if all are damaged.
     """
     last = Path(save_dir, f"checkpoint_last{suffix}.pt")
     complaint = why_damaged(last) if last.is_file() else None
@@ -67,14 +67,14 @@ def replace_damaged(save_dir: str, suffix: str) -> None:
     whole = next((path for path in whole_checkpoints(save_dir) if path.match(pattern)), None)
     if whole is None:
         raise SystemExit(
-            f"{last} {complaint}, and no other checkpoint there is whole; to begin anew, it must be removed"
+            f"{last} {complaint}, and there is no undamaged checkpoint beside it; remove it to start from the beginning"
         )
     copy, kept = last.with_suffix(".pt.tmp"), last.with_suffix(".pt.damaged")
     shutil.copyfile(whole, copy)
     kept.unlink(missing_ok=True)
     os.link(last, kept)
     os.replace(copy, last)
-    logger.warning("%s %s; training goes on from %s, and %s keeps the former", last, complaint, whole.name, kept.name)
+    logger.warning("%s %s; training continues from %s; %s is the damaged file", last, complaint, whole.name, kept.name)
 
 
 def _unwritable(save_dir: str, error: OSError) -> str:

@@ -111,7 +111,7 @@ def test_what_is_frozen_stays_equal_to_the_bit(corpus, trained, tmp_path, way):
     ):
         for part in parts.split():
             assert {not torch.equal(x, after[name]) for name, x in before.items() if part in name} == {moved}, part
-    assert ("are trained from here on: after 6 updates the loss has stopped" in log) == thaws
+    assert ("are trained from now on: after 6 updates the loss has stopped" in log) == thaws
 
 
 @pytest.mark.slow
@@ -133,6 +133,6 @@ def test_a_run_that_is_taken_up_goes_on_as_if_it_had_not_stopped(corpus, trained
         shutil.copy(tmp_path / f"checkpoint_1_{stopped_after}.pt", folder / "checkpoint_last.pt")
         log = train(corpus, folder, *flags)
         assert ("after 6 updates the loss has stopped" in log) == (stopped_after < 6)
-        assert f"taken up again: weights {said} updates" in log
+        assert f"resumed: weights {said} updates" in log
         parts = weights(folder / "checkpoint_last.pt")
         assert all(torch.equal(x, parts[name]) for name, x in whole.items())

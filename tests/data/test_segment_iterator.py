@@ -125,7 +125,7 @@ def former(**layout: int) -> dict[str, object]:
     ("state", "told"),
     [
         (former(), None),
-        (former(processes=2), "left out: they are of {'tokens': 40, 'streams': 2, 'processes': 2"),
+        (former(processes=2), "not used: they belong to {'tokens': 40, 'streams': 2, 'processes': 2"),
         (state_after(2, iterate(Mock(carried_states=lambda: states_of(2)), tokens=41)), "text of 41 tokens, not of 40"),
     ],
 )

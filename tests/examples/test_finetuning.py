@@ -77,3 +77,12 @@ def test_a_summary_has_a_row_for_each_model_by_update(tmp_path: Path, run) -> No
         "delta, m = 16 | converted | 1,234,567 | 1.0e+06 | 50.0 | 25.0 | 4.0",
         "delta, m = 16 | scratch | 1,234,567 | – | 50.0 | 25.0 | 4.0",
     ]
+
+
+def test_the_figure_is_drawn_from_the_table_of_a_page(tmp_path: Path, run) -> None:
+    page, figure = EXAMPLES.parent / "docs" / "results.md", tmp_path / "f.png"
+    assert run(SUMMARIZE, page, "--figure", figure)[0] == 0 and figure.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "other.md").write_text("| model | test |\n| ---: | ---: |\n| delta | 1 |\n")
+    status, _, errors = run(SUMMARIZE, tmp_path / "other.md", "--figure", figure)
+    assert status == 1 and "holds no table of conversions" in errors
+    assert run(SUMMARIZE, page)[0] == 2

@@ -62,7 +62,7 @@ def test_weights_that_are_not_those_of_their_digest_are_refused(tmp_path):
     content[-1] ^= 1
     path.write_bytes(content)
     for kind in (transformers.AutoModel, transformers.AutoModelForCausalLM):
-        with pytest.raises(ValueError, match=f"{path.name} is damaged: its weights have not the digest that is noted"):
+        with pytest.raises(ValueError, match=f"{path.name} is damaged: its weights do not have the digest"):
             kind.from_pretrained(tmp_path)
 
 

@@ -78,7 +78,11 @@ def test_layers_are_counted_from_one(fairseq, layers):
 )
 def test_layers_that_tell_no_positions_apart_are_told(fairseq, caplog, flags, named):
     fairseq.build(flags)
-    said = [f"no_token_positional_embeddings is set, but nothing tells positions apart in {named}"] if named else []
+    said = (
+        [f"no_token_positional_embeddings is set, but there is no information about positions in {named}"]
+        if named
+        else []
+    )
     assert [record.getMessage() for record in caplog.records] == said
 
 

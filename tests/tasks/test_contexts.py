@@ -111,7 +111,7 @@ def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_pa
     whole, parts = (weights(tmp_path / name / "checkpoint_last.pt") for name in ("whole", "parts"))
     assert all(torch.equal(x, parts[name]) for name, x in whole.items())
     log = train(corpus, other, *flags, "--max-update", "8", "--batch-size", "3")
-    assert "that 4 streams have left is dealt out to 3: 0 continues 0, 1 continues 1, 2 continues 2, with" in log
+    assert "the text of 4 streams is divided among 3: 0 continues 0, 1 continues 1, 2 continues 2, with" in log
     assert "start empty" not in log
 
 

@@ -78,14 +78,14 @@ def test_two_processes_go_on_with_the_states_of_both(corpus, tmp_path):
     for name in ("one", "fewer"):
         shutil.copytree(tmp_path / "parts", tmp_path / name)
     log = run("parts", 8)
-    assert "start empty" not in log and "dealt out" not in log
+    assert "start empty" not in log and "is divided among" not in log
     whole = trained(tmp_path / "whole")
     assert not differences(whole, trained(tmp_path / "parts"))
     # By one process: the same 8 streams, whose gradients are added up in another order.
     log = train(corpus, tmp_path / "one", *CARRY, "--batch-size", "8", "--max-update", "8")
-    assert "dealt out" not in log
+    assert "is divided among" not in log
     for name, x in trained(tmp_path / "one")["model"].items():
         assert torch.allclose(x, whole["model"][name], atol=1e-5), name
     log = train(corpus, tmp_path / "fewer", *CARRY, "--batch-size", "3", "--max-epoch", "1", "--max-update", "0")
-    assert "that 8 streams have left is dealt out to 3: 0 continues 0, 1 continues 2, 2 continues 5, with" in log
+    assert "the text of 8 streams is divided among 3: 0 continues 0, 1 continues 2, 2 continues 5, with" in log
     assert "start empty" not in log and all(map(math.isfinite, losses(log, "train_loss")))
