@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conversion import llamas
+
 from .conftest import DOCUMENTS, EXAMPLES, run_script
 
 encode = import_module("encode")
@@ -94,3 +96,14 @@ def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Pa
         assert encode.main([str(source), str(tmp_path), str(tmp_path)]) == 1
         assert message in capfd.readouterr().err and not [*tmp_path.glob("*.bpe"), *tmp_path.glob("*.json")]
         (tmp_path / name).unlink()
+
+
+def test_text_is_cut_by_any_tokenizer_that_a_converted_model_has(tmp_path: Path) -> None:
+    tokenizer = llamas.tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_words.json").write_text('{"end_of_text": 1}')
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.txt").write_text(f"{llamas.TEXT}\n<|endoftext|>\nthe mat")
+    assert encode.main([str(tmp_path)] * 3) == 0
+    numbers = [" ".join(map(str, tokenizer.encode(document).ids)) for document in (llamas.TEXT, "the mat")]
+    assert (tmp_path / "valid.bpe").read_text().splitlines() == numbers

@@ -103,12 +103,12 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: 
     assert len(given) == len(set(given))  # none overrides another
 
 
-@pytest.mark.parametrize("table", papers.TABLES)
+@pytest.mark.parametrize("table", reproduce_command.ALL)
 def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Reproduce) -> None:
     status, out, _ = reproduce("--list", table)
     listed = [line for line in out.splitlines() if line.startswith("|")]
     assert status == 0 and len(listed) > 2 + 2
-    assert "\n".join(listed) in (EXAMPLES / papers.TABLES[table].folder / "README.md").read_text()
+    assert "\n".join(listed) in (EXAMPLES / reproduce_command.ALL[table].folder / "README.md").read_text()
     assert out in reproduce("--list")[1]
 
 
