@@ -42,6 +42,12 @@ gpt2/prepare.sh OUT MODEL TEXT -> which holds no dict.txt; from-huggingface make
 gpt2/prepare.sh OUT GPT2 GPT2 -> holds no train, neither a file nor a folder of files
 VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a positive whole number
 xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than that of SOURCE
+xatl/benchmarks.sh -> benchmarks.sh RUN
+xatl/benchmarks.sh nowhere -> RUN is nowhere, which holds no checkpoint_best.pt
+CHECKPOINT=last.pt xatl/benchmarks.sh MODEL -> which holds no last.pt
+CHECKPOINT=a/b.pt xatl/benchmarks.sh MODEL -> CHECKPOINT is a/b.pt; it must be the name of a file in RUN
+DATA=nowhere xatl/benchmarks.sh MODEL -> DATA is nowhere; it must be a folder
+xatl/benchmarks.sh a,b -> RUN is a,b; lm_eval takes no name with a comma or a bracket
 wmt14/generate.sh DATA MODEL --gen-subset test -> OPTION is --gen-subset; set SUBSETS
 SUBSETS=test2 wmt14/generate.sh DATA MODEL -> SUBSETS is test2; it must be valid, test or both
 TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
@@ -66,6 +72,8 @@ wikitext103/speed.py DATA OUT --rounds 0 -> --rounds is 0; it must be at least 1
 wikitext103/speed.py DATA OUT -> which holds no trained model
 wikitext103/speed.py DATA OUT sum -> DATA is DATA, which holds no dict.txt
 wikitext103/summarize.py DATA -> there is no folder DATA
+xatl/summarize.py OUT sum -> sum was not scored
+xatl/summarize.py OUT -> holds no folder with benchmarks.json
 synthetic/run.py --setting 1 --sizes 20000 --out NEW -> argument --sizes: 20000 is more than 10000
 synthetic/run.py --setting 1 --models tanh --out NEW -> argument --models: 'tanh' is no model of setting 1
 synthetic/run.py --draw --sizes 20 --out NEW -> --draw draws all that is finished
