@@ -1,7 +1,5 @@
 """Small corpora and models for the examples, and ways to see and to run what their commands would."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -14,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +25,7 @@ EXAMPLES = ROOT / "examples"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "wmt14", "xatl")]  # as when their programs are started
-reproduce_command = import_module("reproduce")
+import reproduce as reproduce_command  # noqa: E402
 
 Result = subprocess.CompletedProcess[str]
 Reproduce = Callable[..., tuple[int, str, str]]

@@ -1,19 +1,15 @@
 """examples/xatl: what benchmarks.sh runs and when, and the tables and the figure of its results."""
 
-from __future__ import annotations
-
 import json
 import os
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from xatl import summarize
 
 from .conftest import EXAMPLES, Programs, options
-
-summarize = import_module("xatl.summarize")
 
 SCRIPT, SUMMARY = EXAMPLES / "xatl" / "benchmarks.sh", EXAMPLES / "xatl" / "summarize.py"
 TASKS = ("lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")

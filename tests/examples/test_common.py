@@ -1,19 +1,16 @@
 """What the demos share: steps that are done once, processes that end together, and what is read from logs."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from common import fairseq_logs, steps
 
 from .conftest import ROOT
 
-fairseq_logs, steps = map(import_module, ("common.fairseq_logs", "common.steps"))
 MARK = "made-by-a-test"
 
 

@@ -1,22 +1,18 @@
 """examples/gpt2 and examples/xatl: text is cut into a converted model's subwords."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
 import subprocess
 from argparse import Namespace
-from importlib import import_module
 from pathlib import Path
 
+import encode
 import pytest
 
 from tests.conversion import llamas
 
 from .conftest import DOCUMENTS, EXAMPLES, run_script
-
-encode = import_module("encode")
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The scripts of examples/finetuning: a Transformer is trained, converted and fine-tuned, and the table says how."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,19 +1,16 @@
 """examples/reproduce.py: the command lines of the papers' rows, what is refused, and what is kept."""
 
-from __future__ import annotations
-
 import re
 import shlex
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import BinaryIO
 
+import papers
 import pytest
 
 from .conftest import EXAMPLES, Reproduce, make_newer, options, refused, reproduce_command, shell_words
 
-papers = sys.modules["papers"]
 ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
 SMALL = ("schlag-table2", "small-delta-network")
 

@@ -1,11 +1,8 @@
 """The synthetic experiments: what is drawn, the memories against the reference, when training ends, what is kept."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from common import json_lines, steps
+from synthetic import demo, grid, memories, models, results, retrieval, training
+from synthetic import run as program
 from torch import Tensor
 
 from .conftest import EXAMPLES, interrupt
-
-demo, grid, memories, models, program, results, retrieval, training = (
-    import_module(f"synthetic.{name}") for name in "demo grid memories models run results retrieval training".split()
-)
-steps, json_lines = map(import_module, ("common.steps", "common.json_lines"))
 
 SIZE, DIM = 7, 6
 

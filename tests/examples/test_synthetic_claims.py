@@ -3,19 +3,14 @@
 Sec. 6.1 and Appendix D. A claim that does not come out is not here but in docs/synthetic.md, with the curves.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
 from itertools import pairwise
 
 import pytest
 import torch
+from synthetic import models, results, retrieval, training
 
 from .conftest import EXAMPLES
 
-models, results, retrieval, training = map(
-    import_module, ("synthetic.models", "synthetic.results", "synthetic.retrieval", "synthetic.training")
-)
 REQUIRED = {1: (20, 60, 100, 140, 200, 300, 400, 500, 600), 2: (20, 60, 100, 140, 180)}
 DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}  # their capacities
 FOLDER = EXAMPLES / "synthetic" / "results"

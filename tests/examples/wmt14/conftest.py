@@ -1,11 +1,9 @@
 """A small parallel corpus, prepared, and programs in fairseq's place that note how examples/wmt14/ calls them."""
 
-from __future__ import annotations
-
 import random
-from importlib import import_module
 from pathlib import Path
 
+import corpus
 import pytest
 
 from tests.examples import conftest
@@ -13,7 +11,6 @@ from tests.examples.conftest import EXAMPLES, Result, run_script
 
 WMT14 = EXAMPLES / "wmt14"
 PREPARE, GENERATE = WMT14 / "prepare.sh", WMT14 / "generate.sh"
-corpus, score, subwords = map(import_module, ("corpus", "score", "subwords"))
 
 LEXICON = """the=die well-known=wohl-bekannte café=Kaffeehaus state-of-the-art=hoch-moderne costs=kostet 12.50=12,50
     €=€ naïve=naive “ideas”=„Ideen“ and=und green=grüne dogs=Hunde don't=nicht sleep=schlafen (often)=(oft) &=&

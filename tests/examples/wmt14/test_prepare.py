@@ -1,7 +1,5 @@
 """examples/wmt14/prepare.sh: text that is read, cut into subwords, kept or refused, downloaded, done again or not."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -10,11 +8,13 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import corpus
 import pytest
+import subwords
 from common.files import TextError
 
 from tests.examples.conftest import Result, options
-from tests.examples.wmt14.conftest import PREPARE, Programs, contents, corpus, subwords, write_pairs
+from tests.examples.wmt14.conftest import PREPARE, Programs, contents, write_pairs
 
 
 def test_a_clean_line_has_single_spaces_and_no_control_characters() -> None:

@@ -1,7 +1,5 @@
 """examples/reproduce.py run and report: rows with seeds, the ledger, and what a page says of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf, sqrt
 from pathlib import Path
