@@ -14,7 +14,7 @@ import torch
 
 from tests.conftest import import_plugin
 
-from .conftest import EXAMPLES, Reproduce, reproduce_command, run_script, tiny
+from .conftest import EXAMPLES, reproduce_command, run_script, tiny
 
 TABLES = reproduce_command.TABLES
 TRAINING = "--cpu --num-workers 0 --warmup-updates 1 --max-update 2 --batch-size 2 --tokens-per-sample 16".split()
@@ -38,7 +38,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def train(request: pytest.FixtureRequest, reproduce: Reproduce) -> Train:
+def train(request: pytest.FixtureRequest, reproduce) -> Train:
     """Trains a small model of a row in `out` for two updates."""
 
     def run(table: str, row: str, out: Path, **env: str) -> None:

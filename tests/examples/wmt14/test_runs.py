@@ -9,7 +9,7 @@ import pytest
 from papers import drawing, ledger, report, rows
 from papers.grid import plan
 
-from tests.examples.conftest import TINY, Reproduce
+from tests.examples.conftest import TINY
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path
     assert "](multi30k-curves.png)" in page and "claims.png" not in page
 
 
-def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, reproduce: Reproduce) -> None:
+def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, reproduce) -> None:
     book = tmp_path / "ledger"
     ledger.append_entry(book, entry("softmax", 1, 39.0))
     status, said, warned = reproduce("report", "multi30k", "--ledger", book)
