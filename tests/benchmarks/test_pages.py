@@ -9,8 +9,6 @@ from harness import records, targets
 from harness.pages import ratio
 from harness.targets import Failure, judge
 
-from tests.benchmarks.conftest import Run
-
 # Records of a GPU, which the committed page has none of, in round numbers, and what is to be said of them: the targets,
 # and the lines of the sections but for the words of page.md. It can be checked in the head.
 MADE_UP = Path(__file__).parent / "made_up"
@@ -27,7 +25,7 @@ def test_of_a_gpu_a_page_says_what_was_worked_out_by_hand() -> None:
     assert lines == (MADE_UP / "gpu.txt").read_text().splitlines()
 
 
-def test_the_committed_page_is_what_the_results_say(tmp_path: Path, run: Run) -> None:
+def test_the_committed_page_is_what_the_results_say(tmp_path: Path, run) -> None:
     page = report.PAGE.with_name("nothing to read.md")
     assert report.render(report.find_records(report.RESULTS), page) == report.PAGE.read_text()
     (tmp_path / "empty").mkdir()

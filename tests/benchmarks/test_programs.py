@@ -12,14 +12,12 @@ import pytest
 import torch
 from harness.cases import RULES
 
-from tests.benchmarks.conftest import Run
-
 MEASURING = ("kernels", "generation", "translation", "training")
 BOTH = ("forward", "forward+backward")
 
 
 @pytest.mark.slow
-def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatch, run: Run) -> None:
+def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatch, run) -> None:
     monkeypatch.setattr("kernels.keep_freed_memory", lambda: None)  # of this process it is not to be kept
     page = tmp_path / "page.md"
 
@@ -86,7 +84,7 @@ IN_TURNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", IN_TURNS)
-def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypatch, run: Run) -> None:
+def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypatch, run) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)  # of this process it is not to be kept
     assert run("against_transformers", subject, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
@@ -109,7 +107,7 @@ ROUNDS = [(name, "--rounds") for name in (*MEASURING, "sliding_window")]
         ([("kernels", "--device"), ("generation", "--device")], "cuda", "torch sees no GPU"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options, values: str, message: str, monkeypatch, run: Run) -> None:
+def test_what_makes_no_sense_is_refused(options, values: str, message: str, monkeypatch, run) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for (name, option), value in itertools.product(options, values.split()):
         assert message.format(option, value) in run(name, option, value), name
