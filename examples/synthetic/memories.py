@@ -82,13 +82,17 @@ class SoftmaxMemory(Memory):
         return torch.softmax(_products(q, k) * self.features**-0.5, dim=-1)
 
 
-class SumMemory(Memory):
-    """The sum rule with attention normalisation (Eq. 17-19): a_i = phi(k_i) . phi(q) / sum_j phi(k_j) . phi(q)."""
+class MappedMemory(Memory):
+    """A memory of keys and queries that a feature map has mapped."""
 
     def __init__(self, feature_map: FeatureMap) -> None:
         super().__init__()
         self.feature_map = feature_map
         self.features = feature_map.output_dim
+
+
+class SumMemory(MappedMemory):
+    """The sum rule with attention normalisation (Eq. 17-19): a_i = phi(k_i) . phi(q) / sum_j phi(k_j) . phi(q)."""
 
     def coefficients(self, k: Tensor, q: Tensor, beta: Tensor | None) -> Tensor:
         phi_q, phi_k = self.feature_map(q[:, :, None], k[:, :, None], scales="queries and source")
@@ -97,15 +101,10 @@ class SumMemory(Memory):
         return weights / divisor.masked_fill(divisor < SMALLEST_DIVISOR, 1)
 
 
-class DeltaMemory(Memory):
+class DeltaMemory(MappedMemory):
     """The delta rule with sum normalisation (Eq. 20-25, 29)."""
 
     has_strength = True
-
-    def __init__(self, feature_map: FeatureMap) -> None:
-        super().__init__()
-        self.feature_map = feature_map
-        self.features = feature_map.output_dim
 
     def coefficients(self, k: Tensor, q: Tensor, beta: Tensor | None) -> Tensor:
         assert beta is not None
@@ -149,7 +148,7 @@ def delta_coefficients(k: Tensor, q: Tensor, beta: Tensor, *, backend: str = "au
     return (beta[:, :, None] * reads).transpose(1, 2)
 
 
-class CappedMemory(Memory):
+class CappedMemory(MappedMemory):
     """The fast weight memory of Schlag, Munkhdalai, Schmidhuber (2021), without its LSTM.
 
     The delta rule without normalisation of keys, but after each write a memory whose Frobenius norm is above 1 is
@@ -167,9 +166,7 @@ class CappedMemory(Memory):
     has_strength = True
 
     def __init__(self, feature_map: FeatureMap, *, layer_norm: bool) -> None:
-        super().__init__()
-        self.feature_map = feature_map
-        self.features = feature_map.output_dim
+        super().__init__(feature_map)
         self.layer_norm = layer_norm
 
     def forward(self, k: Tensor, q: Tensor, beta: Tensor | None, values: Tensor, size: int) -> Tensor:

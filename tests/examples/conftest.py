@@ -1,7 +1,5 @@
 """Small corpora and models for the examples, and ways to see and to run what their commands would."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -14,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,10 +25,9 @@ EXAMPLES = ROOT / "examples"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "wmt14", "xatl")]  # as when their programs are started
-reproduce_command = import_module("reproduce")
+import reproduce as reproduce_command  # noqa: E402
 
 Result = subprocess.CompletedProcess[str]
-Reproduce = Callable[..., tuple[int, str, str]]
 
 TINY = {
     "wikitext103": """--decoder-layers 1 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
@@ -76,12 +72,6 @@ def options(words: list[str]) -> dict[str, str]:
     """The options of a call by name; the last one of a kind counts, as for argparse."""
     following = [*words[1:], "--"]
     return {a: "" if b.startswith("--") else b for a, b in zip(words, following, strict=True) if a.startswith("--")}
-
-
-def make_newer(checkpoint: Path) -> None:
-    """As more training would."""
-    later = checkpoint.stat().st_mtime + 100
-    os.utime(checkpoint, (later, later))
 
 
 def write_training(folder: Path, updates: int, finished: bool = True, *first: str) -> Path:
@@ -194,7 +184,7 @@ def fairseq(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.fixture
-def reproduce(fairseq: Callable[[list[str]], str], monkeypatch, capsys) -> Reproduce:
+def reproduce(fairseq: Callable[[list[str]], str], monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """Runs reproduce.py, and returns its status and what it wrote to stdout and stderr."""
 
     def stream(words: list[str], *sinks: BinaryIO) -> int:

@@ -1,22 +1,17 @@
 """What the demos share: steps that are done once, processes that end together, and what is read from logs."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from common import fairseq_logs, matrix_products, steps
 
 from .conftest import ROOT
 
-fairseq_logs, matrix_products, steps = map(
-    import_module, ("common.fairseq_logs", "common.matrix_products", "common.steps")
-)
 MARK = "made-by-a-test"
 
 
@@ -145,6 +140,8 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_that_were_done_twi
         "best_valid_ppl": 16.0,
         "tokens_per_second": 200.0,
     }
+    parts = [f'x | INFO | train_inner | {{"ppl": 9, "wps": 1, "num_updates": {n}, "train_wall": 3}}\n' for n in (6, 12)]
+    assert fairseq_logs.parse_training("".join(parts)).seconds == 6
     with pytest.raises(ValueError, match="its log has no training"):
         fairseq_logs.read_training("Traceback (most recent call last):\n")
     assert fairseq_logs.describe_training("", 8) == "starting"

@@ -1,20 +1,18 @@
 """examples/gpt2 and examples/xatl: text is cut into a converted model's subwords."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
 import subprocess
 from argparse import Namespace
-from importlib import import_module
 from pathlib import Path
 
+import encode
 import pytest
 
-from .conftest import DOCUMENTS, EXAMPLES, run_script
+from tests.conversion import llamas
 
-encode = import_module("encode")
+from .conftest import DOCUMENTS, EXAMPLES, run_script
 
 
 @pytest.mark.slow
@@ -94,3 +92,14 @@ def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Pa
         assert encode.main([str(source), str(tmp_path), str(tmp_path)]) == 1
         assert message in capfd.readouterr().err and not [*tmp_path.glob("*.bpe"), *tmp_path.glob("*.json")]
         (tmp_path / name).unlink()
+
+
+def test_text_is_cut_by_any_tokenizer_that_a_converted_model_has(tmp_path: Path) -> None:
+    tokenizer = llamas.tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_words.json").write_text('{"end_of_text": 1}')
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.txt").write_text(f"{llamas.TEXT}\n<|endoftext|>\nthe mat")
+    assert encode.main([str(tmp_path)] * 3) == 0
+    numbers = [" ".join(map(str, tokenizer.encode(document).ids)) for document in (llamas.TEXT, "the mat")]
+    assert (tmp_path / "valid.bpe").read_text().splitlines() == numbers

@@ -1,7 +1,5 @@
 """The demos of language models and of translation: what they read, refuse, run and show, and how `make` starts them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -11,19 +9,18 @@ import re
 import shlex
 import shutil
 import subprocess
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from common import steps
+from demo import comparison, corpora, run
+from demo_translation import comparison as scores
+from demo_translation import run as translation
+from synthetic import demo as synthetic
+from synthetic import run as grid
 
-from .conftest import EXAMPLES, ROOT, interrupt, refused
-
-comparison, corpora, run, steps = map(import_module, ("demo.comparison", "demo.corpora", "demo.run", "common.steps"))
-scores, number_text, pieces, translation, translations = (
-    import_module(f"demo_translation.{name}") for name in ("comparison", "number_text", "pieces", "run", "translations")
-)
-grid, synthetic = map(import_module, ("synthetic.run", "synthetic.demo"))
+from .conftest import EXAMPLES, ROOT, interrupt
 
 
 @pytest.mark.parametrize("demo", [run, translation, grid, synthetic])
@@ -150,35 +147,6 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, capsys: pytest.Capt
     assert run.main(arguments) == 0
     shown_again = capsys.readouterr().out
     assert "fairseq-" not in shown_again and table in shown_again
-
-
-GENERATED = "H-1\t-0.1\tdrei\nD-1\t-0.1\tzwei\nD-0\t-0.2\teine Million\nD-2\t-inf\t\nTranslated 3 sentences\n"
-
-
-@refused("""
-number_text out --test 0 -> --test is 0; it must be at least 1
-number_text out --train 999999 -> are 1,001,499 together; they must be 1,000,000 at most
-number_text texts -> test.de is there already
-pieces train new.model good --pieces 100000 -> Vocabulary size too high
-pieces train good good -> good is there already
-pieces encode two . good -> good is there already
-pieces encode two out good texts/good -> two files have the same name
-translations generated four out -> 1 of 4 lines have no translation, line 4 the first of them
-translations generated two out -> there are 3 translations of 2 lines
-translations twice good out -> line 2 has two translations; generate with --nbest 1
-translations generated good texts/test.de -> test.de is there already
-""")
-def test_what_the_scripts_cannot_use_is_named_and_nothing_written(env, words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("texts").mkdir()
-    files = {"good": "one\ntwo\nthree\n", "texts/good": "one\n", "texts/test.de": "years of work", "two": "one\ntwo\n"}
-    files |= {"four": "one\n" * 4, "generated": GENERATED, "twice": f"{GENERATED}D-1\t-0.5\tdrei\n"}
-    for name, content in files.items():
-        Path(name).write_text(content)
-    assert import_module(f"demo_translation.{words[0]}").main(words[1:]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"{words[0]}.py: ") and error.count("\n") == 1 and re.search(message, error)
-    assert {str(x): x.read_text() for x in Path().rglob("*") if x.is_file()} == files
 
 
 @pytest.mark.slow

@@ -11,22 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import QUIET, ROOT, SMALL_MODEL, TASK
-from tests.examples.conftest import EXAMPLES, PATH
+from tests.conftest import QUIET, SMALL_MODEL, TASK
+from tests.examples.conftest import EXAMPLES, PATH, run_script
 
 ACTED = {
     "scontrol": "echo localhost; echo localhost",
     # One agent for each node; it fails if one does.
     "srun": '"$@" & first=$!; "$@" & wait $! && wait $first',
 }
-
-
 FLAGS = "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --disable-validation".split()
+FLAGS += [*TASK, *SMALL_MODEL, *QUIET]
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
+    with socket.create_server(("", 0)) as free:
         return free.getsockname()[1]
 
 
@@ -35,14 +33,10 @@ def test_two_nodes_train_one_model(our_fairseq, corpus, tmp_path):
     for name, script in ACTED.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    script = [str(ROOT / "examples" / "distributed" / "train.sbatch"), str(corpus), *TASK, *SMALL_MODEL, *QUIET]
-    result = subprocess.run(
-        ["bash", *script, *FLAGS, "--max-update", "2", "--save-dir", str(tmp_path / "checkpoints")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}{os.pathsep}{PATH}", "PROCESSES": "1"}
-        | {"SLURM_JOB_NODELIST": "two", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "PORT": str(free_port())},
-    )
+    env = {"SLURM_JOB_NODELIST": "two", "SLURM_NNODES": 2, "SLURM_JOB_ID": 7, "PROCESSES": 1, "PORT": free_port()}
+    env["PATH"] = f"{tmp_path}{os.pathsep}{PATH}"
+    flags = [*FLAGS, "--max-update", "2", "--save-dir", tmp_path / "checkpoints"]
+    result = run_script(EXAMPLES / "distributed" / "train.sbatch", corpus, *flags, env=env)
     assert result.returncode == 0, result.stderr
     assert "training on 2 devices" in result.stdout and (tmp_path / "checkpoints" / "checkpoint_last.pt").is_file()
 
@@ -52,11 +46,6 @@ def wait_for(what: Callable[[], object], seconds: float = 300) -> None:
     while not what():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.05)
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("localhost", port)) == 0
 
 
 def kill_node(agent: subprocess.Popen[bytes]) -> None:
@@ -73,32 +62,32 @@ def test_a_node_that_is_killed_and_started_again_takes_part_again(our_fairseq, c
     page = (EXAMPLES / "distributed" / "README.md").read_text()
     elastic = re.search(r"export (\w+)=(\w+)\ntorchrun (--max-restarts.*?) \\\n", page)
     assert elastic is not None
-    port = free_port()
+    port, logs = free_port(), [tmp_path / "first.log", tmp_path / "second.log"]
     words = elastic[3].replace("FIRST:29500", f"localhost:{port}").replace("--nproc_per_node 8", "--nproc_per_node 1")
-    command = ["torchrun", *words.split(), "--monitor-interval", "0.2"]
-    command += [str(Path(PATH.split(os.pathsep)[0], "fairseq-train")), str(corpus), *TASK, *SMALL_MODEL, *QUIET, *FLAGS]
-    command += f"--max-update 100 --save-interval-updates 10 --save-dir {tmp_path}/checkpoints".split()
-    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    program = Path(PATH.split(os.pathsep)[0]) / "fairseq-train"
+    command = f"torchrun {words} --monitor-interval 0.2 {program} {corpus}".split()
+    command += [*FLAGS, *f"--max-update 100 --save-interval-updates 10 --save-dir {tmp_path}".split()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": PATH, elastic[1]: elastic[2]}
 
     def start(log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as file:
-            return subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=file,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": PATH, elastic[1]: elastic[2]},
-            )
+            return subprocess.Popen(command, stdout=file, stderr=file, env=env)
 
     def updates() -> list[tuple[int, str]]:
         """What the training's first process has logged: of each update its number and loss."""
         found = re.findall(r'"loss": "([^"]+)".*"num_updates": "(\d+)"', "".join(log.read_text() for log in logs))
         return [(int(number), loss) for loss, number in found]
 
+    def listens() -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("localhost", port)) == 0
+
     agents = [start(logs[0])]
     try:
-        wait_for(lambda: listens(port))  # so that the first agent has the list of all, as FIRST has
+        wait_for(listens)  # so that the first agent has the list of all, as FIRST has
         agents.append(start(logs[1]))
-        wait_for(lambda: any(number > 10 for number, _ in updates()))
+        # Between two checkpoints: some updates are to be done again.
+        wait_for(lambda: any(number > 10 and 2 < number % 10 < 7 for number, _ in updates()[-1:]))
         kill_node(agents[1])
         agents[1] = start(logs[1])
         assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
@@ -108,10 +97,9 @@ def test_a_node_that_is_killed_and_started_again_takes_part_again(our_fairseq, c
                 kill_node(agent)
     done = updates()
     numbers = [number for number, _ in done]
-    again = [n for n in range(1, len(numbers)) if numbers[n] <= numbers[n - 1]]
-    assert len(again) == 1, "the training went on once"
-    lost, resumed = numbers[again[0] - 1], numbers[again[0]]
+    lost = sum(number == place for place, number in enumerate(numbers, start=1))  # all until it was killed
+    resumed = numbers[lost]
     assert lost - 10 < resumed <= lost and (resumed - 1) % 10 == 0
-    assert numbers == [*range(1, lost + 1), *range(resumed, 101)]
+    assert numbers == [*range(1, lost + 1), *range(resumed, 101)], "the training went on once"
     # Those that were done again came out as before.
-    assert done[again[0] : again[0] + lost - resumed + 1] == done[resumed - 1 : lost]
+    assert done[lost : 2 * lost - resumed + 1] == done[resumed - 1 : lost]

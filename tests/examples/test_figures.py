@@ -1,13 +1,9 @@
 """How all figures look: names do not lie on one another, and a model has one colour."""
 
-from __future__ import annotations
-
-from importlib import import_module
 from itertools import combinations
 
 import pytest
-
-figures = import_module("common.figures")
+from common import figures
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The scripts of examples/finetuning: a Transformer is trained, converted and fine-tuned, and the table says how."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 
 from .conftest import EXAMPLES, options, write_training
 
+MEMORY = ("--update-rule", "--feature-map", "--normalization")
 WIKITEXT2, SUMMARIZE = (EXAMPLES / "finetuning" / name for name in ("wikitext2.sh", "summarize.py"))
 
 
@@ -52,21 +51,43 @@ def test_all_rules_and_both_starts_are_run_if_none_is_named(tmp_path: Path, comm
     models += [f"{rule}-{m}-scaled" for rule in ("decay", "gated") for m in (4, 16)]
     updates = {Path(call["--save-dir"]).name: call["--max-update"] for call in calls if "--lr-scheduler" in call}
     assert updates == {"source": "8000", **dict.fromkeys(models, "800")}
-    rule = ("--update-rule", "--feature-map", "--normalization")
-    memories = {tuple(call[option] for option in rule) for call in calls[3:] if "--lr" in call}
+    memories = {tuple(call[option] for option in MEMORY) for call in calls[3:] if "--lr" in call}
     assert memories == {("delta", "relu", "sum"), *((rule, "identity", "none") for rule in ("decay", "gated", "sum"))}
     assert sum("--transfer-from" in call for call in calls) == 2 * 12  # the start, and the training
     assert {Path(call["--save-dir"]).name for call in calls if "--scale-read-out" in call} == set(models[-4:])
 
 
-def test_a_summary_has_a_row_for_each_model_by_update(tmp_path: Path, run) -> None:
+def test_a_fifth_of_the_budget_is_the_transfer_of_each_model_that_is_aligned(tmp_path: Path, commands) -> None:
+    (tmp_path / "dict.txt").touch()
+    (out := tmp_path / "out").joinpath("source").mkdir(parents=True)
+    for name in ("trained", "test.log"):
+        (out / "source" / name).touch()
+    models = ["linear-32-aligned", "decay-16-aligned"]
+    calls = list(map(options, commands(WIKITEXT2, tmp_path, out, *models, env={"JOBS": "1"})))
+    assert len(calls) == 2 * 4
+    for model, (transfer, start, training, test) in zip(models, (calls[:4], calls[4:]), strict=True):
+        source, aligned = str(out / "source" / "checkpoint_best.pt"), out / model / "aligned"
+        assert transfer["--criterion"] == "attention_transfer" and transfer["--transfer-from"] == source
+        assert transfer["--save-dir"] == str(aligned) and transfer["--max-update"] == "160"
+        for call in (start, training):
+            assert call["--finetune-from-model"] == str(aligned / "checkpoint_last.pt")
+            assert call["--criterion"] == "adaptive_loss" and call["--save-dir"] == str(out / model)
+        # Validated when the others are: after 320, 480, 640 and 800.
+        assert training["--max-update"] == "640" and training["--validate-interval-updates"] == "160"
+        assert ("--scale-read-out" in transfer) is ("--scale-read-out" in training) is (model == models[1])
+        assert test["--path"] == str(out / model / "checkpoint_best.pt")
+    assert [calls[0][option] for option in MEMORY] == ["sum", "relu", "attention"]
+
+
+def test_a_summary_has_a_row_for_each_model_by_update_of_which_an_aligned_one_had_some_before(tmp_path, run) -> None:
     updates = {"source": 400, "delta-16-converted": 40, "delta-16-scratch": 40, "add-4-scratch": 20}
-    for name, number in updates.items():
+    for name, number in (updates | {"linear-32-aligned": 20}).items():
         folder = write_training(tmp_path / name, number)
         if name != "add-4-scratch":
             (folder / "test.log").write_text(f"x | Loss (base 2): 5.0, Perplexity: {number / 10}\n")
-    start = 'x | valid | {"valid_num_updates": "1", "valid_ppl": "1e6"}\n'
-    (tmp_path / "delta-16-converted" / "start.log").write_text(start)
+    for name, ppl in (("delta-16-converted", "1e6"), ("linear-32-aligned", "90.0")):
+        (tmp_path / name / "start.log").write_text(f'x | valid | {{"valid_num_updates": "1", "valid_ppl": "{ppl}"}}\n')
+    (tmp_path / "linear-32-aligned" / "aligned.log").write_text('x | {"train_num_updates": "20"}\n')
     _, table, errors = run(SUMMARIZE, tmp_path)
     assert errors == f"summarize.py: {tmp_path / 'add-4-scratch' / 'test.log'} has no perplexity in it\n"
     head, _, *rows = cells(table)
@@ -76,6 +97,7 @@ def test_a_summary_has_a_row_for_each_model_by_update(tmp_path: Path, run) -> No
         "add, m = 4 | scratch | 1,234,567 | – | 50.0 | – | –",
         "delta, m = 16 | converted | 1,234,567 | 1.0e+06 | 50.0 | 25.0 | 4.0",
         "delta, m = 16 | scratch | 1,234,567 | – | 50.0 | 25.0 | 4.0",
+        "linear, m = 32 | aligned | 1,234,567 | – | 90.0 | 50.0 | 2.0",
     ]
 
 

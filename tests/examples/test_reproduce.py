@@ -1,19 +1,17 @@
 """examples/reproduce.py: the command lines of the papers' rows, what is refused, and what is kept."""
 
-from __future__ import annotations
-
+import os
 import re
 import shlex
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import BinaryIO
 
+import papers
 import pytest
 
-from .conftest import EXAMPLES, Reproduce, make_newer, options, refused, reproduce_command, shell_words
+from .conftest import EXAMPLES, options, refused, reproduce_command, shell_words
 
-papers = sys.modules["papers"]
 ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
 SMALL = ("schlag-table2", "small-delta-network")
 
@@ -31,7 +29,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
     return {path.name: path for path in [*tmp_path.iterdir(), tmp_path / "OUT"]}
 
 
-def printed(reproduce: Reproduce, *words: object, **env: str) -> list[list[str]]:
+def printed(reproduce, *words: object, **env: str) -> list[list[str]]:
     """The commands of a call, the programs without their folders."""
     status, out, err = reproduce("--print", *words, **env)
     assert status == 0, err
@@ -43,7 +41,7 @@ CALLS = (Path(__file__).parent / "commands.txt").read_text().removeprefix("$ ").
 
 
 @pytest.mark.parametrize("block", CALLS, ids=lambda block: block.split("\n")[0])
-def test_a_row_is_these_command_lines(block: str, reproduce: Reproduce) -> None:
+def test_a_row_is_these_command_lines(block: str, reproduce) -> None:
     """Written by hand. S, a SOURCE that is a checkpoint, is a file that is there."""
     (env, call), *lines = [shell_words(re.sub(r"\bS\b", "README.md", line)) for line in block.strip().split("\n")]
     assert printed(reproduce, *call, **env) == [words for _, words in lines]
@@ -84,7 +82,7 @@ is for nothing. FAVOR+ and DPFP: Table 6, and d_dot = 2 m or 2 nu d_key with d_k
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
-def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: Reproduce) -> None:
+def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce) -> None:
     recipe = papers.TABLES[table].rows[row].recipe
     (train,) = printed(reproduce, table, row, "train", *["S"] * recipe.sources, "D", "O")
     asked = options(train)
@@ -103,12 +101,12 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce: 
     assert len(given) == len(set(given))  # none overrides another
 
 
-@pytest.mark.parametrize("table", papers.TABLES)
-def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce: Reproduce) -> None:
+@pytest.mark.parametrize("table", reproduce_command.ALL)
+def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce) -> None:
     status, out, _ = reproduce("--list", table)
     listed = [line for line in out.splitlines() if line.startswith("|")]
     assert status == 0 and len(listed) > 2 + 2
-    assert "\n".join(listed) in (EXAMPLES / papers.TABLES[table].folder / "README.md").read_text()
+    assert "\n".join(listed) in (EXAMPLES / reproduce_command.ALL[table].folder / "README.md").read_text()
     assert out in reproduce("--list")[1]
 
 
@@ -168,7 +166,7 @@ def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(places
     for env, name in (({}, "best"), ({"CHECKPOINT": "checkpoint_last.pt"}, "last")):
         assert scored(**env) == [(f"checkpoint_{name}.pt", "valid"), (f"checkpoint_{name}.pt", "test")]
         assert scored(**env) == scored(**env, SPLITS="test") == []
-    make_newer(out / "checkpoint_best.pt")
+    os.utime(out / "checkpoint_best.pt", (2e9, 2e9))  # as more training would
     assert scored(CHECKPOINT="checkpoint_last.pt") == []
     assert scored(SPLITS="valid") == [("checkpoint_best.pt", "valid")]
     assert not list(out.glob("*.unfinished"))

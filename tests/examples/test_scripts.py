@@ -1,9 +1,8 @@
 """The examples' scripts: what a checker finds in them, and what they refuse with nothing left behind."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +41,12 @@ gpt2/prepare.sh OUT MODEL TEXT -> which holds no dict.txt; from-huggingface make
 gpt2/prepare.sh OUT GPT2 GPT2 -> holds no train, neither a file nor a folder of files
 VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a positive whole number
 xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than that of SOURCE
+xatl/benchmarks.sh -> benchmarks.sh RUN
+xatl/benchmarks.sh nowhere -> RUN is nowhere, which holds no checkpoint_best.pt
+CHECKPOINT=last.pt xatl/benchmarks.sh MODEL -> which holds no last.pt
+CHECKPOINT=a/b.pt xatl/benchmarks.sh MODEL -> CHECKPOINT is a/b.pt; it must be the name of a file in RUN
+DATA=nowhere xatl/benchmarks.sh MODEL -> DATA is nowhere; it must be a folder
+xatl/benchmarks.sh a,b -> RUN is a,b; lm_eval takes no name with a comma or a bracket
 wmt14/generate.sh DATA MODEL --gen-subset test -> OPTION is --gen-subset; set SUBSETS
 SUBSETS=test2 wmt14/generate.sh DATA MODEL -> SUBSETS is test2; it must be valid, test or both
 TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
@@ -61,21 +66,42 @@ def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict[str, str], wor
     assert sorted(tmp_path.rglob("*")) == before
 
 
+GENERATED = "H-1\t-0.1\tdrei\nD-1\t-0.1\tzwei\nD-0\t-0.2\teine Million\nD-2\t-inf\t\nTranslated 3 sentences\n"
+
+
 @refused("""
 wikitext103/speed.py DATA OUT --rounds 0 -> --rounds is 0; it must be at least 1
 wikitext103/speed.py DATA OUT -> which holds no trained model
 wikitext103/speed.py DATA OUT sum -> DATA is DATA, which holds no dict.txt
 wikitext103/summarize.py DATA -> there is no folder DATA
+xatl/summarize.py OUT sum -> sum was not scored
+xatl/summarize.py OUT -> holds no folder with benchmarks.json
 synthetic/run.py --setting 1 --sizes 20000 --out NEW -> argument --sizes: 20000 is more than 10000
 synthetic/run.py --setting 1 --models tanh --out NEW -> argument --models: 'tanh' is no model of setting 1
 synthetic/run.py --draw --sizes 20 --out NEW -> --draw draws all that is finished
 synthetic/run.py --setting 1 --device cuda --out NEW -> error: --device is 'cuda', but torch finds no GPU
 synthetic/run.py --draw --out NEW -> has no finished points to draw
+demo_translation/number_text.py out --test 0 -> number_text.py: --test is 0; it must be at least 1
+demo_translation/number_text.py out --train 999999 -> are 1,001,499 together; they must be 1,000,000 at most
+demo_translation/number_text.py texts -> test.de is there already
+demo_translation/pieces.py train new.model good --pieces 100000 -> Vocabulary size too high
+demo_translation/pieces.py train good good -> pieces.py: good is there already
+demo_translation/pieces.py encode two . good -> good is there already
+demo_translation/pieces.py encode two out good texts/good -> two files have the same name
+demo_translation/translations.py generated four out -> 1 of 4 lines have no translation, line 4 the first of them
+demo_translation/translations.py generated two out -> there are 3 translations of 2 lines
+demo_translation/translations.py twice good out -> line 2 has two translations; generate with --nbest 1
+demo_translation/translations.py generated good texts/test.de -> translations.py: texts/test.de is there already
 """)
 def test_programs_refuse_what_they_cannot_do(env: dict, words: list[str], message: str, tmp_path, monkeypatch, run):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "OUT" / "sum").mkdir(parents=True)
-    (tmp_path / "OUT" / "sum" / "checkpoint_best.pt").touch()
+    files = {"good": "one\ntwo\nthree\n", "texts/good": "one\n", "texts/test.de": "years of work", "two": "one\ntwo\n"}
+    files |= {"four": "one\n" * 4, "generated": GENERATED, "twice": f"{GENERATED}D-1\t-0.5\tdrei\n"}
+    files["OUT/sum/checkpoint_best.pt"] = ""
+    for name, content in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(content)
     status, _, errors = run(EXAMPLES / words[0], *words[1:])
-    assert status in (1, 2) and message in errors and [path.name for path in tmp_path.iterdir()] == ["OUT"]
+    assert status in (1, 2) and message in errors
+    assert {str(x): x.read_text() for x in Path().rglob("*") if x.is_file()} == files

@@ -1,24 +1,17 @@
 """Rules over segments in several processes, forward and backward, against one process with the whole text."""
 
-import argparse
-import sys
+from argparse import Namespace
 
 import pytest
 import torch
-
-from tests.examples.conftest import EXAMPLES
+from sequence_parallel.run import RULES, run
 
 
 def test_segments_in_processes_are_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    sys.path.insert(0, str(EXAMPLES))
-    from sequence_parallel.run import RULES, run
-
     # 37 steps, which 2 processes share unequally; a state that is not square.
-    sizes = argparse.Namespace(
-        processes=2, batch=2, time=37, heads=2, key_dim=5, value_dim=3, rules=RULES, measure=False
-    )
-    found = run(sizes, torch.float64)
+    sizes = {"processes": 2, "batch": 2, "time": 37, "heads": 2, "key_dim": 5, "value_dim": 3}
+    found = run(Namespace(**sizes, rules=RULES, measure=False), torch.float64)
     assert [row[:2] for row in found] == [(rule, rank) for rule in RULES for rank in range(2)]
     # Sums in another order.
     assert all(difference < 1e-12 for _, _, difference, *_ in found), found

@@ -1,11 +1,8 @@
 """The synthetic experiments: what is drawn, the memories against the reference, when training ends, what is kept."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from common import json_lines, steps
+from synthetic import demo, grid, memories, models, results, retrieval, training
+from synthetic import run as program
 from torch import Tensor
 
 from .conftest import EXAMPLES, interrupt
-
-demo, grid, memories, models, program, results, retrieval, training = (
-    import_module(f"synthetic.{name}") for name in "demo grid memories models run results retrieval training".split()
-)
-steps, json_lines = map(import_module, ("common.steps", "common.json_lines"))
 
 SIZE, DIM = 7, 6
 
@@ -55,12 +50,9 @@ def test_a_query_asks_for_the_value_that_was_written_last(setting: int, share: f
 
 def pairs(length: int) -> SimpleNamespace:
     torch.manual_seed(1)
-    return SimpleNamespace(
-        k=torch.randn(3, length, DIM, dtype=torch.float64, requires_grad=True),
-        q=torch.randn(3, 4, DIM, dtype=torch.float64, requires_grad=True),
-        beta=torch.rand(3, length, dtype=torch.float64, requires_grad=True),
-        values=torch.randint(SIZE, (3, length)),
-    )
+    drawn = {"k": torch.randn(3, length, DIM), "q": torch.randn(3, 4, DIM), "beta": torch.rand(3, length)}
+    leaves = {name: x.double().requires_grad_() for name, x in drawn.items()}
+    return SimpleNamespace(**leaves, values=torch.randint(SIZE, (3, length)))
 
 
 def by_definition(kind: str, memory: Any, p: SimpleNamespace) -> Tensor:
@@ -74,19 +66,16 @@ def by_definition(kind: str, memory: Any, p: SimpleNamespace) -> Tensor:
         phi_q, phi_k = (phi / (phi.sum(-1, keepdim=True) + eps) for phi in (phi_q, phi_k))
     state = torch.zeros(3, phi_k.shape[-1], SIZE, dtype=torch.float64)
     for t in range(v.shape[1]):
-        k = phi_k[:, t, :, None]
-        written = (
-            v[:, t, None] if kind == "sum" else p.beta[:, t, None, None] * (v[:, t, None] - k.transpose(1, 2) @ state)
-        )
+        k, written = phi_k[:, t, :, None], v[:, t, None]
+        if kind != "sum":
+            written = p.beta[:, t, None, None] * (written - k.transpose(1, 2) @ state)
         state = state + k * written
         if kind == "capped":
             state = state / state.flatten(1).norm(dim=1).clamp(min=1)[:, None, None]
     read = phi_q @ state
     if kind == "sum":
-        read = read / ((phi_q @ phi_k.sum(1)[:, :, None]) + eps)
-    if getattr(memory, "layer_norm", False):
-        read = F.layer_norm(read, (SIZE,))
-    return read
+        return read / ((phi_q @ phi_k.sum(1)[:, :, None]) + eps)
+    return F.layer_norm(read, (SIZE,)) if getattr(memory, "layer_norm", False) else read
 
 
 @pytest.mark.parametrize("length", [1, 3 * memories.CHUNK + 1])
@@ -94,13 +83,13 @@ def by_definition(kind: str, memory: Any, p: SimpleNamespace) -> Tensor:
 def test_a_memory_reads_what_its_definition_reads_with_the_same_gradients(name: str, length: int) -> None:
     model = (models.MODELS[1] | models.MODELS[2])[name]
     memory = model.build(DIM).double().eval()  # in evaluation FAVOR+ keeps its features
+    p = pairs(length)
+    inputs = [p.k, p.q, p.beta] if memory.has_strength else [p.k, p.q]
     found: list[list[Tensor]] = []
-    for ours in (True, False):
-        p = pairs(length)
-        beta = p.beta if memory.has_strength else None
-        y = memory(p.k, p.q, beta, p.values, SIZE) if ours else by_definition(model.memory, memory, p)
-        (y * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y)).sum().backward()
-        found.append([y, p.k.grad, p.q.grad] + ([p.beta.grad] if memory.has_strength else []))
+    beta = p.beta if memory.has_strength else None
+    for y in (memory(p.k, p.q, beta, p.values, SIZE), by_definition(model.memory, memory, p)):
+        weighted = y * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y)
+        found.append([y, *torch.autograd.grad(weighted.sum(), inputs)])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
 

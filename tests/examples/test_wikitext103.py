@@ -1,22 +1,19 @@
 """The scripts of examples/wikitext103: the comparison on WikiText-2, its summary, and what prepares the text."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
-import sys
 from argparse import Namespace
-from importlib import import_module
 from pathlib import Path
 
+import papers
 import pytest
+from common.sentencepieces import SentencePieces
 
 from tests.conftest import import_plugin
 
 from .conftest import EXAMPLES, INTERRUPTION, Programs, Result, run_script, write_training
 
-papers, SentencePieces = sys.modules["papers"], import_module("common.sentencepieces").SentencePieces
 FOLDER = EXAMPLES / "wikitext103"
 PREPARE, WIKITEXT2 = FOLDER / "prepare.sh", FOLDER / "wikitext2.sh"
 SUMMARIZE, SPEED = FOLDER / "summarize.py", FOLDER / "speed.py"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import setup_environment
@@ -20,9 +21,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The titles of the steps `taken`, which do next to nothing, and the one that is `interrupted` by an error; the
-    commands that build kernels, and how these end."""
-    steps = SimpleNamespace(taken=[], interrupted=None, builds=[], status=0)
+    """The titles of the steps `taken`, which do next to nothing, and the one that is `interrupted` by an error; what
+    builds the kernels."""
+    steps = SimpleNamespace(taken=[], interrupted=None, build=Mock(return_value=Mock(returncode=0)))
 
     def step(title: str, command: list[str], log: Path) -> None:
         steps.taken.append(title)
@@ -32,12 +33,8 @@ def steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if steps.interrupted and title.startswith(steps.interrupted[0]):
             raise steps.interrupted[1]
 
-    def run(command: list[str], **options: object) -> SimpleNamespace:
-        steps.builds.append(command)
-        return SimpleNamespace(returncode=steps.status)
-
     monkeypatch.setattr(setup_environment, "step", step)
-    monkeypatch.setattr(setup_environment, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(setup_environment.subprocess, "run", steps.build)
     return steps
 
 
@@ -65,7 +62,7 @@ def test_an_environment_is_left_alone_but_for_kernels_unless_its_files_or_versio
 ) -> None:
     assert setup_environment.main(["--torch", "2.11.0"]) == 0 and len(steps.taken) == 6
     assert not made_anew(root, steps, "--torch", "2.13.0", "--any-torch")
-    assert steps.builds == [[str(root / ".venv/bin/python"), "tools/native_build.py"]] * 2
+    assert steps.build.mock_calls == [call([str(root / ".venv/bin/python"), "tools/native_build.py"], cwd=root)] * 2
     assert made_anew(root, steps, "--torch", "2.13.0") and "torch 2.13.0" in steps.taken
     for source in setup_environment.SOURCES:
         (root / source).write_text("# changed\n")
@@ -75,7 +72,7 @@ def test_an_environment_is_left_alone_but_for_kernels_unless_its_files_or_versio
     monkeypatch.setattr(setup_environment.platform, "python_version", lambda: "3.12.99")
     assert not made_anew(root, steps, "--any-python")
     assert made_anew(root, steps)
-    steps.status = 1
+    steps.build.return_value.returncode = 1
     assert setup_environment.main([]) == 1 and "FASTWEIGHTS_BUILD" in capsys.readouterr().err
 
 

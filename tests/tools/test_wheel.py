@@ -1,7 +1,5 @@
 """A wheel is for every Python and for every torch from 2.10 on: what `make wheel` builds, before auditwheel tags it."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -22,8 +20,8 @@ SYSTEM = {"libc.so.6", "libgcc_s.so.1", "libm.so.6", "libstdc++.so.6"}
 """What a library may need of the system, as PEP 600 has it."""
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
     """Built in a copy of the sources, from the objects that this checkout has."""
     try:
         plan = native_build.plan_cpu(Torch.find(), sanitize=False)
@@ -31,34 +29,28 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(reason))
     if sys.platform != "linux" or not all((CACHE / f"{work.key()}.o").exists() for work in plan.compilations):
         pytest.skip("the kernels' objects are not in build/native: tools/native_build.py compiles them")
-    copy = tmp_path_factory.mktemp("wheel") / "copy"
     for folder in ("fairseq_fastweights", "cpu", "tools"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("_native_*", "__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("_native_*", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
-        shutil.copy(ROOT / name, copy)
-    (copy / "build").mkdir()
-    (copy / "build" / "native").symlink_to(CACHE)
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "native").symlink_to(CACHE)
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", "dist"]
-    subprocess.run(command, cwd=copy, env=os.environ | {"FASTWEIGHTS_BUILD": "cpu"}, check=True)
-    (built,) = (copy / "dist").iterdir()
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"FASTWEIGHTS_BUILD": "cpu"}, check=True)
+    (built,) = (tmp_path / "dist").iterdir()
     return built
 
 
 @pytest.mark.slow
-def test_it_holds_the_package_and_its_cpu_kernels_for_every_python(wheel: Path) -> None:
+def test_it_holds_the_package_and_kernels_that_need_of_torch_its_stable_abi_alone(wheel: Path, tmp_path: Path) -> None:
     assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         record = json.loads(archive.read("fairseq_fastweights/_native_build.json"))
+        library = archive.extract("fairseq_fastweights/_native_cpu.so", tmp_path / "unpacked")
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fairseq_fastweights").rglob("*.py")}
     assert held == modules | {f"fairseq_fastweights/{x}" for x in ("_native_build.json", "_native_cpu.so", "py.typed")}
     assert record["cpu"]["oldest torch"] == "2.10" and record["cuda"]["state"] == "missing"
-
-
-@pytest.mark.slow
-def test_its_kernels_need_of_torch_its_stable_abi_alone(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        library = archive.extract("fairseq_fastweights/_native_cpu.so", tmp_path)
 
     def read(*command: str) -> str:
         return subprocess.run([*command, library], capture_output=True, text=True, check=True).stdout

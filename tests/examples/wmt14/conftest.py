@@ -1,19 +1,15 @@
 """A small parallel corpus, prepared, and programs in fairseq's place that note how examples/wmt14/ calls them."""
 
-from __future__ import annotations
-
 import random
-from importlib import import_module
 from pathlib import Path
 
+import corpus
 import pytest
 
 from tests.examples import conftest
 from tests.examples.conftest import EXAMPLES, Result, run_script
 
-WMT14 = EXAMPLES / "wmt14"
-PREPARE, GENERATE = WMT14 / "prepare.sh", WMT14 / "generate.sh"
-corpus, score, subwords = map(import_module, ("corpus", "score", "subwords"))
+PREPARE, GENERATE = (EXAMPLES / "wmt14" / name for name in ("prepare.sh", "generate.sh"))
 
 LEXICON = """the=die well-known=wohl-bekannte café=Kaffeehaus state-of-the-art=hoch-moderne costs=kostet 12.50=12,50
     €=€ naïve=naive “ideas”=„Ideen“ and=und green=grüne dogs=Hunde don't=nicht sleep=schlafen (often)=(oft) &=&
@@ -69,7 +65,7 @@ class Programs(conftest.Programs):
         """prepare.sh with a vocabulary for small texts, unless `env` has another."""
         return self.run(PREPARE, *arguments, env={"VOCABULARY": 360, "WORKERS": 1, **env})[0]
 
-    def generate(self, data: Path, model: Path, lines: list[str], *arguments: str) -> tuple[Result, list[list[str]]]:
+    def generate(self, data: Path, model: Path, lines: list[str], *arguments: str) -> tuple:
         """generate.sh for the test set, if fairseq-generate logs these lines."""
         log = self.folder / "log"
         log.write_text("".join(lines), encoding="utf-8")

@@ -1,7 +1,5 @@
 """examples/wmt14/prepare.sh: text that is read, cut into subwords, kept or refused, downloaded, done again or not."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -10,11 +8,13 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import corpus
 import pytest
+import subwords
 from common.files import TextError
 
-from tests.examples.conftest import Result, options
-from tests.examples.wmt14.conftest import PREPARE, Programs, contents, corpus, subwords, write_pairs
+from tests.examples.conftest import options
+from tests.examples.wmt14.conftest import PREPARE, Programs, contents, write_pairs
 
 
 def test_a_clean_line_has_single_spaces_and_no_control_characters() -> None:
@@ -84,7 +84,7 @@ def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: P
     for split in ("train", "valid", "test"):  # of the last two none falls out
         write_pairs(tmp_path / "text", split, pairs)
 
-    def prepare(name: str, **env: object) -> Result:  # each letter a subword, with the space before it
+    def prepare(name: str, **env: object):  # each letter a subword, with the space before it
         return programs.prepare(tmp_path / name, tmp_path / "text", **{"VOCABULARY": 268, "MAX_LENGTH": 5, **env})
 
     reasons = "3 with an empty line, 3 of more than 5 subwords, 2 with a ratio above 1.5; valid: 28, test: 28\n"

@@ -1,19 +1,15 @@
 """examples/reproduce.py run and report: rows with seeds, the ledger, and what a page says of them."""
 
-from __future__ import annotations
-
-import json
-import sys
 from dataclasses import replace
 from math import inf, sqrt
 from pathlib import Path
 
+import papers
 import pytest
+from papers import drawing, ledger, report, rows
+from papers.grid import plan
 
-from tests.examples.conftest import EXAMPLES, TINY, Reproduce
-
-papers, ledger, report = (sys.modules[name] for name in ("papers", "papers.ledger", "papers.report"))
-rows = sys.modules["papers.rows"]
+from tests.examples.conftest import TINY
 
 
 @pytest.mark.slow
@@ -49,7 +45,6 @@ def test_rows_are_trained_scored_and_kept_once_and_give_the_same_numbers_again(d
 
 def test_what_a_row_starts_from_is_trained_before_it(tmp_path: Path) -> None:
     table, out = papers.SCALED["conversion"], tmp_path / "out"
-    plan = sys.modules["papers.grid"].plan
     source, *others = plan("conversion", table, ["add-800", "gated-800"], [2, 3], rows.Places(tmp_path, out), (), False)
     assert [(run.name, run.seed) for run in (source, *others)] == [
         *(("source", 1), ("add-800", 2), ("gated-800", 2), ("add-800", 3), ("gated-800", 3))
@@ -114,44 +109,27 @@ def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
 
 
 def test_what_was_run_with_other_commands_is_stale() -> None:
-    (run,) = sys.modules["papers.grid"].plan(
-        "multi30k", papers.SCALED["multi30k"], ["dpfp"], [1], rows.Places(Path("D"), Path("O")), checked=False
-    )
-    now = replace(entry("dpfp", 1, 36.0), commands=run.commands)
-    assert not report.is_stale(now) and report.current([now]) == [now]
-    assert report.is_stale(entry("dpfp", 1, 36.0))
-    assert report.is_stale(replace(now, row="gone")) and report.is_stale(replace(now, table="gone"))
+    """Of a row that starts from another one by its own commands."""
+    for table, row, seed in (("multi30k", "dpfp", 1), ("conversion", "add-800", 2)):
+        places = rows.Places(Path("D"), Path("O"))
+        *_, run = plan(table, papers.SCALED[table], [row], [seed], places, checked=False)
+        now = replace(entry(row, seed, 36.0), table=table, commands=run.commands)
+        assert not report.is_stale(now) and report.current([now]) == [now]
+        for change in ({"commands": []}, {"row": "gone"}, {"table": "gone"}, {"seed": 3}):
+            assert report.is_stale(replace(now, **change)), change
 
 
-def test_a_row_that_starts_from_another_is_stale_by_its_own_commands() -> None:
-    _, run = sys.modules["papers.grid"].plan(
-        *("conversion", papers.SCALED["conversion"], ["add-800"], [2]), rows.Places(Path("D"), Path("O")), checked=False
-    )
-    now = replace(entry("add-800", 2, 36.0), table="conversion", commands=run.commands)
-    assert not report.is_stale(now) and report.is_stale(replace(now, seed=3))
-
-
-def test_the_page_has_blocks_of_what_was_run_alone() -> None:
-    with pytest.raises(rows.RowError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
-        report.page(report.PAGE.read_text(encoding="utf-8"), [])
-
-
-def test_the_seconds_of_a_training_are_those_of_its_parts() -> None:
-    lines = [{"num_updates": n, "ppl": 9, "wps": 1, "train_wall": 3, "wall": wall} for n, wall in ((6, 3), (12, 1))]
-    log = "".join(f"x | INFO | train_inner | {json.dumps(line)}\n" for line in lines)
-    assert sys.modules["common.fairseq_logs"].parse_training(log).seconds == 6
-
-
-def test_the_page_says_what_the_ledger_does() -> None:
+def test_the_page_says_what_the_ledger_does_and_has_blocks_of_nothing_else() -> None:
     entries = ledger.read_ledger(ledger.COMMITTED)
     assert report.current(entries) == entries
     text = report.PAGE.read_text(encoding="utf-8")
     assert report.page(text, entries) == text
+    with pytest.raises(rows.RowError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
+        report.page(text, [])
 
 
 def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path) -> None:
     table = papers.SCALED["multi30k"]
-    drawing = sys.modules["papers.drawing"]
     entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2)]
     drawing.draw_table("multi30k", table, entries, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["multi30k-curves.png"]
@@ -161,21 +139,12 @@ def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path
     assert "](multi30k-curves.png)" in page and "claims.png" not in page
 
 
-@pytest.mark.parametrize("table", papers.SCALED)
-def test_the_readme_lists_what_is_scaled_down(table: str, reproduce: Reproduce) -> None:
-    status, out, _ = reproduce("--list", table)
-    listed = "\n".join(line for line in out.splitlines() if line.startswith("|"))
-    assert status == 0 and listed in (EXAMPLES / papers.SCALED[table].folder / "README.md").read_text()
-
-
-def test_a_table_of_any_ledger_is_printed(tmp_path: Path, reproduce: Reproduce) -> None:
-    ledger.append_entry(tmp_path / "ledger", entry("softmax", 1, 39.0))
-    status, said, warned = reproduce("report", "multi30k", "--ledger", tmp_path / "ledger")
+def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, reproduce) -> None:
+    book = tmp_path / "ledger"
+    ledger.append_entry(book, entry("softmax", 1, 39.0))
+    status, said, warned = reproduce("report", "multi30k", "--ledger", book)
     assert status == 0 and said.startswith("| model ") and " 39.00 |" in said
     assert warned == "multi30k softmax, seed 1: its row has other commands by now; it is kept\n"
-
-
-def test_a_damaged_ledger_is_refused(tmp_path: Path, reproduce: Reproduce) -> None:
-    (tmp_path / "ledger").write_text('{"table": "multi30k"}\n')
-    status, _, err = reproduce("report", "--ledger", tmp_path / "ledger")
+    book.write_text('{"table": "multi30k"}\n')
+    status, _, err = reproduce("report", "--ledger", book)
     assert status == 1 and "ledger, line 1 is no entry of a ledger; remove the line" in err
