@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import runpy
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_a_summary_tells_the_best_validation_the_scores_and_what_was_measured(tm
 def test_the_figure_of_states_is_drawn_from_the_table_of_a_page(tmp_path: Path, run) -> None:
     page, figure = FOLDER.parents[1] / "docs" / "results.md", tmp_path / "s.png"
     assert run(SUMMARIZE, page, "--state-figure", figure)[0] == 0 and figure.read_bytes().startswith(b"\x89PNG")
-    points = import_module("runpy").run_path(str(SUMMARIZE))["read_points"](page.read_text())
+    points = runpy.run_path(str(SUMMARIZE))["read_points"](page.read_text())
     # A model without a score of one kind, one that is better in a window, and one that is better carried over.
     assert len(points) == 14 and points["softmax"] == (262144, 237.09)
     assert points["gated"] == (8192, 205.33) and points["sum-carried"] == (8704, 300.04)
