@@ -173,7 +173,8 @@ def test_auto_classes_make_models_of_a_configuration():
     half = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     with torch.device("meta"):
-        assert FastWeightForCausalLM(config)(draw(1, 3).to("meta")).logits.shape == (1, 3, 44)
+        tokens, mask = draw(1, 3).to("meta"), torch.ones(1, 3)
+        assert FastWeightForCausalLM(config)(tokens, attention_mask=mask).logits.shape == (1, 3, 44)
 
 
 def test_nothing_of_it_needs_fairseq():
