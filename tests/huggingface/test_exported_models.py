@@ -29,6 +29,7 @@ SETTINGS = {
     "parallel": "--mixers gated,softmax:2 --parallel-residual --decoder-normalize-before --activation-fn gelu",
     "no norm at the end": "--decoder-normalize-before --no-decoder-final-norm",
     "tied": "--share-decoder-input-output-embed --mask-special-symbols --activation-fn gelu_accurate",
+    "tied, of another size": "--share-decoder-input-output-embed --decoder-input-dim 12 --decoder-output-dim 12",
     "sizes": "--decoder-input-dim 12 --decoder-output-dim 20 --activation-fn tanh",
     "bands": f"{BANDS} --adaptive-softmax-dropout 0.1",
     "tied bands": f"{BANDS} --tie-adaptive-weights",
