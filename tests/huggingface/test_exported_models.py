@@ -72,6 +72,7 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     theirs = save(tmp_path / "run", flags, arch)
     assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert ours.num_parameters() == sum(x.numel() for x in theirs.parameters())  # what is tied stays tied
 
     tokens = torch.randint(4, 44, (2, 12), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 2
