@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,16 @@ def test_what_can_be_mended_is_told(call, arguments, text, spawned):
         error = ProcessRaisedException(f"\n\n-- Process 0 terminated with the following error:\n{trace}", 0, 1)
     told = command_line.told(error)
     assert told is text is None or told.startswith(text)
+
+
+@pytest.mark.parametrize(("name", "told"), [("integrity", "x.bin is cut short"), ("trainer", None)])
+def test_what_readers_of_files_say_is_told(tmp_path, name, told):
+    file = tmp_path / "fairseq" / f"{name}.py"
+    file.parent.mkdir()
+    file.write_text("def read():\n    raise ValueError('x.bin is cut short')\n")
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(), file, "exec"), scope)
+    assert command_line.told(raised(scope["read"])) == told
 
 
 @pytest.mark.parametrize("program", ["fairseq_cli.train", "some.other"])

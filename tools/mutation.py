@@ -44,10 +44,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "fairseq_fastweights"
 WORK = ROOT / "build" / "mutation"
-TESTS = ("tests/ops", "tests/mixers", "tests/models", "tests/conversion", "tests/data", "tests/tasks",
-         "tests/integrations", "tests/huggingface", "tests/lm_eval", "tests/test_feature_maps.py", "tests/test_env.py",
-         "tests/tools/test_native_build.py")  # fmt: skip
-HEAVY = ("torch", "torch._dynamo", "numpy", "pytest", "fairseq", "fairseq.tasks", "fairseq.models", "transformers")
+FOLDERS = ("ops", "mixers", "models", "conversion", "data", "tasks", "integrations", "huggingface", "lm_eval")
+TESTS = (
+    *(f"tests/{folder}" for folder in FOLDERS),
+    *sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")),
+    "tests/tools/test_native_build.py",
+)
+INSTANT = 0.05
+"""Seconds: what importing the package takes is more."""
+HEAVY = (
+    *("torch", "torch._dynamo", "numpy", "pytest", "fairseq", "fairseq.tasks", "fairseq.models"),
+    *("transformers", "transformers.trainer", "lm_eval.models.huggingface"),
+)
 LEFT_OUT = (
     # What they change is no fault, or one that no test should be asked to see.
     *("RemoveDecorator", "VariableInserter", "VariableReplacer"),
@@ -139,7 +147,8 @@ class Suite:
     def of(self, mutant: Mutant, seconds: float, whole_files: bool) -> list[tuple[str, list[str]]]:
         """What to try: the fast tests of the mutant's own folder, the other fast ones, the slow ones, each for a time.
 
-        Of each function the quickest case comes first, so that a large table leaves time for the other functions.
+        What takes less than `INSTANT` comes first: most rows of tables of bad input do, and each may be the only one to
+        notice. Then of each function the quickest case, so that a large table leaves time for the other functions.
         """
         lines = self.by_line.get(mutant.path, {})
         # Tables and definitions run at import, in no test: whoever runs anything in the file may see them.
@@ -157,7 +166,12 @@ class Suite:
         near = (f"tests/{mutant.folder}/", f"tests/test_{mutant.folder}.py")
         chosen: dict[tuple[str, bool], list[str]] = {("fast", True): [], ("fast", False): [], ("slow", True): []}
         spent = dict.fromkeys(chosen, 0.0)
-        for test in sorted(tests, key=lambda test: (ranks[test], self.seconds.get(test, 0.0), test)):
+
+        def order(test: str) -> tuple[int, float, str]:
+            seconds = self.seconds.get(test, 0.0)
+            return -1 if seconds < INSTANT else ranks[test], seconds, test
+
+        for test in sorted(tests, key=order):
             group = ("slow", True) if test in self.slow else ("fast", test.startswith(near))
             spent[group] += self.seconds.get(test, 0.0)
             if not chosen[group] or spent[group] < seconds:

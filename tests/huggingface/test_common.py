@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,7 +175,15 @@ def test_auto_classes_make_models_of_a_configuration():
     half = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     with torch.device("meta"):
-        assert FastWeightForCausalLM(config)(draw(1, 3).to("meta")).logits.shape == (1, 3, 44)
+        tokens, mask = draw(1, 3).to("meta"), torch.ones(1, 3)
+        assert FastWeightForCausalLM(config)(tokens, attention_mask=mask).logits.shape == (1, 3, 44)
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "fairseq_fastweights.huggingface")
+    with pytest.raises(ImportError, match="huggingface needs transformers: pip install transformers"):
+        importlib.import_module("fairseq_fastweights.huggingface")
 
 
 def test_nothing_of_it_needs_fairseq():

@@ -29,6 +29,7 @@ SETTINGS = {
     "parallel": "--mixers gated,softmax:2 --parallel-residual --decoder-normalize-before --activation-fn gelu",
     "no norm at the end": "--decoder-normalize-before --no-decoder-final-norm",
     "tied": "--share-decoder-input-output-embed --mask-special-symbols --activation-fn gelu_accurate",
+    "tied, of another size": "--share-decoder-input-output-embed --decoder-input-dim 12 --decoder-output-dim 12",
     "sizes": "--decoder-input-dim 12 --decoder-output-dim 20 --activation-fn tanh",
     "bands": f"{BANDS} --adaptive-softmax-dropout 0.1",
     "tied bands": f"{BANDS} --tie-adaptive-weights",
@@ -71,6 +72,7 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     theirs = save(tmp_path / "run", flags, arch)
     assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert ours.num_parameters() == sum(x.numel() for x in theirs.parameters())  # what is tied stays tied
 
     tokens = torch.randint(4, 44, (2, 12), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 2

@@ -108,7 +108,7 @@ def test_a_memory_has_one_size_and_beams_take_its_rows():
         assert torch.equal(x, before[name][[1, 0, 0, 0]]), name
     assert cache.batch_size == 4 and cache.read.tolist() == [5] * 4
     cache.reset()
-    assert cache.get_seq_length() == 0 and cache.bytes() == 0
+    assert cache.get_seq_length() == 0 and cache.bytes() == 0 and cache.get_max_length() == -1
 
 
 def test_streaming_and_going_on_from_a_cache():

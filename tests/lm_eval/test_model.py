@@ -93,10 +93,10 @@ def test_what_is_greedy_is_said_to_be(checkpoint) -> None:
     start = lm.tok_encode("w1 w2 w3")
     first = likeliest(start)
     second = likeliest([*start, first])
-    other = next(word for word in range(4, 44) if word not in (first, second))
-    endings = [[first, second], [first, other], [other, likeliest([*start, other])], [first]]
-    scores = lm._loglikelihood_tokens([(None, start, ending) for ending in endings])
-    assert [greedy for _, greedy in scores] == [True, False, False, True]
+    others = [word for word in range(44) if word not in (first, second)]
+    endings = [[first, second], [first, others[0]], [first, others[-1]], [others[0], likeliest([*start, others[0]])]]
+    scores = lm._loglikelihood_tokens([(None, start, ending) for ending in [*endings, [first]]])
+    assert [greedy for _, greedy in scores] == [True, False, False, False, True]
 
 
 def test_a_text_is_read_whole_if_the_state_has_a_fixed_size_and_its_end_if_not(checkpoint) -> None:

@@ -144,10 +144,11 @@ def test_attention_is_fast_weight_where_it_is_said_and_nowhere_else(places):
     assert parse_places(f" {','.join(reversed(places.split(',')))} ,") == set(places.split(",")) - {"none"}
     attention = (model(**inputs)[1]["attn"] or [None])[0]
     assert (attention is None) == ("cross" in places)  # only softmax has weights to align words by
-    for option, value in (("print_alignment", "hard"), ("replace_unk", ""), ("print_alignment", None), ("other", "")):
+    values = ("print_alignment", "hard"), ("replace_unk", ""), ("print_alignment", None), ("print_alignment", False)
+    for option, value in (*values, ("other", "")):
         settings = FairseqConfig()
         setattr(settings.generation, option, value)
-        refused = "cross" in places and value is not None and option != "other"
+        refused = "cross" in places and value not in (None, False) and option != "other"
         with pytest.raises(ValueError, match=f"^{option} is '{value}'; it must") if refused else nullcontext():
             model.prepare_for_inference_(settings)
 

@@ -122,6 +122,12 @@ def test_options_of_a_training_are_refused_as_they_are_read(fairseq, flags, mess
     assert str(refused.value).startswith(message)
 
 
+def test_layers_that_are_there_may_be_kept(fairseq):
+    parser = options.get_training_parser("fast_weight_language_modeling")
+    flags = f"--arch fast_weight_transformer_tiny {TRANSLATE} --encoder-layers-to-keep 0,1 --decoder-layers-to-keep 1"
+    assert options.parse_args_and_arch(parser, [str(fairseq.data()), *flags.split()]).encoder_layers_to_keep == [0, 1]
+
+
 @pytest.mark.parametrize(("flags", "message"), MODELS)
 def test_options_that_make_no_model_are_refused(fairseq, flags, message):
     with pytest.raises(ValueError) as refused:
