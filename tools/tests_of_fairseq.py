@@ -1,6 +1,6 @@
 """Runs fairseq's own tests, from a checkout of tag v0.12.2, with the fairseq that is installed here.
 
-    python tools/fairseq_tests.py CHECKOUT [PYTEST'S ARGUMENTS]
+    python tools/tests_of_fairseq.py CHECKOUT [PYTEST'S ARGUMENTS]
 
 The release on the package index has no tests. Those of the checkout are copied into a temporary folder: beside the
 checkout's own `fairseq` they would test that one. The exit status is 0 if nothing failed but what is listed here, and
@@ -73,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="fairseq-tests-") as folder:
         shutil.copytree(options.checkout / "tests", Path(folder, "tests"))
         Path(folder, "examples").symlink_to(Path(installed.origin).parent / "examples")
+        Path(folder, "scripts").symlink_to(options.checkout.resolve() / "scripts")
         os.chdir(folder)
         deselected = [f"--deselect={name}" for name in left_out]
         flags = [

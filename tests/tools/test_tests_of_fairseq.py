@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fairseq_tests
 import pytest
+import tests_of_fairseq
 
 PASSES, FAILS = "def test_{}(): pass\n", "def test_{}(): assert False\n"
 CLASS = "class TestTranslation:\n    def test_insertion_transformer(self): "
@@ -28,7 +28,7 @@ def test_what_is_unexpected_is_named(tmp_path: Path, files: dict[str, str], stat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     ended = subprocess.run(
-        [sys.executable, fairseq_tests.__file__, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, tests_of_fairseq.__file__, str(tmp_path)], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == status, ended.stdout + ended.stderr
     assert says in ended.stdout + ended.stderr
