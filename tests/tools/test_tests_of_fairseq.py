@@ -15,6 +15,7 @@ CLASS = "class TestTranslation:\n    def test_insertion_transformer(self): "
     ("files", "status", "says"),
     [
         ({"test_a.py": PASSES.format("a"), "gpu/test_b.py": FAILS.format("b")}, 0, "nothing unexpected"),
+        ({"__init__.py": "", "test_a.py": "import scripts.b", "../scripts/b.py": ""}, 5, "no tests ran"),
         ({"test_a.py": FAILS.format("a")}, 1, "failed unexpectedly: tests/test_a.py::test_a"),
         ({"test_a.py": "import nothing_of_this_name"}, 1, "failed unexpectedly: tests/test_a.py"),
         ({"test_binaries.py": f"{CLASS}assert False"}, 0, "nothing unexpected"),
