@@ -9,6 +9,7 @@ data as the undisturbed one, and how many updates had to be done again at most. 
 """
 
 import argparse
+import atexit
 import multiprocessing
 import os
 import random
@@ -71,6 +72,7 @@ class Training:
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (they may have gone elsewhere)
+        atexit._clear()  # the parent's, one of which removes its folder; the plugin runs what there is after a signal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
         arguments = [str(self.data), *MODEL, "--save-dir", str(self.save_dir)]
         if self.processes > 1:

@@ -71,22 +71,21 @@ def loss_alone(data: Path, checkpoint: Path, *, apart: bool = False, new: int = 
     return loss / sum(map(len, texts)) / math.log(2)
 
 
-def train_in_two(data: Path, folder: Path, *flags: str, processes: int = 2, prepare: Callable[[], object] = int) -> str:
-    """fairseq-train in two processes, or as many as `processes` says, which call `prepare` first.
+def train_in_processes(folder: Path, *arguments: str, processes: int, prepare: Callable[[], object] = int) -> str:
+    """fairseq-train in so many processes, which call `prepare` first.
 
     Returns what the first logs; checkpoints go to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meeting").unlink(missing_ok=True)  # of a run before
-    common = [*TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam", "--save-dir", str(folder)]
-    common += "--tokens-per-sample 16 --batch-size 4 --ddp-backend legacy_ddp --distributed-backend gloo".split()
+    common = ["--save-dir", str(folder), "--distributed-backend", "gloo"]
     if processes > 1:
         common += ["--distributed-init-method", f"file://{folder}/meeting", "--distributed-no-spawn"]
-    common += ["--distributed-world-size", str(processes), *flags, "--distributed-rank"]
+    common += ["--distributed-world-size", str(processes), "--distributed-rank"]
 
     def run(rank: int) -> None:
         prepare()
-        (folder / f"{rank}.log").write_text(command("train", str(data), *common, str(rank)))
+        (folder / f"{rank}.log").write_text(command("train", *arguments, *common, str(rank)))
 
     # Forked: to import fairseq anew would take longer than the training.
     started = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(processes)]
@@ -97,6 +96,13 @@ def train_in_two(data: Path, folder: Path, *flags: str, processes: int = 2, prep
         process.kill()
     assert [process.exitcode for process in started] == [0] * processes
     return (folder / "0.log").read_text()
+
+
+def train_in_two(data: Path, folder: Path, *flags: str, processes: int = 2, **options: Any) -> str:
+    """A language model, in two processes or as many as `processes` says; see `train_in_processes`."""
+    common = [*TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam"]
+    common += "--tokens-per-sample 16 --batch-size 4 --ddp-backend legacy_ddp".split()
+    return train_in_processes(folder, str(data), *common, *flags, processes=processes, **options)
 
 
 @pytest.fixture(scope="session")
@@ -150,14 +156,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = False) -> str:
+def train_translation(data: Path, save_dir: Path, *flags: str, validate: bool = False, processes: int = 1) -> str:
     """Four updates of a small model, unless the flags say otherwise."""
     defaults = "--optimizer adam --lr 0.003 --max-tokens 160 --max-update 4 --seed 1".split()
     defaults += [] if validate else ["--disable-validation"]
     if "--criterion" not in flags:
         defaults += "--criterion label_smoothed_cross_entropy --label-smoothing 0.1".split()
-    arguments = [*TRANSLATION, *SMALL, *QUIET, *defaults, "--save-dir", str(save_dir), *flags]
-    return command("train", str(data), *arguments)
+    arguments = [str(data), *TRANSLATION, *SMALL, *QUIET, *defaults, *flags]
+    if processes > 1:
+        return train_in_processes(save_dir, *arguments, processes=processes)
+    return command("train", *arguments, "--save-dir", str(save_dir))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from fairseq import trainer as fairseq_trainer
 from fairseq.distributed import fully_sharded_data_parallel
 
 from tests.conftest import evaluate, train
-from tests.tasks.conftest import losses, slow, train_in_two, weights
+from tests.tasks.conftest import losses, slow, train_in_two, train_translation, weights
 
 # The batches of one process are those of several only where all read streams.
 FLAGS = """--no-token-positional-embeddings --carry-over-state --lr 0.001 --max-update 6 --clip-norm 0.5
@@ -138,6 +138,19 @@ def test_weights_are_transferred_and_frozen(our_fairseq, corpus, one, tmp_path):
     check_same(whole, tmp_path)
     name = "decoder.embed_tokens.weight"
     assert torch.equal(weights(tmp_path / "checkpoint_last.pt")[name], weights(source / "checkpoint_last.pt")[name])
+
+
+@pytest.mark.slow
+def test_a_trained_translator_whose_embeddings_are_shared_gets_memories(our_fairseq, pairs, tmp_path):
+    data, flags = pairs.parent / "joined", "--share-all-embeddings --clip-norm 0.5 --no-epoch-checkpoints".split()
+    train_translation(data, tmp_path / "source", *flags, "--arch", "transformer_tiny")
+    flags += ["--finetune-from-model", str(tmp_path / "source" / "checkpoint_last.pt"), "--max-tokens", "80"]
+    # Two processes read in turns what one reads.
+    log = train_translation(data, tmp_path / "one", *flags, "--update-freq", "2")
+    sharded = train_translation(data, tmp_path / "two", *flags, *SHARDED, processes=2)
+    for name in ("loss", "gnorm"):
+        assert losses(sharded, name) == pytest.approx(losses(log, name), abs=2e-3)
+    check_same(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.parametrize(

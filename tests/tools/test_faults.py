@@ -9,9 +9,10 @@ from tests.conftest import import_plugin
 
 
 @pytest.mark.slow
-def test_trainings_survive_every_fault(capsys, tmp_path):
+def test_trainings_survive_every_fault(capsys, tmp_path, monkeypatch):
     import_plugin()
-    assert faults.main(["--count", "1", "--folder", str(tmp_path)]) == 0
+    monkeypatch.setattr(faults.tempfile, "tempdir", str(tmp_path))  # where the folder is, if none is given
+    assert faults.main(["--count", "1"]) == 0
     rows = re.findall(r"^\| (.+) \| 1 \| 1 \| (\d+) \|$", capsys.readouterr().out, re.MULTILINE)
     assert [title for title, _ in rows] == [fault.title for fault in faults.FAULTS.values()]
     assert all(int(lost) <= faults.INTERVAL for _, lost in rows)
