@@ -270,10 +270,10 @@ struct DeltaBackwardPass {
     }
     template <typename T>
     static Plan plan(const Sizes& sizes, int limit) {
-        Plan found = find_plan(sizes, Stored<T>::kDType, 32, limit, true,
-                               [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
-        if (Gated && found.chunk > 0) found.resident = 256 / found.threads;  // the gates' gradients take more registers
-        return found;
+        return find_plan(
+            sizes, Stored<T>::kDType, 32, limit, true,
+            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
+            [](int places) { return backward_blocks(places, sizeof(T) == 4 || Gated); });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, 1, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);

@@ -218,8 +218,10 @@ struct DiagonalBackwardPass {
     }
     template <typename T>
     static Plan plan(const Sizes& sizes, int limit) {
-        return find_plan(sizes, Stored<T>::kDType, 64, limit, true,
-                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+        return find_plan(
+            sizes, Stored<T>::kDType, 64, limit, true,
+            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
+            [](int places) { return backward_blocks(places, sizeof(T) == 4); });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, 1, plan.blocks, Gated ? 1 : 0);
