@@ -114,15 +114,18 @@ private:
     // (I + B G)^-1 in the blocks on and below the diagonal; above them `inverse` holds what was needed on the way.
     __device__ __forceinline__ void invert(int chunk) const {
         constexpr int kBlock = 16;
-        if (static_cast<int>(threadIdx.x) < chunk) {  // a column of a diagonal block to a thread
-            const int column = threadIdx.x % kBlock, first = threadIdx.x - column;
-            float x[kBlock] = {};
+        if (const int thread = thread_anew(); thread < chunk) {  // a column of a diagonal block to a thread
+            const int column = thread % kBlock, first = thread - column;
+            float x[kBlock];  // row after row: all rows' sums at once would keep more of `products` in registers
 #pragma unroll
-            for (int j = 0; j < kBlock; ++j) {
-                // What is known goes at once into all sums that wait for it, which do not wait for one another.
-                x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
+            for (int i = 0; i < kBlock; ++i) {
+                float sum = 0.0f, row[4];
 #pragma unroll
-                for (int i = j + 1; i < kBlock; ++i) x[i] += products(first + i, first + j) * x[j];
+                for (int j = 0; j < i; ++j) {
+                    if (j % 4 == 0) load_row(row, &products(first + i, first + j));
+                    sum += row[j % 4] * x[j];
+                }
+                x[i] = (i == column ? 1.0f : 0.0f) - beta[first + i] * sum;
             }
 #pragma unroll
             for (int i = 0; i < kBlock; ++i) inverse(first + i, first + column) = x[i];

@@ -79,9 +79,11 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
     const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
     const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk;
     // Found anew at each use: kept, these would hold some 40 registers.
-    const auto key_head = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, p.sizes.key_dim); };
+    const auto key_head = [&](const Sequence& x) {
+        return Head<T>(x, forgotten(batch), forgotten(head), 0, p.sizes.key_dim);
+    };
     const auto value_head = [&](const Sequence& x) {
-        return Head<T>(x, batch, head, first, transformation ? 0 : columns);
+        return Head<T>(x, forgotten(batch), forgotten(head), first, transformation ? 0 : columns);
     };
     const StatePart part{p.sizes.key_dim, columns, first, plan.columns, plan.key_rows};
 
