@@ -116,16 +116,13 @@ private:
         constexpr int kBlock = 16;
         if (const int thread = thread_anew(); thread < chunk) {  // a column of a diagonal block to a thread
             const int column = thread % kBlock, first = thread - column;
-            float x[kBlock];  // row after row: all rows' sums at once would keep more of `products` in registers
+            float x[kBlock] = {};
 #pragma unroll
-            for (int i = 0; i < kBlock; ++i) {
-                float sum = 0.0f, row[4];
+            for (int j = 0; j < kBlock; ++j) {
+                // What is known goes at once into all sums that wait for it, which do not wait for one another.
+                x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
 #pragma unroll
-                for (int j = 0; j < i; ++j) {
-                    if (j % 4 == 0) load_row(row, &products(first + i, first + j));
-                    sum += row[j % 4] * x[j];
-                }
-                x[i] = (i == column ? 1.0f : 0.0f) - beta[first + i] * sum;
+                for (int i = j + 1; i < kBlock; ++i) x[i] += products(first + i, first + j) * x[j];
             }
 #pragma unroll
             for (int i = 0; i < kBlock; ++i) inverse(first + i, first + column) = x[i];
