@@ -261,7 +261,7 @@ CUDA = (
     Fault("cuda/chunked/delta_backward.cu", "gradient.inside(t, s) += value", "gradient.inside(t, s) -= value"),
     Fault("cuda/chunked/delta_backward.cu", "value *= delta.read_beta[t];", "value *= delta.beta[t];"),
     # The same with decays of keys
-    Fault("cuda/chunked/delta_decays.cuh", "x[t] -= weights[t % 4] * u;", "x[t] += weights[t % 4] * u;"),
+    Fault("cuda/chunked/delta_decays.cuh", "x -= weights[s % 4] * u[s];", "x += weights[s % 4] * u[s];"),
     Fault("cuda/chunked/delta_decays.cuh", "scores, q, k, of_queries, of_erase,", "scores, q, k, of_erase, of_erase,"),
     Fault("cuda/chunked/delta_decays_backward.cu", "    delta.clear_scores();\n", ""),
     Fault("cuda/chunked/decays_gradient.cuh", "if (side.same) d_early[i] += d_late[i];", ""),

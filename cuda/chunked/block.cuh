@@ -21,7 +21,7 @@ namespace fairseq_fastweights {
 // Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
 struct Carver {
     unsigned char* base;
-    size_t used;
+    int used;  // bytes; of a size_t kernels would keep both halves in registers
     __host__ __device__ explicit Carver(unsigned char* base) : base(base), used(0) {}
 
     template <typename T>
@@ -31,7 +31,7 @@ struct Carver {
 #else
         T* piece = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
 #endif
-        used += (static_cast<size_t>(count) * sizeof(T) + 15) / 16 * 16;
+        used += (count * static_cast<int>(sizeof(T)) + 15) & ~15;
         return piece;
     }
 

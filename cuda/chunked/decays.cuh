@@ -58,7 +58,7 @@ struct StepWalk {
     int row, column, width;
 
     __device__ __forceinline__ explicit StepWalk(int width)
-        : row(threadIdx.x / kAcross), column(threadIdx.x % kAcross - kAcross), width(width) {
+        : row(thread_anew() / kAcross), column(thread_anew() % kAcross - kAcross), width(width) {
         next();
     }
     __device__ __forceinline__ void next() {
@@ -132,24 +132,6 @@ __device__ __forceinline__ void write_column(const Matrix<T>& to, const float (&
     const Column<T> target(to, column);
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) target.set(t, from[t]);
-}
-
-// `Count` numbers from shared memory, 16 bytes at a time where there are as many.
-template <int Count>
-__device__ __forceinline__ void load_row(float (&to)[Count], const float* from) {
-    if constexpr (Count % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < Count; i += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(from + i);
-            to[i] = four.x;
-            to[i + 1] = four.y;
-            to[i + 2] = four.z;
-            to[i + 3] = four.w;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < Count; ++i) to[i] = from[i];
-    }
 }
 
 // What is left of each of the 2 Half steps about `middle` there, and in the second half of what was there.
@@ -272,7 +254,7 @@ struct Deal {
     template <typename F>
     __device__ __forceinline__ void each(int count, F f) {
         constexpr int kWarps = kDecayThreads / kWarp;
-        for (int i = (threadIdx.x / kWarp + kWarps - next) % kWarps; i < count; i += kWarps) f(i);
+        for (int i = (thread_anew() / kWarp + kWarps - next) % kWarps; i < count; i += kWarps) f(i);
         next = (next + count) % kWarps;
     }
     // f(tile) for the tiles of a chunk's rows of `columns`.

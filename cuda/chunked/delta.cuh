@@ -114,8 +114,8 @@ private:
     // (I + B G)^-1 in the blocks on and below the diagonal; above them `inverse` holds what was needed on the way.
     __device__ __forceinline__ void invert(int chunk) const {
         constexpr int kBlock = 16;
-        if (static_cast<int>(threadIdx.x) < chunk) {  // a column of a diagonal block to a thread
-            const int column = threadIdx.x % kBlock, first = threadIdx.x - column;
+        if (const int thread = thread_anew(); thread < chunk) {  // a column of a diagonal block to a thread
+            const int column = thread % kBlock, first = thread - column;
             float x[kBlock] = {};
 #pragma unroll
             for (int j = 0; j < kBlock; ++j) {

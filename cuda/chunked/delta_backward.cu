@@ -79,9 +79,11 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
     const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
     const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk;
     // Found anew at each use: kept, these would hold some 40 registers.
-    const auto key_head = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, p.sizes.key_dim); };
+    const auto key_head = [&](const Sequence& x) {
+        return Head<T>(x, forgotten(batch), forgotten(head), 0, p.sizes.key_dim);
+    };
     const auto value_head = [&](const Sequence& x) {
-        return Head<T>(x, batch, head, first, transformation ? 0 : columns);
+        return Head<T>(x, forgotten(batch), forgotten(head), first, transformation ? 0 : columns);
     };
     const StatePart part{p.sizes.key_dim, columns, first, plan.columns, plan.key_rows};
 
@@ -270,10 +272,10 @@ struct DeltaBackwardPass {
     }
     template <typename T>
     static Plan plan(const Sizes& sizes, int limit) {
-        Plan found = find_plan(sizes, Stored<T>::kDType, 32, limit, true,
-                               [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
-        if (Gated && found.chunk > 0) found.resident = 256 / found.threads;  // the gates' gradients take more registers
-        return found;
+        return find_plan(
+            sizes, Stored<T>::kDType, 32, limit, true,
+            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
+            [](int places) { return backward_blocks(places, sizeof(T) == 4 || Gated); });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, 1, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);

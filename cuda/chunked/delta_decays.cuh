@@ -31,7 +31,7 @@ struct DecayedDelta {
     Matrix<Factor<T>> update;                  // U
     Matrix<Factor<T>> state;
     float *total, *beta;             // F_e0, beta_t
-    size_t levels;                   // where the next two begin, that are free when scores and products are found
+    int levels;                      // where the next two begin, that are free when scores and products are found
     Stages<T> of_erase, of_queries;  // levels: of keys and erase keys, and of queries alone
 
     __host__ __device__ DecayedDelta(Carver& carver, const Plan& plan)
@@ -83,26 +83,25 @@ struct DecayedDelta {
         });
     }
 
-    // U. A barrier before and after.
+    // U. A barrier before and after. A step's sum is taken when its turn comes: to subtract each U_s from all later steps'
+    // at once would keep the weights of all of them in registers.
     __device__ __forceinline__ void solve(const Plan& plan) const {
         const int column = threadIdx.x;
         if (column >= plan.columns) return;
-        float x[kSteps];
-        load_column(x, error, column);
         const Column<float> left(error, column);
         const Column<Factor<T>> to(update, column);
+        float u[kSteps];
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-            left.set(s, x[s]);
-            const float u = beta[s] * x[s];
-            to.set(s, u);
-            // What is known goes at once into all sums that wait for it, which do not wait for one another.
-            float weights[4];
+        for (int t = 0; t < kSteps; ++t) {
+            float x = left.get(t), weights[4];
 #pragma unroll
-            for (int t = s + 1; t < kSteps; ++t) {
-                if (t == s + 1 || t % 4 == 0) load_row(weights, &products(s, t / 4 * 4));
-                x[t] -= weights[t % 4] * u;
+            for (int s = 0; s < t; ++s) {
+                if (s % 4 == 0) load_row(weights, &products(t, s));
+                x -= weights[s % 4] * u[s];
             }
+            left.set(t, x);
+            u[t] = beta[t] * x;
+            to.set(t, u[t]);
         }
     }
 

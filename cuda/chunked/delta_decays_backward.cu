@@ -100,12 +100,12 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
     // Nobody asks what the first segment makes of zeros: no segment comes before it.
     const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
     const int end = min(chunks, begin + segments.chunks);
-    const int64_t march = segments.index(segment, head_index);
+    const auto march = [&] { return segments.index(segment, forgotten(head_index)); };
     DecayState<Places> state, d_state;
     if (transformation)
         part.load_identity(d_state);
     else if (Outputs && segments.count > 1)
-        part.load(d_state, segments.states, march);
+        part.load(d_state, segments.states, march());
     else
         part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
     d_state.each(plan.key_rows, plan.columns, [&](const Tile& tile) { shared.d_state.write(tile); });
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
     const auto set_out = [&](int n) {
         now = n * kSteps;
         if constexpr (Outputs)
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base_of(n), now,
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march(), base_of(n), now,
                                    is_marched(n));
         fetch(n * kSteps);
     };
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
         const Matrix<T> d_out = shared.d_out[n % 2];
         Deal deal;
         for (;;) {
-            if (Outputs && !is_marched(n)) checkpoints.put_down(state, part, march, base_of(n), now);
+            if (Outputs && !is_marched(n)) checkpoints.put_down(state, part, march(), base_of(n), now);
             if constexpr (Outputs) state.copy_to(delta.state, plan.key_rows, plan.columns);
             exponentiate(gates);
             if (thread < kSteps) delta.beta[thread] = beta;
@@ -193,24 +193,24 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
         });
         __syncthreads();
         if (thread < plan.columns) {  // X, by substitution from the last step to the first
-            float x[kSteps];
-            load_column(x, shared.d_update, thread);
-            const Column<float> error(delta.error, thread), of_beta(shared.d_update, thread);
+            const Column<float> error(delta.error, thread), d_update(shared.d_update, thread);
             const Column<Factor<T>> minus_dv(shared.minus_dv, thread);
             const Head<T> to = value_rows_of(p.dv);
+            float dv[kSteps];
 #pragma unroll
-            for (int t = kSteps - 1; t >= 0; --t) {
-                const float dv = delta.beta[t] * x[t];
-                minus_dv.set(t, -dv);
-                if constexpr (Outputs) {
-                    of_beta.set(t, x[t] * error.get(t));
-                    if (start + t < time && thread < to.dim) to.data[(start + t) * to.stride + thread] = narrow<T>(dv);
+            for (int s = kSteps - 1; s >= 0; --s) {
+                float x = d_update.get(s), weights[4];
+#pragma unroll
+                for (int t = kSteps - 1; t > s; --t) {
+                    if (t % 4 == 3) load_row(weights, &delta.products(s, t - 3));
+                    x -= weights[t % 4] * dv[t];
                 }
-                float weights[4];
-#pragma unroll
-                for (int s = 0; s < t; ++s) {
-                    if (s % 4 == 0) load_row(weights, &delta.products(t, s));
-                    x[s] -= weights[s % 4] * dv;
+                dv[s] = delta.beta[s] * x;
+                minus_dv.set(s, -dv[s]);
+                if constexpr (Outputs) {
+                    d_update.set(s, x * error.get(s));
+                    if (start + s < time && thread < to.dim)
+                        to.data[(start + s) * to.stride + thread] = narrow<T>(dv[s]);
                 }
             }
         }
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
         });
     }
     if constexpr (!Outputs)
-        part.store(d_state, transformation ? segments.passed : segments.states, march);
+        part.store(d_state, transformation ? segments.passed : segments.states, march());
     else if (segment == 0 && p.d_initial_state != nullptr)
         part.store(d_state, static_cast<float*>(p.d_initial_state), head_index);
 }

@@ -121,8 +121,9 @@ struct DeltaForwardPass {
     template <typename T>
     static Plan plan(const Sizes& sizes, int limit) {
         // The inverse costs the cube of a chunk's length and barriers for each halving: 32 steps, not 64.
-        return find_plan(sizes, Stored<T>::kDType, 32, limit, false,
-                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+        return find_plan(
+            sizes, Stored<T>::kDType, 32, limit, false,
+            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; }, forward_blocks);
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, plan.blocks, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);

@@ -59,8 +59,12 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads;
     const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk;
     // Found anew at each use: kept, these would hold some 40 registers.
-    const auto key_head = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, p.sizes.key_dim); };
-    const auto value_head = [&](const Sequence& x) { return Head<T>(x, batch, head, first, p.sizes.value_dim); };
+    const auto key_head = [&](const Sequence& x) {
+        return Head<T>(x, forgotten(batch), forgotten(head), 0, p.sizes.key_dim);
+    };
+    const auto value_head = [&](const Sequence& x) {
+        return Head<T>(x, forgotten(batch), forgotten(head), first, p.sizes.value_dim);
+    };
     const StatePart part{p.sizes.key_dim, p.sizes.value_dim, first, plan.columns, plan.key_rows};
 
     // Nobody asks what the first segment makes of zeros: no segment comes before it.
@@ -218,8 +222,10 @@ struct DiagonalBackwardPass {
     }
     template <typename T>
     static Plan plan(const Sizes& sizes, int limit) {
-        return find_plan(sizes, Stored<T>::kDType, 64, limit, true,
-                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+        return find_plan(
+            sizes, Stored<T>::kDType, 64, limit, true,
+            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
+            [](int places) { return backward_blocks(places, sizeof(T) == 4); });
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, 1, plan.blocks, Gated ? 1 : 0);

@@ -140,8 +140,9 @@ struct DiagonalForwardPass {
     }
     template <typename T>
     static Plan plan(const Sizes& sizes, int limit) {
-        return find_plan(sizes, Stored<T>::kDType, 64, limit, false,
-                         [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; });
+        return find_plan(
+            sizes, Stored<T>::kDType, 64, limit, false,
+            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; }, forward_blocks);
     }
     static Segments segments(const Plan& plan, const Sizes& sizes) {
         return find_segments(plan, sizes, plan.blocks, plan.blocks, Gated ? 1 : 0);

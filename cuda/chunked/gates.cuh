@@ -43,7 +43,7 @@ struct ChunkGates {
 
     // After `log_gate`, and a barrier. Each thread takes the products from one step on.
     __device__ __forceinline__ void find_blocks(bool complement) const {
-        const int s = threadIdx.x;
+        const int s = thread_anew();
         if (s >= chunk) return;
         const int column = s % kGateBlock, first = s - column;
         write()[s] = complement ? -expm1f(log_gate()[s]) : 1.0f;
@@ -69,7 +69,7 @@ struct ChunkGates {
 
     // After `find_blocks`, and a barrier.
     __device__ __forceinline__ void find_chunk() const {
-        const int s = threadIdx.x;
+        const int s = thread_anew();
         if (s >= chunk) return;
         const int mine = s / kGateBlock, blocks = chunk / kGateBlock;
         float before = 0.0f, after = 0.0f;
@@ -135,11 +135,12 @@ struct GateGradient {
     }
 
     // Threads that share a step: a power of two, neighbours in a warp, and all steps together the whole block.
-    __device__ __forceinline__ static int lanes(int chunk) { return blockDim.x / chunk; }
+    // Found anew at each use, as its thread is: kept, what is divided here would hold some 10 registers.
+    __device__ __forceinline__ static int lanes(int chunk) { return blockDim.x / forgotten(chunk); }
 
     // After `inside` and a barrier: its sums. A barrier must follow.
     __device__ __forceinline__ void sum_rows(int chunk) const {
-        const int count = lanes(chunk), lane = threadIdx.x % count, t = threadIdx.x / count;
+        const int count = lanes(chunk), thread = thread_anew(), lane = thread & (count - 1), t = thread / count;
         const int length = chunk / count, first = lane * length;  // of this lane's part of the row
         // Some at a time: all at once would be up to 32 registers.
         constexpr int kGroup = 8;
@@ -173,16 +174,16 @@ struct GateGradient {
     // onto what is there. `complement`: writes lose by them.
     __device__ __forceinline__ void store(const Sequence& to, int batch, int head, int start, int chunk, int time,
                                           const ChunkGates& gates, bool complement, bool add) const {
-        const int step = threadIdx.x / lanes(chunk);
+        const int count = lanes(chunk), thread = thread_anew(), step = thread / count;
         const float sum = of(step, chunk, gates.whole(), complement ? expf(gates.log_gate()[step]) : 0.0f);
-        if (threadIdx.x % lanes(chunk) == 0 && start + step < time) store_step(to, batch, head, start + step, sum, add);
+        if ((thread & (count - 1)) == 0 && start + step < time) store_step(to, batch, head, start + step, sum, add);
     }
 
 private:
     // The gradient of the log gate of step `u`, this thread's: the same for all that share it. `gate` is that gate where
     // writes lose by it, else 0.
     __device__ __forceinline__ float of(int u, int chunk, float whole, float gate) const {
-        const int count = lanes(chunk), lane = threadIdx.x % count;
+        const int count = lanes(chunk), lane = thread_anew() & (count - 1);
         float passed = 0.0f, sum = 0.0f, strength = 0.0f;
         for (int warp = lane; warp < static_cast<int>(blockDim.x) / kWarp; warp += count) passed += passing()[warp];
         for (int step = lane; step < chunk; step += count) {

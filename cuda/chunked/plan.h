@@ -36,9 +36,10 @@ struct Plan {
 
 constexpr int kMostPlaces = 4;
 
-// Blocks of 256 threads on a multiprocessor that the kernels' registers are held down for.
+// Blocks of 256 threads on a multiprocessor that the kernels' registers are held down for. `many`: a kernel that takes
+// more of them than half of a multiprocessor's, as it does backwards in float32, and with the delta rule's gates.
 constexpr int forward_blocks(int places) { return places < kMostPlaces ? 2 : 1; }
-constexpr int backward_blocks(int places, bool float32) { return places == 1 && !float32 ? 2 : 1; }
+constexpr int backward_blocks(int places, bool many) { return places == 1 && !many ? 2 : 1; }
 
 __host__ __device__ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -129,10 +130,11 @@ inline double estimate(const Plan& plan, const Sizes& sizes, int32_t dtype, int 
     return plan.blocks * ((computing > moving ? computing : moving) + waiting);
 }
 
-// The plan of the least estimate, of chunks of `longest_chunk` steps at most; measure(plan) gives a plan's bytes. `chunk`
-// is 0 if none fits.
-template <typename Measure>
-Plan find_plan(const Sizes& sizes, int32_t dtype, int longest_chunk, int limit, bool backward, Measure measure) {
+// The plan of the least estimate, of chunks of `longest_chunk` steps at most; measure(plan) gives a plan's bytes, and
+// resident(places) the blocks of 256 threads that the kernel's registers leave room for. `chunk` is 0 if none fits.
+template <typename Measure, typename Resident>
+Plan find_plan(const Sizes& sizes, int32_t dtype, int longest_chunk, int limit, bool backward, Measure measure,
+               Resident resident) {
     AskedPlan asked;
     if (backward) asked.stages = 0;  // there is one
     const int value_columns = round_up(sizes.value_dim, 16);
@@ -151,9 +153,7 @@ Plan find_plan(const Sizes& sizes, int32_t dtype, int longest_chunk, int limit, 
                 if (large || plan.places() > kMostPlaces) plan.threads = 256;
                 if (asked.threads == 128 || asked.threads == 256) plan.threads = asked.threads;
                 if (plan.places() > kMostPlaces) continue;
-                plan.resident =
-                    backward ? backward_blocks(plan.places(), dtype == kFloat32) : forward_blocks(plan.places());
-                plan.resident *= 256 / plan.threads;
+                plan.resident = resident(plan.places()) * (256 / plan.threads);
                 plan.shared = measure(plan);
                 if (plan.shared > static_cast<size_t>(limit) || !asked.allows(plan)) continue;
                 const auto cost = [&](const Plan& x) { return estimate(x, sizes, dtype, limit, backward); };

@@ -156,6 +156,8 @@ constexpr int kTileRows = 16;
 constexpr int kTileColumns = 32;
 constexpr int kTileParts = kTileColumns / 8;
 
+// threadIdx.x for what would otherwise be computed from it once, and kept in registers from one use to the next.
+__device__ __forceinline__ int thread_anew() { return forgotten(static_cast<int>(threadIdx.x)); }
 __device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
 
 // An accumulator. `parts` says how many of the tile's groups of 8 columns the matrix has, all or half of them; it is the
@@ -369,6 +371,24 @@ struct Matrix {
     }
 };
 
+// `Count` numbers from shared memory, 16 bytes at a time where there are as many.
+template <int Count>
+__device__ __forceinline__ void load_row(float (&to)[Count], const float* from) {
+    if constexpr (Count % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < Count; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(from + i);
+            to[i] = four.x;
+            to[i + 1] = four.y;
+            to[i + 2] = four.z;
+            to[i + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) to[i] = from[i];
+    }
+}
+
 // A tile's elements to a matrix in shared memory, two at a time.
 template <typename T>
 __device__ __forceinline__ void write_tile(Tile& tile, const Matrix<T>& to) {
@@ -388,6 +408,7 @@ __device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8. For a these are the quarters upper left, lower left, upper right,
     // lower right; for b the upper and lower half of one group of 8 columns, then of the next.
     const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+    end = forgotten(end);  // counts of the loop's rounds are not kept for products of the same length
 #pragma unroll 2
     for (int inner = begin; inner < end; inner += 16) {
         unsigned a[4], b[Parts / 2][4];

@@ -53,3 +53,12 @@ def test_time_is_divided_among_as_many_blocks_as_registers_have_room_for(emulato
     """8 heads on 132 multiprocessors, whose shared memory has room for two blocks of either type."""
     plan = emulator.plan("delta_backward", (1, 16384, 8, 64, 64, 128), dtype)
     assert plan.shared <= 113 * 1024 and plan.segments == segments
+
+
+@pytest.mark.parametrize(("value_dim", "capability", "plan"), [(160, 90, (32, 128)), (112, 80, (32, 112))])
+def test_a_plan_counts_on_as_many_blocks_as_registers_have_room_for(emulator, value_dim, capability, plan):
+    """With four blocks side by side on a multiprocessor 64 columns would pay, or chunks of 16 steps; of the gated delta
+    rule's way back there are two."""
+    sizes = (8, 1024, 8, 16, value_dim, 64)
+    found = emulator.plan("delta_backward", sizes, torch.bfloat16, gated=True, capability=capability)
+    assert found.threads == 128 and (found.chunk, found.columns) == plan
