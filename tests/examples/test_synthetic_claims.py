@@ -43,6 +43,7 @@ def test_the_linear_model_holds_20_pairs_and_dpfp_three_quarters_of_its_capacity
         assert all(loss < TARGET for size, loss in found.items() if size <= held), model
         rest = [loss for size, loss in found.items() if size >= above]
         assert rest[0] > 10 * TARGET and rest == sorted(rest), model
+    assert losses(1, "linear")[REQUIRED[1].index(100)] > 0.1
 
 
 def test_a_larger_capacity_is_never_worse_and_no_memory_better_than_softmax() -> None:
