@@ -147,6 +147,7 @@ class Operation:
             and v.shape[1] == 1
             and not values_are_checked()
             and not torch.compiler.is_compiling()
+            and "cpu" not in native.LARGEST_DIM
             and libraries.load("cpu") is None
         )
 
