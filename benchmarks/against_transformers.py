@@ -137,7 +137,10 @@ def models(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
         kinds = [*["linear_attention"] * 3, "full_attention"] * (sizes["num_hidden_layers"] // 4)
         config = getattr(transformers, f"{kind}Config")(**sizes, layer_types=kinds, **ALL_MODELS, **settings)
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        module = sys.modules[type(model).__module__]
+        before = dict(vars(module))
         yield from both_ways(name, model, prompt=20 if quick else 2048)
+        vars(module).update(before)
 
 
 def no_rule(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ struct Rule {
         const int64_t batch = v.size(0), time = v.size(1);
         p.batch = batch, p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
         const auto of_keys = [&](const char* name, const Tensor& x) {
-            const int64_t own = k.size(2);
+            const int64_t own = x.size(2);
             check_sizes(name, x, {batch, time, own, p.keys});
             check_type(name, x, v, false);
             if (own == 0 || p.heads % own) {

@@ -154,12 +154,14 @@ class Operation:
     def _step(self, q: Any, k: Any, v: Any, gates: list[Any], state: Any, starts: Any) -> Tensor | None:
         """`out` of one step in place, or None if the kernels refuse it.
 
-        The operator checks the shapes and types of all that it is given before it changes anything; devices and strides
-        are checked here. `check_inputs`, which names what is wrong, takes as long as the operator: it is left for what
-        is refused.
+        The operator checks shapes and types before it changes anything. Checked here are devices, strides, and that q
+        is shaped as k. `check_inputs`, which names what is wrong, takes as long as the operator: it is left for what is
+        refused.
         """
         assert self.kernel is not None
         try:
+            if q.shape != k.shape:
+                return None
             for x in (q, k, v):
                 if not x.is_contiguous() and x.stride(-1) not in (0, 1):
                     return None
