@@ -19,7 +19,7 @@ _SOURCE = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 
 
 def environment() -> dict[str, str]:
-    """Variables of processes whose products are to be fast; none where they are anyway, or there is no C compiler."""
+    """Variables of processes whose products are to be fast; none where they are anyway, or nothing can be compiled."""
     library = _library()
     if library is None or " " in str(library):  # which would name two
         return {}
@@ -35,14 +35,15 @@ def _library() -> Path | None:
     if "AuthenticAMD" not in processor or " avx512f " not in processor:
         return None
     library = FOLDER / "intel_cpu.so"
-    if not library.exists():
+    if library.exists():
+        return library
+    try:
         FOLDER.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             made = Path(folder) / library.name
-            try:
-                command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(made)]
-                subprocess.run(command, input=_SOURCE, text=True, capture_output=True, check=True)
-            except (OSError, subprocess.CalledProcessError):
-                return None
+            command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(made)]
+            subprocess.run(command, input=_SOURCE, text=True, capture_output=True, check=True)
             made.replace(library)
+    except (OSError, subprocess.CalledProcessError):
+        return None
     return library

@@ -92,7 +92,7 @@ class Operation:
             raise ValueError(
                 f"the {self.name} rule was given {what}; it takes neither starts nor fewer heads of q and k"
             )
-        kernel, plain = self._implementation(backend, v, time, max(key_dim, value_dim), key_dim, gates)
+        kernel, plain = self._implementation(backend, v, time, key_dim, gates)
         options = {} if starts is None else {"starts": starts}
         if kernel is not None:
             native.refuse_tangents(initial_state, *inputs)
@@ -177,7 +177,7 @@ class Operation:
             return None
 
     def _implementation(
-        self, backend: str, v: Tensor, time: int, largest_dim: int, key_dim: int, gates: list[Tensor | None]
+        self, backend: str, v: Tensor, time: int, key_dim: int, gates: list[Tensor | None]
     ) -> tuple[Kernel | Divided | None, Implementation]:
         """The kernel, if that is what runs, and what runs for a sequence."""
         kind = v.device.type
@@ -187,7 +187,7 @@ class Operation:
         backend = choose_backend(backend, time, reason, self.chunkwise is not None)
         if backend == "native":
             assert self.kernel is not None
-            kernel = self.kernel if native.fits(kind, largest_dim) else self.divided
+            kernel = self.kernel if native.fits(kind, max(key_dim, v.shape[-1])) else self.divided
             return kernel, kernel.sequence
         if backend == "reference":
             return None, self.reference

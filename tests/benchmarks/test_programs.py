@@ -87,13 +87,15 @@ IN_TURNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", IN_TURNS)
 def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypatch, run) -> None:
-    pytest.importorskip("transformers")
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    before = dict(vars(qwen))
     monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)  # of this process it is not to be kept
     assert run("against_transformers", subject, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
     record = json.loads((tmp_path / "out.json").read_text())
     expected = [x for part, lists in IN_TURNS[subject].items() for x in itertools.product([part], *lists)]
     assert [(row["part"], row["pass"], row["name"]) for row in record["rows"]] == expected
     assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in record["rows"])
+    assert dict(vars(qwen)) == before, "functions of transformers were left replaced"
 
 
 ROUNDS = [(name, "--rounds") for name in (*MEASURING, "sliding_window")]

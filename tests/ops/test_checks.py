@@ -125,6 +125,21 @@ def test_a_step_in_place_refuses_what_the_reference_refuses(rule):
             said = refusal(rule, wrong, "reference", in_place=True)
             assert said and said == refusal(rule, wrong, in_place=True), name
             assert torch.equal(inputs["initial_state"], before), name
+    # Heads of q that divide those of v as those of k do; documents' starts.
+    starts = [torch.ones(1, 2, dtype=torch.bool), torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool, device="meta")]
+    cases = [(inputs | {"q": inputs["q"][:, :, :1]}, None), *((inputs, x) for x in starts)]
+    for wrong, x in cases:
+        said = refusal(rule, wrong, "reference", in_place=True, starts=x)
+        assert said and said == refusal(rule, wrong, in_place=True, starts=x)
+        assert torch.equal(inputs["initial_state"], before), said
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu" or native.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
+def test_a_step_in_place_is_checked_by_the_kernels_alone(monkeypatch):
+    monkeypatch.setattr("fairseq_fastweights.ops.operations.check_inputs", None)
+    for name in ("sum", "gated", "delta", "gated delta"):
+        inputs = RULE[name].inputs(**SIZES | {"T": 1}, requires_grad=False)
+        RULE[name].run(inputs, "native", in_place=True)
 
 
 def test_what_only_some_inputs_can_have_wrong():
