@@ -47,10 +47,11 @@ def parse_training(log: str) -> Training:
         last = found.end()
         try:
             values = json.loads(found[2])
-            if found[1] == "valid":
-                training.valid[int(values["valid_num_updates"])] = float(values["valid_ppl"])
-            else:
-                training.train[int(values["num_updates"])] = float(values["ppl"])
+            perplexities, prefix = (training.valid, "valid_") if found[1] == "valid" else (training.train, "")
+            update = int(values[f"{prefix}num_updates"])
+            if f"{prefix}ppl" in values:  # not of attention that is transferred
+                perplexities[update] = float(values[f"{prefix}ppl"])
+            if not prefix:
                 speeds.append(float(values["wps"]))
                 steps.append(float(values.get("ups", 0)))
                 training.seconds += float(values.get("train_wall", 0))

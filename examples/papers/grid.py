@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -94,8 +95,11 @@ def plan(
         for number, seed in enumerate(seeds or table.rows[row].seeds):
             found[row, seed] = number
     # What others start from is trained, too, and before them.
-    for source in {table.rows[row].source for row in rows} - {None}:
-        found[source, 1] = -1
+    for row in rows:
+        before = 0
+        while source := table.rows[row].source:
+            row, before = source, before - 1
+            found[row, 1] = min(before, found.get((row, 1), 0))
     runs: dict[tuple[str, int], Run] = {}
     for row, seed in sorted(found, key=found.__getitem__):
         first = runs.get((table.rows[row].source or "", 1))
@@ -148,8 +152,8 @@ def _run(
 def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:
     """What a training that has ended left, of which others may begin from now on."""
     training = parse_training(log)
-    if training.parameters is None or not training.valid:
-        raise ValueError("its log has no model and no validation in it")
+    if training.parameters is None or not training.finished:
+        raise ValueError("its log has no model in it, or not its end")
     row.recipe.finish(places)
     told = {"parameters": training.parameters, "seconds": training.seconds}
     return told | {"train": sorted(training.train.items()), "valid": sorted(training.valid.items())}
@@ -223,14 +227,17 @@ def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: 
 def _seconds_of_an_update(run: Run) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = [folder if word == str(run.places.out) else word for word in run.training.words]
-        if "--transfer-from" in words:  # from what may not be trained yet
-            del words[(at := words.index("--transfer-from")) : at + 2]
+        # What it starts from may not be trained yet.
+        of_source = ("--transfer-from .*", "--finetune-from-model .*", "--criterion attention_transfer")
+        for at in range(len(words) - 2, -1, -1):
+            if any(re.fullmatch(option, " ".join(words[at : at + 2])) for option in of_source):
+                del words[at : at + 2]
         words += ["--max-update", str(TRIED), "--log-interval", str(TRIED // 3), "--no-save", "--disable-validation"]
         tried = subprocess.run(
             words, cwd=ROOT, env=os.environ | one_thread(), capture_output=True, text=True, check=False
         )
     steps = parse_training(tried.stdout + tried.stderr).updates_per_second
     if tried.returncode or not steps:
-        end = "".join(f"\n  | {line}" for line in (tried.stdout + tried.stderr).splitlines()[-8:])
+        end = "".join(f"\n  | {line[:300]}" for line in (tried.stdout + tried.stderr).splitlines()[-8:])
         raise StepError(f"{run.name} could not be trained for {TRIED} updates{end}")
     return 1 / steps

@@ -71,9 +71,9 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
             rows.append([row.model, "0", *[""] * (3 + len(measures)), *row.numbers])
             continue
         scores = [_cell([entry.scores[name] for entry in of_row if name in entry.scores]) for name in measures]
-        perplexity = interval([min(value for _, value in entry.valid) for entry in of_row])
+        perplexity = _cell([min(value for _, value in entry.valid) for entry in of_row if entry.valid])
         hours = mean(entry.seconds for entry in of_row) / 3600
-        numbers = [str(len(of_row)), f"{of_row[0].parameters:,}", f"{hours:.1f}", str(perplexity)]
+        numbers = [str(len(of_row)), f"{of_row[0].parameters:,}", f"{hours:.2f}", perplexity]
         rows.append([row.model, *numbers, *scores, *row.numbers])
     verdicts = [[claim.text, *verdict(claim, found)] for claim in table.claims]
     claims = [format_table(["claim", "measured", "verdict"], verdicts)] if verdicts else []

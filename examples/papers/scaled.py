@@ -71,17 +71,38 @@ _SOURCE = LanguageModel(
 )
 
 
-def _converted(rule: str, updates: int, number: str, options: str) -> Row:
-    schedule = f"--lr 0.001 --warmup-updates {updates // 20} --max-update {updates}"
+def _converted(
+    model: str,
+    memory: str,
+    number: str = "–",
+    *,
+    start: str = "--transfer-from SOURCE",
+    source: str | None = "source",
+    updates: int = 800,
+    schedule: str = "--lr 0.001",
+    seeds: int = 3,
+) -> Row:
+    """`memory`: options of the row. `start`: those that say what it begins from, the model of the row `source`."""
+    schedule = f"{schedule} --warmup-updates {updates // 20} --max-update {updates}"
     recipe = replace(
         _SOURCE,
-        options=f"{_CONVERSION} --transfer-from SOURCE {schedule} --validate-interval-updates {updates // 2}",
-        sources=True,
-        becomes_source=False,
+        options=f"{_CONVERSION} {start} {schedule} --validate-interval-updates {updates // 2}",
+        sources=source is not None,
+        becomes_source=seeds == 1,
     )
-    row = f"--update-rule {rule} --feature-dim 16 --feature-map identity --normalization none {options}"
-    name = "add" if rule == "sum" else rule
-    return Row(f"{name}, {updates:,} updates", recipe, row, (number,), seeds=(1, 2, 3), source="source")
+    return Row(f"{model}, {updates:,} updates", recipe, memory, (number,), tuple(range(1, seeds + 1)), source)
+
+
+def _memory(rule: str, size: int = 16, feature_map: str = "identity", normalization: str = "none") -> str:
+    return (
+        f"--update-rule {rule} --feature-dim {size} --feature-map {feature_map} --normalization {normalization}"
+        f"{' --scale-read-out' if rule in ('decay', 'gated') else ''}"
+    )
+
+
+# Learnt features and attention's normalisation, as in LoLCATs (Zhang et al. 2024).
+_LINEAR = _memory("sum", 32, "relu", "attention")
+_TRANSFER = "--criterion attention_transfer --clip-norm 0 --dropout 0 --attention-dropout 0"
 
 
 _HALF = "test, context-128"
@@ -147,26 +168,59 @@ SCALED = {
         rows={
             "source": Row("the Transformer", _SOURCE, "--softmax-attention-layers all", ("14.5",)),
             **{
-                f"{name}-{updates}": _converted(rule, updates, number, options)
+                f"{name}-{updates}": _converted(name, _memory(rule), number, updates=updates)
                 for updates in (800, 2400)
-                for name, rule, number, options in (
-                    ("decay", "decay", "16.1", "--scale-read-out"),
-                    ("gated", "gated", "16.8", "--scale-read-out"),
-                    ("add", "sum", "–", ""),
-                )
+                for name, rule, number in (("decay", "decay", "16.1"), ("gated", "gated", "16.8"), ("add", "sum", "–"))
             },
-        },
-        claims=(
-            *(
-                Claim(
-                    f"{more} is ahead of {less} after {updates:,} updates",
-                    (f"{less}-{updates}", _HALF),
-                    (f"{more}-{updates}", _HALF),
-                    at_least=0,
+            "delta-800": _converted("delta", _memory("delta", 16, "relu", "sum")),
+            "decay-m4": _converted("decay, m = 4", _memory("decay", 4), "17.1"),
+            "gated-m4": _converted("gated, m = 4", _memory("gated", 4), "17.1"),
+            **{
+                f"{rule}-unscaled": _converted(
+                    f"{rule}, without --scale-read-out", _memory(rule).removesuffix(" --scale-read-out")
                 )
-                for updates in (800, 2400)
-                for more, less in (("decay", "gated"), ("gated", "add"))
+                for rule in ("decay", "gated")
+            },
+            "gated-scratch": _converted("gated, from scratch", _memory("gated"), start="", source=None),
+            "linear": _converted("linear, m = 32", _LINEAR),
+            "linear-transfer": _converted(
+                "linear, attention transfer alone",
+                _LINEAR,
+                start=f"--transfer-from SOURCE {_TRANSFER}",
+                updates=160,
+                schedule="--lr 0.01",
+                seeds=1,
             ),
+            "linear-aligned": _converted(
+                "linear, after the transfer",
+                _LINEAR,
+                start="--finetune-from-model SOURCE",
+                source="linear-transfer",
+                updates=640,
+                schedule="--lr 0.0001",
+            ),
+        },
+        claims=tuple(
+            Claim(text, (less, _HALF), (more, _HALF), least, most)
+            for text, more, less, least, most in (
+                *(
+                    (
+                        f"{more} is ahead of {less} after {updates:,} updates",
+                        f"{more}-{updates}",
+                        f"{less}-{updates}",
+                        0,
+                        None,
+                    )
+                    for updates in (800, 2400)
+                    for more, less in (("decay", "gated"), ("gated", "add"))
+                ),
+                ("decay and gated are equal at m = 4, within 1", "decay-m4", "gated-m4", -1, 1),
+                ("add is level with delta, within 1", "add-800", "delta-800", -1, 1),
+                ("decay, m = 16, is ahead of decay, m = 4", "decay-800", "decay-m4", 0, None),
+                ("gated is ahead of gated from scratch", "gated-800", "gated-scratch", 0, None),
+                ("decay is ahead of decay without --scale-read-out", "decay-800", "decay-unscaled", 0, None),
+                ("linear is better after attention was transferred", "linear-aligned", "linear", 0, None),
+            )
         ),
     ),
 }
