@@ -1,5 +1,6 @@
 """A converted model is its source: logits and probabilities; what is converted back is its source's bits."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,13 @@ LOGITS = 1e-4  # of a few units; what is seen is below 2e-6
 
 
 def without_prefix(folder: Path) -> None:
-    """As GPT-2's were published: by the model below the language model."""
+    """As GPT-2 was published: by the model below the language model, and without a word on what is tied."""
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    del state["lm_head.weight"]
     sources.save_bin(folder, {name.removeprefix("transformer."): weight for name, weight in state.items()})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def as_older(folder: Path) -> None:

@@ -140,8 +140,10 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_that_were_done_twi
         "best_valid_ppl": 16.0,
         "tokens_per_second": 200.0,
     }
-    parts = [f'x | INFO | train_inner | {{"ppl": 9, "wps": 1, "num_updates": {n}, "train_wall": 3}}\n' for n in (6, 12)]
-    assert fairseq_logs.parse_training("".join(parts)).seconds == 6
+    for what in ('"ppl": 9', '"loss": 9'):  # attention that is transferred has no perplexity
+        parts = [f'x | train_inner | {{{what}, "wps": 1, "num_updates": {n}, "train_wall": 3}}\n' for n in (6, 12)]
+        training = fairseq_logs.parse_training("".join(parts))
+        assert (training.seconds, training.damaged, len(training.train)) == (6, [], 2 * ("ppl" in what))
     with pytest.raises(ValueError, match="its log has no training"):
         fairseq_logs.read_training("Traceback (most recent call last):\n")
     assert fairseq_logs.describe_training("", 8) == "starting"

@@ -32,11 +32,6 @@ SUBWORDS=4k wikitext103/prepare.sh OUT TEXT -> SUBWORDS is 4k; it must be a posi
 SUBWORDS=400 DICT=DATA/dict.txt wikitext103/prepare.sh OUT TEXT -> SUBWORDS and DICT are both given
 DICT=nowhere wikitext103/prepare.sh OUT TEXT -> DICT is nowhere; it must be a model's dict.txt
 wikitext103/prepare.sh MODEL TEXT -> is there, but is not what this script makes
-finetuning/wikitext2.sh DATA OUT decay-4 -> MODEL is decay-4; it must be source or RULE-M-START, as in decay-16-conve
-finetuning/wikitext2.sh DATA OUT decay-0-scratch -> MODEL is decay-0-scratch; it must be source or
-UPDATES=15 finetuning/wikitext2.sh DATA OUT source -> UPDATES is 15; it must be a positive multiple of ten
-finetuning/wikitext2.sh DATA OUT decay-4-converted -> source is not trained yet; decay-4-converted starts from it
-finetuning/wikitext2.sh TEXT OUT -> which holds no dict.txt
 gpt2/prepare.sh OUT MODEL TEXT -> which holds no dict.txt; from-huggingface makes it
 gpt2/prepare.sh OUT GPT2 GPT2 -> holds no train, neither a file nor a folder of files
 VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a positive whole number

@@ -1,5 +1,6 @@
 """examples/reproduce.py run and report: rows with seeds, the ledger, and what a page says of them."""
 
+import re
 from dataclasses import replace
 from math import inf, sqrt
 from pathlib import Path
@@ -58,6 +59,10 @@ def test_what_a_row_starts_from_is_trained_before_it(tmp_path: Path) -> None:
     (out / "source-1").mkdir(parents=True)
     source.row.recipe.finish(source.places)
     assert (out / "source-1" / "dict.txt").read_text() == "a 1\n"
+    chain = plan("conversion", table, ["linear-aligned"], [2], rows.Places(tmp_path, out), (), False)
+    assert [(run.name, run.seed) for run in chain] == [("source", 1), ("linear-transfer", 1), ("linear-aligned", 2)]
+    assert [run.steps[0].after for run in chain] == [(), chain[0].steps[:1], chain[1].steps[:1]]
+    assert str(out / "linear-transfer-1" / "checkpoint_best.pt") in chain[2].training.words
     given = plan("conversion", table, ["add-800"], [1], rows.Places(tmp_path, out), ["--lr", "1"], False)
     assert given[1].training.words[-4:] == ["--lr", "1", "--seed", "1"]
 
@@ -103,9 +108,11 @@ def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
         for name in ("softmax", "linear (ELU + 1)")
     )
     assert [cell.strip() for cell in first.split("|")[1:-1]] == [
-        *("softmax", "2", "10", "1.0", "8.00 ± 0.00", "39.10 ± 1.27", "26.6", "27.7")
+        *("softmax", "2", "10", "1.00", "8.00 ± 0.00", "39.10 ± 1.27", "26.6", "27.7")
     ]
     assert " 36.50 |" in linear and "not run" in made and "Processors: p." in made
+    made = report.block("multi30k", papers.SCALED["multi30k"], [replace(entry("linear", 1, 36.5), valid=[])])
+    assert re.search(r"linear \(ELU \+ 1\) +\| +1 \| +10 \| +1.00 \| +\| +36.50 \|", made)  # it transferred attention
 
 
 def test_what_was_run_with_other_commands_is_stale() -> None:
