@@ -14,7 +14,7 @@ from fairseq_command_cures import COMMAND_CURES
 from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
 
-VERSION = "0.12.2+fastweights.6"
+VERSION = "0.12.2+fastweights.7"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy

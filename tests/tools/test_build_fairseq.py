@@ -307,9 +307,40 @@ def dictionaries_that_are_files(folder: Path) -> None:
     assert Dictionary.load(str(folder / "dict.txt")).symbols[-1] == "word"
 
 
-@pytest.mark.parametrize(
-    "works", [weights_of_a_moving_average, masks_of_bytes, files_without_iopath, dictionaries_that_are_files]
+def dropout_of_16_bits(folder: Path) -> None:
+    from fairseq.modules import FairseqDropout
+
+    for p, dtype, shape in (
+        (0.1, torch.float32, (40_003,)),
+        (0.3, torch.float64, (3, 5, 2667)),
+        (0.9, torch.bfloat16, 40_001),
+    ):
+        x, share = torch.ones(shape, dtype=dtype, requires_grad=True), round(p * 2**16) / 2**16
+        y = FairseqDropout(p)(x)
+        y.sum().backward()
+        assert y.dtype == dtype and torch.equal(y, x.grad)
+        assert set(y.unique().tolist()) == {0, torch.tensor(1 / (1 - share), dtype=dtype).item()}
+        lost = y.detach().flatten().eq(0).double()
+        for start in range(4):  # of one draw
+            assert lost[start::4].mean().item() == pytest.approx(p, abs=5 * (p * (1 - p) / 10_000) ** 0.5)
+        assert abs(torch.corrcoef(torch.stack((lost[:-1], lost[1:])))[0, 1]) < 5 / 200
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        drawn.append(FairseqDropout(0.5)(torch.ones(99)))
+    assert torch.equal(*drawn) and not torch.equal(drawn[0], FairseqDropout(0.5)(torch.ones(99)))
+    assert FairseqDropout(0.5)(torch.ones(0, 3)).shape == (0, 3) and not FairseqDropout(1.0)(x).any()
+    assert FairseqDropout(0.5).eval()(x) is x is FairseqDropout(0.0)(x)
+    assert torch.jit.script(FairseqDropout(0.5))(torch.ones(4)).shape == (4,)
+
+
+WORKING = (
+    *(weights_of_a_moving_average, masks_of_bytes, files_without_iopath, dictionaries_that_are_files),
+    dropout_of_16_bits,
 )
+
+
+@pytest.mark.parametrize("works", WORKING)
 def test_what_was_broken_works(our_fairseq, works, tmp_path: Path) -> None:
     works(tmp_path)
 
