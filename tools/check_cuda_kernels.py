@@ -66,7 +66,7 @@ def read_compiler_output(text: str) -> tuple[list[Kernel], list[str]]:
 
 def check(nvcc: Nvcc, source: Path, architecture: int) -> tuple[list[Kernel], list[str]]:
     """Kernels and faults of `source`, from what the compiler said the last time if nothing changed since."""
-    reports = ROOT / "build" / "native" / "reports"
+    where, reports = f"{source.parent.name}/{source.name}, sm_{architecture}", ROOT / "build" / "native" / "reports"
     flags = [*NVCC_FLAGS, "-Xptxas=-v", *generate_code_flags([f"sm_{architecture}"])]
     work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}")
     kept = reports / f"{work.key()}.txt"
@@ -77,10 +77,11 @@ def check(nvcc: Nvcc, source: Path, architecture: int) -> tuple[list[Kernel], li
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         target.unlink(missing_ok=True)
         if result.returncode:
-            return [], [f"does not compile:\n{result.stdout}"]
+            return [], [f"{where}: does not compile:\n{result.stdout}"]
         new.write_text(result.stdout)
         new.replace(kept)
-    return read_compiler_output(kept.read_text())
+    kernels, faults = read_compiler_output(kept.read_text())
+    return kernels, [f"{where}: {fault}" for fault in faults]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,10 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = list(pool.map(lambda item: check(nvcc, *item), work))
     kernels = [kernel for own, _ in found for kernel in own]
     print(*sorted(kernels), sep="\n")
-    pairs = zip(work, found, strict=True)
-    wrong = [
-        f"{path.parent.name}/{path.name}, sm_{sm}: {fault}" for (path, sm), (_, faults) in pairs for fault in faults
-    ]
+    wrong = [fault for _, faults in found for fault in faults]
     print("\n".join(wrong), file=sys.stderr)
     print(f"{len(kernels)} kernels of {len(sources)} files (each architecture counted), {len(wrong)} faults")
     return 1 if wrong or not kernels else 0

@@ -105,18 +105,13 @@ def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
 
 
 def device_name() -> str:
-    """The GPU's, as `nvidia-h200`. Raises `SystemExit`, with what is missing, where there is nothing to check."""
-    command = [sys.executable, "-m", "fairseq_fastweights.env", "--json"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    """The GPU's, as `nvidia-h200`. Raises `SystemExit`, with the reason, where there is nothing to check."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or [""])[-1]
-        raise SystemExit(f"error: {sys.executable} cannot import torch ({last}); name another with `make PYTHON=...`")
-    found = json.loads(result.stdout.splitlines()[-1])
-    if not found["gpus"]:
-        lacks = "sees no GPU" if found["versions"]["CUDA of torch"] else "has no CUDA"
-        version = found["versions"]["torch"]
-        raise SystemExit(f"error: torch {version} {lacks}; there is nothing that this could check")
-    return slug(found["gpus"][0]["name"])
+        raise SystemExit(f"error: {sys.executable} finds no GPU ({last}); name another Python with `make PYTHON=...`")
+    return slug(result.stdout)
 
 
 def slug(name: str) -> str:
