@@ -41,7 +41,7 @@ _WIKITEXT2 = LanguageModel(
     splits="test",
     evaluate="--cpu",
 )
-# Softmax attention has no state of one size to carry.
+# Softmax attention and the Linformer have no state of one size to carry.
 _WINDOWS = replace(_WIKITEXT2, modes=("context-192",))
 _CARRIED = replace(_WIKITEXT2, options=f"{_WIKITEXT2.options} --no-token-positional-embeddings --carry-over-state")
 _WINDOW, _STREAM = "test, context-192", "test, carried"
@@ -143,6 +143,20 @@ SCALED = {
             "retention": _wikitext2("retention", "--mixers retention", seeds=1),
             "gated-delta": _wikitext2("gated delta", "--mixers gated-delta", seeds=1),
             "kimi-delta": _wikitext2("Kimi delta", "--mixers kimi-delta", seeds=1),
+            "delta-product": _wikitext2("DeltaProduct, two writes", "--mixers delta-product", seeds=1),
+            "delta-no-positions": _wikitext2(
+                "delta, no positional embeddings", "--update-rule delta --no-token-positional-embeddings", seeds=1
+            ),
+            "mamba": _wikitext2("Mamba", "--mixers mamba", seeds=1),
+            "local": _wikitext2("local attention, window 32", "--mixers local", seeds=1),
+            "abc": _wikitext2("ABC, 2 x 32 slots", "--mixers abc", seeds=1),
+            "linformer": _wikitext2("Linformer, 2 x 64 slots", "--mixers linformer", recipe=_WINDOWS, seeds=1),
+            "transformer-xl-carried": _wikitext2(
+                "Transformer-XL, carried over",
+                "--mixers transformer-xl --transformer-xl-memory 256",
+                recipe=_CARRIED,
+                seeds=1,
+            ),
         },
         claims=(
             Claim("softmax is ahead of delta", ("delta", _WINDOW), ("softmax", _WINDOW), at_least=0),
