@@ -42,14 +42,17 @@ def _draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None
             ]
     figure, axes = new_figure(figsize=(8, 4.8))
     ends = {row: curve[-1][1] for row, curve in curves.items()}
+    # What others start from was trained for longer than there would be room for.
+    levels = {row: ends[row] for row in {row.source for row in table.rows.values()} & {*curves}}
     best = min(ends, key=ends.__getitem__)
     among = f"of {len(ends)} models {best} has the lowest" if len(ends) > 1 else f"{best} has this"
     say(figure, f"At the end, {among} validation perplexity: {ends[best]:.2f}", BAND)
     axes.set(xlabel="updates", ylabel="perplexity of the validation set", yscale="log")
+    curves = {row: curve for row, curve in curves.items() if row not in levels} or curves
     axes.set_xlim(0, max(curve[-1][0] for curve in curves.values()) * 1.02)
     lowest = min(ends.values())
     axes.set_ylim(0.95 * lowest, 5 * lowest)
-    draw_curves(axes, curves)
+    draw_curves(axes, curves, levels=levels)
     plain_numbers(axes.yaxis)
     save_figure(figure, path)
 
@@ -68,6 +71,12 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
         bar = None if i.half == inf else [i.half]
         axes.errorbar([i.mean], [place], xerr=bar, fmt="o", color="black", capsize=3, linewidth=1.4)
     low, high = axes.get_xlim()
+    far = high - low > 100
+    if far:
+        axes.set_xscale("symlog", linthresh=2)
+        ticks = [tick for tick in (-1000, -100, -10, -2, 0, 2, 10, 100, 1000) if low <= tick <= high]
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        low, high = 1.3 * low, 1.3 * high
     low, high = min(low, -0.1 * (high - low)), max(high, 0.1 * (high - low))
     for place, (claim, _) in enumerate(reversed(found)):
         start = low if claim.at_least is None else claim.at_least
@@ -76,7 +85,7 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
     axes.set_xlim(low, high)
     axes.axvline(0, color=GREY, linewidth=1)
     axes.set_yticks(range(len(found)), [claim.text for claim, _ in reversed(found)])
-    axes.set_xlabel("difference")
+    axes.set_xlabel("difference" + ", beyond 2 on a logarithmic scale" * far)
     plain(axes)
     axes.grid(axis="y", visible=False)
     save_figure(figure, path)
