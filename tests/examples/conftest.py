@@ -42,12 +42,13 @@ TINY = {
         --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2
         --decoder-attention-heads 2""",
 }
+TINY["finetuning"] = TINY["wikitext103"]
 """Small models by the folder of a table: at a call's end these options override what the call sets."""
 
 
 def tiny(table: str, row: str) -> list[str]:
     """The options that make a row's model small."""
-    flags = TINY[reproduce_command.TABLES[table].folder].split()
+    flags = TINY[reproduce_command.ALL[table].folder].split()
     if "hybrid" in row:  # of two layers, the second has softmax
         flags += ["--softmax-attention-layers", "2"]
     if table == "mao-table3" and row != "base":  # a head of this size has keys of 16

@@ -11,16 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from papers import ledger
 
 from tests.conftest import import_plugin
 
 from .conftest import EXAMPLES, reproduce_command, run_script, tiny
 
-TABLES = reproduce_command.TABLES
+TABLES = reproduce_command.ALL
 TRAINING = "--cpu --num-workers 0 --warmup-updates 1 --max-update 2 --batch-size 2 --tokens-per-sample 16".split()
 EVALUATION = "--cpu --num-workers 0 --tokens-per-sample 16".split()
-PLACES = {"wikitext103": "data", "gpt2": "target gpt2_data", "xatl": "pythia pythia_data", "wmt14": "parallel"}
-ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
+PLACES = {
+    "wikitext103": "data",
+    "gpt2": "target gpt2_data",
+    "xatl": "pythia pythia_data",
+    "wmt14": "parallel",
+    "finetuning": "data",
+}
+# Those that start from another row of their table are run with it, below.
+ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows if table.rows[row].source is None]
 Train = Callable[..., None]
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
@@ -76,7 +84,8 @@ def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduc
     from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
 
     folders = [request.getfixturevalue("gpt2" if name == "target" else name) for name in places(table, row)]
-    task = "--source-lang en --target-lang de" if table == "schlag-table1" else "--tokens-per-sample 16"
+    translates = TABLES[table].folder == "wmt14"
+    task = "--source-lang en --target-lang de" if translates else "--tokens-per-sample 16"
     call = [table, row, "train", *folders, tmp_path, *tiny(table, row), *task.split()]
     status, printed, err = reproduce("--print", *call)
     assert status == 0, err
@@ -144,3 +153,21 @@ def test_a_row_of_each_kind_of_choi_trains_what_it_says(row: str, pythia: Path, 
     near = dict.fromkeys(distance, "scratch" not in row) | dict(zip(own, (False, "attention" in row), strict=False))
     assert {part: how < 0.01 for part, how in distance.items()} == near, distance
     assert (distance["fc1.weight"] == 0) == ("frozen" in row)
+
+
+def test_a_row_that_starts_from_another_is_trained_after_it_and_scored(data: Path, tmp_path: Path, reproduce) -> None:
+    """One after attention was transferred, which has no perplexity of its own."""
+    small = ["--", *tiny("conversion", "linear"), *"--max-update 2 --warmup-updates 1 --batch-size 2".split()]
+    call = ["run", "conversion", data, tmp_path, "--rows", "linear-aligned", "--seeds", "1", *small]
+    status, _, err = reproduce(*call, "--validate-interval-updates", "2")
+    assert status == 0, err
+    found = {entry.row: entry for entry in ledger.read_ledger(tmp_path / "ledger.jsonl")}
+    assert {row: [update for update, _ in entry.valid] for row, entry in found.items()} == {
+        **{"source": [2], "linear-transfer": [], "linear-aligned": [2]}
+    }
+    assert all(entry.scores["test, context-128"] > 1 for entry in found.values())
+    source, transferred, trained = (weights(tmp_path / f"{row}-1" / "checkpoint_best.pt") for row in found)
+    kept = [name for name in transferred if not re.search(r"\.self_attn\.|version|_float_tensor", name)]
+    assert kept and all(torch.equal(transferred[name], source[name]) for name in kept)
+    distance = (trained["decoder.layers.0.fc1.weight"] - transferred["decoder.layers.0.fc1.weight"]).abs().max()
+    assert 0 < distance < 1e-3  # two updates at a rate of 0.0001

@@ -11,7 +11,6 @@ import gpu_check
 import pytest
 from gpu_check import Stage
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
