@@ -71,7 +71,7 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
         bar = None if i.half == inf else [i.half]
         axes.errorbar([i.mean], [place], xerr=bar, fmt="o", color="black", capsize=3, linewidth=1.4)
     low, high = axes.get_xlim()
-    far = high - low > 100
+    far = bool(high - low > 100)
     if far:
         axes.set_xscale("symlog", linthresh=2)
         ticks = [tick for tick in (-1000, -100, -10, -2, 0, 2, 10, 100, 1000) if low <= tick <= high]
