@@ -11,7 +11,6 @@ wikitext2.sh would have made besides. PAGE is a file in Markdown with such a tab
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -20,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.fairseq_logs import Training, parse_training
-from common.figures import draw_points, draw_trainings, new_figure, plain_numbers, save_figure, say
+from common import summaries
+from common.figures import draw_points, new_figure, plain_numbers, save_figure, say
 from common.tables import format_table, number, read_table
 
 WIKITEXT2 = (
@@ -52,70 +51,43 @@ MEASURED = {"state": "state", "training": "trained words/s", "generation": "gene
 """What speed.py measured: column."""
 POINTS = {"test, sliding", "test, carried over"}
 """The columns of which the figure of states shows the lower one."""
-ABSENT = "–"
 
 
 @dataclass
-class ScoredRun:
-    """What one model left behind.
+class ScoredRun(summaries.Run):
+    """What the logs of one model say.
 
-    `name`: of its folder. `training`: what its log says. `scores`: perplexity by column of the table. `measured`: what
-    speed.py wrote, by its names. `problems`: what is wrong with the files, for a person to read.
+    `scores`: perplexity by column of the table. `measured`: what speed.py wrote, by its names.
     """
 
-    name: str
-    training: Training = field(default_factory=Training)
     scores: dict[str, float] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def missing(self) -> bool:
-        """Whether there is nothing of it."""
-        return self.training.parameters is None
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Table and curves of trained language models.")
-    parser.add_argument("out", type=Path, metavar="OUT", help="holds one folder for each model")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="names of folders in OUT (default: all)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the curves (PNG)")
+    parser = summaries.summary_parser("Table and curves of trained language models.")
     parser.add_argument("--state-figure", type=Path, metavar="FILE", help="draw perplexity over state size (PNG)")
     options = parser.parse_args(arguments)
     if options.out.is_file():
         if options.figure or options.markdown or options.models or not options.state_figure:
             parser.error(f"{options.out} is a page, of which only --state-figure can be drawn")
         table = options.out.read_text(encoding="utf-8")
-    elif not options.out.is_dir():
-        fail(f"there is no folder {options.out}")
     else:
-        runs = [read_run(options.out / name) for name in options.models or find_models(options.out)]
-        for problem in (problem for run in runs for problem in run.problems):
-            print(f"summarize.py: {problem}", file=sys.stderr)
-        if all(run.missing for run in runs):
-            fail(f"{options.out} holds no folder with the log of a training")
-        table = format_runs(runs)
-        print(table)
-        if options.markdown:
-            options.markdown.write_text(table + "\n", encoding="utf-8")
+
+        def find(out: Path) -> list[ScoredRun]:
+            return [read_run(out / name) for name in options.models or find_models(out)]
+
+        runs = summaries.summarize(options, find, "the log of a training", format_runs)
         if options.figure:
-            curves = {
-                run.name: (sorted(run.training.train.items()), sorted(run.training.valid.items())) for run in runs
-            }
-            draw_trainings(curves, options.figure, "perplexity")
+            summaries.draw_curves(runs, options.figure, "perplexity")
+        table = format_runs(runs)
     if options.state_figure:
         points = read_points(table)
         if not points:
-            fail(f"{options.out} holds no model that is both scored and measured")
+            summaries.fail(f"{options.out} holds no model that is both scored and measured")
         draw_states(points, options.state_figure)
     return 0
-
-
-def fail(message: str) -> None:
-    print(f"summarize.py: {message}", file=sys.stderr)
-    sys.exit(1)
 
 
 def find_models(out: Path) -> list[str]:
@@ -133,14 +105,7 @@ def read_run(folder: Path) -> ScoredRun:
     if not log.exists():
         run.problems.append(f"{log} is missing: {folder.name} was not trained")
         return run
-    run.training = training = parse_training(log.read_text(encoding="utf-8", errors="replace"))
-    run.problems += [f"{log} has a damaged line: {line[:100]}" for line in training.damaged]
-    if training.parameters is None:
-        run.problems.append(f"{log} ends before the model was built")
-    elif not training.finished:
-        valid = training.valid
-        reached = f"last validation at update {max(valid)}" if valid else "no validation yet"
-        run.problems.append(f"{log} is of an unfinished training: it ends at update {training.updates}, {reached}")
+    run.read_training(log)
     try:
         run.measured = json.loads((folder / "speed.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -173,7 +138,7 @@ def format_runs(runs: list[ScoredRun]) -> str:
     rows = []
     for run in runs:
         if run.missing:
-            rows.append([run.name, "missing", *[ABSENT] * (len(header) - 2)])
+            rows.append([run.name, "missing", *[summaries.ABSENT] * (len(header) - 2)])
             continue
         best = min(run.training.valid.values(), default=None)
         numbers = [run.measured.get(name) for name in MEASURED] if measured else [run.training.speed]
@@ -182,15 +147,11 @@ def format_runs(runs: list[ScoredRun]) -> str:
                 run.name,
                 f"{run.training.parameters:,}",
                 f"{run.training.updates:,}" + ("" if run.training.finished else " (unfinished)"),
-                *(shown(x, ".2f") for x in (best, *map(run.scores.get, columns))),
-                *(shown(x, ",.0f") for x in numbers),
+                *(summaries.shown(x, ".2f") for x in (best, *map(run.scores.get, columns))),
+                *(summaries.shown(x, ",.0f") for x in numbers),
             ]
         )
     return format_table(header, rows)
-
-
-def shown(value: float | None, form: str) -> str:
-    return ABSENT if value is None else format(value, form)
 
 
 def read_points(table: str) -> dict[str, tuple[float, float]]:

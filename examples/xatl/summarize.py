@@ -62,7 +62,7 @@ class ScoredRun(summaries.Run):
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the tables; returns the exit status."""
-    parser = summaries.summary_parser("Tables and a figure of benchmarks.", "OUT")
+    parser = summaries.summary_parser("Tables and a figure of benchmarks.")
     options = parser.parse_args(arguments)
 
     def find(out: Path) -> list[ScoredRun]:
