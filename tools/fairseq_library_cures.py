@@ -1,4 +1,4 @@
-"""Where fairseq relies on what today's PyTorch does otherwise, or on a library that need not be there.
+"""Where fairseq relies on what today's PyTorch does otherwise or slowly, or on a library that need not be there.
 
 Each row of a cure: a file, what stands there, and what takes its place (`fairseq_cures.Edit`).
 """
@@ -41,8 +41,8 @@ LIBRARY_CURES: dict[str, list[tuple[str, str, str]]] = {
             "            return IOPathManager.async_close()\n        return True",
         ),
     ],
-    # On a CPU torch draws 53 random bits for each number that dropout may take out, one after the other: a seventh of
-    # the time in which a small model trains. 16 do, of which a draw has four times as many.
+    # On a CPU torch makes a draw of random bits for each number that dropout may take out: a seventh of the time in
+    # which a small model trains. 16 bits are enough, and one draw has those of four numbers.
     "dropout_of_16_bits": [
         (_DROPOUT, "\nimport torch.nn as nn\n", "\nimport torch\nimport torch.nn as nn\n"),
         (

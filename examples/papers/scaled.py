@@ -80,17 +80,19 @@ def _converted(
     source: str | None = "source",
     updates: int = 800,
     schedule: str = "--lr 0.001",
-    seeds: int = 3,
+    becomes_source: bool = False,
 ) -> Row:
-    """`memory`: options of the row. `start`: those that say what it begins from, the model of the row `source`."""
+    """`memory`: options of the row. `start`: those that say what it begins from, the model of the row `source`.
+    `becomes_source`: whether others begin from it, for which one seed is enough."""
     schedule = f"{schedule} --warmup-updates {updates // 20} --max-update {updates}"
     recipe = replace(
         _SOURCE,
         options=f"{_CONVERSION} {start} {schedule} --validate-interval-updates {updates // 2}",
         sources=source is not None,
-        becomes_source=seeds == 1,
+        becomes_source=becomes_source,
     )
-    return Row(f"{model}, {updates:,} updates", recipe, memory, (number,), tuple(range(1, seeds + 1)), source)
+    seeds = (1,) if becomes_source else (1, 2, 3)
+    return Row(f"{model}, {updates:,} updates", recipe, memory, (number,), seeds, source)
 
 
 def _memory(rule: str, size: int = 16, feature_map: str = "identity", normalization: str = "none") -> str:
@@ -203,7 +205,7 @@ SCALED = {
                 start=f"--transfer-from SOURCE {_TRANSFER}",
                 updates=160,
                 schedule="--lr 0.01",
-                seeds=1,
+                becomes_source=True,
             ),
             "linear-aligned": _converted(
                 "linear, after the transfer",

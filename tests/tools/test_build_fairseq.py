@@ -310,6 +310,7 @@ def dictionaries_that_are_files(folder: Path) -> None:
 def dropout_of_16_bits(folder: Path) -> None:
     from fairseq.modules import FairseqDropout
 
+    torch.manual_seed(0)
     for p, dtype, shape in (
         (0.1, torch.float32, (40_003,)),
         (0.3, torch.float64, (3, 5, 2667)),

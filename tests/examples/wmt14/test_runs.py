@@ -142,6 +142,9 @@ def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["multi30k-curves.png"]
     drawing.draw_table("multi30k", table, [*entries, entry("dpfp", 1, 38.0)], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["multi30k-claims.png", "multi30k-curves.png"]
+    # One with a model that others start from, and differences of which some are a hundred times the others.
+    drawing.draw_table("conversion", papers.SCALED["conversion"], ledger.read_ledger(ledger.COMMITTED), tmp_path)
+    assert len(list(tmp_path.glob("conversion-*.png"))) == 2
     page = report.block("multi30k", table, entries, pictures=True)
     assert "](multi30k-curves.png)" in page and "claims.png" not in page
 
