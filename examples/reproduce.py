@@ -192,7 +192,7 @@ def _run(call: Call, out: Path) -> None:
     else:
         status = _score(call.words, call.log, call.scored, f"{out}: scoring {call.title}")
         if not status:
-            found = re.search(r"Perplexity: .*", call.log.read_text(encoding="utf-8", errors="replace"))
+            found = re.search(r"(?:Perplexity|State): .*", call.log.read_text(encoding="utf-8", errors="replace"))
             told = found[0] if found else f"no perplexity; delete {call.log} and run again"
             print(f"{out}: {call.title}: {told}", flush=True)
     if status:

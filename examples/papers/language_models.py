@@ -10,9 +10,12 @@ from pathlib import Path
 
 from common.fairseq_logs import find_in
 
-from papers.rows import BEST, PACKAGE, Call, Places, RowError, positive, program, require, shown, training
+from papers.rows import BEST, PACKAGE, ROOT, Call, Places, RowError, positive, program, require, shown, training
 
 TASK = "fast_weight_language_modeling"
+STATE_SIZE = ROOT / "examples" / "wikitext103" / "state_size.py"
+STATE = "state"
+"""What its number is called among the scores."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class LanguageModel:
         sources: whether a training starts from a model.
         same_dictionary: whether the data must be cut into the source's subwords.
         becomes_source: whether other models can start from a trained one.
+        counts_state: whether what a trained model remembers is counted, too.
         evaluate: options of fairseq-eval-lm.
     """
 
@@ -46,6 +50,7 @@ class LanguageModel:
     sources: bool = False
     same_dictionary: bool = False
     becomes_source: bool = False
+    counts_state: bool = False
     evaluate: str = ""
 
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
@@ -84,10 +89,18 @@ class LanguageModel:
                 words += [*self.evaluate.split(), *options]
                 name = f"{mode}-{split}" + ("" if checkpoint.name == BEST else f".{checkpoint.stem}")
                 calls.append(Call(words, places.out / f"{name}.log", checkpoint, f"{split}, {mode}"))
+        if self.counts_state and not env.get("MODE"):
+            words = [shown(STATE_SIZE), str(places.data), str(checkpoint)]
+            calls.append(Call(words, places.out / "state.log", checkpoint, STATE))
         return calls
 
     def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
-        """Perplexity, and if prepare.sh cut words into subwords that of a word, too: the text is equally probable."""
+        """Perplexity, and if prepare.sh cut words into subwords that of a word, too: the text is equally probable.
+
+        Of what counts the state, its size.
+        """
+        if call.title == STATE:
+            return {STATE: float(find_in(log, "state", r"State: ([\d,]+)")[-1].replace(",", ""))}
         found = find_in(log, "perplexity", r"Loss \(base 2\): ([\d.]+|inf|nan), Perplexity: ([\d.]+|inf|nan)")[-1]
         scores = {call.title: float(found[1])}
         counted = places.data / "words.json"

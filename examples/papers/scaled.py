@@ -41,6 +41,7 @@ _WIKITEXT2 = LanguageModel(
     modes=("context-192", "carried"),
     splits="test",
     evaluate="--cpu",
+    counts_state=True,
 )
 # Softmax attention and the Linformer have no state of one size to carry.
 _WINDOWS = replace(_WIKITEXT2, modes=("context-192",))
