@@ -131,7 +131,10 @@ def _report(arguments: list[str]) -> int:
     )
     parser.add_argument("table", nargs="?", metavar="TABLE", choices=ALL, help=", ".join(ALL))
     parser.add_argument("--ledger", type=Path, default=COMMITTED, metavar="FILE", help="(default: the one committed)")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures of TABLE there")
     options = parser.parse_args(arguments)
+    if options.figures and not options.table:
+        parser.error("--figures goes with TABLE; without it the figures are those of docs/results.md")
 
     def work() -> None:
         entries = read_ledger(options.ledger)
@@ -143,6 +146,8 @@ def _report(arguments: list[str]) -> int:
                 print(f"{entry.name}: code has changed since {entry.commit}", file=sys.stderr)
         if options.table:
             print(block(options.table, ALL[options.table], entries), end="")
+            if options.figures:
+                draw_table(options.table, ALL[options.table], entries, options.figures)
         else:
             write_whole(PAGE, page(PAGE.read_text(encoding="utf-8"), entries))
             for name, table in SCALED.items():

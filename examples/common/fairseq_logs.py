@@ -19,7 +19,7 @@ class Training:
     `parameters`: of the model; None if the log ends before that was built. `train`, `valid`: perplexity by update; one
     that an interrupted training did twice counts once. `speed`: tokens per second, and `updates_per_second`, the
     medians of the reports. `seconds`: that its updates took, all parts of an interrupted training together. `finished`:
-    whether the training came to the end. `damaged`: lines that are cut off.
+    whether the training came to the end.
     """
 
     parameters: int | None = None
@@ -29,12 +29,6 @@ class Training:
     updates_per_second: float | None = None
     seconds: float = 0.0
     finished: bool = False
-    damaged: list[str] = field(default_factory=list)
-
-    @property
-    def updates(self) -> int:
-        """How many were done."""
-        return max([*self.train, *self.valid], default=0)
 
 
 def parse_training(log: str) -> Training:
@@ -45,7 +39,7 @@ def parse_training(log: str) -> Training:
     last = 0
     for found in _JSON_LINE.finditer(log):
         last = found.end()
-        try:
+        with suppress(ValueError, KeyError):  # of a line that is cut off
             values = json.loads(found[2])
             perplexities, prefix = (training.valid, "valid_") if found[1] == "valid" else (training.train, "")
             update = int(values[f"{prefix}num_updates"])
@@ -55,8 +49,6 @@ def parse_training(log: str) -> Training:
                 speeds.append(float(values["wps"]))
                 steps.append(float(values.get("ups", 0)))
                 training.seconds += float(values.get("train_wall", 0))
-        except (ValueError, KeyError):
-            training.damaged.append(found[0])
     if speeds:
         training.speed, training.updates_per_second = median(speeds), median(steps)
     # Of the last call: it may go on where one before it ended.

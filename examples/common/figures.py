@@ -97,7 +97,6 @@ def draw_curves(
 def draw_trainings(
     trainings: Mapping[str, tuple[Curve, Curve]],
     path: Path,
-    perplexity: str = "perplexity",
     *,
     top: float | None = None,
     levels: Mapping[str, float] | None = None,
@@ -105,7 +104,7 @@ def draw_trainings(
     """Draws perplexities over updates, of the training text on the left and of the validation text on the right.
 
     `trainings`: by model, the points (update, perplexity) of both; models without any are left out. `path`: of the PNG.
-    `perplexity`: what it is of, for the axes. `top`: the highest to show. `levels`: see `draw_curves`.
+    `top`: the highest to show. `levels`: see `draw_curves`.
     """
     trainings = {model: curves for model, curves in trainings.items() if any(curves)}
     figure, panels = new_figure(1, 2, figsize=(9.6, 4.4))
@@ -117,7 +116,7 @@ def draw_trainings(
     say(figure, message or "Perplexity in training; nothing was validated yet")
     for number, (axes, title) in enumerate(zip(panels, ("training text", "validation text"), strict=True)):
         curves = {model: both[number] for model, both in trainings.items() if both[number]}
-        axes.set(xlabel="updates", ylabel=perplexity, yscale="log", title=title)
+        axes.set(xlabel="updates", ylabel="perplexity", yscale="log", title=title)
         axes.set_xlim(0, max((max(curve)[0] for curve in curves.values()), default=1) * 1.02)
         if top is not None:
             axes.set_ylim(min(min(y for _, y in curve) for curve in curves.values()) * 0.9 if curves else None, top)

@@ -30,10 +30,3 @@ check_new() {
 check_program() {
     command -v "$1" > /dev/null || die "there is no $1; is the environment activated?"
 }
-
-# logged LOG COMMAND ...: with its output in LOG, of which the last lines are shown if it fails
-logged() {
-    local log=$1
-    shift
-    "$@" > "$log" 2>&1 || { tail -n 3 "$log" >&2; exit 1; }
-}

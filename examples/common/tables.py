@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 
@@ -17,20 +16,3 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     ruler = line([f"{'-' * (width - (i > 0))}{':' * (i > 0)}" for i, width in enumerate(widths)])
     return "\n".join([line(header), ruler, *map(line, rows)])
-
-
-def read_table(text: str, *columns: str) -> list[dict[str, str]]:
-    """The rows, by column, of the first table in a Markdown text that has all of `columns`; [] if there is none."""
-    for table in re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE):
-        header, _, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()]
-        if set(columns) <= set(header):
-            return [dict(zip(header, row, strict=True)) for row in rows]
-    return []
-
-
-def number(cell: str) -> float | None:
-    """What a cell says, as 8,192 or 1.4e+06; None if it says nothing."""
-    try:
-        return float(cell.replace(",", ""))
-    except ValueError:
-        return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 
-from common.figures import GREY, draw_curves, new_figure, plain, plain_numbers, save_figure, say
+from common.figures import GREY, draw_curves, draw_points, new_figure, plain, plain_numbers, save_figure, say
 
+from papers.language_models import STATE
 from papers.ledger import Entry
 from papers.report import difference, interval, verdict
 from papers.rows import Claim, Table
@@ -17,12 +18,17 @@ BAND = "Bands and bars are 95% intervals over seeds, by Student's t; what has no
 
 
 def draw_table(name: str, table: Table, entries: Sequence[Entry], folder: Path) -> None:
-    """Draws what there is of a table: validation by update, and the differences that its claims are about."""
+    """Draws what there is of a table: validation by update, the differences that its claims are about, and scores by
+    the size of the state.
+    """
     found = [entry for entry in entries if entry.table == name]
     if found:
         _draw_validation(table, found, folder / f"{name}-curves.png")
     if any(claim.minus and difference(claim, found) for claim in table.claims):
         _draw_claims(table.claims, found, folder / f"{name}-claims.png")
+    by_row = {row: [entry for entry in found if entry.row == row and STATE in entry.scores] for row in table.rows}
+    if counted := {row: of_row for row, of_row in by_row.items() if of_row}:
+        _draw_states(counted, folder / f"{name}-states.png")
 
 
 def _draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None:
@@ -88,4 +94,29 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
     axes.set_xlabel("difference" + ", beyond 2 on a logarithmic scale" * far)
     plain(axes)
     axes.grid(axis="y", visible=False)
+    save_figure(figure, path)
+
+
+def _draw_states(entries: Mapping[str, Sequence[Entry]], path: Path) -> None:
+    """The lower one of each row's test perplexities by what it remembers; `entries` by row."""
+    points: dict[str, Sequence[float]] = {}
+    for row, of_row in entries.items():
+        scores = [interval([entry.scores[name] for entry in of_row]) for name in of_row[0].scores if name != STATE]
+        best = min(scores, key=lambda score: score.mean)
+        bar = [] if best.half == inf else [best.mean - best.half, best.mean + best.half]
+        points[row] = (of_row[0].scores[STATE], best.mean, *bar)
+    lowest = min(points, key=lambda row: points[row][1])
+    figure, axes = new_figure(figsize=(8.6, 4.8))
+    say(
+        figure,
+        f"Of {len(points)} models {lowest} has the lowest test perplexity, {points[lowest][1]:.1f}, with a state of "
+        f"{points[lowest][0]:,.0f} numbers",
+        f"Each model as it is better: in windows, or with its state carried over from the start of the text. {BAND}",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="size of the state after 256 words, in numbers", ylabel="test perplexity (lower is better)")
+    sizes = [size for size, *_ in points.values()]
+    axes.set_xlim(0.75 * min(sizes), 1.5 * max(sizes))
+    draw_points(axes, points)
+    plain_numbers(axes.xaxis, base=2)
     save_figure(figure, path)

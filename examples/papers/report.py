@@ -12,6 +12,7 @@ from statistics import mean, stdev
 from common.tables import format_table
 
 from papers.grid import plan
+from papers.language_models import STATE
 from papers.ledger import Entry
 from papers.rows import ROOT, Claim, Places, RowError, Table
 from papers.scaled import SCALED
@@ -70,7 +71,7 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
         if not of_row:
             rows.append([row.model, "0", *[""] * (3 + len(measures)), *row.numbers])
             continue
-        scores = [_cell([entry.scores[name] for entry in of_row if name in entry.scores]) for name in measures]
+        scores = [_cell([entry.scores[name] for entry in of_row if name in entry.scores], name) for name in measures]
         perplexity = _cell([min(value for _, value in entry.valid) for entry in of_row if entry.valid])
         hours = mean(entry.seconds for entry in of_row) / 3600
         numbers = [str(len(of_row)), f"{of_row[0].parameters:,}", f"{hours:.2f}", perplexity]
@@ -80,11 +81,15 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
     drawn = [f"![Validation perplexity by update]({name}-curves.png)"]
     if any(claim.minus and difference(claim, found) for claim in table.claims):
         drawn.append(f"![Differences of the claims, with intervals]({name}-claims.png)")
+    if STATE in measures:
+        drawn.append(f"![Test perplexity against the size of the state]({name}-states.png)")
     parts = [format_table(header, rows), *claims, _made_by(found), *(drawn if pictures else [])]
     return "\n\n".join(parts) + "\n"
 
 
-def _cell(values: Sequence[float]) -> str:
+def _cell(values: Sequence[float], measure: str = "") -> str:
+    if measure == STATE:  # which has no chance in it
+        return f"{values[0]:,.0f}" if values else ""
     return str(interval(values)) if values else ""
 
 
@@ -120,10 +125,14 @@ def verdict(claim: Claim, entries: Sequence[Entry]) -> tuple[str, str]:
 
 def _made_by(entries: Sequence[Entry]) -> str:
     """With what, and on what."""
+    versions: dict[str, set[str]] = {}
+    for entry in entries:
+        for name, version in entry.versions.items():
+            versions.setdefault(name, set()).add(version)
     seen = {
         "commits": sorted({entry.commit for entry in entries}),
         "processors": sorted({entry.processor for entry in entries}),
-        "versions": sorted({", ".join(f"{k} {v}" for k, v in entry.versions.items()) for entry in entries}),
+        "versions": [f"{name} {', '.join(sorted(found))}" for name, found in versions.items()],
     }
     return " ".join(f"{name.capitalize()}: {'; '.join(values)}." for name, values in seen.items())
 

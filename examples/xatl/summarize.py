@@ -11,16 +11,16 @@ checkpoint that was scored.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import summaries
 from common.figures import new_figure, plain, save_figure
 from common.tables import format_table
 from papers.choi import MEASURES, TABLE_4, TABLES
@@ -49,30 +49,47 @@ class Scored:
 
 
 @dataclass
-class ScoredRun(summaries.Run):
-    """What the files of one model say; `checkpoints` in the order of their updates, `best` what a table shows."""
+class ScoredRun:
+    """What the files of one model say.
 
+    `name`: of its folder. `problems`: what is wrong with the files, for a person. `checkpoints`: in the order of their
+    updates. `best`: what a table shows; None if there is nothing.
+    """
+
+    name: str
+    problems: list[str] = field(default_factory=list)
     checkpoints: list[Scored] = field(default_factory=list)
     best: Scored | None = None
-
-    @property
-    def missing(self) -> bool:
-        return self.best is None
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the tables; returns the exit status."""
-    parser = summaries.summary_parser("Tables and a figure of benchmarks.")
+    parser = argparse.ArgumentParser(description="Tables and a figure of benchmarks.")
+    parser.add_argument("out", type=Path, metavar="OUT", help="holds one folder for each model")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="names of folders in OUT (default: all)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the averages (PNG)")
     options = parser.parse_args(arguments)
-
-    def find(out: Path) -> list[ScoredRun]:
-        names = options.models or sorted({file.parent.name for file in out.glob("*/benchmarks*.json")})
-        return [read_run(out / name) for name in names]
-
-    runs = summaries.summarize(options, find, "benchmarks.json", format_tables)
+    if not options.out.is_dir():
+        fail(f"there is no folder {options.out}")
+    names = options.models or sorted({file.parent.name for file in options.out.glob("*/benchmarks*.json")})
+    runs = [read_run(options.out / name) for name in names]
+    for problem in (problem for run in runs for problem in run.problems):
+        print(f"summarize.py: {problem}", file=sys.stderr)
+    if all(run.best is None for run in runs):
+        fail(f"{options.out} holds no folder with benchmarks.json")
+    tables = format_tables(runs)
+    print(tables)
+    if options.markdown:
+        options.markdown.write_text(tables + "\n", encoding="utf-8")
     if options.figure:
         draw_averages(runs, options.figure)
     return 0
+
+
+def fail(message: str) -> NoReturn:
+    print(f"summarize.py: {message}", file=sys.stderr)
+    sys.exit(1)
 
 
 def read_run(folder: Path) -> ScoredRun:
@@ -111,7 +128,7 @@ def read_result(result: dict[str, Any]) -> Scored:
 
 def format_tables(runs: list[ScoredRun]) -> str:
     """Those of the paper's tables of which there is a model, with their names, and then all other models."""
-    by_name = {run.name: run for run in runs if not run.missing}
+    by_name = {run.name: run for run in runs if run.best is not None}
     texts, told = [], set()
     for key, table in TABLES.items():
         rows = dict(table.rows)
@@ -147,8 +164,11 @@ def _pair(name: str, numbers: Sequence[str], run: ScoredRun | None, measures: Se
 
 
 def _measured(name: str, scored: Scored, measures: Sequence[str]) -> list[str]:
-    updates = summaries.shown(scored.updates, ",")
-    return [name, HERE, updates, *(summaries.shown(scored.scores.get(measure), ".2f") for measure in measures)]
+    return [name, HERE, _shown(scored.updates, ","), *(_shown(scored.scores.get(m), ".2f") for m in measures)]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def draw_averages(runs: Sequence[ScoredRun], path: Path) -> None:
@@ -164,7 +184,7 @@ def draw_averages(runs: Sequence[ScoredRun], path: Path) -> None:
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.4, label=run.name)
     if not axis.lines:
-        summaries.fail("no checkpoint has both an average and its number of updates")
+        fail("no checkpoint has both an average and its number of updates")
     axis.set_xlabel("tokens of training, in billions")
     axis.set_ylabel("average accuracy of six tests, in %")
     axis.set_xlim(left=0)

@@ -75,20 +75,6 @@ def options(words: list[str]) -> dict[str, str]:
     return {a: "" if b.startswith("--") else b for a, b in zip(words, following, strict=True) if a.startswith("--")}
 
 
-def write_training(folder: Path, updates: int, finished: bool = True, *first: str) -> Path:
-    """A training's log as fairseq writes it: a report every 10 updates, a validation every 20."""
-    folder.mkdir(parents=True)
-    lines = [*first, "fairseq_cli.train | num. shared model params: 1,234,567 (num. trained: 1,234,567)"]
-    for update in range(10, updates + 1, 10):
-        report = {"num_updates": str(update), "ppl": str(900 / update), "wps": "1000"}
-        lines.append(f"train_inner | {json.dumps(report)}")
-        if update % 20 == 0:
-            lines.append(f"valid | {json.dumps({'valid_num_updates': str(update), 'valid_ppl': str(999 / update)})}")
-    lines += ["fairseq_cli.train | done training in 1.0 seconds"] * finished
-    (folder / "train.log").write_text("".join(f"2026-01-01 00:00:00 | INFO | {line}\n" for line in lines))
-    return folder
-
-
 def run_script(script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> Result:
     """Runs a script in the repository's root, with this Python's fairseq."""
     settings = {"PATH": PATH, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in (env or {}).items()}}
@@ -146,19 +132,6 @@ class Programs:
 
 
 @pytest.fixture
-def commands(tmp_path: Path) -> Callable[..., list[list[str]]]:
-    """Runs a script to the end with nothing in the place of fairseq, and returns its calls."""
-    programs = Programs(tmp_path / "programs", {"fairseq-train": "", "fairseq-eval-lm": ""})
-
-    def collect(script: Path, *arguments: object, env: Mapping[str, object]) -> list[list[str]]:
-        result, calls = programs.run(script, *arguments, env=env)
-        assert result.returncode == 0, result.stderr
-        return calls
-
-    return collect
-
-
-@pytest.fixture
 def run(monkeypatch, capsys) -> Callable[..., tuple[object, str, str]]:
     """Runs a program; returns its status and what it wrote to stdout and stderr."""
 
@@ -209,7 +182,7 @@ def reproduce(fairseq: Callable[[list[str]], str], monkeypatch, capsys) -> Calla
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """wiki.{train,valid,test}.tokens; more than 10,000 word types, for the bands of wikitext2.sh."""
+    """wiki.{train,valid,test}.tokens; more than 10,000 word types, for the bands of adaptive softmax."""
     folder = tmp_path_factory.mktemp("tokens")
     draw = random.Random(1)
     vocabulary = ["the", "<unk>", ",", ".", "@-@", "–", "日本", "naïve"] + [f"w{i}" for i in range(10_200)]

@@ -26,8 +26,6 @@ FILES = {
 
 
 @refused("""
-wikitext103/wikitext2.sh DATA -> wikitext2.sh DATA OUT [MODEL ...]
-wikitext103/wikitext2.sh DATA OUT gamma -> MODEL is gamma; it must be one of softmax sum delta
 SUBWORDS=4k wikitext103/prepare.sh OUT TEXT -> SUBWORDS is 4k; it must be a positive number
 SUBWORDS=400 DICT=DATA/dict.txt wikitext103/prepare.sh OUT TEXT -> SUBWORDS and DICT are both given
 DICT=nowhere wikitext103/prepare.sh OUT TEXT -> DICT is nowhere; it must be a model's dict.txt
@@ -65,10 +63,9 @@ GENERATED = "H-1\t-0.1\tdrei\nD-1\t-0.1\tzwei\nD-0\t-0.2\teine Million\nD-2\t-in
 
 
 @refused("""
-wikitext103/speed.py DATA OUT --rounds 0 -> --rounds is 0; it must be at least 1
-wikitext103/speed.py DATA OUT -> which holds no trained model
-wikitext103/speed.py DATA OUT sum -> DATA is DATA, which holds no dict.txt
-wikitext103/summarize.py DATA -> there is no folder DATA
+wikitext103/state_size.py DATA OUT/sum/checkpoint_best.pt -> argument DATA: there is no DATA/dict.txt
+wikitext103/state_size.py texts nowhere.pt -> argument DATA: there is no texts/dict.txt
+xatl/summarize.py DATA -> there is no folder DATA
 xatl/summarize.py OUT sum -> sum was not scored
 xatl/summarize.py OUT -> holds no folder with benchmarks.json
 synthetic/run.py --setting 1 --sizes 20000 --out NEW -> argument --sizes: 20000 is more than 10000

@@ -1,8 +1,7 @@
-"""The scripts of examples/wikitext103: the comparison on WikiText-2, its summary, and what prepares the text."""
+"""The script of examples/wikitext103 that prepares the text."""
 
 import gzip
 import json
-import runpy
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -11,98 +10,9 @@ import papers
 import pytest
 from common.sentencepieces import SentencePieces
 
-from tests.conftest import import_plugin
+from .conftest import EXAMPLES, INTERRUPTION, Programs, Result, run_script
 
-from .conftest import EXAMPLES, INTERRUPTION, Programs, Result, run_script, write_training
-
-FOLDER = EXAMPLES / "wikitext103"
-PREPARE, WIKITEXT2 = FOLDER / "prepare.sh", FOLDER / "wikitext2.sh"
-SUMMARIZE, SPEED = FOLDER / "summarize.py", FOLDER / "speed.py"
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of fairseq and what it calls
-
-
-@pytest.mark.slow
-def test_the_comparison_runs_from_the_first_command_to_the_table(data: Path, tmp_path: Path, run) -> None:
-    """As a person runs it, for one model."""
-    out = tmp_path / "out"
-    for trains in (True, False):
-        result = run_script(WIKITEXT2, data, out, "sum-carried", env={"UPDATES": "2"})
-        assert result.returncode == 0 and ("training" in result.stdout) == trains, result.stderr
-
-    status, shown, _ = run(SUMMARIZE, out, "--markdown", tmp_path / "t.md", "--figure", tmp_path / "t.png")
-    assert status == 0 and shown == (tmp_path / "t.md").read_text()
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines()]
-    table = {line[0]: line for line in lines}
-    assert table["model"][3:6] == ["valid, in training", "test, sliding", "test, carried over"]
-    assert table["sum-carried"][2] == "2" and "–" not in table["sum-carried"][:-1]  # two updates have no speed yet
-    assert table["delta-carried"][1] == "missing"
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-
-    import_plugin()
-    status, _, errors = run(SPEED, data, out, "--rounds", "1")
-    assert status == 0, errors
-    found = json.loads((out / "sum-carried" / "speed.json").read_text())
-    # 4 layers of 8 heads, keys and values of 16, and the normaliser.
-    assert found["state"] == 4 * 8 * 16 * 17 and found["training"] > 0 and found["generation"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["softmax", "delta", "linformer", "transformer-xl-carried"])
-def test_a_model_of_the_comparison_trains_and_is_scored(model: str, data: Path, tmp_path: Path, commands, fairseq):
-    calls = commands(WIKITEXT2, data, tmp_path, model, env={"UPDATES": "2"})
-    names = [call[0] for call in calls]
-    assert names == ["fairseq-train", *["fairseq-eval-lm"] * (1 if model in ("softmax", "linformer") else 2)]
-    for call in calls[:2]:
-        fairseq(call)
-
-
-def test_a_summary_tells_the_best_validation_the_scores_and_what_was_measured(tmp_path: Path, run) -> None:
-    def rows(*words: object) -> list[str]:
-        status, table, errors = run(SUMMARIZE, tmp_path, *words)
-        assert status == 0 and not errors
-        return [" ".join(line.split()) for line in table.splitlines()[2:]]
-
-    a, b = write_training(tmp_path / "a", 40), write_training(tmp_path / "b", 20)
-    score = "x | Loss (base 2): 5.0, Perplexity: 32.00\n"
-    (a / "carried-test.log").write_text(score)
-    assert rows() == ["| a | 1,234,567 | 40 | 24.98 | 32.00 | 1,000 |", "| b | 1,234,567 | 20 | 49.95 | – | 1,000 |"]
-    (b / "sliding.log").write_text(score)
-    (a / "speed.json").write_text('{"state": 8192, "training": 2000.4, "generation": 99.6}')
-    assert rows("--state-figure", tmp_path / "s.png") == [
-        "| a | 1,234,567 | 40 | 24.98 | – | 32.00 | 8,192 | 2,000 | 100 |",
-        "| b | 1,234,567 | 20 | 49.95 | 32.00 | – | – | – | – |",
-    ]
-    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
-    (a / "speed.json").write_text('{"state": 81')
-    status, _, errors = run(SUMMARIZE, tmp_path, "--state-figure", tmp_path / "t.png")
-    assert status == 1 and not (tmp_path / "t.png").exists()
-    assert "a/speed.json is damaged" in errors and "no model that is both scored and measured" in errors
-
-
-def test_the_figure_of_states_is_drawn_from_the_table_of_a_page(tmp_path: Path, run) -> None:
-    page, figure = FOLDER.parents[1] / "docs" / "results.md", tmp_path / "s.png"
-    assert run(SUMMARIZE, page, "--state-figure", figure)[0] == 0 and figure.read_bytes().startswith(b"\x89PNG")
-    points = runpy.run_path(str(SUMMARIZE))["read_points"](page.read_text())
-    # A model without a score of one kind, one that is better in a window, and one that is better carried over.
-    assert len(points) == 14 and points["softmax"] == (262144, 237.09)
-    assert points["gated"] == (8192, 205.33) and points["sum-carried"] == (8704, 300.04)
-    status, _, errors = run(SUMMARIZE, page, "--figure", figure)
-    assert status == 2 and "only --state-figure can be drawn" in errors
-
-
-def test_a_summary_says_what_is_unfinished_or_missing(tmp_path: Path, run) -> None:
-    cut, early = (write_training(tmp_path / name, n, finished=False) for name, n in (("cut", 50), ("early", 0)))
-    with (cut / "train.log").open("a") as log:
-        log.write('2026-01-01 00:00:00 | INFO | train_inner | {"num_upd')
-    (cut / "sliding.log").write_text("loading\n")
-    (early / "train.log").write_text("starting\n")
-    status, table, errors = run(SUMMARIZE, tmp_path, "cut", "early", "never")
-    table = " ".join(table.split())
-    assert "| cut | 1,234,567 | 50 (unfinished) | 24.98 | 1,000 |" in table and "| never | missing |" in table
-    told = "cut/train.log is of an unfinished training|cut/train.log has a damaged line|never/train.log is missing"
-    told += "|cut/sliding.log ends before the perplexity|early/train.log ends before the model was built"
-    assert status == 0 and all(message in errors for message in told.split("|"))
+PREPARE = EXAMPLES / "wikitext103" / "prepare.sh"
 
 
 @pytest.mark.slow
