@@ -20,14 +20,15 @@ template <class real> struct Rest {
     const real *rows = nullptr, *columns = nullptr;
 };
 
-// What is known to be zero in the left factor: nothing, the part above its diagonal, the part below it, or all but the
-// blocks of 8 x 8 on its diagonal.
+// What counts of the left factor: all of it, what is on and below its diagonal, what is on and above it, or the blocks of
+// 4 x 4 (two) and of 8 x 8 (one) on its diagonal. Nothing is multiplied by what does not count, which may not be finite.
 enum class Shape { full, lower, upper, blocks };
 
-// A tile of MR rows and NV vectors, in registers. `a` is read as a[row * row_step + p * inner_step].
-template <int MR, int NV, bool transposed, Into into, class real>
+// A tile of MR rows and NV vectors, in registers: the products with the inner indices from `first` to `last`, those from
+// `diagonal` on being a triangle of `shape`.
+template <int MR, int NV, bool transposed, Into into, Shape shape, class real>
 FAST_WEIGHTS_INLINE void tile(real* c, index_t ldc, const real* a, index_t lda, const real* b, index_t ldb,
-                              index_t first, index_t last, const Rest<real>& rest) {
+                              index_t first, index_t last, index_t diagonal, const Rest<real>& rest) {
     constexpr int W = Vector<real>::lanes;
     vec<real> sum[MR][NV];
 #pragma GCC unroll 16
@@ -41,12 +42,27 @@ FAST_WEIGHTS_INLINE void tile(real* c, index_t ldc, const real* a, index_t lda, 
             }
         }
     }
+    constexpr bool triangle = shape == Shape::lower || shape == Shape::upper;
     for (index_t p = first; p < last; ++p) {
         vec<real> row[NV];
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) row[j] = load(b + p * ldb + j * W);
 #pragma GCC unroll 16
         for (int i = 0; i < MR; ++i) {
+            const real factor = transposed ? a[p * lda + i] : a[i * lda + p];
+#pragma GCC unroll 4
+            for (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
+        }
+    }
+#pragma GCC unroll 16
+    for (int d = 0; d < (triangle ? MR : 0); ++d) {
+        const index_t p = diagonal + d;
+        vec<real> row[NV];
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) row[j] = load(b + p * ldb + j * W);
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) {
+            if (shape == Shape::lower ? i < d : i > d) continue;
             const real factor = transposed ? a[p * lda + i] : a[i * lda + p];
 #pragma GCC unroll 4
             for (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
@@ -64,17 +80,17 @@ FAST_WEIGHTS_INLINE void tiles(index_t& i, index_t rows, index_t inner, real* c,
                                index_t lda, const real* b, index_t ldb, const Rest<real>& rest) {
     for (; i + MR <= rows; i += MR) {
         const Rest<real> here{rest.whole, rest.rows ? rest.rows + i : nullptr, rest.columns};
-        const index_t first = shape == Shape::upper ? i : shape == Shape::blocks ? i / 8 * 8 : 0;
-        const index_t last = shape == Shape::lower && i + MR < inner ? i + MR
-                             : shape == Shape::blocks                ? first + 8
-                                                                     : inner;
-        tile<MR, NV, transposed, into>(c + i * ldc, ldc, a + (transposed ? i : i * lda), lda, b, ldb, first, last,
-                                       here);
+        const index_t block = i < 8 ? 4 : 8;
+        const index_t first = shape == Shape::upper ? i + MR : shape == Shape::blocks ? i / block * block : 0;
+        const index_t last = shape == Shape::lower ? i : shape == Shape::blocks ? first + block : inner;
+        tile<MR, NV, transposed, into, shape>(c + i * ldc, ldc, a + (transposed ? i : i * lda), lda, b, ldb, first,
+                                              last, i, here);
     }
 }
 
 // c (rows, cols) = or += a b, with a (rows, inner), or (inner, rows) if it comes transposed, and b (inner, cols).
-// cols is a multiple of ROW; no other size need be.
+// cols is a multiple of ROW; no other size need be. Of a shape that is not full, rows and inner are the same, of blocks
+// CHUNK.
 template <bool transposed, Into into, Shape shape = Shape::full, class real>
 inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t ldc, const real* a, index_t lda,
                     const real* b, index_t ldb, const Rest<real>& rest = {}) {
@@ -87,6 +103,9 @@ inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t 
     for (; j + 2 * W <= cols; j += 2 * W) {
         index_t i = 0;
         const Rest<real> here{rest.whole, rest.rows, rest.columns ? rest.columns + j : nullptr};
+        if (shape == Shape::blocks) {
+            tiles<4, 2, transposed, into, shape>(i, 8, inner, c + j, ldc, a, lda, b + j, ldb, here);
+        }
         tiles<wide, 2, transposed, into, shape>(i, rows, inner, c + j, ldc, a, lda, b + j, ldb, here);
         if (wide > 4) tiles<4, 2, transposed, into, shape>(i, rows, inner, c + j, ldc, a, lda, b + j, ldb, here);
         tiles<1, 2, transposed, into, shape>(i, rows, inner, c + j, ldc, a, lda, b + j, ldb, here);
@@ -94,6 +113,9 @@ inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t 
     for (; j < cols; j += W) {
         index_t i = 0;
         const Rest<real> here{rest.whole, rest.rows, rest.columns ? rest.columns + j : nullptr};
+        if (shape == Shape::blocks) {
+            tiles<4, 1, transposed, into, shape>(i, 8, inner, c + j, ldc, a, lda, b + j, ldb, here);
+        }
         tiles<narrow, 1, transposed, into, shape>(i, rows, inner, c + j, ldc, a, lda, b + j, ldb, here);
         if (narrow > 8) tiles<8, 1, transposed, into, shape>(i, rows, inner, c + j, ldc, a, lda, b + j, ldb, here);
         tiles<4, 1, transposed, into, shape>(i, rows, inner, c + j, ldc, a, lda, b + j, ldb, here);
