@@ -24,6 +24,26 @@ template <class real> struct Rest {
 // 4 x 4 (two) and of 8 x 8 (one) on its diagonal. Nothing is multiplied by what does not count, which may not be finite.
 enum class Shape { full, lower, upper, blocks };
 
+// To a tile's sums, the products with the part of the left factor's diagonal block, from `diagonal` on, that counts.
+template <int MR, int NV, bool transposed, Shape shape, class real>
+FAST_WEIGHTS_INLINE void add_triangle(vec<real> (&sum)[MR][NV], const real* a, index_t lda, const real* b, index_t ldb,
+                                      index_t diagonal) {
+#pragma GCC unroll 16
+    for (int d = 0; d < MR; ++d) {
+        const index_t p = diagonal + d;
+        vec<real> row[NV];
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) row[j] = load(b + p * ldb + j * Vector<real>::lanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) {
+            if (shape == Shape::lower ? i < d : i > d) continue;
+            const real factor = transposed ? a[p * lda + i] : a[i * lda + p];
+#pragma GCC unroll 4
+            for (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
+        }
+    }
+}
+
 // A tile of MR rows and NV vectors, in registers: the products with the inner indices from `first` to `last`, those from
 // `diagonal` on being a triangle of `shape`.
 template <int MR, int NV, bool transposed, Into into, Shape shape, class real>
@@ -42,7 +62,8 @@ FAST_WEIGHTS_INLINE void tile(real* c, index_t ldc, const real* a, index_t lda, 
             }
         }
     }
-    constexpr bool triangle = shape == Shape::lower || shape == Shape::upper;
+    // In the order of the inner index, whatever the tile's size, so that a number does not depend on its neighbours.
+    if (shape == Shape::upper) add_triangle<MR, NV, transposed, shape>(sum, a, lda, b, ldb, diagonal);
     for (index_t p = first; p < last; ++p) {
         vec<real> row[NV];
 #pragma GCC unroll 4
@@ -54,20 +75,7 @@ FAST_WEIGHTS_INLINE void tile(real* c, index_t ldc, const real* a, index_t lda, 
             for (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
         }
     }
-#pragma GCC unroll 16
-    for (int d = 0; d < (triangle ? MR : 0); ++d) {
-        const index_t p = diagonal + d;
-        vec<real> row[NV];
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) row[j] = load(b + p * ldb + j * W);
-#pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i) {
-            if (shape == Shape::lower ? i < d : i > d) continue;
-            const real factor = transposed ? a[p * lda + i] : a[i * lda + p];
-#pragma GCC unroll 4
-            for (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
-        }
-    }
+    if (shape == Shape::lower) add_triangle<MR, NV, transposed, shape>(sum, a, lda, b, ldb, diagonal);
 #pragma GCC unroll 16
     for (int i = 0; i < MR; ++i) {
 #pragma GCC unroll 4
