@@ -151,6 +151,12 @@ SCALED = {
             "delta-no-positions": _wikitext2(
                 "delta, no positional embeddings", "--update-rule delta --no-token-positional-embeddings", seeds=1
             ),
+            # What carrying the state over does to the order of the batches, without a state that is carried over.
+            "delta-in-order": _wikitext2(
+                "delta, no positional embeddings, batches in the text's order",
+                "--update-rule delta --no-token-positional-embeddings --curriculum 5",
+                seeds=1,
+            ),
             "mamba": _wikitext2("Mamba", "--mixers mamba", seeds=1),
             "local": _wikitext2("local attention, window 32", "--mixers local", seeds=1),
             "abc": _wikitext2("ABC, 2 x 32 slots", "--mixers abc", seeds=1),
@@ -175,6 +181,12 @@ SCALED = {
                 "sum, trained and scored with its state carried over, is worse than in windows",
                 ("sum-carried", _STREAM),
                 ("sum", _WINDOW),
+                at_least=0,
+            ),
+            Claim(
+                "delta is worse for batches in the text's order",
+                ("delta-in-order", _WINDOW),
+                ("delta-no-positions", _WINDOW),
                 at_least=0,
             ),
         ),
