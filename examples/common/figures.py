@@ -182,10 +182,10 @@ def plain_numbers(axis: Any, base: int = 10) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
-    between = base == 10 and high < 1000 * low
-    axis.set_major_locator(LogLocator(base, (1, 2, 5) if between else (1,), numticks=20))
+    between = (1,) if base != 10 or high >= 1000 * low else (1, 2, 5) if high >= 10 * low else (1, 1.5, 2, 3, 5, 7)
+    axis.set_major_locator(LogLocator(base, between, numticks=20))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
 
 
 def save_figure(figure: Any, path: Path) -> None:

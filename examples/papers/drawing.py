@@ -68,9 +68,10 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
     found = [(claim, i) for claim in claims if claim.minus and (i := difference(claim, entries))]
     figure, axes = new_figure(figsize=(8, 1.6 + 0.45 * len(found)))
     held = sum(verdict(claim, entries)[1] == "yes" for claim, _ in found)
+    alone = sum(i.half == inf for _, i in found)
     say(
         figure,
-        f"Beyond chance, {held} of {len(found)} claims hold",
+        f"Beyond chance, {held} of {len(found)} claims hold" + f"; of {alone} there is one seed" * bool(alone),
         f"Green: the differences of which a claim speaks. {BAND}",
     )
     for place, (_, i) in enumerate(reversed(found)):
@@ -91,7 +92,7 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
     axes.set_xlim(low, high)
     axes.axvline(0, color=GREY, linewidth=1)
     axes.set_yticks(range(len(found)), [claim.text for claim, _ in reversed(found)])
-    axes.set_xlabel("difference" + ", beyond 2 on a logarithmic scale" * far)
+    axes.set_xlabel("difference" + " (logarithmic beyond 2)" * far)
     plain(axes)
     axes.grid(axis="y", visible=False)
     save_figure(figure, path)
@@ -109,7 +110,7 @@ def _draw_states(entries: Mapping[str, Sequence[Entry]], path: Path) -> None:
     figure, axes = new_figure(figsize=(8.6, 4.8))
     say(
         figure,
-        f"Of {len(points)} models {lowest} has the lowest test perplexity, {points[lowest][1]:.1f}, with a state of "
+        f"Of {len(points)} models {lowest} has the lowest perplexity, {points[lowest][1]:.1f}; it keeps "
         f"{points[lowest][0]:,.0f} numbers",
         f"Each model as it is better: in windows, or with its state carried over from the start of the text. {BAND}",
     )

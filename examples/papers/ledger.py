@@ -21,6 +21,8 @@ from papers.rows import ROOT, Call, Places, RowError
 
 COMMITTED = Path(__file__).with_name("ledger.jsonl")
 """The runs that docs/results.md is made of."""
+_NO_LEDGER = ("--", ":(exclude)examples/papers/ledger.jsonl")
+"""All files but that one, which a run itself changes."""
 _COMPUTES = ("fairseq_fastweights", "cpu")
 """The folders whose code makes a run's numbers."""
 
@@ -107,7 +109,8 @@ def _words(call: Call, names: dict[str, str]) -> Iterator[str]:
 def circumstances(data: Path) -> dict[str, Any]:
     """What an entry says of the code, the machine and the data."""
     return {
-        "commit": _git("describe", "--always", "--abbrev=12", "--dirty"),
+        "commit": _git("rev-parse", "--short=12", "HEAD")
+        + "-dirty" * bool(_git("diff", "--name-only", "HEAD", *_NO_LEDGER)),
         "code": code_digest(),
         "versions": {"python": platform.python_version()} | dict(_versions()),
         "processor": _processor(),

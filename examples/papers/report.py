@@ -63,7 +63,7 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
     found = [entry for entry in entries if entry.table == name]
     if not found:
         return "Nothing was run yet.\n"
-    measures = list(dict.fromkeys(name for entry in found for name in entry.scores))
+    measures = sorted(dict.fromkeys(name for entry in found for name in entry.scores), key=lambda name: name == STATE)
     header = ["model", "seeds", "parameters", "hours", "valid perplexity", *measures, *table.measures]
     rows = []
     for key, row in table.rows.items():
