@@ -1,6 +1,7 @@
 """examples/reproduce.py run and report: rows with seeds, the ledger, and what a page says of them."""
 
 import re
+import subprocess
 from dataclasses import replace
 from math import inf, sqrt
 from pathlib import Path
@@ -124,6 +125,20 @@ def test_what_was_run_with_other_commands_is_stale() -> None:
         assert not report.is_stale(now) and report.current([now]) == [now]
         for change in ({"commands": []}, {"row": "gone"}, {"table": "gone"}, {"seed": 3}):
             assert report.is_stale(replace(now, **change)), change
+
+
+def test_a_run_of_changed_files_says_so_unless_it_changed_them_itself(tmp_path: Path, monkeypatch) -> None:
+    book = tmp_path / ledger.COMMITTED.relative_to(rows.ROOT)
+    book.parent.mkdir(parents=True)
+    for path in (book, tmp_path / "code"):
+        path.touch()
+    for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm one"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    monkeypatch.setattr(ledger, "ROOT", tmp_path)
+    book.write_text("a run\n")
+    clean = ledger.circumstances(tmp_path)["commit"]
+    (tmp_path / "code").write_text("changed\n")
+    assert len(clean) == 12 and ledger.circumstances(tmp_path)["commit"] == f"{clean}-dirty"
 
 
 def test_the_page_says_what_the_ledger_does_and_has_blocks_of_nothing_else() -> None:
