@@ -173,14 +173,8 @@ def test_a_row_that_starts_from_another_is_trained_after_it_and_scored(data: Pat
 
 def test_a_language_model_is_scored_in_windows_and_as_one_stream_and_its_state_is_counted(data, tmp_path, reproduce):
     small = ["--", *tiny("wikitext2", "sum"), *"--max-update 2 --warmup-updates 1 --batch-size 2".split()]
-    call = ["run", "wikitext2", data, tmp_path, "--rows", "softmax", "sum-carried", "--seeds", "1", *small]
-    status, _, err = reproduce(*call)
+    status, _, err = reproduce("run", "wikitext2", data, tmp_path, "--rows", "sum-carried", "--seeds", "1", *small)
     assert status == 0, err
-    found = {entry.row: entry.scores for entry in ledger.read_ledger(tmp_path / "ledger.jsonl")}
-    window, stream = "test, context-192", "test, carried"
-    assert {row: [*scores] for row, scores in found.items()} == {
-        **{"softmax": [window, "state"], "sum-carried": [window, stream, "state"]}
-    }
-    assert all(scores[window] > 1 for scores in found.values())
-    # A layer of two heads of 16: keys and values of 256 words; a matrix with a normaliser.
-    assert {row: scores["state"] for row, scores in found.items()} == {"softmax": 256 * 2 * 32, "sum-carried": 32 * 17}
+    (found,) = ledger.read_ledger(tmp_path / "ledger.jsonl")
+    assert [*found.scores] == ["test, context-192", "test, carried", "state"] and min(found.scores.values()) > 1
+    assert found.scores["state"] == 2 * 16 * (16 + 1)  # a layer's two heads of 16, with a normaliser
