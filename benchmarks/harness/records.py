@@ -53,8 +53,18 @@ def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Writes a record whole or not at all. Numbers that JSON has no word for are refused."""
-    text = json.dumps(record, indent=1, allow_nan=False)
+    """Writes a record whole or not at all: each fact on a line, and each row. Numbers that JSON has no word for are
+    refused.
+    """
+
+    def dump(value: Any) -> str:
+        return json.dumps(value, allow_nan=False)
+
+    def lines(value: Any) -> str:
+        rows = isinstance(value, list) and value
+        return "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]" if rows else dump(value)
+
+    text = "{\n" + ",\n".join(f" {dump(name)}: {lines(value)}" for name, value in record.items()) + "\n}"
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
     new.write_text(f"{text}\n")
