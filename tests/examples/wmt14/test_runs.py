@@ -179,9 +179,12 @@ def test_a_table_of_models_whose_states_were_counted_has_a_figure_of_them(tmp_pa
 def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, reproduce) -> None:
     book = tmp_path / "ledger"
     ledger.append_entry(book, entry("softmax", 1, 39.0))
-    status, said, warned = reproduce("report", "multi30k", "--ledger", book)
+    status, said, warned = reproduce("report", "multi30k", "--ledger", book, "--figures", tmp_path / "drawn")
+    assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["multi30k-curves.png"]
     assert status == 0 and said.startswith("| model ") and " 39.00 |" in said
     assert warned == "multi30k softmax, seed 1: its row has other commands by now; it is kept\n"
+    with pytest.raises(SystemExit):
+        reproduce("report", "--figures", tmp_path)
     book.write_text('{"table": "multi30k"}\n')
     status, _, err = reproduce("report", "--ledger", book)
     assert status == 1 and "ledger, line 1 is no entry of a ledger; remove the line" in err
