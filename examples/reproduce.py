@@ -51,6 +51,8 @@ ALL = TABLES | SCALED
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
+    # Scripts that score a model look for Python and fairseq's programs there.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
@@ -22,13 +22,12 @@ def draw_table(name: str, table: Table, entries: Sequence[Entry], folder: Path) 
     the size of the state.
     """
     found = [entry for entry in entries if entry.table == name]
-    if found:
+    if any(entry.valid for entry in found):
         _draw_validation(table, found, folder / f"{name}-curves.png")
     if any(claim.minus and difference(claim, found) for claim in table.claims):
         _draw_claims(table.claims, found, folder / f"{name}-claims.png")
-    by_row = {row: [entry for entry in found if entry.row == row and STATE in entry.scores] for row in table.rows}
-    if counted := {row: of_row for row, of_row in by_row.items() if of_row}:
-        _draw_states(counted, folder / f"{name}-states.png")
+    if counted := [entry for entry in found if STATE in entry.scores]:
+        _draw_states(table, counted, folder / f"{name}-states.png")
 
 
 def _draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None:
@@ -98,10 +97,13 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
     save_figure(figure, path)
 
 
-def _draw_states(entries: Mapping[str, Sequence[Entry]], path: Path) -> None:
-    """The lower one of each row's test perplexities by what it remembers; `entries` by row."""
+def _draw_states(table: Table, entries: Sequence[Entry], path: Path) -> None:
+    """The lower one of each row's test perplexities by what it remembers."""
     points: dict[str, Sequence[float]] = {}
-    for row, of_row in entries.items():
+    for row in table.rows:
+        of_row = [entry for entry in entries if entry.row == row]
+        if not of_row:
+            continue
         scores = [interval([entry.scores[name] for entry in of_row]) for name in of_row[0].scores if name != STATE]
         best = min(scores, key=lambda score: score.mean)
         bar = [] if best.half == inf else [best.mean - best.half, best.mean + best.half]

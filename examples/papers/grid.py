@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from common.fairseq_logs import describe_training, parse_training
 from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
 
 from papers.ledger import Entry, append_entry, circumstances, command_lines, read_ledger
-from papers.rows import BEST, ROOT, Call, Places, Row, Table
+from papers.rows import BEST, Call, Places, Row, Table
 
 MARK = "made-by-reproduce"
 TRIED = 12
@@ -195,10 +194,8 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
                 append_entry(ledger, run.entry(told))
                 print(f"{run.name}, seed {run.seed}: in {ledger}", file=output)
 
-    # generate.sh looks for fairseq's programs there.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with claim(out, MARK) as claimed:
-        runner = Runner(ROOT, jobs, output, one_thread(), keep_open=[claimed], finished=keep)
+        runner = Runner(Path.cwd(), jobs, output, one_thread(), keep_open=[claimed], finished=keep)
         runner.run(steps)
         written = {entry.key for entry in read_ledger(ledger)}
         for run in left:  # what an earlier call finished, and was ended before it wrote it down
@@ -233,9 +230,7 @@ def _seconds_of_an_update(run: Run) -> float:
             if any(re.fullmatch(option, " ".join(words[at : at + 2])) for option in of_source):
                 del words[at : at + 2]
         words += ["--max-update", str(TRIED), "--log-interval", str(TRIED // 3), "--no-save", "--disable-validation"]
-        tried = subprocess.run(
-            words, cwd=ROOT, env=os.environ | one_thread(), capture_output=True, text=True, check=False
-        )
+        tried = subprocess.run(words, env=os.environ | one_thread(), capture_output=True, text=True, check=False)
     steps = parse_training(tried.stdout + tried.stderr).updates_per_second
     if tried.returncode or not steps:
         end = "".join(f"\n  | {line[:300]}" for line in (tried.stdout + tried.stderr).splitlines()[-8:])

@@ -17,7 +17,7 @@ from typing import Any
 from common import matrix_products
 from common.json_lines import append_line, whole_lines
 
-from papers.rows import ROOT, Call, Places, RowError
+from papers.rows import PACKAGE, ROOT, Call, Places, RowError, shown
 
 COMMITTED = Path(__file__).with_name("ledger.jsonl")
 """The runs that docs/results.md is made of."""
@@ -89,7 +89,12 @@ def append_entry(path: Path, entry: Entry) -> None:
 
 def command_lines(calls: list[Call], places: Places) -> list[str]:
     """Calls without what differs from one machine to the next."""
-    folders = [(places.out, "OUT"), (places.data, "DATA"), (places.checkpoint, "SOURCE")]
+    folders = [
+        (places.out, "OUT"),
+        (places.data, "DATA"),
+        (places.checkpoint, "SOURCE"),
+        (shown(PACKAGE), PACKAGE.name),
+    ]
     # One may lie in another.
     inner_first = sorted(((str(path), name) for path, name in folders if path), key=lambda pair: -len(pair[0]))
     return [shlex.join(_words(call, dict(inner_first))) for call in calls]

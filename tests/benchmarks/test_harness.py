@@ -71,3 +71,9 @@ def test_a_record_is_read_as_it_was_written_and_one_that_cannot_be_leaves_the_ol
     with pytest.raises(ValueError, match="Out of range float"):
         records.write({"rows": [float("nan")]}, path)
     assert json.loads(path.read_text()) == record and list(tmp_path.rglob("*")) == [path.parent, path]
+
+
+def test_a_record_that_is_committed_is_as_its_program_wrote_it(tmp_path: Path) -> None:
+    committed = Path(records.__file__).parents[1] / "results" / "gated_delta.json"
+    records.write(json.loads(committed.read_text()), tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == committed.read_bytes()

@@ -171,10 +171,15 @@ def test_a_row_that_starts_from_another_is_trained_after_it_and_scored(data: Pat
     assert 0 < distance < 1e-3  # two updates at a rate of 0.0001
 
 
-def test_a_language_model_is_scored_in_windows_and_as_one_stream_and_its_state_is_counted(data, tmp_path, reproduce):
+def test_a_language_model_is_scored_in_windows_and_as_one_stream_and_its_state_is_counted(
+    data, tmp_path, reproduce, monkeypatch
+):
+    """Called from another folder."""
+    monkeypatch.chdir(EXAMPLES.parents[1])
     small = ["--", *tiny("wikitext2", "sum"), *"--max-update 2 --warmup-updates 1 --batch-size 2".split()]
     status, _, err = reproduce("run", "wikitext2", data, tmp_path, "--rows", "sum-carried", "--seeds", "1", *small)
     assert status == 0, err
     (found,) = ledger.read_ledger(tmp_path / "ledger.jsonl")
+    assert "--user-dir fairseq_fastweights" in found.commands[0]
     assert [*found.scores] == ["test, context-192", "test, carried", "state"] and min(found.scores.values()) > 1
     assert found.scores["state"] == 2 * 16 * (16 + 1)  # a layer's two heads of 16, with a normaliser

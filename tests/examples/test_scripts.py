@@ -64,7 +64,7 @@ GENERATED = "H-1\t-0.1\tdrei\nD-1\t-0.1\tzwei\nD-0\t-0.2\teine Million\nD-2\t-in
 
 @refused("""
 wikitext103/state_size.py DATA OUT/sum/checkpoint_best.pt -> argument DATA: there is no DATA/dict.txt
-wikitext103/state_size.py texts nowhere.pt -> argument DATA: there is no texts/dict.txt
+wikitext103/state_size.py binarised nowhere.pt -> argument CHECKPOINT: there is no nowhere.pt
 xatl/summarize.py DATA -> there is no folder DATA
 xatl/summarize.py OUT sum -> sum was not scored
 xatl/summarize.py OUT -> holds no folder with benchmarks.json
@@ -90,7 +90,7 @@ def test_programs_refuse_what_they_cannot_do(env: dict, words: list[str], messag
     monkeypatch.chdir(tmp_path)
     files = {"good": "one\ntwo\nthree\n", "texts/good": "one\n", "texts/test.de": "years of work", "two": "one\ntwo\n"}
     files |= {"four": "one\n" * 4, "generated": GENERATED, "twice": f"{GENERATED}D-1\t-0.5\tdrei\n"}
-    files["OUT/sum/checkpoint_best.pt"] = ""
+    files |= {"OUT/sum/checkpoint_best.pt": "", "binarised/dict.txt": ""}
     for name, content in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(content)
