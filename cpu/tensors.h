@@ -21,6 +21,11 @@
 #define FAST_WEIGHTS_OPERATORS STABLE_TORCH_LIBRARY_IMPL
 #define FAST_WEIGHTS_OPERATOR TORCH_BOX
 
+// torch before 2.13 has it by this name alone.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace fast_weights {
 
 using torch::headeronly::ScalarType;
