@@ -1,34 +1,36 @@
 """The ways in which the CUDA kernels can do a call, against each other: what their choice by estimate loses.
 
-    python benchmarks/cuda_plans.py [--shapes retnet long ...] [--rules delta ...] [--budget 60] [--out plans.json]
+    python benchmarks/cuda_plans.py [--shapes retnet long ...] [--rules delta ...] [--budget 60] [--out plans.csv]
 
 At each shape, rule and pass every plan of the chunked kernels, the one that they choose with other numbers of segments,
-and the recurrent kernels take turns (A B C A B C ...). What the estimates in cuda/choice.cu and cuda/chunked/plan.h
-should say can be read off the results.
+and the recurrent kernels take turns (A B C A B C ...). From the medians, which --out writes, benchmarks/cuda_costs.py
+finds what the kernels choose by.
 """
 
+import csv
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from harness import records
-from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs
+from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs, operation_of
 from harness.pages import markdown, median, milliseconds, ratio
 from harness.program import make_parser
 from harness.timing import Budget, CudaClock, first_calls, time_in_turns
 
-from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
 # What may be asked for; what is no plan of a call is left out.
 CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages": (1, 2), "threads": (128, 256)}
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
+# Of a file's row, the numbers of a plan: none, where steps follow one another.
+NUMBERS = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once")
 
 Row = dict[str, Any]
 
@@ -59,17 +61,17 @@ class Call(NamedTuple):
 def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
     """A pass of a rule as training makes it: forward keeps states, one for each interval, and backward reads them."""
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])]
-    run = partial(getattr(ops, f"{rule}_rule"), *leaves, backend="native")
+    run = partial(operation_of(rule), *leaves, backend="native")
     if kind == "backward":
         run = partial(torch.autograd.grad, run()[0], leaves, inputs.d_out, retain_graph=True)
     interval = native._interval(inputs.k, inputs.v)
     sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, interval)
-    return Call(run, rule, f"{'delta' if rule == 'delta' else 'diagonal'}_{kind}", sizes, inputs.v.dtype)
+    return Call(run, rule, f"{'delta' if 'delta' in rule else 'diagonal'}_{kind}", sizes, inputs.v.dtype)
 
 
 def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     """The ways to do a call, first the one that is taken if nobody asks; other segments for the ordinary plan alone."""
-    kind = {"gated": call.rule == "gated", "separate_decays": call.rule == "decay"}
+    kind = {"gated": "gated" in call.rule, "separate_decays": call.rule in ("decay", "kimi_delta")}
 
     def found(**environment: str) -> Way:
         with mock.patch.dict(os.environ, environment):
@@ -96,16 +98,30 @@ def measure(name: str, rule: str, kind: str, dtype: torch.dtype, rounds: int, al
     calls = {label: mock.patch.dict(os.environ, way.environment)(call.run) for label, way in ways.items()}
     warm = {label: first_calls(make, torch.cuda.synchronize)[1:] for label, make in calls.items()}
     measured, _ = time_in_turns(calls, warm, CudaClock(), rounds, allowed)
-    common = {"shape": name, "rule": rule, "operation": call.operation}
+    common = {"dtype": str(dtype).removeprefix("torch."), "shape": name, "rule": rule, "pass": kind}
+    common["interval"] = call.sizes[-1]
     rows = [{**common, "way": label, "plan": way.plan, "seconds": measured[label]} for label, way in ways.items()]
     return [row | {"chosen": row is rows[0]} for row in rows]
+
+
+def write(rows: Sequence[Row], path: Path) -> None:
+    """A line for each way to do a call, with the median in milliseconds; the file is there whole or not at all."""
+    names = ("dtype", "shape", "rule", "pass", "interval")
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*names, *NUMBERS, "ms"])
+        for row in rows:
+            plan = [(row["plan"] or {}).get(number, "") for number in NUMBERS]
+            writer.writerow([*(row[name] for name in names), *plan, f"{median(row) * 1e3:.4g}"])
+    new.replace(path)
 
 
 def render(rows: list[Row]) -> str:
     """By call: what is chosen, what is the fastest, and how many times as long the former takes."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(f"{row['shape']}, {row['rule']}, {row['operation'].partition('_')[2]}", []).append(row)
+        groups.setdefault(f"{row['shape']}, {row['rule']}, {row['pass']}", []).append(row)
     lines = []
     for call, ways in groups.items():
         pair = next(row for row in ways if row["chosen"]), min(ways, key=median)
@@ -116,7 +132,8 @@ def render(rows: list[Row]) -> str:
 
 def main() -> None:
     shapes = [name for name, shape in SHAPES.items() if not shape.steps]  # of whole sequences
-    parser = make_parser(__doc__, "--budget", "--rounds", "--out", rounds=5, shapes=shapes, rules=RULES)
+    parser = make_parser(__doc__, "--budget", "--rounds", rounds=5, shapes=shapes, rules=RULES)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the medians to this CSV file")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: %(default)s")
     parser.set_defaults(device="cuda")
     options = parser.parse_args()
@@ -133,8 +150,10 @@ def main() -> None:
             budget.cut.append(f"{name}, {rule}, {kind}: not measured")
             continue
         rows += measure(name, rule, kind, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number))
-        records.save("cuda_plans", options, cut=budget.cut, rows=rows)
+        if options.out is not None:
+            write(rows, options.out)
     print(render(rows))
+    print(*budget.cut, sep="\n")
 
 
 if __name__ == "__main__":

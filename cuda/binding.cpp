@@ -172,8 +172,8 @@ void run(Operation operation, const char* name, const Algorithms<Params>& algori
     const int device = v.get_device();
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    const int32_t chosen =
-        fastweights_choose(operation, &params.sizes, params.v.dtype, by_dimension, 10 * major + minor);
+    const int32_t chosen = fastweights_choose(operation, &params.sizes, params.v.dtype, params.log_gate.data != nullptr,
+                                              by_dimension, 10 * major + minor);
     const auto bytes = static_cast<int64_t>(algorithms.workspace[chosen](&params));
     Tensor workspace;
     if (bytes) {
@@ -356,9 +356,9 @@ std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, a
     const auto at = [&](int i) { return static_cast<int32_t>(sizes[i]); };
     const Sizes given{at(0), at(1), at(2), at(3), at(4), at(5)};
     const int32_t type = dtype_of(dtype, "v");
-    if (fastweights_choose(number, &given, type, separate_decays, device) == kRecurrent) return {};
+    if (fastweights_choose(number, &given, type, gated, separate_decays, device) == kRecurrent) return {};
     const ChunkedPlan made = fastweights_chunked_plan(number, &given, type, gated, separate_decays, device);
-    return {made.chunk, made.columns, made.blocks, made.stages, made.threads, made.segments, made.shared};
+    return {made.chunk, made.columns, made.blocks, made.stages, made.threads, made.segments, made.at_once, made.shared};
 }
 
 }  // namespace

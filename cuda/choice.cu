@@ -25,49 +25,43 @@ int shared_memory_of(int32_t capability) {
     }
 }
 
-// Counted, not measured; a benchmark's numbers should replace these. Cycles of a multiprocessor, forwards (backwards both
-// take about treble):
-//   recurrent  a step of a head has key_dim * value_dim elements, each multiplied twice (delta: four times), at 128 a
-//              cycle, with a third as many other instructions; but steps follow one another at some 150 cycles
-//              (delta: 220, with sums that wait for one another), in which about 16 warps of heads that are worked on side by side can be busy
-//   chunked    a chunk of a head has products of (chunk / 2) (key_dim + value_dim) + 2 key_dim value_dim (delta: 3, twice
-//              the first term), 1024 to an instruction (cycles_of_product); and some 3000 cycles in which its block waits
-//              for memory and at barriers, while as many others work as there is room for. Where time is divided
-//              (chunked/segments.cuh) that is half as much again, in segments side by side.
-//
-// The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides the estimate, so that a
+// Cycles of an H200's multiprocessor for a step, one after the other: those in which sums wait for one another, with states
+// of 64 x 64, and those of a head of that size. Read off the same measured calls as the costs in chunked/plan.h.
+struct StepCosts {
+    double waiting, of_head;
+};
+
+const StepCosts kOfSteps[4][3] = {
+    // without decays, a gate, decays by dimension or an erase key
+    {{700, 255}, {790, 405}, {1100, 550}},     // diagonal forward
+    {{750, 740}, {3400, 3000}, {7600, 4600}},  // backward
+    {{880, 460}, {960, 520}, {1190, 610}},     // delta forward
+    {{2100, 2200}, {4100, 3700}, {7600, 4700}},
+};
+
+double recurrent_cycles(int32_t operation, const Sizes& sizes, bool gated, bool separate_decays) {
+    const bool backward = operation == kDiagonalBackward || operation == kDeltaBackward;
+    const StepCosts& costs = kOfSteps[operation][separate_decays ? 2 : gated];
+    const double heads = static_cast<double>(sizes.batch) * sizes.heads / multiprocessors();
+    const double size = static_cast<double>(sizes.key_dim) * sizes.value_dim / (64 * 64);
+    double waiting = costs.waiting * (0.6 + 0.4 * std::min(1.0, size));
+    if (backward) waiting *= 0.5 + 0.5 * std::min(1.0, size);
+    // Of few heads time is divided there as well (recurrent/segments.cuh).
+    if (separate_decays && operation <= kDiagonalBackward) waiting *= std::min(1.0, 2 * heads);
+    // Beyond 64 x 64 values are divided among blocks, which backwards follow one another.
+    const double working = heads * costs.of_head * std::pow(size, 0.75) * (size <= 1 ? 1 : backward ? 4 : 2);
+    return kLaunch + sizes.time * std::max(waiting, working);
+}
+
+// The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides what the costs say, so that a
 // benchmark can time both (and FASTWEIGHTS_CUDA_PLAN all plans of the former: chunked/plan.h).
-bool chunked_is_faster(int32_t operation, const Sizes& sizes, int32_t dtype, bool separate_decays,
-                       const ChunkedPlan& plan, int limit) {
+bool chunked_is_faster(const ChunkedPlan& plan, int time, double recurrent) {
     if (const char* forced = std::getenv("FASTWEIGHTS_CUDA_ALGORITHM")) {
         if (std::strcmp(forced, "chunked") == 0) return true;
         if (std::strcmp(forced, "recurrent") == 0) return false;
     }
-    // Up to 64 x 64 a block's registers hold the state of the recurrent pass, backwards too, and few heads are divided
-    // in time there as well (recurrent/segments.cuh). By count of instructions the chunked kernels would pay from about
-    // 32 x 64 on, but theirs are few warps, 16 steps from one barrier to the next. Beyond 64 x 64 the recurrent pass
-    // divides the values among blocks, which backwards follow one another and leave parts of every key's gradient, as
-    // many bytes as all inputs and gradients have.
-    if (separate_decays) return sizes.time > 16 && sizes.key_dim * sizes.value_dim > 64 * 64;
-    const bool delta = operation == kDeltaForward || operation == kDeltaBackward;
-    const double keys = round_up(sizes.key_dim, 16), values = round_up(sizes.value_dim, 16), length = plan.chunk;
-    const double heads = std::ceil(static_cast<double>(sizes.batch) * sizes.heads / multiprocessors());  // of each
-
-    const double elements = static_cast<double>(sizes.key_dim) * sizes.value_dim,
-                 computing = (delta ? 4 : 2) * elements / 96;
-    const double side_by_side = std::max(1.0, std::floor(16 / std::ceil(elements / 1024)));
-    const double latency = (delta ? 220 : 150) * std::ceil(heads / side_by_side);
-    const double recurrent = sizes.time * std::max(heads * computing, latency);
-
-    const double products =
-        delta ? length * (keys + values) + 3 * keys * values : length / 2 * (keys + values) + 2 * keys * values;
-    const double of_chunk = length * products * cycles_of_product(dtype) / 1024;
-    const double room = std::min(512 / plan.threads, static_cast<int>((limit + 1024) / (plan.shared + 1024)));
-    const double blocks = std::ceil(static_cast<double>(sizes.batch) * sizes.heads * plan.segments / multiprocessors());
-    const double resident = std::max(1.0, std::min(room, blocks)), rounds = std::ceil(blocks / resident);
-    const double chunks = std::ceil(std::ceil(sizes.time / length) / plan.segments) * (plan.segments > 1 ? 1.5 : 1);
-    const double chunked = chunks * rounds * std::max(resident * of_chunk, of_chunk + 3000 * plan.blocks);
-    return chunked < recurrent;
+    // Shorter than any that was measured, and than a chunk.
+    return time > 16 && plan.cycles < recurrent;
 }
 
 }  // namespace
@@ -101,15 +95,12 @@ extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* 
     return fastweights_chunked_plan(operation, sizes, dtype, 1, separate_decays, capability).chunk > 0;
 }
 
-extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
-                                      int32_t capability) {
-    // With a gate: that takes more room than without.
-    const ChunkedPlan plan = fastweights_chunked_plan(operation, sizes, dtype, 1, separate_decays, capability);
-    if (plan.chunk == 0) return kRecurrent;
-    if (sizes->batch == 0) return kRecurrent;
-    return chunked_is_faster(operation, *sizes, dtype, separate_decays != 0, plan, shared_memory_of(capability))
-               ? kChunked
-               : kRecurrent;
+extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t gated,
+                                      int32_t separate_decays, int32_t capability) {
+    const ChunkedPlan plan = fastweights_chunked_plan(operation, sizes, dtype, gated, separate_decays, capability);
+    if (plan.chunk == 0 || sizes->batch == 0) return kRecurrent;
+    const double recurrent = recurrent_cycles(operation, *sizes, gated != 0, separate_decays != 0);
+    return chunked_is_faster(plan, sizes->time, recurrent) ? kChunked : kRecurrent;
 }
 
 }  // namespace fairseq_fastweights

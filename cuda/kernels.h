@@ -95,7 +95,9 @@ struct RuleStep {
 // where the chunked kernels do not take the sizes.
 struct ChunkedPlan {
     int32_t chunk, columns, blocks, stages, threads, segments;
-    int64_t shared;  // bytes of a block's memory
+    int32_t at_once;  // blocks that a multiprocessor has room for, 4 at most
+    int64_t shared;   // bytes of a block's memory
+    double cycles;    // that it takes, about
 };
 
 enum Operation : int32_t { kDiagonalForward = 0, kDiagonalBackward = 1, kDeltaForward = 2, kDeltaBackward = 3 };
@@ -137,7 +139,7 @@ ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* sizes, int3
                                      int32_t separate_decays, int32_t capability);
 
 // The algorithm to run: an `Algorithm`.
-int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
+int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t gated, int32_t separate_decays,
                            int32_t capability);
 
 }  // extern "C"

@@ -34,10 +34,10 @@ constexpr int kMostDecays = 2 * kDecayThreads;  // of keys, two to a thread (Pas
 // The plan of the most columns that fits; measure(plan) gives its bytes of shared memory, resident(plan) the blocks
 // whose registers a multiprocessor has room for, 0 where a block's own are too many. `chunk` is 0 if none fits.
 template <typename Measure, typename Resident>
-Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure, Resident resident) {
+Plan find_decay_plan(const Sizes& sizes, const Device& device, Measure measure, Resident resident) {
     if (sizes.key_dim > kMostDecays) return Plan{};
     if (sizes.interval > 0 && sizes.interval < sizes.time && sizes.interval % kSteps != 0) return Plan{};
-    AskedPlan asked;
+    AskedPlan asked = device.asked;
     asked.stages = 0;  // there is one
     const int value_columns = round_up(sizes.value_dim, 16);
     for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
@@ -47,7 +47,7 @@ Plan find_decay_plan(const Sizes& sizes, int limit, Measure measure, Resident re
                   0,       0};
         plan.shared = measure(plan);
         plan.resident = resident(plan);
-        if (plan.resident > 0 && plan.shared <= static_cast<size_t>(limit) && asked.allows(plan)) return plan;
+        if (plan.resident > 0 && plan.shared <= static_cast<size_t>(device.limit) && asked.allows(plan)) return plan;
         if (columns == 16) return Plan{};
     }
 }

@@ -284,18 +284,19 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
 }
 
 struct DecaysBackwardPass {
+    static constexpr CostsOf kCosts{{3200, 31, 5.5, 13000, 20, 0.34}, {3300, 11, 55, 17000, 20, 0.32}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return decays_backward<T, Outputs, Places>;
     }
     template <typename T>
-    static Plan plan(const Sizes& sizes, int limit) {
+    static Plan plan(const Sizes& sizes, const Device& device) {
         return find_decay_plan(
-            sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
+            sizes, device, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
             [](const Plan& plan) { return has_registers(plan) ? kDecayBlocks : 0; });
     }
-    static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, 1, plan.blocks, sizes.key_dim + sizes.value_dim);
+    static Launches launches(const Plan& plan, const Sizes& sizes, int32_t dtype) {
+        return {kCosts(dtype), true, plan.blocks, sizes.key_dim + sizes.value_dim};
     }
     static cudaError_t carry(const Segments& segments, const Sizes& sizes, const void* first, bool reverse,
                              cudaStream_t stream) {

@@ -171,18 +171,19 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
 }
 
 struct DecaysForwardPass {
+    static constexpr CostsOf kCosts{{3300, 5.6, 3, 3100, 61, 1.1}, {3800, 5.1, 17, 1600, 46, 0.89}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return decays_forward<T, Outputs, Places>;
     }
     template <typename T>
-    static Plan plan(const Sizes& sizes, int limit) {
+    static Plan plan(const Sizes& sizes, const Device& device) {
         return find_decay_plan(
-            sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
+            sizes, device, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
             [](const Plan& plan) { return plan.places() <= kMostPlaces ? forward_blocks(plan.places()) : 0; });
     }
-    static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, plan.blocks, plan.blocks, sizes.key_dim + sizes.value_dim);
+    static Launches launches(const Plan& plan, const Sizes& sizes, int32_t dtype) {
+        return {kCosts(dtype), false, plan.blocks, sizes.key_dim + sizes.value_dim};
     }
     static cudaError_t carry(const Segments& segments, const Sizes& sizes, const void* first, bool reverse,
                              cudaStream_t stream) {

@@ -266,19 +266,24 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
 
 template <bool Gated>
 struct DeltaBackwardPass {
+    static constexpr CostsOf kCosts = Gated
+                                          ? CostsOf{{15000, 27, 28, 29000, 20, 0.29}, {11000, 54, 56, 33000, 22, 0.26}}
+                                          : CostsOf{{430, 22, 17, 22000, 11, 0.47}, {2100, 38, 60, 19000, 39, 0.31}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return delta_backward<T, Gated, Outputs, Places>;
     }
     template <typename T>
-    static Plan plan(const Sizes& sizes, int limit) {
+    static Plan plan(const Sizes& sizes, const Device& device) {
         return find_plan(
-            sizes, Stored<T>::kDType, 32, limit, true,
-            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
-            [](int places) { return backward_blocks(places, sizeof(T) == 4 || Gated); });
+            sizes, device, true, [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
+            [](int places) { return backward_blocks(places, sizeof(T) == 4 || Gated); },
+            [&](const Plan& plan) {
+                return least_cycles(plan, sizes, launches(plan, sizes, Stored<T>::kDType), device);
+            });
     }
-    static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, 1, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);
+    static Launches launches(const Plan& plan, const Sizes& sizes, int32_t dtype) {
+        return {kCosts(dtype), true, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim};
     }
     static constexpr auto carry = launch_carry_transformed;
 };

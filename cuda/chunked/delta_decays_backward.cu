@@ -294,18 +294,19 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
 }
 
 struct DeltaDecaysBackwardPass {
+    static constexpr CostsOf kCosts{{3400, 30, 30, 35000, 20, 0.25}, {3300, 35, 60, 38000, 20, 0.3}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return delta_decays_backward<T, Outputs, Places>;
     }
     template <typename T>
-    static Plan plan(const Sizes& sizes, int limit) {
+    static Plan plan(const Sizes& sizes, const Device& device) {
         return find_decay_plan(
-            sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
+            sizes, device, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
             [](const Plan& plan) { return has_registers(plan) ? kDecayBlocks : 0; });
     }
-    static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, 1, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);
+    static Launches launches(const Plan& plan, const Sizes& sizes, int32_t dtype) {
+        return {kCosts(dtype), true, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim};
     }
     static constexpr auto carry = launch_carry_transformed;
 };

@@ -117,18 +117,19 @@ __global__ void __launch_bounds__(kDecayThreads, kForwardBlocks)
 }
 
 struct DeltaDecaysForwardPass {
+    static constexpr CostsOf kCosts{{1100, 7.5, 5.4, 5500, 67, 0.94}, {1100, 27, 6.3, 5000, 67, 0.82}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return delta_decays_forward<T, Outputs, Places>;
     }
     template <typename T>
-    static Plan plan(const Sizes& sizes, int limit) {
+    static Plan plan(const Sizes& sizes, const Device& device) {
         return find_decay_plan(
-            sizes, limit, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
+            sizes, device, [](const Plan& plan) { return Layout<T>(Carver(nullptr), plan).bytes; },
             [](const Plan& plan) { return plan.places() <= kMostPlaces ? kForwardBlocks : 0; });
     }
-    static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, plan.blocks, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);
+    static Launches launches(const Plan& plan, const Sizes& sizes, int32_t dtype) {
+        return {kCosts(dtype), false, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim};
     }
     static constexpr auto carry = launch_carry_transformed;
 };

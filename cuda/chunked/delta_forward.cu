@@ -114,19 +114,23 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
 
 template <bool Gated>
 struct DeltaForwardPass {
+    static constexpr CostsOf kCosts = Gated ? CostsOf{{2300, 5, 6.8, 7600, 160, 1}, {450, 22, 6.4, 12000, 98, 0.84}}
+                                            : CostsOf{{1200, 5.2, 4.4, 4400, 130, 1}, {190, 22, 5.9, 8100, 84, 0.78}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return delta_forward<T, Gated, Outputs, Places>;
     }
     template <typename T>
-    static Plan plan(const Sizes& sizes, int limit) {
-        // The inverse costs the cube of a chunk's length and barriers for each halving: 32 steps, not 64.
+    static Plan plan(const Sizes& sizes, const Device& device) {
         return find_plan(
-            sizes, Stored<T>::kDType, 32, limit, false,
-            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; }, forward_blocks);
+            sizes, device, false, [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
+            forward_blocks,
+            [&](const Plan& plan) {
+                return least_cycles(plan, sizes, launches(plan, sizes, Stored<T>::kDType), device);
+            });
     }
-    static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, plan.blocks, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim);
+    static Launches launches(const Plan& plan, const Sizes& sizes, int32_t dtype) {
+        return {kCosts(dtype), false, first_blocks(plan, sizes), sizes.key_dim * sizes.key_dim};
     }
     static constexpr auto carry = launch_carry_transformed;
 };

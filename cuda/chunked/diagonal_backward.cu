@@ -216,19 +216,23 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
 
 template <bool Gated>
 struct DiagonalBackwardPass {
+    static constexpr CostsOf kCosts = Gated ? CostsOf{{440, 15, 3.4, 19000, 16, 0.41}, {7500, 19, 20, 14000, 30, 0.27}}
+                                            : CostsOf{{150, 8.3, 3.2, 9200, 4.5, 0.4}, {920, 25, 9.4, 6000, 8.7, 0.27}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return diagonal_backward<T, Gated, Outputs, Places>;
     }
     template <typename T>
-    static Plan plan(const Sizes& sizes, int limit) {
+    static Plan plan(const Sizes& sizes, const Device& device) {
         return find_plan(
-            sizes, Stored<T>::kDType, 64, limit, true,
-            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
-            [](int places) { return backward_blocks(places, sizeof(T) == 4); });
+            sizes, device, true, [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
+            [](int places) { return backward_blocks(places, sizeof(T) == 4); },
+            [&](const Plan& plan) {
+                return least_cycles(plan, sizes, launches(plan, sizes, Stored<T>::kDType), device);
+            });
     }
-    static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, 1, plan.blocks, Gated ? 1 : 0);
+    static Launches launches(const Plan& plan, const Sizes& sizes, int32_t dtype) {
+        return {kCosts(dtype), true, plan.blocks, Gated ? 1 : 0};
     }
     static constexpr auto carry = launch_carry_scaled;
 };

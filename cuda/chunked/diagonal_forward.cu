@@ -134,18 +134,23 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
 
 template <bool Gated>
 struct DiagonalForwardPass {
+    static constexpr CostsOf kCosts = Gated ? CostsOf{{1900, 2.6, 4, 5800, 26, 0.69}, {1200, 11, 6.7, 7700, 12, 0.57}}
+                                            : CostsOf{{930, 2.2, 3, 3000, 6.2, 0.61}, {550, 9.2, 8.3, 5000, 11, 0.5}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return diagonal_forward<T, Gated, Outputs, Places>;
     }
     template <typename T>
-    static Plan plan(const Sizes& sizes, int limit) {
+    static Plan plan(const Sizes& sizes, const Device& device) {
         return find_plan(
-            sizes, Stored<T>::kDType, 64, limit, false,
-            [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; }, forward_blocks);
+            sizes, device, false, [](const Plan& plan) { return Layout<T, Gated>(Carver(nullptr), plan).bytes; },
+            forward_blocks,
+            [&](const Plan& plan) {
+                return least_cycles(plan, sizes, launches(plan, sizes, Stored<T>::kDType), device);
+            });
     }
-    static Segments segments(const Plan& plan, const Sizes& sizes) {
-        return find_segments(plan, sizes, plan.blocks, plan.blocks, Gated ? 1 : 0);
+    static Launches launches(const Plan& plan, const Sizes& sizes, int32_t dtype) {
+        return {kCosts(dtype), false, plan.blocks, Gated ? 1 : 0};
     }
     static constexpr auto carry = launch_carry_scaled;
 };

@@ -1,20 +1,22 @@
 // The launches of a chunked pass: what segments make of a state, the state carried from one to the next, and the results.
 //
-// A Pass is a struct that names them: `kernel<T, Outputs, Places>()`, `plan<T>(sizes, limit)`, `segments(plan, sizes)`,
-// and `carry(segments, sizes, first, reverse, stream)`.
+// A Pass is a struct that names them: `kernel<T, Outputs, Places>()`, `plan<T>(sizes, device)`, `launches(plan, sizes,
+// dtype)`, and `carry(segments, sizes, first, reverse, stream)`.
 #pragma once
 
 #include "checkpoints.cuh"
 
 namespace fairseq_fastweights {
 
-// The plan and the segments of a launch on the current device.
+// The plan and the segments of a launch, and about how many cycles it takes.
 template <class Pass, typename T>
 struct Division {
     Plan plan;
+    double cycles;
     Segments segments;
-    explicit Division(const Sizes& sizes)
-        : plan(Pass::template plan<T>(sizes, shared_memory_limit())), segments(Pass::segments(plan, sizes)) {}
+    explicit Division(const Sizes& sizes, const Device& device = Device())
+        : plan(Pass::template plan<T>(sizes, device)), cycles(0),
+          segments(find_segments(plan, sizes, Pass::launches(plan, sizes, Stored<T>::kDType), device, &cycles)) {}
 };
 
 // launch(first, results): where time is divided, kernels of the first launch, with their grid, and the state's way.
@@ -80,17 +82,22 @@ size_t workspace(const RuleBackward& p) {
     });
 }
 
+// What would be done with blocks of `limit` bytes of shared memory.
 template <class Pass>
 ChunkedPlan describe(const Sizes& sizes, int32_t dtype, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const Plan plan = Pass::template plan<decltype(zero)>(sizes, limit);
+        const Division<Pass, decltype(zero)> of(sizes, Device(limit));
+        const Plan& plan = of.plan;
+        if (plan.chunk == 0) return ChunkedPlan{};
         return ChunkedPlan{plan.chunk,
                            plan.columns,
                            plan.blocks,
                            plan.stages,
                            plan.threads,
-                           Pass::segments(plan, sizes).count,
-                           static_cast<int64_t>(plan.shared)};
+                           of.segments.count,
+                           plan.blocks_at_once(limit),
+                           static_cast<int64_t>(plan.shared),
+                           of.cycles};
     });
 }
 

@@ -102,62 +102,87 @@ inline int interval_of(const Sizes& sizes, int chunk) {
     return kept_states(sizes) == 0 ? round_up(sizes.time, chunk) : sizes.interval;
 }
 
-// Cycles of a multiprocessor for a product of 16 x 8 x 8, from the table in README.md. In bfloat16 shared memory takes
-// longest, to give it its operands; with float16 and float32, where what is computed is float32 (Factor in tensor_core.cuh),
-// it is the 14 and 22 instructions, of which 4 go out in a cycle.
-inline double cycles_of_product(int32_t dtype) { return dtype == kBFloat16 ? 1.5 : dtype == kFloat16 ? 3.4 : 5.6; }
+// What a pass takes of an H200, in cycles: fitted by benchmarks/cuda_costs.py, which prints these numbers, to the times
+// of 3,900 calls with all plans (benchmarks/results/nvidia-h200-plans.csv). Backwards `row` and `product` count 0.3 times
+// more for each chunk that is marched through.
+struct Costs {
+    double chunk;            // of a block for a chunk, whatever its size
+    double row;              // and for each 8 numbers of its rows of keys and values
+    double product;          // and for each 512 of steps times keys times values
+    double waiting;          // of a chunk, while other blocks of the multiprocessor may work
+    double waiting_of_step;  // and of each of its steps
+    double first;            // where time is divided, the first launch's chunks over those of the last
+};
 
-// A multiprocessor's share of an H100's or H200's bandwidth: 14 to 21 bytes a cycle.
-constexpr double kBytesOfCycle = 18;
+// Costs in 16 bits; in float32, and in float16, whose products are mostly of float32 too (Factor in tensor_core.cuh).
+struct CostsOf {
+    Costs of_bfloat16, others;
+    const Costs& operator()(int32_t dtype) const { return dtype == kBFloat16 ? of_bfloat16 : others; }
+};
 
-// Cycles of a multiprocessor for a step of one head, counted, not measured: those of its products or of its inputs' and
-// outputs' way, whichever are more; and of a chunk's some 3000 in which its block waits for memory and at barriers, 1000
-// more if its inputs are not on their way before, while the other blocks that fit work. `backward`: with the states that
-// are computed again, and gradients of keys that each block of columns adds to.
-inline double estimate(const Plan& plan, const Sizes& sizes, int32_t dtype, int limit, bool backward) {
-    const double area = static_cast<double>(plan.key_rows) * plan.columns, length = plan.chunk;
-    double products = length / 2 * (plan.key_rows + plan.columns) + 2 * area;
-    double moved = 2 * (plan.key_rows + plan.columns);
-    if (backward) {
-        const double marched = March(interval_of(sizes, plan.chunk) / plan.chunk).mean;
-        products = 2.5 * products + marched * area;
-        moved += (plan.blocks > 1 ? 4 : 2) * plan.key_rows + plan.columns + marched * (plan.key_rows + plan.columns);
-    }
-    const double computing = products * cycles_of_product(dtype) / 1024;
-    double moving = moved * (dtype == kFloat32 ? 4 : 2) / kBytesOfCycle;
-    if (backward) moving += area * 4 / length / kBytesOfCycle;  // a state for each chunk
-    const double waiting = (plan.stages == 2 ? 3000 : 4000) / length / plan.blocks_at_once(limit);
-    return plan.blocks * ((computing > moving ? computing : moving) + waiting);
+constexpr double kLaunch = 4000;      // cycles of a launch
+constexpr double kCarry = 6000;       // more, to carry the state from segment to segment
+constexpr double kCarryOver = 600;    // and for each of them
+constexpr double kFewThreads = 1.15;  // times as much waiting with blocks of 128 threads, not 256
+constexpr double kOneStage = 500;     // more waiting where a chunk's inputs are not on their way before
+
+// What plans are for: the current device, unless another limit is given; and what is asked of them.
+struct Device {
+    int processors;  // multiprocessors
+    int limit;       // bytes of shared memory that a block may have
+    AskedPlan asked;
+
+    explicit Device(int limit = shared_memory_limit()) : processors(multiprocessors()), limit(limit) {}
+};
+
+// Cycles of a launch of so many blocks, each for so many chunks. Those that share a multiprocessor take turns: one works
+// while others wait.
+inline double cycles_of_launch(const Plan& plan, const Sizes& sizes, const Costs& costs, const Device& device,
+                               bool backward, int64_t blocks, int chunks) {
+    const double length = plan.chunk, keys = plan.key_rows, values = plan.columns;
+    const double marched = backward ? March(interval_of(sizes, plan.chunk) / plan.chunk).mean : 0;
+    const double work = costs.chunk + (1 + 0.3 * marched) * (costs.row * length * (keys + values) / 8 +
+                                                             costs.product * length * keys * values / 512);
+    const double waiting = (costs.waiting + costs.waiting_of_step * length) * (plan.threads == 128 ? kFewThreads : 1) +
+                           (plan.stages == 1 && !backward ? kOneStage : 0);
+    const auto together = [&](double n) { return n * work > work + waiting ? n * work : work + waiting; };
+    const int64_t at_once = plan.blocks_at_once(device.limit), wave = at_once * device.processors;
+    const int64_t rest = (blocks % wave + device.processors - 1) / device.processors;
+    const double waves = blocks / wave * together(at_once) + (rest == 0 ? 0 : together(rest));
+    return kLaunch + chunks * waves;
 }
 
-// The plan of the least estimate, of chunks of `longest_chunk` steps at most; measure(plan) gives a plan's bytes, and
-// resident(places) the blocks of 256 threads that the kernel's registers leave room for. `chunk` is 0 if none fits.
-template <typename Measure, typename Resident>
-Plan find_plan(const Sizes& sizes, int32_t dtype, int longest_chunk, int limit, bool backward, Measure measure,
-               Resident resident) {
-    AskedPlan asked;
+// The plan that takes the fewest cycles; measure(plan) gives a plan's bytes, resident(places) the blocks of 256 threads
+// that the kernel's registers leave room for, and cycles(plan) what it takes. `chunk` is 0 if none fits.
+template <typename Measure, typename Resident, typename Cycles>
+Plan find_plan(const Sizes& sizes, const Device& device, bool backward, Measure measure, Resident resident,
+               Cycles cycles) {
+    AskedPlan asked = device.asked;
     if (backward) asked.stages = 0;  // there is one
     const int value_columns = round_up(sizes.value_dim, 16);
     const bool keeps = sizes.interval > 0 && sizes.interval < sizes.time;
     Plan best{};
+    double least = 0;
     for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
-        for (int chunk = asked.chunk == 0 ? longest_chunk : kLongestChunk; chunk >= 16; chunk /= 2) {
+        for (int chunk = kLongestChunk; chunk >= 16; chunk /= 2) {
             if (chunk > 16 && chunk >= 2 * sizes.time) continue;  // it would be half empty
             if (keeps && sizes.interval % chunk != 0) continue;
             for (int stages = backward || sizes.time <= chunk ? 1 : 2; stages >= 1; --stages) {
-                Plan plan{chunk,   round_up(sizes.key_dim, 16),
-                          columns, (sizes.value_dim + columns - 1) / columns,
-                          stages,  128,
-                          0,       0};
-                const bool large = plan.key_rows * columns > 32 * 64 && chunk * columns >= 32 * 32;
-                if (large || plan.places() > kMostPlaces) plan.threads = 256;
-                if (asked.threads == 128 || asked.threads == 256) plan.threads = asked.threads;
-                if (plan.places() > kMostPlaces) continue;
-                plan.resident = resident(plan.places()) * (256 / plan.threads);
-                plan.shared = measure(plan);
-                if (plan.shared > static_cast<size_t>(limit) || !asked.allows(plan)) continue;
-                const auto cost = [&](const Plan& x) { return estimate(x, sizes, dtype, limit, backward); };
-                if (best.chunk == 0 || cost(plan) < cost(best)) best = plan;
+                for (int threads = 256; threads >= 128; threads /= 2) {
+                    Plan plan{chunk,   round_up(sizes.key_dim, 16),
+                              columns, (sizes.value_dim + columns - 1) / columns,
+                              stages,  threads,
+                              0,       0};
+                    if (plan.places() > kMostPlaces || !asked.allows(plan)) continue;
+                    plan.resident = resident(plan.places()) * (256 / threads);
+                    plan.shared = measure(plan);
+                    if (plan.shared > static_cast<size_t>(device.limit)) continue;
+                    const double cost = cycles(plan);
+                    if (best.chunk == 0 || cost < least) {
+                        best = plan;
+                        least = cost;
+                    }
+                }
             }
         }
         if (columns == 16) return best;

@@ -37,53 +37,65 @@ struct Segments {
     }
 };
 
-// How long so many blocks take, if one takes 1: `at_once` of them on a multiprocessor, one of which works while another
-// waits. Counted, not measured.
-inline double length_of_waves(int64_t blocks, int processors, int at_once) {
-    const double whole = at_once > 1 ? 1.25 : 1.0;
-    const int64_t wave = static_cast<int64_t>(processors) * at_once, rest = blocks % wave;
-    return blocks / wave * whole + (rest == 0 ? 0.0 : rest <= processors ? 1.0 : whole);
+// The launches of a pass, and their costs.
+struct Launches {
+    const Costs& costs;
+    bool backward;      // the blocks of a head's columns follow one another, launch by launch
+    int first_of_head;  // blocks of the first launch
+    int passed_floats;  // of M
+};
+
+// Cycles of all launches where time is divided into segments of so many chunks; for 1 segment it is not.
+inline double cycles_of(const Plan& plan, const Sizes& sizes, const Launches& pass, const Device& device, int count,
+                        int chunks) {
+    const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads;
+    const auto launch = [&](int64_t blocks) {
+        return cycles_of_launch(plan, sizes, pass.costs, device, pass.backward, blocks, chunks);
+    };
+    const double last = pass.backward ? plan.blocks * launch(count * heads) : launch(count * heads * plan.blocks);
+    if (count == 1) return last;
+    const double first = kLaunch + pass.costs.first * (launch((count - 1) * heads * pass.first_of_head) - kLaunch);
+    return first + kCarry + kCarryOver * count + last;
 }
 
-// Divides where that should take a tenth less, into segments of at least 4 chunks. The first launch costs about half of the
-// last one for its `first_of_head` blocks, of a head; each segment is another step of the second, about 0.3 chunks; and two
-// more launches cost some 3. `blocks_of_head`: those that work at once, the others' launches follow.
-inline Segments find_segments(const Plan& plan, const Sizes& sizes, int blocks_of_head, int first_of_head,
-                              int passed_floats) {
+// Divides the time, into segments of at least 4 chunks, where that takes fewer cycles: into as many as fill the device
+// once or twice.
+inline Segments find_segments(const Plan& plan, const Sizes& sizes, const Launches& pass, const Device& device,
+                              double* cycles = nullptr) {
+    if (cycles != nullptr) *cycles = 0;
     if (plan.chunk == 0 || sizes.batch * sizes.heads == 0) return Segments{};
-    Segments segments{1,
-                      (sizes.time + plan.chunk - 1) / plan.chunk,
-                      sizes.batch * sizes.heads,
-                      first_of_head,
-                      sizes.key_dim * sizes.value_dim,
-                      passed_floats,
-                      nullptr,
-                      nullptr};
-    const int64_t heads = segments.heads;
-    const int processors = multiprocessors(), chunks = segments.chunks;
-    int count = AskedPlan().segments;
-    if (count <= 0) {
-        const int at_once = plan.blocks_at_once(shared_memory_limit()) >= 2 ? 2 : 1;
-        const auto waves = [&](int64_t blocks) { return length_of_waves(blocks, processors, at_once); };
-        const int launches = plan.blocks / blocks_of_head;
-        double least = 0.9 * launches * waves(heads * blocks_of_head) * chunks;
-        count = 1;
-        // More than fill the device twice over are never better.
-        for (int tried = 2; tried <= chunks / 4 && (tried - 1) * heads * blocks_of_head < 4 * processors; ++tried) {
-            const int length = (chunks + tried - 1) / tried, made = (chunks + length - 1) / length;
-            const double cost = length * (launches * waves(made * heads * blocks_of_head) +
-                                          waves((made - 1) * heads * first_of_head) / 2) +
-                                3 + 0.3 * made;
+    const int chunks = (sizes.time + plan.chunk - 1) / plan.chunk, heads = sizes.batch * sizes.heads;
+    Segments segments{1,       chunks, heads, pass.first_of_head, sizes.key_dim * sizes.value_dim, pass.passed_floats,
+                      nullptr, nullptr};
+    const auto divide = [&](int count) {
+        segments.chunks = (chunks + count - 1) / count;
+        segments.count = (chunks + segments.chunks - 1) / segments.chunks;
+        return cycles_of(plan, sizes, pass, device, segments.count, segments.chunks);
+    };
+    int best = device.asked.segments;
+    if (best <= 0) {
+        best = 1;
+        double least = divide(1);
+        const int blocks = heads * (pass.backward ? 1 : plan.blocks);
+        for (int fill = 1; fill <= 2; ++fill) {
+            const int count = fill * device.processors / blocks;
+            if (count < 2 || chunks < 4 * count) continue;
+            const double cost = divide(count);
             if (cost < least) {
                 least = cost;
-                count = made;
+                best = count;
             }
         }
     }
-    if (count > chunks) count = chunks;
-    segments.chunks = (chunks + count - 1) / count;
-    segments.count = (chunks + segments.chunks - 1) / segments.chunks;
+    const double found = divide(best < chunks ? best : chunks);
+    if (cycles != nullptr) *cycles = found;
     return segments;
+}
+
+inline double least_cycles(const Plan& plan, const Sizes& sizes, const Launches& pass, const Device& device) {
+    double cycles = 0;
+    find_segments(plan, sizes, pass, device, &cycles);
+    return cycles;
 }
 
 struct Carry {
@@ -158,7 +170,7 @@ static __global__ void __launch_bounds__(256) carry_transformed(const Segments s
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 if (column + c >= columns) continue;
-                next[i + c] = place[c] + sums[c];
+                next[i + c] = last ? 0.0f : place[c] + sums[c];
                 place[c] = state[i + c];
             }
         }

@@ -111,7 +111,8 @@ def cuda_plan(
     Returns:
         "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks
         whose inputs there is room for (backwards 1); "threads" of a block; "segments" of the time side by side, as
-        suits the current device, whatever `capability` is; "shared": bytes of a block's memory.
+        suits the current device, whatever `capability` is; "at_once": blocks that a multiprocessor has room for, 4 at
+        most; "shared": bytes of a block's memory.
 
     Raises:
         BackendUnavailable: if there are no CUDA kernels.
@@ -123,7 +124,7 @@ def cuda_plan(
     numbers = torch.ops.fairseq_fastweights.cuda_plan(
         operation, sizes, dtype, gated, separate_decays, 10 * major + minor
     )
-    names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "shared")
+    names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once", "shared")
     return dict(zip(names, numbers, strict=True)) if numbers else None
 
 
@@ -351,9 +352,9 @@ def _last_contiguous(x: Any) -> Any:
     # Asking first spares a step, which takes microseconds, the closer looks.
     if x is None or x.is_contiguous() or x.shape[-1] <= 1:
         return x
-    strides = x.stride()
-    overlaps = strides.count(1) > 1 and any(n > 1 and s == 1 for n, s in zip(x.shape[:-1], strides, strict=False))
-    return x.contiguous() if overlaps or strides[-1] != 1 else x
+    *others, last = x.stride()
+    overlaps = any(n > 1 and stride == 1 for n, stride in zip(x.shape[:-1], others, strict=True))
+    return x.contiguous() if overlaps or last != 1 else x
 
 
 def _state_of_its_own(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ def kernels(operation: str, sizes: tuple[int, ...], *_: object, **__: object) ->
         return None
     plan = {name: int(asked.get(name, default)) for name, default in zip(NUMBERS, (64, 32, 1, 128, 4), strict=True)}
     possible = plan["chunk"] >= 32 and plan["columns"] <= 32 and plan["stages"] == 1 and plan["threads"] == 128
-    return {**plan, "blocks": 1, "shared": 1000} if possible else None
+    return {**plan, "blocks": 1, "at_once": 2, "shared": 1000} if possible else None
 
 
 @pytest.mark.parametrize(("kind", "results"), [("forward", 2), ("backward", 4)])

@@ -9,7 +9,7 @@ import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ TOLERANCE = {
 
 def structures(header: str) -> dict[str, type[ctypes.Structure]]:
     """The structs that a header declares, by name."""
-    kinds: dict[str, type] = {"int32_t": c_int32, "int64_t": c_int64}
+    kinds: dict[str, type] = {"int32_t": c_int32, "int64_t": c_int64, "double": c_double}
     for name, body in re.findall(r"^struct (\w+) \{\n(.*?)^\};", header, re.MULTILINE | re.DOTALL):
         declared = re.findall(r"^ +(?:const )?(\w+\*?) ([\w, ]+);", body, re.MULTILINE)
         fields = [(x, c_void_p if kind[-1] == "*" else kinds[kind]) for kind, xs in declared for x in xs.split(", ")]
@@ -92,9 +92,10 @@ class Emulator:
         self.library.fastweights_chunked_plan.restype = ChunkedPlan
         return self._ask("chunked_plan", operation, sizes, dtype, gated, separate_decays, capability)
 
-    def choose(self, operation, sizes, dtype, capability=90, separate_decays=False) -> str:
+    def choose(self, operation, sizes, dtype, capability=90, separate_decays=False, gated=False) -> str:
         """The algorithm that the binding would run."""
-        return ("recurrent", "chunked")[self._ask("choose", operation, sizes, dtype, separate_decays, capability)]
+        chosen = self._ask("choose", operation, sizes, dtype, gated, separate_decays, capability)
+        return ("recurrent", "chunked")[chosen]
 
     def workspace(self, operation, algorithm, sizes, dtype, gates=()) -> int:
         """The bytes that a launch would ask for; `gates` names those of the optional inputs that there are."""

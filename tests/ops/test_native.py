@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -306,10 +307,14 @@ def test_no_gradient_is_no_gradient(rule):
 
 @pytest.mark.parametrize("rule", OTHERS)
 def test_how_many_states_are_kept_changes_no_bit(rule, monkeypatch):
-    """On a GPU intervals are multiples of 64."""
+    """On a GPU intervals are multiples of 64, and another way to do a call could be chosen for each."""
+    on_cpu = native.EXTENSIONS[DEVICE.type] == "cpu"
+    if not on_cpu:
+        monkeypatch.setenv("FASTWEIGHTS_CUDA_ALGORITHM", os.environ.get("FASTWEIGHTS_CUDA_ALGORITHM") or "recurrent")
+        monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16 threads=256 segments=1")
     inputs = rule.inputs(T=150, K=9, V=10)
     expected = outcome(rule, "native", inputs)
-    for interval in (16, 32, 48, 64, 128, 512) if native.EXTENSIONS[DEVICE.type] == "cpu" else (64, 128, 512):
+    for interval in (16, 32, 48, 64, 128, 512) if on_cpu else (64, 128, 512):
         monkeypatch.setattr(native, "_interval", lambda *_, steps=interval: steps)
         assert_same(outcome(rule, "native", inputs), expected, f"with a state every {interval} steps")
 
