@@ -3,7 +3,9 @@
 python benchmarks/report.py [--results FOLDER] [--page FILE]
 """
 
+import csv
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -53,7 +55,34 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
         figure = path.with_suffix(".png")
         if figure.exists():
             parts.append(f"![{title}, {where}]({os.path.relpath(figure, page.parent)})\n")
+    for path in sorted(results[0][0].parent.glob("*-plans.csv")):
+        title, text = SECTIONS["cuda_plans"]
+        link = os.path.relpath(path, page.parent)
+        gpu = path.stem.removesuffix("-plans")
+        parts += [f"## {title}, {gpu}\n", f"{text} ([CSV]({link}))\n", plans(path)]
     return "\n".join(parts)
+
+
+def plans(path: Path) -> str:
+    """Of the calls in bfloat16 in a file of benchmarks/cuda_plans.py, the fastest ways."""
+    calls: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["dtype"] == "bfloat16":
+                way = "step by step" if not row["chunk"] else "{chunk} x {columns}, {segments}".format(**row)
+                times = calls.setdefault((row["shape"], row["rule"]), {}).setdefault(row["pass"], {})
+                times[way] = min(float(row["ms"]), times.get(way, math.inf))
+    lines = []
+    for (shape, rule), passes in calls.items():
+        fastest = {name: min(times, key=lambda way, times=times: times[way]) for name, times in passes.items()}
+        cells = (pages.milliseconds(times[fastest[name]] / 1e3) for name, times in passes.items())
+        pair = (
+            sum(times[fastest[name]] for name, times in passes.items()),
+            sum(x["step by step"] for x in passes.values()),
+        )
+        lines.append([shape, rule, *fastest.values(), *cells, pages.ratio(pair[1] / pair[0])])
+    header = ["shape", "rule", *(f"fastest {name}" for name in passes), *passes, "step by step over both"]
+    return pages.markdown(header, lines, left=4)
 
 
 def main() -> None:

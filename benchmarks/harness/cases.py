@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-RULES = ("sum", "gated", "decay", "delta")
+from fairseq_fastweights import ops
+
+RULES = ("sum", "gated", "decay", "delta", "gated_delta", "kimi_delta")
+OTHERWISE_NAMED = {"kimi_delta": "gated_delta"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def operation_of(rule: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of q, k, v and the rule's gates."""
+    operation: Callable[..., tuple[Tensor, Tensor]] = getattr(ops, f"{OTHERWISE_NAMED.get(rule, rule)}_rule")
+    return operation
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,8 @@ class Shape:
 
 # In the order in which they are measured: what a target depends on comes before what may be cut. They are those of
 # Schlag et al. (small and medium language models, WMT14, with DPFP or FAVOR+ where keys are longer), of Mao (GPT-2, and
-# WikiText-103), of Choi's RetNet, of generation, and of contexts of 1024 and 16384 steps.
+# WikiText-103), of Choi's RetNet, of generation, of contexts of 1024 and 16384 steps, and of heads of 128 as Gated
+# DeltaNet's.
 SHAPES = {
     name: Shape(name, *sizes)
     for name, *sizes in (
@@ -49,6 +59,7 @@ SHAPES = {
         ("mt-big-256", 56, 16, 64, 256, 64, 7),
         ("retnet", 4, 4, 2048, 256, 512, 1),
         ("long", 1, 8, 16384, 64, 64),
+        ("heads-128", 4, 16, 2048, 128, 128, 1),
         ("gpt2-32", 32, 12, 1024, 32, 64, 4),
         ("baevski-32", 26, 8, 512, 32, 128, 4),
         ("mt-big-512", 56, 16, 64, 512, 64, 4),
@@ -96,6 +107,8 @@ def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) ->
     q, k, v, d_out = normal(keys), normal(keys, change=partial(F.normalize, dim=-1)), normal(values), normal(values)
     gates = {"sum": [], "gated": [normal(change=decay)], "delta": [normal(change=torch.sigmoid)]}
     gates["decay"] = [normal(keys, change=decay), normal(values, change=decay)]
+    gates["gated_delta"] = [*gates["delta"], *gates["gated"]]
+    gates["kimi_delta"] = [*gates["delta"], gates["decay"][0]]
     wide_q, wide_k = normal(values), normal(values)
     sizes = (shape.batch, shape.heads, keys, values)
     state = torch.randn(sizes, generator=generator, device=device) if shape.steps else None

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from harness import ROOT
-from harness.cases import Inputs, Shape
+from harness.cases import Inputs, Shape, operation_of
 
 
 class Refusal(Exception):
@@ -48,13 +48,14 @@ class Contestant:
     """An implementation of a rule, one of `cases.RULES` or "softmax" for attention.
 
     `prepare` makes its work from a shape and its inputs, or raises `Refusal`; `same` says whether it computes what the
-    reference does, so that outputs can be compared.
+    reference does, so that outputs can be compared; `compiles`, whether its first call compiles, and may take long.
     """
 
     name: str
     rule: str
     prepare: Callable[[Shape, Inputs], Work]
     same: bool = True
+    compiles: bool = False
 
 
 def leaf(x: Tensor) -> Tensor:
@@ -82,10 +83,11 @@ def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work
     if backend == "reference" and not shape.steps:
         raise Refusal
     tensors = _leaves(rule, inputs)
+    operation = operation_of(rule)
 
     def forward() -> Tensor:
         try:
-            return getattr(ops, f"{rule}_rule")(*tensors, initial_state=inputs.state, backend=backend)[0]
+            return operation(*tensors, initial_state=inputs.state, backend=backend)[0]
         except ops.BackendUnavailable as error:
             raise Refusal("unavailable", str(error).replace(f"{ROOT}{os.sep}", "")) from error
 
@@ -129,10 +131,14 @@ _FUNCTIONS = (
     ("sum", "linear_attn", "chunk_linear_attn", [], True),
     ("decay", "gla", "chunk_gla", [""], False),
     ("gated", "simple_gla", "chunk_simple_gla", ["g"], True),
+    ("gated_delta", "gated_delta_rule", "chunk_gated_delta_rule", ["beta", "g"], True),
+    ("kimi_delta", "kda", "chunk_kda", ["beta", "g"], True),
     ("delta", "delta_rule", "fused_recurrent_delta_rule", [""], True),
     ("sum", "linear_attn", "fused_recurrent_linear_attn", [], True),
     ("decay", "gla", "fused_recurrent_gla", ["gk", "gv"], True),
     ("gated", "simple_gla", "fused_recurrent_simple_gla", ["g"], True),
+    ("gated_delta", "gated_delta_rule", "fused_recurrent_gated_delta_rule", ["beta", "g"], True),
+    ("kimi_delta", "kda", "fused_recurrent_kda", ["beta", "g"], True),
 )
 
 
@@ -165,7 +171,7 @@ def all_contestants(rules: Sequence[str], device: str) -> list[Contestant]:
         for rule, module, name, gates, same in _FUNCTIONS:
             if rule in rules:
                 prepare = partial(_prepare_fla, rule, module, name, gates)
-                found.append(Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, prepare, same))
+                found.append(Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, prepare, same, compiles=True))
     elif "sum" in rules:
         found.append(Contestant(CAUSAL_PRODUCT, "sum", _prepare_causal_product))
     return found

@@ -14,9 +14,11 @@ from harness.timing import Clock
 #   sum    S += k v, y = S q;  S += k v, dq = S dy, dS += q dy, dk = dS v, dv = dS k
 #   gated  and g S; g S, g dS, dg = dS . S
 #   decay  and f z S; f z S, f z dS, df and dz from P = dS . S
+#   gated delta, Kimi delta  what delta does, and what a gate does
 #   delta  and S k; S k, dk takes S du too, dv = du = dS k, dS -= k du
 # A chunked form does other operations: this is a yardstick, the same for everybody.
 OPERATIONS = {"sum": (4, 10), "gated": (5, 14), "decay": (6, 17), "delta": (6, 16)}
+OPERATIONS |= dict.fromkeys(("gated_delta", "kimi_delta"), (7, 20))
 
 _COPY_BYTES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
 

@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from harness import contestants
-from harness.cases import RULES, Shape, draw_inputs
+from harness.cases import RULES, Shape, draw_inputs, operation_of
 from harness.contestants import Contestant, Refusal
 
 from fairseq_fastweights import ops
 
 SHAPES = {"segment": Shape("tiny", 2, 3, 5, 4, 6, 2), "step": Shape("step", 2, 3, 1, 4, 6, 2)}
 INPUTS = {name: draw_inputs(shape, torch.float32, "cpu") for name, shape in SHAPES.items()}
-TENSORS = {"sum": 3, "gated": 4, "decay": 5, "delta": 4}
+TENSORS = {"sum": 3, "gated": 4, "decay": 5, "delta": 4, "gated_delta": 5, "kimi_delta": 5}
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -28,7 +28,7 @@ def check(contestant: Contestant, length: str) -> None:
     shape, inputs, rule = SHAPES[length], INPUTS[length], contestant.rule
     work = contestant.prepare(shape, inputs)
     arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
-    expected, _ = getattr(ops, f"{rule}_rule")(*arguments, initial_state=inputs.state, backend="reference")
+    expected, _ = operation_of(rule)(*arguments, initial_state=inputs.state, backend="reference")
     same(work.as_reference(work.run_forward()), expected)
     assert len(work.inputs) == TENSORS[rule]
     if not shape.steps:
@@ -89,7 +89,9 @@ def stand_in(module: str, *names: str) -> Any:
         assert not named
         if module == "simple_gla":
             gates = [gates[0].unsqueeze(-1).expand_as(k)]
-        rule = {"linear_attn": ops.sum_rule, "delta_rule": ops.delta_rule}.get(module, ops.decay_rule)
+        rules = {"linear_attn": ops.sum_rule, "delta_rule": ops.delta_rule}
+        rules |= dict.fromkeys(("gated_delta_rule", "kda"), ops.gated_delta_rule)
+        rule = rules.get(module, ops.decay_rule)
         if rule is ops.decay_rule:
             gates = [*gates, None, None][:2]
         return rule(q, k, v, *gates, initial_state=initial_state)
@@ -100,13 +102,14 @@ def stand_in(module: str, *names: str) -> Any:
 @pytest.mark.parametrize("length", SHAPES)
 def test_flash_linear_attention_is_called_for_our_rules(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gates = {"linear_attn": (), "gla": ("gk", "gv"), "simple_gla": ("g",), "delta_rule": ()}
+    gates |= dict.fromkeys(("gated_delta_rule", "kda"), ("beta", "g"))
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, names in gates.items():
         module = SimpleNamespace(**{f"{form}_{name}": stand_in(name, *names) for form in ("chunk", "fused_recurrent")})
         monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
     functions = contestants_on("cuda", "fla ", *RULES)
-    assert len(functions) == 8
+    assert len(functions) == 12
     for contestant in functions:
         if contestant.same:
             check(contestant, length)
