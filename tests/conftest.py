@@ -23,7 +23,9 @@ TASK = ["--user-dir", str(ROOT / "fairseq_fastweights"), "--task", "fast_weight_
 SMALL_MODEL = """--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32
     --decoder-output-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2 --share-decoder-input-output-embed
     --dropout 0""".split()
-QUIET = "--cpu --num-workers 0 --no-progress-bar --log-format json --log-interval 1".split()
+# On a GPU where the operations' tests run on one.
+DEVICE = [] if os.environ.get("FASTWEIGHTS_TEST_DEVICE") == "cuda" else ["--cpu"]
+QUIET = DEVICE + "--num-workers 0 --no-progress-bar --log-format json --log-interval 1".split()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -2,12 +2,13 @@
 
     python tools/gpu_check.py [--minutes 9] [STAGE ...]
 
-Builds the kernels for the GPU that is there, runs the operations' tests on it, captures and compares small programs,
-lets compute-sanitizer watch every operator, and measures. It needs CUDA's compiler, a torch with CUDA and pytest, and
-no network; fairseq may be missing. Each stage has a time limit of its own and none stops the others. Where a machine is
-lent for minutes, --minutes ends it in time; what was built stays, and another run can be of some stages only. What came
-of the stages goes to ``benchmarks/results/<device>.json``, with whatever else that file holds, what was measured beside
-it, and the output of each to ``build/gpu-check``. The exit status is 1 if a stage failed.
+Builds the kernels for the GPU that is there, runs the operations' tests on it, trains small models if there is a
+fairseq, captures and compares small programs, lets compute-sanitizer watch every operator, and measures. It needs
+CUDA's compiler, a torch with CUDA and pytest, and no network. Each stage has a time limit of its own and none stops the
+others. Where a machine is lent for minutes, --minutes ends it in time; what was built stays, and another run can be of
+some stages only. What came of the stages goes to ``benchmarks/results/<device>.json``, with whatever else that file
+holds, what was measured beside it, and the output of each to ``build/gpu-check``. The exit status is 1 if a stage
+failed.
 """
 
 import argparse
@@ -47,7 +48,8 @@ def stages(device: str) -> list[Stage]:
     python = sys.executable
     # The reference that results are held against takes cores; but each process takes memory of the GPU for itself.
     parallel = ["-n", str(min(10, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
-    tests = [python, "-m", "pytest", "tests/ops", "-q", "-p", "no:cacheprovider", *parallel]
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel]
+    tests = [*pytest, "tests/ops"]
     on_gpu = {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     exercise = [python, "tools/gpu_exercise.py"]
     # compute-sanitizer lies beside nvcc, which need not be on PATH.
@@ -59,6 +61,7 @@ def stages(device: str) -> list[Stage]:
     # to the next: each tensor gets memory of its own.
     own_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     benchmark = [python, *"benchmarks/kernels.py --device cuda --budget 880 --out".split()]
+    has_fairseq = importlib.util.find_spec("fairseq") is not None
     return [
         # For one architecture it takes 10 to 20 minutes of one core, which may be all there is: twice that.
         # No list: containers come with one of all that there are.
@@ -69,6 +72,7 @@ def stages(device: str) -> list[Stage]:
         # What auto takes, and then the tensor cores wherever they can, which for small sizes it would not.
         Stage("tests", tests, 1200, on_gpu),
         Stage("tests, chunked", [*tests, "-k", "native"], 900, {**on_gpu, "FASTWEIGHTS_CUDA_ALGORITHM": "chunked"}),
+        *([Stage("models", [*pytest, "tests/tasks/test_on_a_gpu.py"], 600, on_gpu)] if has_fairseq else []),
         Stage("CUDA graph", [*exercise, "graph"], 120),
         Stage("determinism", [*exercise, "determinism"], 180),
         *(Stage(tool, [*sanitizer, tool, *exercise, "memory"], 900, own_memory) for tool in SANITIZERS),

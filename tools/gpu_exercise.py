@@ -1,10 +1,11 @@
 """What compiled kernels must show on a GPU besides the tests: small programs, each for a process of its own.
 
-    python tools/gpu_exercise.py memory|determinism|graph [--device cpu]
+    python tools/gpu_exercise.py memory|determinism|graph [--device cpu] [--share 1/4]
 
 `memory` calls every operator at small, odd sizes, for compute-sanitizer to watch. `determinism` compares the bits of
-two runs. `graph` captures steps in a CUDA graph and replays them. The output is a JSON list of the calls that gave
-other bits; the exit status is 1 if there are any.
+two runs. `graph` captures steps in a CUDA graph and replays them. --share 1/4 makes the first of four shares of the
+calls, for processes side by side. The output is a JSON list of the calls that gave other bits; the exit status is 1 if
+there are any.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.harness.cases import RULES, Shape, draw_inputs
+from benchmarks.harness.cases import RULES, Shape, draw_inputs, operation_of
 from fairseq_fastweights import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -48,8 +49,18 @@ def calls(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], device: str) -
             tensors = [x.transpose(0, 1).contiguous().to(device).transpose(0, 1) for x in given]
             sizes = (shape.batch, shape.heads, shape.key_dim, shape.value_dim)
             state = torch.ones(sizes, dtype=ops.state_dtype(dtype)).to(device)
-            yield f"{rule}, {algorithm}, {dtype}, {shape}", getattr(ops, f"{rule}_rule"), tensors, state
+            yield f"{rule}, {algorithm}, {dtype}, {shape}", operation_of(rule), tensors, state
     del os.environ["FASTWEIGHTS_CUDA_ALGORITHM"]
+
+
+def taken(share: slice, every: Iterator[tuple[str, Any, Any, Any]]) -> Iterator[tuple[str, Any, Any, Any]]:
+    return itertools.islice(every, share.start, None, share.step)
+
+
+def part(text: str) -> slice:
+    """1/4 as every fourth from the first on."""
+    number, _, of = text.partition("/")
+    return slice(int(number) - 1, None, int(of))
 
 
 def differentiated(rule: Rule, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
@@ -66,9 +77,9 @@ def step(rule: Rule, inputs: list[Tensor], state: Tensor) -> Tensor:
         return rule(*inputs, initial_state=state, backend="native", in_place=True)[0]
 
 
-def memory(device: str) -> list[str]:
+def memory(device: str, share: slice) -> list[str]:
     """Calls every operator, forward, backward and step."""
-    for _, rule, inputs, state in calls(DTYPES, SMALL_SHAPES, device):
+    for _, rule, inputs, state in taken(share, calls(DTYPES, SMALL_SHAPES, device)):
         differentiated(rule, inputs, state)
         with torch.no_grad():
             rule(*inputs, backend="native")
@@ -79,11 +90,11 @@ def memory(device: str) -> list[str]:
     return []
 
 
-def determinism(device: str) -> list[str]:
+def determinism(device: str, share: slice) -> list[str]:
     """Whether two runs give the same bits, over memory that held other things."""
     differing = []
     shapes = (*SMALL_SHAPES, *(LARGE_SHAPES if device == "cuda" else ()))
-    for title, rule, inputs, state in calls(DTYPES[:3], shapes, device):
+    for title, rule, inputs, state in taken(share, calls(DTYPES[:3], shapes, device)):
         first = [x.clone() for x in differentiated(rule, inputs, state)]
         poison = [torch.full_like(x, torch.nan) for x in first]
         del poison
@@ -95,10 +106,10 @@ def determinism(device: str) -> list[str]:
     return differing
 
 
-def graph(device: str) -> list[str]:
+def graph(device: str, share: slice) -> list[str]:
     """Whether steps that were captured in a CUDA graph give, replayed on new inputs, the bits of ordinary calls."""
     differing = []
-    for title, rule, inputs, state in calls(DTYPES[:3], [Shape("step", 4, 8, 1, 64, 64)], device):
+    for title, rule, inputs, state in taken(share, calls(DTYPES[:3], [Shape("step", 4, 8, 1, 64, 64)], device)):
         expected_state = state.clone()
         step(rule, inputs, state.clone())  # what is only done once is not to be captured
         captured = torch.cuda.CUDAGraph()
@@ -121,8 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Small programs for compiled kernels on a GPU.")
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--share", type=part, default="1/1", help="of the calls, as 1/4 (default: all)")
     options = parser.parse_args(arguments)
-    differing = PROGRAMS[options.program](options.device)
+    differing = PROGRAMS[options.program](options.device, options.share)
     print(json.dumps(differing))
     return int(bool(differing))
 

@@ -225,7 +225,7 @@ def test_an_operation_needs_no_more_than_a_reference():
         with pytest.raises(ops.BackendUnavailable, match=f"own rule has no compiled kernel; or use .*{wanted}"):
             own(*values, backend="native")
     q, k, v, log_gate = values
-    unavailable, starts = ops.BackendUnavailable, torch.ones(2, 7, dtype=torch.bool)
+    unavailable, starts = ops.BackendUnavailable, torch.ones(2, 7, dtype=torch.bool, device=DEVICE)
     for error, message, inputs, options in (
         (unavailable, "own rule has no form that is parallel in time", values, {"backend": "chunkwise"}),
         (ValueError, "log_gate has shape", (q, k, v, log_gate[:1]), {}),

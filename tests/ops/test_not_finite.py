@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.rules import RULES, Rule
+from tests.ops.rules import DEVICE, RULES, Rule
 
 T = 40
 # Backend, keys, values, and the step, which is within a block of any kernel. With heads of 96, every rule's CPU kernel
@@ -40,7 +40,9 @@ def outputs_and_gradients(rule: Rule, case: Case, spoilt: str | None, value: flo
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_steps_before_are_left_alone(rule: Rule, case: Case) -> None:
-    _, *others = case
+    backend, *others = case
+    if backend == "native" and DEVICE.type == "cuda":
+        pytest.skip("tensor cores multiply whole chunks, whose later steps count as zeros: docs/limits.md")
     clean = outputs_and_gradients(rule, case, None, 0)
     for name, x in rule.inputs(T=T).items():
         if x is None or name == "initial_state":

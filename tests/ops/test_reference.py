@@ -113,7 +113,8 @@ def test_takes_any_float_type(rule):
         inputs = rule.in_regimes(rule.regimes, T=16, dtype=dtype, initial_state=False)
         out, final_state = rule.run(inputs, "reference")
         assert (out.dtype, final_state.dtype) == (dtype, state_dtype(dtype))
-        tolerance = 0.0 if dtype == torch.float64 else TOLERANCE[dtype]
+        # On another device exp rounds in another way.
+        tolerance = 0.0 if dtype == torch.float64 and DEVICE.type == "cpu" else TOLERANCE[dtype]
         found, expected = named((out, final_state)), definition(rule, inputs, None)
         assert_close(parts(found, rule.regimes), parts(expected, rule.regimes), tolerance, vanishing=1e-20)
         assert_autocast_does_not_reach_inside(rule, "reference", dtype, T=20)

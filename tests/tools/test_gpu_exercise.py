@@ -27,9 +27,12 @@ def test_calls_every_operator_by_each_algorithm_and_finds_bits_that_change(
     assert capsys.readouterr().out == "[]\n"
     monkeypatch.setattr(gpu_exercise, "differentiated", differentiated)
     dtypes = gpu_exercise.DTYPES if program == "memory" else gpu_exercise.DTYPES[:3]
-    calls = 2 * len(dtypes) * len(gpu_exercise.SMALL_SHAPES) * 4
+    calls = 2 * len(dtypes) * len(gpu_exercise.SMALL_SHAPES) * len(gpu_exercise.RULES)
     assert gpu_exercise.main([program, "--device", "cpu"]) == status
     assert set(asked) == {(algorithm, dtype) for algorithm in ("recurrent", "chunked") for dtype in dtypes}
     assert "FASTWEIGHTS_CUDA_ALGORITHM" not in os.environ
     assert len(asked) == calls * (1 + status)
     assert len(json.loads(capsys.readouterr().out)) == calls * status
+    asked.clear()
+    assert gpu_exercise.main([program, "--device", "cpu", "--share", "2/5"]) == status
+    assert len(asked) == len(range(1, calls, 5)) * (1 + status)
