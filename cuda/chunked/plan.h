@@ -103,8 +103,8 @@ inline int interval_of(const Sizes& sizes, int chunk) {
 }
 
 // What a pass takes of an H200, in cycles: fitted by benchmarks/cuda_costs.py, which prints these numbers, to the times
-// of 3,900 calls with all plans (benchmarks/results/nvidia-h200-plans.csv). Backwards `row` and `product` count 0.3 times
-// more for each chunk that is marched through.
+// of all plans of 176 calls (benchmarks/results/nvidia-h200-plans.csv). Backwards `row` and `product` count 0.3 times more
+// for each chunk that is marched through.
 struct Costs {
     double chunk;            // of a block for a chunk, whatever its size
     double row;              // and for each 8 numbers of its rows of keys and values
@@ -114,7 +114,7 @@ struct Costs {
     double first;            // where time is divided, the first launch's chunks over those of the last
 };
 
-// Costs in 16 bits; in float32, and in float16, whose products are mostly of float32 too (Factor in tensor_core.cuh).
+// Costs in bfloat16; in float32, and in float16, whose products are mostly of float32 too (Factor in tensor_core.cuh).
 struct CostsOf {
     Costs of_bfloat16, others;
     const Costs& operator()(int32_t dtype) const { return dtype == kBFloat16 ? of_bfloat16 : others; }

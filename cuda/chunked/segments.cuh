@@ -76,10 +76,10 @@ inline Segments find_segments(const Plan& plan, const Sizes& sizes, const Launch
     if (best <= 0) {
         best = 1;
         double least = divide(1);
-        const int blocks = heads * (pass.backward ? 1 : plan.blocks);
+        const int64_t blocks = static_cast<int64_t>(heads) * (pass.backward ? 1 : plan.blocks);
         for (int fill = 1; fill <= 2; ++fill) {
-            const int count = fill * device.processors / blocks;
-            if (count < 2 || chunks < 4 * count) continue;
+            const int count = static_cast<int>(fill * device.processors / blocks);
+            if (count < 2 || chunks / 4 < count) continue;
             const double cost = divide(count);
             if (cost < least) {
                 least = cost;
