@@ -19,15 +19,17 @@ from unittest import mock
 
 import torch
 from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs, operation_of
+from harness.comparison import AGREEMENT
 from harness.pages import markdown, median, milliseconds, ratio
 from harness.program import make_parser
-from harness.timing import Budget, CudaClock, first_calls, time_in_turns
+from harness.timing import Budget, clock_for, first_calls, time_in_turns
 
 from fairseq_fastweights.ops import native
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
 # What may be asked for; what is no plan of a call is left out.
 CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages": (1, 2), "threads": (128, 256)}
+DEVICE = "cuda"
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
 # Of a file's row, the numbers of a plan: none, where steps follow one another.
 NUMBERS = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once")
@@ -90,17 +92,25 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     return list(unique.values())
 
 
-def measure(name: str, rule: str, kind: str, dtype: torch.dtype, rounds: int, allowed: float) -> list[Row]:
-    """A row for each way to do a call."""
-    call = call_of(SHAPES[name], rule, kind, draw_inputs(SHAPES[name], dtype, "cuda"))
+def measure(shape: Shape, rule: str, kind: str, dtype: torch.dtype, rounds: int, allowed: float) -> list[Row]:
+    """A row for each way to do a call; "difference", by norms, is that of its results from those step by step."""
+    call = call_of(shape, rule, kind, draw_inputs(shape, dtype, DEVICE))
     ways = {str(way): way for way in ways_of(call, torch.cuda.get_device_capability())}
     # As a decorator, it asks whenever the call is made.
     calls = {label: mock.patch.dict(os.environ, way.environment)(call.run) for label, way in ways.items()}
+    expected = [x.detach().double() for x in calls["recurrent"]()]
+    differences = {
+        label: max(((x - y).norm() / y.norm()).item() for x, y in zip(make(), expected, strict=True))
+        for label, make in calls.items()
+    }
     warm = {label: first_calls(make, torch.cuda.synchronize)[1:] for label, make in calls.items()}
-    measured, _ = time_in_turns(calls, warm, CudaClock(), rounds, allowed)
-    common = {"dtype": str(dtype).removeprefix("torch."), "shape": name, "rule": rule, "pass": kind}
+    measured, _ = time_in_turns(calls, warm, clock_for(DEVICE), rounds, allowed)
+    common = {"dtype": str(dtype).removeprefix("torch."), "shape": shape.name, "rule": rule, "pass": kind}
     common["interval"] = call.sizes[-1]
-    rows = [{**common, "way": label, "plan": way.plan, "seconds": measured[label]} for label, way in ways.items()]
+    rows = [
+        {**common, "way": label, "plan": way.plan, "seconds": measured[label], "difference": differences[label]}
+        for label, way in ways.items()
+    ]
     return [row | {"chosen": row is rows[0]} for row in rows]
 
 
@@ -149,11 +159,16 @@ def main() -> None:
         if budget.left <= 0:
             budget.cut.append(f"{name}, {rule}, {kind}: not measured")
             continue
-        rows += measure(name, rule, kind, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number))
+        rows += measure(
+            SHAPES[name], rule, kind, DTYPES[options.dtype], options.rounds, budget.share(len(cases) - number)
+        )
         if options.out is not None:
             write(rows, options.out)
     print(render(rows))
     print(*budget.cut, sep="\n")
+    if wrong := [row for row in rows if not row["difference"] <= AGREEMENT[row["dtype"]]]:
+        where = ("{shape}, {rule}, {pass}, {way}: by {difference:.2g}".format(**row) for row in wrong)
+        sys.exit("\n".join(["error: these differ from what steps one by one give", *where]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The ways to do a call on a GPU are found, told apart and asked for; here without a GPU."""
 
+import csv
 import os
 
 import cuda_plans
@@ -8,6 +9,7 @@ import torch
 from cuda_plans import ALGORITHM, PLAN, call_of, ways_of
 from harness.cases import Shape, draw_inputs
 
+from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native
 
 NUMBERS = (*cuda_plans.CHOICES, "segments")
@@ -41,3 +43,30 @@ def test_each_way_to_do_a_pass_is_found_once_and_asked_for(kind: str, results: i
     assert not {ALGORITHM, PLAN} & set(os.environ)
     monkeypatch.setattr(os, "environ", ways[-1].environment)
     assert kernels("", ()) == ways[-1].plan
+
+
+def test_every_way_is_timed_written_down_and_held_against_steps_one_by_one(tmp_path, monkeypatch, run, capsys) -> None:
+    monkeypatch.setattr(native, "cuda_plan", kernels)
+    monkeypatch.setattr(cuda_plans, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_plans, "SHAPES", {"mt-big": Shape("mt-big", 2, 3, 40, 8, 16)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    path = tmp_path / "plans.csv"
+    arguments = ("--rounds", 1, "--rules", "gated_delta", "--dtype", "float32", "--out", path)
+    assert run("cuda_plans", *arguments) == ""
+    assert "mt-big, gated_delta, backward" in capsys.readouterr().out
+    [header, *lines] = csv.reader(path.open())
+    assert header == [*"dtype shape rule pass interval".split(), *cuda_plans.NUMBERS, "ms"]
+    ways = [line[5:12] for line in lines if line[:5] == ["float32", "mt-big", "gated_delta", "forward", "64"]]
+    assert ["64", "32", "1", "1", "128", "4", "2"] in ways and [""] * 7 in ways and len(ways) * 2 == len(lines) > 10
+    assert all(float(line[-1]) > 0 for line in lines)
+
+    def wrong(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
+        out, state = ops.gated_delta_rule(*inputs, **options)
+        return out * (1.1 if "chunk=32" in os.environ.get(PLAN, "") else 1), state
+
+    monkeypatch.setattr(cuda_plans, "operation_of", lambda rule: wrong)
+    said = run("cuda_plans", *arguments)
+    assert "error: these differ" in said and "mt-big, gated_delta, forward, 32 steps x 16 values" in said
+    assert ": by 0.1" in said and ", 64 steps" not in said
