@@ -90,6 +90,8 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
 def _cell(values: Sequence[float], measure: str = "") -> str:
     if measure == STATE:  # which has no chance in it
         return f"{values[0]:,.0f}" if values else ""
+    if values and max(values) > 2 * min(values):  # of what broke down a mean says nothing
+        return f"{min(values):,.0f} – {max(values):,.0f}"
     return str(interval(values)) if values else ""
 
 

@@ -174,6 +174,8 @@ def test_a_table_of_models_whose_states_were_counted_has_a_figure_of_them(tmp_pa
     made = report.block("wikitext2", table, entries, pictures=True)
     assert "](wikitext2-states.png)" in made
     assert re.search(r"\| delta +\| +2 \|.* 41.00 ± 0.00 \| +40.00 ± 0.00 \| +8,192 \|", made)
+    broken = replace(entries[0], scores=scores | {"test, carried": 716160.8})
+    assert " 41.00 ± 0.00 |  40 – 716,161 | " in report.block("wikitext2", table, [broken, *entries[1:]])
 
 
 def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, reproduce) -> None:
