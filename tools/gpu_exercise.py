@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -59,8 +60,10 @@ def taken(share: slice, every: Iterator[tuple[str, Any, Any, Any]]) -> Iterator[
 
 def part(text: str) -> slice:
     """1/4 as every fourth from the first on."""
-    number, _, of = text.partition("/")
-    return slice(int(number) - 1, None, int(of))
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; it must be like 1/4, from 1/4 to 4/4")
+    return slice(int(found[1]) - 1, None, int(found[2]))
 
 
 def differentiated(rule: Rule, inputs: list[Tensor], state: Tensor) -> list[Tensor]:

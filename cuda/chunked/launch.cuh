@@ -16,7 +16,7 @@ struct Division {
     Segments segments;
     explicit Division(const Sizes& sizes, const Device& device = Device())
         : plan(Pass::template plan<T>(sizes, device)), cycles(0),
-          segments(find_segments(plan, sizes, Pass::launches(plan, sizes, Stored<T>::kDType), device, &cycles)) {}
+          segments(find_segments(plan, sizes, Pass::launches(plan, sizes, Stored<T>::kDType), device, cycles)) {}
 };
 
 // launch(first, results): where time is divided, kernels of the first launch, with their grid, and the state's way.

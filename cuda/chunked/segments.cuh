@@ -59,10 +59,10 @@ inline double cycles_of(const Plan& plan, const Sizes& sizes, const Launches& pa
 }
 
 // Divides the time, into segments of at least 4 chunks, where that takes fewer cycles: into as many as fill the device
-// once or twice.
+// once or twice. `cycles` becomes what the launches take.
 inline Segments find_segments(const Plan& plan, const Sizes& sizes, const Launches& pass, const Device& device,
-                              double* cycles = nullptr) {
-    if (cycles != nullptr) *cycles = 0;
+                              double& cycles) {
+    cycles = 0;
     if (plan.chunk == 0 || sizes.batch * sizes.heads == 0) return Segments{};
     const int chunks = (sizes.time + plan.chunk - 1) / plan.chunk, heads = sizes.batch * sizes.heads;
     Segments segments{1,       chunks, heads, pass.first_of_head, sizes.key_dim * sizes.value_dim, pass.passed_floats,
@@ -87,14 +87,13 @@ inline Segments find_segments(const Plan& plan, const Sizes& sizes, const Launch
             }
         }
     }
-    const double found = divide(best < chunks ? best : chunks);
-    if (cycles != nullptr) *cycles = found;
+    cycles = divide(best < chunks ? best : chunks);
     return segments;
 }
 
 inline double least_cycles(const Plan& plan, const Sizes& sizes, const Launches& pass, const Device& device) {
     double cycles = 0;
-    find_segments(plan, sizes, pass, device, &cycles);
+    find_segments(plan, sizes, pass, device, cycles);
     return cycles;
 }
 

@@ -76,6 +76,12 @@ def test_plans_cost_what_the_program_says_that_fits_the_costs(emulator, kernel, 
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
+def test_chunked_where_that_can_be_and_pays(emulator, operation):
+    for why, sizes, dtype, capability, wanted in CHOICES:
+        assert emulator.choose(operation, sizes, dtype, capability) == wanted, why
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("choice", ["chunked", "recurrent"])
 def test_a_benchmark_can_ask_for_either(emulator, operation, choice, monkeypatch):
     monkeypatch.setenv("FASTWEIGHTS_CUDA_ALGORITHM", choice)
