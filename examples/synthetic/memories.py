@@ -235,9 +235,10 @@ def _write_chunk(memory: Tensor, square: Tensor, k: Tensor, beta: Tensor, values
     scales, divided_by, square = _Caps.apply(u, same, z_at, z.square().sum(-1), of_square, 2 * beta, square)
 
     errors = spread(u * scales[:, None], values, memory.shape[1]) - z  # r
-    written = (errors * (beta / divided_by)[:, :, None]).to(k.dtype)
-    memory = torch.baddbmm(memory / divided_by.to(k.dtype)[:, :, None], written.transpose(1, 2), k)
-    return memory, square / divided_by.square()
+    scale = 1 / divided_by  # a product has a cheaper gradient than a quotient, and the memory is large
+    written = (errors * (beta * scale)[:, :, None]).to(k.dtype)
+    memory = torch.baddbmm(memory * scale.to(k.dtype)[:, :, None], written.transpose(1, 2), k)
+    return memory, square * scale.square()
 
 
 class _Caps(torch.autograd.Function):
