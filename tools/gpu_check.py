@@ -50,6 +50,7 @@ def stages(device: str) -> list[Stage]:
     parallel = ["-n", str(min(10, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel]
     tests = [*pytest, "tests/ops"]
+    models = ["tests/tasks/test_on_a_gpu.py", "tests/examples/test_synthetic.py"]
     on_gpu = {"FASTWEIGHTS_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     exercise = [python, "tools/gpu_exercise.py"]
     # compute-sanitizer lies beside nvcc, which need not be on PATH.
@@ -72,7 +73,7 @@ def stages(device: str) -> list[Stage]:
         # What auto takes, and then the tensor cores wherever they can, which for small sizes it would not.
         Stage("tests", tests, 1200, on_gpu),
         Stage("tests, chunked", [*tests, "-k", "native"], 900, {**on_gpu, "FASTWEIGHTS_CUDA_ALGORITHM": "chunked"}),
-        *([Stage("models", [*pytest, "tests/tasks/test_on_a_gpu.py"], 600, on_gpu)] if has_fairseq else []),
+        *([Stage("models", [*pytest, *models, "-k", "on_a_gpu"], 600, on_gpu)] if has_fairseq else []),
         Stage("CUDA graph", [*exercise, "graph"], 120),
         Stage("determinism", [*exercise, "determinism"], 180),
         *(Stage(tool, [*sanitizer, tool, *exercise, "memory"], 900, own_memory) for tool in SANITIZERS),

@@ -19,7 +19,7 @@ MESSAGES = {
     2: "A memory fills up: the more features its keys have, the more pairs it holds",
     3: "Replacing values: the delta rule learns it, the sum rule does not",
     4: "Learning {size} pairs: more training does not help a memory that is full",
-    5: "Replacing values: the sum rule fails at every size, the delta rule as its memory fills",
+    5: "Replacing values: the sum rule never learns it, the delta rule until it is full",
 }
 
 
@@ -28,8 +28,8 @@ def draw_figures(
 ) -> list[Path]:
     """Draws those figures that there are points for.
 
-    `results`: by setting. With several seeds, Figures 2 and 5 have a line through their medians, Figures 3 and 4 a line
-    for each. `folder`: for the PNG files. `numbers`: which of the paper's figures. Returns the files.
+    `results`: by setting. With several seeds, lines go through their medians, and bands span them. `folder`: for the
+    PNG files. `numbers`: which of the paper's figures. Returns the files.
     """
     drawn = []
     for setting, curves_at, figures in ((1, max, (2, 4)), (2, min, (5, 3))):
@@ -53,15 +53,17 @@ def _draw(number: int, setting: int, size: int, results: Sequence[Result], path:
     what = "lowest evaluation loss" if by_size else f"evaluation loss, S = {size}"
     axes.set(xlabel="S, the number of keys, and of values" if by_size else "training steps, of 32 sequences each")
     axes.set(ylabel=what, yscale="linear" if number == 2 else "log")
-    curves, labels = (_lowest_losses if by_size else _learning_curves)(setting, size, results)
+    curves = (_lowest_losses if by_size else _learning_curves)(setting, size, results)
+    labels = {name: _title(setting, name) for name in curves}
     notes = [
         f"Setting {setting}: "
         + ("each key is written once." if setting == 1 else "keys are written again, with new values.")
     ]
-    if by_size and len({result.point.seed for result in results}) > 1:
-        notes.append("Where a size was trained with several seeds, the line goes through their median.")
+    if len({result.point.seed for result in results}) > 1:
+        ended = "" if by_size else " Trainings that have ended count with their last losses."
+        notes.append(f"Lines go through the medians of the seeds, bands span them.{ended}")
     say(figure, MESSAGES[number].format(size=size), *notes)
-    lowest = min(loss for curve in curves.values() for _, loss in curve)
+    lowest = min(low for curve in curves.values() for _, _, low, _ in curve)
     levels = {label: level for label, level in LEVELS.items() if level >= lowest}
     draw_curves(axes, curves, labels=labels, levels=levels, marker="o" if by_size else "")
     if number != 2:
@@ -69,25 +71,33 @@ def _draw(number: int, setting: int, size: int, results: Sequence[Result], path:
     save_figure(figure, path)
 
 
-def _lowest_losses(setting: int, _: int, results: Sequence[Result]) -> tuple[dict[str, Curve], dict[str, str]]:
-    """A line for each model, through the medians of the seeds, and what it is called."""
+def _lowest_losses(setting: int, _: int, results: Sequence[Result]) -> dict[str, Curve]:
+    """For each model, the lowest losses at each size."""
     losses: dict[str, dict[int, list[float]]] = {name: {} for name in MODELS[setting]}
     for result in results:
-        losses[result.point.model].setdefault(result.point.size, []).append(max(result.best_loss or 0.0, SMALLEST))
-    curves = {name: [(size, median(seeds)) for size, seeds in sizes.items()] for name, sizes in losses.items() if sizes}
-    return curves, {name: _title(setting, name) for name in curves}
+        losses[result.point.model].setdefault(result.point.size, []).append(result.best_loss or 0.0)
+    return {name: [_of_seeds(*each) for each in sizes.items()] for name, sizes in losses.items() if sizes}
 
 
-def _learning_curves(setting: int, size: int, results: Sequence[Result]) -> tuple[dict[str, Curve], dict[str, str]]:
-    """A line for each model and seed, and what it is called."""
-    names, curves, labels = list(MODELS[setting]), {}, {}
-    at_size = [result for result in results if result.point.size == size]
-    for result in sorted(at_size, key=lambda result: (names.index(result.point.model), result.point.seed)):
-        name = result.point.model
-        seed = f", seed {result.point.seed}" if name in curves else ""
-        curves[name + seed] = [(step, max(loss, SMALLEST)) for step, loss in result.curve if loss is not None]
-        labels[name + seed] = _title(setting, name) + seed
-    return curves, labels
+def _learning_curves(setting: int, size: int, results: Sequence[Result]) -> dict[str, Curve]:
+    """For each model, the losses of the trainings at each step: the last losses of those that have ended."""
+    curves = {}
+    for name in MODELS[setting]:
+        mine = [r.curve for r in results if (r.point.model, r.point.size) == (name, size)]
+        trainings = [[(step, loss) for step, loss in curve if loss is not None] for curve in mine]
+        curves[name] = [
+            _of_seeds(
+                step, [max(t for t in training if t[0] <= step)[1] for training in trainings if training[0][0] <= step]
+            )
+            for step in sorted({step for training in trainings for step, _ in training})
+        ]
+    return {name: curve for name, curve in curves.items() if curve}
+
+
+def _of_seeds(x: int, losses: Sequence[float]) -> tuple[float, float, float, float]:
+    """A point of a curve with a band, which spans the seeds."""
+    drawn = [max(loss, SMALLEST) for loss in losses]
+    return x, median(drawn), min(drawn), max(drawn)
 
 
 def _title(setting: int, name: str) -> str:

@@ -15,7 +15,7 @@ from synthetic.training import TARGET
 def loss_table(results: Sequence[Result]) -> str:
     """The lowest losses by model and S, as a table that is also Markdown.
 
-    With several seeds a cell is their median.
+    With several seeds a cell is their median, or, where they differ by more than a tenth, their range.
     """
     losses: dict[tuple[str, int], list[float]] = {}
     for result in results:
@@ -32,8 +32,12 @@ def loss_table(results: Sequence[Result]) -> str:
 def _cell(losses: Sequence[float]) -> str:
     if not losses:
         return ""
-    loss = median(losses)
-    return shown_loss(None if loss != loss else loss)
+    if any(loss != loss for loss in losses):
+        return shown_loss(None)
+    low, high = min(losses), max(losses)
+    if high > 1.1 * max(low, TARGET):
+        return f"{shown_loss(low)} to {shown_loss(high)}"
+    return shown_loss(median(losses))
 
 
 def shown_loss(loss: float | None) -> str:

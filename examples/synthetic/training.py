@@ -134,7 +134,7 @@ def train_point(point: Point, report: Callable[[int, float], None] = lambda step
     rule = StopRule(point.max_steps)
     curve = []
     stopped, step = None, 0
-    train_once = partial(train_step, retriever, optimizer, point)
+    train_once: Callable[[], None] = partial(train_step, retriever, optimizer, point)
     if on_gpu:
         train_once = recorded(train_once)
     while stopped is None:

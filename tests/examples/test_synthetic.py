@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import json_lines, steps
-from synthetic import demo, grid, memories, models, results, retrieval, training
+from synthetic import demo, figures, grid, memories, models, report, results, retrieval, training
 from synthetic import run as program
 from torch import Tensor
+
+from tests.conftest import DEVICE
 
 from .conftest import EXAMPLES, interrupt
 
@@ -204,6 +206,36 @@ def test_results_come_back_as_they_were_appended_and_half_a_line_is_replaced(tmp
         assert capsys.readouterr().err.startswith(f"error: {path}, line 2 ") and path.read_text() == text
 
 
+@pytest.mark.skipif(DEVICE == ["--cpu"], reason="FASTWEIGHTS_TEST_DEVICE is not cuda")
+@pytest.mark.parametrize(("setting", "model"), [(s, model) for s in models.MODELS for model in models.MODELS[s]])
+def test_on_a_gpu_recorded_steps_train_as_steps_one_by_one(setting, model, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = training.Point(setting, model, 20, max_steps=100, device="cuda")
+    recorded = training.train_point(point)["best_loss"]
+    monkeypatch.setattr(training, "UNRECORDED", point.max_steps)
+    assert training.train_point(point)["best_loss"] == pytest.approx(recorded, rel=1e-2)
+
+
+def test_a_table_shows_the_median_of_the_seeds_or_how_far_they_lie_apart() -> None:
+    losses = {"dpfp-1": (0.2, 0.21, 0.2099), "dpfp-2": (0.0005, 0.0009, 0.0001), "dpfp-3": (0.03, 0.0002, 0.01)}
+    found = [entry(name, loss=loss, seed=n) for name, each in losses.items() for n, loss in enumerate(each, 1)]
+    found.append(entry("favor-64", loss=None))
+    read = [
+        results.Result(training.Point(**e.pop("point")), **{k: v for k, v in e.items() if k != "key"}) for e in found
+    ]
+    cells = [row.split("|")[2].strip() for row in report.loss_table(read).splitlines()[2:]]
+    assert cells == ["0.2099", "< 0.001", "< 0.001 to 0.0300", "not a number"]
+
+
+def test_learning_curves_have_the_seeds_median_and_range_and_the_last_losses_of_trainings_that_ended() -> None:
+    trainings = [[(100, 0.5), (200, 0.1)], [(100, 0.3), (200, 0.2), (300, 0.0)], [(100, 0.4), (200, None)]]
+    found = [
+        results.Result(training.Point(2, "tanh", 20, seed), 0.1, 100, 300, "limit", curve, 1.0)
+        for seed, curve in enumerate(trainings, 1)
+    ]
+    drawn = figures._learning_curves(2, 20, found)
+    assert drawn == {"tanh": [(100, 0.4, 0.3, 0.5), (200, 0.2, 0.1, 0.4), (300, 0.1, figures.SMALLEST, 0.4)]}
+
+
 @pytest.mark.slow
 def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go_on_longest_counts(tmp_path, capsys):
     """A quick look with --max-steps, or the same seed on a GPU, is not to move the median."""
@@ -214,7 +246,9 @@ def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go
         append(tmp_path, *values)
         drawn = program.draw(tmp_path, tmp_path / "figures")
         shown = capsys.readouterr().out
-        assert "Setting 1" in shown and "0.1500" in shown and "0.3000" in shown and ": 3 of the points" in shown
+        assert (
+            "Setting 1" in shown and "0.1000 to 0.2000" in shown and "0.3000" in shown and ": 3 of the points" in shown
+        )
     assert "Setting 2" in shown and "| FAVOR+, 64 features |" in shown
     assert [path.name for path in drawn] == [f"synthetic-figure{number}.png" for number in (2, 3, 4, 5)]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
