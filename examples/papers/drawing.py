@@ -98,12 +98,15 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
 
 
 def _draw_states(table: Table, entries: Sequence[Entry], path: Path) -> None:
-    """The lower one of each row's test perplexities by what it remembers."""
+    """The lower one of each row's test perplexities by what it remembers; of rows with one mixer, of the first."""
     points: dict[str, Sequence[float]] = {}
-    for row in table.rows:
+    drawn: set[str] = set()
+    for row, of_table in table.rows.items():
         of_row = [entry for entry in entries if entry.row == row]
-        if not of_row:
+        mixer = " ".join(of_table.options.split()[:2])
+        if not of_row or mixer in drawn:
             continue
+        drawn.add(mixer)
         scores = [interval([entry.scores[name] for entry in of_row]) for name in of_row[0].scores if name != STATE]
         best = min(scores, key=lambda score: score.mean)
         bar = [] if best.half == inf else [best.mean - best.half, best.mean + best.half]
