@@ -117,7 +117,8 @@ def _draw_states(table: Table, entries: Sequence[Entry], path: Path) -> None:
         figure,
         f"Of {len(points)} models {lowest} has the lowest perplexity, {points[lowest][1]:.1f}; it keeps "
         f"{points[lowest][0]:,.0f} numbers",
-        f"Each model as it is better: in windows, or with its state carried over from the start of the text. {BAND}",
+        "One row of each mixer, as it is better: in windows, or with its state carried over from the start of the "
+        f"text. {BAND}",
     )
     axes.set_xscale("log", base=2)
     axes.set(xlabel="size of the state after 256 words, in numbers", ylabel="test perplexity (lower is better)")

@@ -17,14 +17,10 @@ SEEDS = (1, 2, 3)
 DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}  # their capacities
 FOLDER = EXAMPLES / "synthetic" / "results"
 FINISHED = [r for setting in REQUIRED for r in results.read_results(results.file_of(FOLDER, setting)).values()]
-BY_SEED = {
-    seed: {(r.point.setting, r.point.model, r.point.size): r for r in mine if not r.point.evaluate_length}
-    for seed in SEEDS
-    for mine in [[r for r in FINISHED if r.point.seed == seed]]
+POINTS = {
+    (r.point.seed, r.point.setting, r.point.model, r.point.size): r for r in FINISHED if not r.point.evaluate_length
 }
 TARGET = training.TARGET
-
-
 Losses = Callable[[int, str], list[float]]
 
 
@@ -33,7 +29,7 @@ def losses(request: pytest.FixtureRequest) -> Losses:
     """The lowest evaluation losses of a setting's model, by size; what is claimed must hold for each seed."""
 
     def of(setting: int, model: str) -> list[float]:
-        found = [BY_SEED[request.param][setting, model, size].best_loss for size in REQUIRED[setting]]
+        found = [POINTS[request.param, setting, model, size].best_loss for size in REQUIRED[setting]]
         return [float("inf") if loss is None else loss for loss in found]
 
     return of
@@ -42,7 +38,7 @@ def losses(request: pytest.FixtureRequest) -> Losses:
 def test_all_models_were_trained_at_all_sizes_to_the_end_that_the_paper_names() -> None:
     """Below the target, or without progress: not at the limit of steps, and with numbers."""
     required = {(s, model, size) for s in REQUIRED for model in models.MODELS[s] for size in REQUIRED[s]}
-    assert all(required <= points.keys() for points in BY_SEED.values())
+    assert {(seed, *point) for seed in SEEDS for point in required} <= POINTS.keys()
     assert {result.stopped for result in FINISHED} == {"solved", "no progress"}
     assert len(results.one_of_each_seed(FINISHED)) == len(FINISHED)
 

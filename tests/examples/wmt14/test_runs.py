@@ -164,13 +164,19 @@ def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path
     assert "](multi30k-curves.png)" in page and "claims.png" not in page
 
 
-def test_a_table_of_models_whose_states_were_counted_has_a_figure_of_them(tmp_path: Path) -> None:
+def test_a_table_of_models_whose_states_were_counted_has_a_figure_of_them(tmp_path: Path, monkeypatch) -> None:
     table = papers.SCALED["wikitext2"]
     scores = {"test, context-192": 41.0, "test, carried": 40.0, "state": 8192.0}
     entries = [replace(entry("delta", seed, 1.0), table="wikitext2", scores=scores) for seed in (1, 2)]
     entries += [replace(entry("gated", 1, 1.0), table="wikitext2", scores=scores | {"state": 9000.0})]
     drawing.draw_table("wikitext2", table, entries, tmp_path)
     assert (tmp_path / "wikitext2-states.png").read_bytes().startswith(b"\x89PNG")
+    with monkeypatch.context() as patch:
+        patch.setattr(drawing, "draw_points", lambda axes, points: drawn.update(points))
+        drawn: dict[str, tuple[float, ...]] = {}
+        variant = replace(entry("delta-no-positions", 1, 1.0), table="wikitext2", scores=scores)
+        drawing.draw_table("wikitext2", table, [*entries, variant], tmp_path / "variant")
+        assert drawn == {"delta": (8192.0, 40.0, 40.0, 40.0), "gated": (9000.0, 40.0)}
     made = report.block("wikitext2", table, entries, pictures=True)
     assert "](wikitext2-states.png)" in made
     assert re.search(r"\| delta +\| +2 \|.* 41.00 ± 0.00 \| +40.00 ± 0.00 \| +8,192 \|", made)
