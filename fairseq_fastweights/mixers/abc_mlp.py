@@ -18,12 +18,13 @@ LOG_OF_NOTHING = -1e30
 class ABCMLP(BoundedMemoryAttention):
     """Bounded-memory attention whose controls are the exponential of a linear layer (Peng et al. 2022).
 
-        alpha_t = exp(W_phi x_t)
-        phi_t = psi_t = alpha_t / (alpha_1 + ... + alpha_t), for each slot by itself
+        alpha_t = exp(W_phi x_t),  z_t = alpha_1 + ... + alpha_t
+        K_t = (alpha_1 k_1^T + ... + alpha_t k_t^T) / z_t = z_{t-1} / z_t K_{t-1} + alpha_t / z_t k_t^T
 
-    The sums run over the positions up to t, as in the paper's causal attention. A written value is not divided again by
-    later sums; in flash-linear-attention's `abc` it is, which makes the slots averages. W_phi has no bias, which would
-    cancel in the quotient. Mao 2022 compares with this mixer (Table 3: 2 x 32 slots).
+    for each slot by itself, and V_t in the same way: slots are averages of what was read, as in
+    flash-linear-attention's `abc`. If position i were divided by z_i alone, and not again by later sums, then a slot
+    could hardly be written after a long text. W_phi has no bias, which would cancel in the quotient. Mao 2022 compares
+    with this mixer (Table 3: 2 x 32 slots).
 
     Args:
         embed_dim: width of the input and of the output.
@@ -62,7 +63,7 @@ class ABCMLP(BoundedMemoryAttention):
         super().reset_parameters()
         nn.init.xavier_uniform_(self.control_proj.weight)
 
-    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, State]:
+    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, Tensor, State]:
         # The sum is kept as its log, and phi = exp(logit - log of the sum) is an exponential of what is at most 0:
         # neither large logits nor long texts overflow it, and the first position's is 1 however small its logit.
         # In float32 a log near 100 would stop growing after some 100,000 positions, whose terms round to nothing.
@@ -73,6 +74,8 @@ class ABCMLP(BoundedMemoryAttention):
         else:
             before = state["log_sum"].masked_fill(state["read"][:, None, None] == 0, LOG_OF_NOTHING)
         log_sum = torch.cat([before[:, None], logits], dim=1).logcumsumexp(dim=1)
-        phi = (logits - log_sum[:, 1:]).exp().to(ops.state_dtype(x.dtype))
+        dtype = ops.state_dtype(x.dtype)
+        phi = (logits - log_sum[:, 1:]).exp().to(dtype)
+        log_kept = (log_sum[:, :-1] - log_sum[:, 1:]).to(dtype)
         # A copy: a state must not keep alive what it was taken from.
-        return phi, phi, {"log_sum": log_sum[:, -1].clone()}
+        return phi, phi, log_kept, {"log_sum": log_sum[:, -1].clone()}

@@ -13,12 +13,13 @@ from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 class BoundedMemoryAttention(ReadsBySoftmax):
     """Causal attention with bounded-memory control (ABC; Peng et al. 2022).
 
-        K_t = K_{t-1} + phi_t k_t^T,  V_t = V_{t-1} + psi_t v_t^T          n x head_dim: n slots, of keys and of values
+        K_t = Diag(g_t) K_{t-1} + phi_t k_t^T,  V_t = Diag(g_t) V_{t-1} + psi_t v_t^T
         out = W_out V_t^T softmax(K_t q_t / sqrt(head_dim))
 
-    This is the sum rule twice: it writes phi_t under k_t and reads with q_t, which gives each slot's score; it writes
-    v_t under psi_t and reads with the softmax of the scores. The subclasses `ABCMLP` and `Linformer` compute the
-    controls phi_t and psi_t, the share of a position that each slot takes.
+    with n slots of keys and n of values, the rows of K and V, (n, head_dim). This is the decay rule twice: it writes
+    phi_t under k_t and reads with q_t, which gives each slot's score; it writes v_t under psi_t and reads with the
+    softmax of the scores. The subclasses `ABCMLP` and `Linformer` compute the controls phi_t and psi_t, the share of a
+    position that each slot takes, and g_t, what a slot keeps of what it has; without g_t it keeps all.
 
     Padding writes nothing and takes no position.
 
@@ -39,8 +40,8 @@ class BoundedMemoryAttention(ReadsBySoftmax):
             raise ValueError(f"slots is {slots}; it must be at least 1")
         self.slots = slots
 
-    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, State]:
-        """Computes the controls, the share of each position that each slot takes.
+    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, Tensor | None, State]:
+        """Computes the controls, the share of each position that each slot takes, and what slots keep.
 
         Args:
             x: (time, batch, embed_dim).
@@ -48,7 +49,8 @@ class BoundedMemoryAttention(ReadsBySoftmax):
             real: (batch, time), false at padding, for which the controls are not used.
 
         Returns:
-            phi and psi, (batch, time, heads, slots), and what the state after the last step holds for them.
+            phi, psi and log g, (batch, time, heads, slots), None for a g of 1, and what the state after the last step
+            holds for them.
         """
         raise NotImplementedError
 
@@ -66,15 +68,16 @@ class BoundedMemoryAttention(ReadsBySoftmax):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         real = x.new_ones(batch, time, dtype=torch.bool) if padding is None else ~padding
-        phi, psi, after = self._controls(x, state, real)
+        phi, psi, log_kept, after = self._controls(x, state, real)
         if padding is not None:
             phi, psi = (control.masked_fill(padding[:, :, None, None], 0) for control in (phi, psi))
 
         keys, values = (None, None) if state is None else (state["keys"], state["values"])
         in_place = overwrite and state is not None and not torch.is_grad_enabled()
-        scores, keys = ops.sum_rule(q * self.head_dim**-0.5, k, phi.to(v.dtype), initial_state=keys, in_place=in_place)
-        weights = self.dropout_module(scores.softmax(dim=-1, dtype=ops.state_dtype(v.dtype)))
-        out, values = ops.sum_rule(weights.to(v.dtype), psi.to(v.dtype), v, initial_state=values, in_place=in_place)
+        q, phi, psi = q * self.head_dim**-0.5, phi.to(v.dtype), psi.to(v.dtype)
+        scores, keys = ops.decay_rule(q, k, phi, None, log_kept, initial_state=keys, in_place=in_place)
+        weights = self.dropout_module(scores.softmax(dim=-1, dtype=ops.state_dtype(v.dtype))).to(v.dtype)
+        out, values = ops.decay_rule(weights, psi, v, log_kept, None, initial_state=values, in_place=in_place)
         out = self.out_proj(out.to(x.dtype).transpose(0, 1).reshape(time, batch, self.embed_dim))
         read = real.sum(dim=1) if state is None else state["read"] + real.sum(dim=1)
         return out, {"keys": keys, "values": values, "read": read, **after}

@@ -76,7 +76,7 @@ class Linformer(BoundedMemoryAttention):
         for module in (self.compress_k, self.compress_v):
             nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
 
-    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, State]:
+    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, None, State]:
         time, batch, _ = x.shape
         positions = real.cumsum(dim=1)
         if state is not None:
@@ -94,4 +94,4 @@ class Linformer(BoundedMemoryAttention):
             F.embedding(columns, module.weight.t())[:, :, None].expand(batch, time, self.num_heads, self.slots)
             for module in (self.compress_k, self.compress_v)
         )
-        return phi, psi, {}
+        return phi, psi, None, {}

@@ -25,12 +25,11 @@ def build(kind: type[BoundedMemoryAttention], slots: int = 3, **options: int) ->
 
 
 def controls(mixer: BoundedMemoryAttention, x: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """(time, slots) of a row: what its paper says, with nothing done against overflow."""
+    """(time, slots): the share of each of these positions in the slots after them, with nothing against overflow."""
     if isinstance(mixer, Linformer):
         return mixer.compress_k.weight.t()[: len(x)], mixer.compress_v.weight.t()[: len(x)]
     alpha = mixer.control_proj(x).chunk(HEADS, dim=-1)[head].exp()
-    phi = torch.stack([alpha[t] / alpha[: t + 1].sum(dim=0) for t in range(len(x))])
-    return phi, phi
+    return alpha / alpha.sum(dim=0), alpha / alpha.sum(dim=0)
 
 
 def naive(mixer: BoundedMemoryAttention, x: Tensor) -> Tensor:
@@ -40,10 +39,10 @@ def naive(mixer: BoundedMemoryAttention, x: Tensor) -> Tensor:
     heads = []
     for head in range(HEADS):
         q, k, v = (each(x).chunk(HEADS, dim=-1)[head] for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
-        phi, psi = controls(mixer, x, head)
         rows = []
         for t in range(len(x)):
-            keys, values = phi[: t + 1].t() @ k[: t + 1], psi[: t + 1].t() @ v[: t + 1]
+            phi, psi = controls(mixer, x[: t + 1], head)
+            keys, values = phi.t() @ k[: t + 1], psi.t() @ v[: t + 1]
             rows.append(values.t() @ (keys @ q[t] / math.sqrt(mixer.head_dim)).softmax(0))
         heads.append(torch.stack(rows))
     return mixer.out_proj(torch.cat(heads, dim=-1))
@@ -68,11 +67,12 @@ def test_the_control_neither_overflows_nor_vanishes(dtype):
         for module in (mixer.q_proj, mixer.k_proj, mixer.v_proj):
             module.weight[:, :3] = 0
     mixer, x = mixer.to(dtype), x.to(dtype)
-    phi, _, after = mixer._controls(x, None, torch.ones(contract.BATCH, time, dtype=torch.bool))
+    phi, _, log_kept, after = mixer._controls(x, None, torch.ones(contract.BATCH, time, dtype=torch.bool))
     exact = x[:, :, :3].double()
-    expected = (exact - exact.logcumsumexp(dim=0)).exp().transpose(0, 1)
-    assert contract.error(phi[:, :, 0].double(), expected) <= 1e-6
-    assert contract.error(after["log_sum"][:, 1], exact.logcumsumexp(dim=0)[-1]) <= 1e-12
+    log_sum = exact.logcumsumexp(dim=0).transpose(0, 1)
+    assert contract.error(phi[:, :, 0].double(), (exact.transpose(0, 1) - log_sum).exp()) <= 1e-6
+    assert contract.error(log_kept[:, 1:, 0].double(), log_sum[:, :-1] - log_sum[:, 1:]) <= 1e-6
+    assert contract.error(after["log_sum"][:, 1], log_sum[:, -1]) <= 1e-12
     out, _ = mixer(x)
     assert contract.error(out, contract.in_parts(mixer, x, [1, 100, time - 101], None)[0]) <= 2e-2
     loss = 1e-3 * out.float().square().mean()  # or the gradients of weights for inputs of 5,000 leave float16
