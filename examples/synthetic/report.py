@@ -13,7 +13,7 @@ from synthetic.training import TARGET
 
 
 def loss_table(results: Sequence[Result]) -> str:
-    """The lowest losses by model and S, as a table that is also Markdown.
+    """The lowest losses by S and model, as a table that is also Markdown: a row for each S, a column for each model.
 
     With several seeds a cell is their median, or, where they differ by more than a tenth, their range.
     """
@@ -25,8 +25,8 @@ def loss_table(results: Sequence[Result]) -> str:
     models = [model for setting in MODELS.values() for model in setting]
     in_order = sorted(results, key=lambda result: (models.index(result.point.model), result.point.evaluate_length))
     titles = dict.fromkeys(result.point.model_title for result in in_order)
-    rows = [[title, *(_cell(losses.get((title, size), [])) for size in sizes)] for title in titles]
-    return format_table(["model", *(f"S = {size}" for size in sizes)], rows)
+    rows = [[str(size), *(_cell(losses.get((title, size), [])) for title in titles)] for size in sizes]
+    return format_table(["S", *titles], rows)
 
 
 def _cell(losses: Sequence[float]) -> str:
