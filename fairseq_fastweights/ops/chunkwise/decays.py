@@ -67,6 +67,9 @@ def scores(readers: Tensor, read: Tensor, log_decay: Tensor | None) -> Tensor:
     """<readers_t, read_s> with the decays of (s, t] between them for s <= t, 0 elsewhere: (..., length, length)."""
     if log_decay is None:
         return _LowerProducts.apply(readers, read)
+    if log_decay.shape[-1] == 1:  # a number for each pair (s, t], of no more size than the products
+        after = log_decay.expand(*log_decay.shape[:-1], log_decay.shape[-2]).tril(-1)  # [u, s]: what step u > s adds
+        return _LowerProducts.apply(readers, read) * after.cumsum(-2).exp()
     *others, length, _ = readers.shape
     result = torch.diag_embed((readers * read).sum(-1))
     for half in halves(length):
