@@ -12,7 +12,7 @@ from synthetic import models, report, results, retrieval, training
 
 from .conftest import EXAMPLES
 
-REQUIRED = {1: (20, 60, 100, 140, 200, 300, 400, 500, 600), 2: (20, 60, 100, 140, 180)}
+REQUIRED = {1: (*range(20, 261, 20), 300, 400, 500, 600), 2: (20, 40, 60, 80, 100, 120, 140, 180)}
 SEEDS = (1, 2, 3)
 DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}  # their capacities
 FOLDER = EXAMPLES / "synthetic" / "results"
@@ -43,39 +43,41 @@ def test_all_models_were_trained_at_all_sizes_to_the_end_that_the_paper_names() 
     assert len(results.one_of_each_seed(FINISHED)) == len(FINISHED)
 
 
-def test_the_linear_model_holds_20_pairs_and_dpfp_three_quarters_of_its_capacity(losses: Losses) -> None:
-    """The linear model makes errors from 60 on. (S = 40 was not asked for; with two of three seeds it is held.)"""
-    for model, held, above in (("linear", 20, 60), *((model, 0.75 * size, size + 1) for model, size in DPFP.items())):
+def test_the_linear_model_holds_20_pairs_and_dpfp_three_fifths_of_its_capacity(losses: Losses) -> None:
+    """The linear model makes errors from 60 on (at 40 with one seed of three), DPFP hardly any up to three quarters."""
+    for model, capacity, held, above in (("linear", 20, 20, 60), *((m, n, 0.6 * n, n + 1) for m, n in DPFP.items())):
         found = dict(zip(REQUIRED[1], losses(1, model), strict=True))
         assert all(loss < TARGET for size, loss in found.items() if size <= held), model
+        assert all(loss < 3 * TARGET for size, loss in found.items() if size <= 0.75 * capacity), model
         rest = [loss for size, loss in found.items() if size >= above]
         assert rest[0] > 10 * TARGET and rest == sorted(rest), model
     assert losses(1, "linear")[REQUIRED[1].index(100)] > 0.1
 
 
 def test_a_larger_capacity_is_never_worse_and_no_memory_better_than_softmax(losses: Losses) -> None:
-    """Down to the target, where training ends. Softmax holds 400 pairs and struggles from 500 on."""
+    """Down to three times the target, below which chance decides. Softmax holds 400 pairs and struggles from 500 on."""
     *held, at_500, at_600 = losses(1, "softmax")
     assert max(held) < TARGET < at_500 < at_600 < 0.1
     for worse, better in (*pairwise(["linear", *DPFP]), *((model, "softmax") for model in models.MODELS[1])):
         both = zip(losses(1, worse), losses(1, better), strict=True)
-        assert all(max(a, TARGET) >= max(b, TARGET) for a, b in both), (worse, better)
+        assert all(max(a, 3 * TARGET) >= max(b, 3 * TARGET) for a, b in both), (worse, better)
 
 
 def test_favor_never_comes_to_the_target_and_the_delta_rule_is_better_than_the_papers_other_rules(
     losses: Losses,
 ) -> None:
-    """FAVOR+ is better with more features up to 200 pairs. Without layer normalisation, which the paper does not try,
+    """FAVOR+ is better with more features up to 260 pairs. Without layer normalisation, which the paper does not try,
     the memory with tanh holds few pairs."""
     favor = [losses(1, f"favor-{m}") for m in (64, 128, 512)]
     assert min(map(min, favor)) > 10 * TARGET
-    assert all(few > more > most for few, more, most in zip(*(x[:5] for x in favor), strict=True))
+    up_to_260 = REQUIRED[1].index(260) + 1
+    assert all(few > more > most for few, more, most in zip(*(x[:up_to_260] for x in favor), strict=True))
     others = [losses(2, name) for name in ("sum-dpfp-1", "tanh", "tanh-dpfp-1")]
     assert all(delta < min(rest) for delta, *rest in zip(losses(2, "delta-dpfp-1"), *others, strict=True))
     assert min(others[0]) > 0.1
     for model in ("tanh-bare", "tanh-dpfp-1-bare"):
-        at_20, at_60, *rest = losses(2, model)
-        assert at_20 < TARGET < at_60 < 2 * TARGET and min(rest) > 0.49
+        at_20, at_40, at_60, at_80, *rest = losses(2, model)
+        assert max(at_20, at_40) < TARGET < at_60 < 2 * TARGET < at_80 < 0.13 and min(rest) > 0.49
 
 
 def test_the_page_has_the_tables_of_the_results() -> None:
