@@ -68,8 +68,8 @@ def scores(readers: Tensor, read: Tensor, log_decay: Tensor | None) -> Tensor:
     if log_decay is None:
         return _LowerProducts.apply(readers, read)
     if log_decay.shape[-1] == 1:  # a number for each pair (s, t], of no more size than the products
-        after = log_decay.expand(*log_decay.shape[:-1], log_decay.shape[-2]).tril(-1)  # [u, s]: what step u > s adds
-        return _LowerProducts.apply(readers, read) * after.cumsum(-2).exp()
+        added = log_decay.expand(*log_decay.shape[:-1], log_decay.shape[-2]).tril(-1)  # [u, s]: by step u > s
+        return _LowerProducts.apply(readers, read) * added.cumsum(-2).exp()
     *others, length, _ = readers.shape
     result = torch.diag_embed((readers * read).sum(-1))
     for half in halves(length):
