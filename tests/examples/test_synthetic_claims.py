@@ -108,3 +108,19 @@ def test_favor_weighs_wrong_values_and_does_not_find_what_exact_attention_of_its
         assert exact > 0.95 and 0.4 < favor < 0.6
     else:
         assert 0.3 < favor_square < 0.5 and 0.2 < exact_square < 0.35 and favor < 0.005
+
+
+@pytest.mark.parametrize(("size", "low", "high"), [(60, 0.2, 0.5), (100, 0.95, 1.0), (200, 1.0, 1.0)])
+def test_before_training_most_sums_of_the_published_favor_weights_are_below_its_epsilon(size, low, high) -> None:
+    """Without the square root of the key dimension, and where 1e-6 would be added."""
+    torch.manual_seed(1)
+    retriever = models.Retriever(models.MODELS[1]["favor-64"], size)
+    pairs = retrieval.draw_sequences(1, size, training.EVALUATED)
+    in_key = retriever.embed_dim
+    with torch.no_grad():
+        q = retriever.embedding @ retriever.query_weight.t()
+        k = retriever._sum(pairs, retriever.embedding @ retriever.key_weight[:, :in_key].t(), retriever.key_weight)
+        root = models.KEY_DIM**0.25  # the plugin's map divides by it
+        phi_q, phi_k = retriever.memory.eval().feature_map(root * q[None, :, None], root * k[:, :, None])
+        sums = (phi_k.squeeze(2) @ phi_q[0, :, 0].t()).sum(1)
+    assert low <= (sums < 1e-6).double().mean() <= high
