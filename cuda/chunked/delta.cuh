@@ -4,10 +4,10 @@
 //
 //   (I + B G) U = B E        Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        S_end = D S_0 + K^T diag(D_es) U
 //
-// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). (I + B G)^-1 is formed once for all value
-// columns. It is found by forward substitution in its 16 x 16 diagonal blocks and then from halves, [T1 0; -T2 A T1 T2]: with repeated keys and write
-// strengths of 1 the inverse's entries stay of order 1 while the powers in a series for it grow to 1e18. It is computed
-// to float32's digits whatever the inputs are, because its errors reach all later steps.
+// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). The system is solved by substitution, 16 steps at a
+// time: the 16 x 16 blocks on its diagonal are inverted, and what they solve goes into the blocks below. With repeated keys
+// and write strengths of 1 the inverses' entries stay of order 1 while the powers in a series for them grow to 1e18. The
+// inverses are computed in float32 whatever the inputs are, because their errors reach all later steps.
 #pragma once
 
 #include "gates.cuh"
@@ -17,14 +17,14 @@ namespace fairseq_fastweights {
 template <typename T, bool Gated>
 struct DeltaChunk {
     Matrix<Factor<T>> state;
-    Matrix<float> products, inverse, error;
+    Matrix<float> products, error;  // G; and the blocks' inverses, transposed, above its diagonal
     Matrix<Factor<T>> update;
     ChunkGates gates;
     float *beta, *read_beta;  // beta_t, and D_t0 beta_t
 
     __host__ __device__ DeltaChunk(Carver& carver, const Plan& plan)
         : state(carver.matrix<Factor<T>>(plan.key_rows, plan.columns, 8)),
-          products(carver.matrix<float>(plan.chunk, plan.chunk)), inverse(carver.matrix<float>(plan.chunk, plan.chunk)),
+          products(carver.matrix<float>(plan.chunk, plan.chunk, 8)),
           error(carver.matrix<float>(plan.chunk, plan.columns, 8)),
           update(carver.matrix<Factor<T>>(plan.chunk, plan.columns, 8)), gates(carver, Gated ? plan.chunk : 0),
           beta(carver.take<float>(plan.chunk)), read_beta(Gated ? carver.take<float>(plan.chunk) : beta) {}
@@ -57,33 +57,66 @@ struct DeltaChunk {
         if constexpr (Gated) tile.each([&](int t, int, float& value) { value *= gates.from_chunk()[t]; });
     }
 
-    // `products` = G, its upper triangle and diagonal 0, and `inverse`, from `beta` and the chunk's keys. `find_gates` or a
-    // barrier before; none after.
+    // `products` = G, from the chunk's keys. `find_gates` or a barrier before; none after, as with all that follow.
     template <int Passes>
-    __device__ __forceinline__ void find_inverse(const Matrix<T>& k, const Plan& plan) const {
-        find_products<Passes>(k, plan);
-        __syncthreads();
-        invert(plan.chunk);
+    __device__ __forceinline__ void find_products(const Matrix<T>& k, const Plan& plan) const {
+        for_each_tile(plan.chunk, plan.chunk, [&](Tile& tile) {
+            if (tile.column >= tile.row + kTileRows) return;
+            multiply_stored<Passes, false, true>(tile, 0, plan.key_rows, k, k);
+            keep_pairs(tile, false);
+            write_tile(tile, products);
+        });
     }
 
-    // The same, and `error` = E and `update` = U from `state` and the chunk's values.
+    // `error` = E, from `state` and the chunk's keys and values.
     template <int Passes>
-    __device__ __forceinline__ void solve(const Matrix<T>& k, const Matrix<T>& v, const Plan& plan) const {
-        const int chunk = plan.chunk, key_rows = plan.key_rows;
-        find_products<Passes>(k, plan);
-        for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-            multiply_stored<Passes, false, false>(tile, 0, key_rows, k, state);
+    __device__ __forceinline__ void find_error(const Matrix<T>& k, const Matrix<T>& v, const Plan& plan) const {
+        for_each_tile(plan.chunk, plan.columns, [&](Tile& tile) {
+            multiply_stored<Passes, false, false>(tile, 0, plan.key_rows, k, state);
             keep_read(tile);
             tile.each([&](int t, int j, float& value) { error(t, j) = v.get(t, j) - value; });
         });
-        __syncthreads();
-        invert(chunk);
-        __syncthreads();
-        for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-            multiply<Passes>(
-                tile, 0, tile.row + kTileRows, [&](int t, int s) { return inverse(t, s); },
-                [&](int s, int j) { return beta[s] * error(s, j); });
-            write_tile(tile, update);
+    }
+
+    // The inverses of the system's blocks on the diagonal, a column to a thread. After `products`.
+    __device__ __forceinline__ void invert_blocks(int chunk) const {
+        const int thread = thread_anew();
+        if (thread >= chunk) return;
+        const int column = thread % kTileRows, first = thread - column;
+        float x[kTileRows] = {};
+#pragma unroll
+        for (int j = 0; j < kTileRows; ++j) {
+            // What is known goes at once into all sums that wait for it, which do not wait for one another.
+            x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
+#pragma unroll
+            for (int i = j + 1; i < kTileRows; ++i) x[i] += products(first + i, first + j) * x[j];
+        }
+#pragma unroll
+        for (int i = 1; i < kTileRows; ++i)
+            if (i > column) products(first + column, first + i) = x[i];
+    }
+
+    // `update` = U, from `error`. After `invert_blocks`.
+    template <int Passes>
+    __device__ __forceinline__ void solve(const Plan& plan) const {
+        for_each_strip(plan, [&](auto steps, int column) {
+            substitute<Passes, decltype(steps)::value>(
+                column, [&](int t, int j) { return -error(t, j); },
+                [&](int t, int j, float value) { update(t, j) = narrow<Factor<T>>(value); });
+        });
+    }
+
+    // `right` = -(I + B G)^-T right, and where factors are rounded `copy` is a copy of that. After `invert_blocks`.
+    template <int Passes>
+    __device__ __forceinline__ void solve_transposed(const Matrix<float>& right, const Matrix<T>& copy,
+                                                     const Plan& plan) const {
+        for_each_strip(plan, [&](auto steps, int column) {
+            substitute_transposed<Passes, decltype(steps)::value>(
+                column, [&](int t, int j) { return right(t, j); },
+                [&](int t, int j, float value) {
+                    right(t, j) = value;
+                    if constexpr (kRounded<T>) copy(t, j) = narrow<T>(value);
+                });
         });
     }
 
@@ -101,56 +134,111 @@ struct DeltaChunk {
     }
 
 private:
-    template <int Passes>
-    __device__ __forceinline__ void find_products(const Matrix<T>& k, const Plan& plan) const {
-        for_each_tile(plan.chunk, plan.chunk, [&](Tile& tile) {
-            if (tile.column >= tile.row + kTileRows) return;
-            multiply_stored<Passes, false, true>(tile, 0, plan.key_rows, k, k);
-            keep_pairs(tile, false);
-            write_tile(tile, products);
-        });
+    // f(an integral_constant with the steps, first column) for each 16 columns, dealt out to the block's warps.
+    template <typename F>
+    __device__ __forceinline__ static void for_each_strip(const Plan& plan, F f) {
+        for (int i = threadIdx.x / kWarp; i < plan.columns / kTileRows; i += blockDim.x / kWarp) {
+            if (plan.chunk == 64)
+                f(std::integral_constant<int, 64>(), i * kTileRows);
+            else if (plan.chunk == 32)
+                f(std::integral_constant<int, 32>(), i * kTileRows);
+            else
+                f(std::integral_constant<int, 16>(), i * kTileRows);
+        }
     }
 
-    // (I + B G)^-1 in the blocks on and below the diagonal; above them `inverse` holds what was needed on the way.
-    __device__ __forceinline__ void invert(int chunk) const {
-        constexpr int kBlock = 16;
-        if (const int thread = thread_anew(); thread < chunk) {  // a column of a diagonal block to a thread
-            const int column = thread % kBlock, first = thread - column;
-            float x[kBlock] = {};
+    // f(step, column, float& value) for each of this lane's elements of 8 steps and 16 columns, which lie in the registers
+    // as their transpose's would.
+    template <typename F>
+    __device__ __forceinline__ static void each_of(float (&values)[4], int step, int column, int lane, F f) {
 #pragma unroll
-            for (int j = 0; j < kBlock; ++j) {
-                // What is known goes at once into all sums that wait for it, which do not wait for one another.
-                x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
+        for (int i = 0; i < 4; ++i) f(step + 2 * (lane % 4) + i % 2, column + lane / 4 + i / 2 * 8, values[i]);
+    }
+
+    // Hands `to` (step, column, value) of U, where `from` gives -E, from the first block to the last. What is known of the
+    // 16 columns stays in registers. Places are found anew in each block: kept, they would hold some 30 more.
+    template <int Passes, int Steps, typename From, typename To>
+    __device__ __forceinline__ void substitute(int column, From from, To to) const {
+        float known[Steps / 8][4] = {};
 #pragma unroll
-                for (int i = j + 1; i < kBlock; ++i) x[i] += products(first + i, first + j) * x[j];
+        for (int block = 0; block < Steps / 8; block += 2) {
+            const int lane = thread_anew() % kWarp, group = lane / 4, member = lane % 4;
+            float sums[2][4];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+                each_of(sums[n], 8 * (block + n), column, lane,
+                        [&](int t, int j, float& value) { value = from(t, j); });
+#pragma unroll
+            for (int e = 0; e < block; ++e) {
+                const KeptFactor<Passes> factor(known[e]);
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const float2 pair =
+                        *reinterpret_cast<const float2*>(&products(8 * (block + n) + group, 8 * e + 2 * member));
+                    factor.multiply(sums[n], pair.x, pair.y);
+                }
             }
 #pragma unroll
-            for (int i = 0; i < kBlock; ++i) inverse(first + i, first + column) = x[i];
+            for (int e = 0; e < 2; ++e) {
+                each_of(sums[e], 8 * (block + e), column, lane, [&](int s, int, float& value) { value *= -beta[s]; });
+                const int s = 8 * (block + e) + 2 * member;
+                const KeptFactor<Passes> factor(sums[e]);
+#pragma unroll
+                for (int n = e; n < 2; ++n) {
+                    const int t = 8 * (block + n) + group;
+                    factor.multiply(known[block + n], inverse(t, s), inverse(t, s + 1));
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 2; ++n) each_of(known[block + n], 8 * (block + n), column, lane, to);
         }
-        for (int size = kBlock; size < chunk; size *= 2) {
-            // All pairs of neighbours of this size at once: row i of the product belongs to pair i / size.
-            __syncthreads();
-            for_each_tile(chunk / 2, size, [&](Tile& tile) {
-                const int before = tile.row / size * size, upper = 2 * before;  // row i: upper + i - before
-                multiply<3>(
-                    tile, 0, size,
-                    [&](int i, int j) {
-                        const int t = upper + size + i - before;
-                        return beta[t] * products(t, upper + j);
-                    },
-                    [&](int i, int j) { return i >= j ? inverse(upper + i, upper + j) : 0.0f; });
-                tile.each([&](int i, int j, float& value) { inverse(upper + i - before, upper + size + j) = value; });
-            });
-            __syncthreads();
-            for_each_tile(chunk / 2, size, [&](Tile& tile) {
-                const int before = tile.row / size * size, upper = 2 * before, lower = upper + size;
-                multiply<3>(
-                    tile, 0, tile.row - before + kTileRows,
-                    [&](int i, int j) { return inverse(lower + i - before, lower + j); },
-                    [&](int i, int j) { return inverse(upper + i, lower + j); });
-                tile.each([&](int i, int j, float& value) { inverse(lower + i - before, upper + j) = -value; });
-            });
+    }
+
+    // Likewise -dR, with (I + (B G)^T) dR = dU, where `from` gives dU, from the last block to the first.
+    template <int Passes, int Steps, typename From, typename To>
+    __device__ __forceinline__ void substitute_transposed(int column, From from, To to) const {
+        float known[Steps / 8][4] = {};
+#pragma unroll
+        for (int block = Steps / 8 - 2; block >= 0; block -= 2) {
+            const int lane = thread_anew() % kWarp, group = lane / 4, member = lane % 4;
+            float sums[2][4];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+                each_of(sums[n], 8 * (block + n), column, lane,
+                        [&](int t, int j, float& value) { value = from(t, j); });
+#pragma unroll
+            for (int e = block + 2; e < Steps / 8; ++e) {
+                const int s = 8 * e + 2 * member;
+                const KeptFactor<Passes> factor(known[e]);
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const int t = 8 * (block + n) + group;
+                    factor.multiply(sums[n], products(s, t), products(s + 1, t));
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                each_of(sums[e], 0, 0, lane, [](int, int, float& value) { value = -value; });
+                const int s = 8 * (block + e) + 2 * member;
+                const KeptFactor<Passes> factor(sums[e]);
+#pragma unroll
+                for (int n = 0; n <= e; ++n) {
+                    const int t = 8 * (block + n) + group;
+                    factor.multiply(known[block + n], inverse(s, t), inverse(s + 1, t));
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+                each_of(known[block + n], 8 * (block + n), column, lane, [&](int t, int j, float& value) {
+                    to(t, j, value);
+                    value *= beta[t];  // as the blocks before it need it
+                });
         }
+    }
+
+    // Of a block on the diagonal.
+    __device__ __forceinline__ float inverse(int t, int s) const {
+        return s < t ? products(s, t) : s == t ? 1.0f : 0.0f;
     }
 };
 

@@ -27,7 +27,7 @@ struct Layout {
     Matrix<T> q, k, v, d_out;
     DeltaChunk<T, Gated> delta;
     SplitMatrix<T> d_state;
-    Matrix<Factor<T>> scores;
+    Matrix<Factor<T>> scores, d_system;
     Matrix<float> d_update;
     GateGradient gradient;
     float *d_beta_right, *d_beta_system;  // by step, for each tile across
@@ -38,6 +38,7 @@ struct Layout {
           v(carver.matrix<T>(plan.chunk, plan.columns)), d_out(carver.matrix<T>(plan.chunk, plan.columns)),
           delta(carver, plan), d_state(carver, plan.key_rows, plan.columns),
           scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
+          d_system(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)),
           d_update(carver.matrix<float>(plan.chunk, plan.columns, 8)), gradient(carver, plan, Gated) {
         d_beta_right = carver.take<float>(plan.chunk * round_up(plan.columns, kTileColumns) / kTileColumns);
         d_beta_system = carver.take<float>(plan.chunk * round_up(plan.chunk, kTileColumns) / kTileColumns);
@@ -59,15 +60,14 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
     const GateGradient& gradient = shared.gradient;
     const Matrix<T>&q = shared.q, &k = shared.k, &v = shared.v, &d_out = shared.d_out;
     const Matrix<float>& d_update = shared.d_update;
-    const Matrix<Factor<T>>&update = delta.update, &scores = shared.scores;
-    // Each takes the place of what is no longer needed when it is computed.
+    const Matrix<Factor<T>>&update = delta.update, &scores = shared.scores, &d_system = shared.d_system;
+    // Each takes the place of what is no longer needed when it is computed; -dR that of dU, too.
     const Matrix<Factor<T>>& d_scores = shared.scores;
-    const auto d_system = delta.inverse.template as<Factor<T>>();
     const auto minus_d_right = [&] {
         if constexpr (kRounded<T>)
             return v;
         else
-            return delta.error;
+            return d_update;
     }();
 
     const int thread = threadIdx.x;
@@ -135,11 +135,13 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
             __syncthreads();
             if (now != start) fetch(now + chunk, place ^ 1);
             delta.find_gates();
-            if constexpr (Outputs)
-                delta.template solve<kPasses>(keys_of(place), values_of(place), plan);
-            else
-                delta.template find_inverse<kPasses>(k, plan);
-            if (!Outputs || now == start) break;
+            delta.template find_products<kPasses>(keys_of(place), plan);
+            if constexpr (Outputs) delta.template find_error<kPasses>(keys_of(place), values_of(place), plan);
+            __syncthreads();
+            delta.invert_blocks(chunk);
+            if (now == start) break;
+            __syncthreads();
+            delta.template solve<kPasses>(plan);
             __syncthreads();
             delta.template advance<kPasses>(state, keys_of(place), plan);
             __syncthreads();
@@ -153,6 +155,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
             write_tile(tile, scores);
         });
         __syncthreads();
+        if constexpr (Outputs) delta.template solve<kPasses>(plan);
         for_each_tile(chunk, plan.columns, [&](Tile& tile) {
             multiply_split<kPasses, false>(tile, 0, plan.key_rows, k, shared.d_state);
             if constexpr (Gated) tile.each([&](int t, int, float& value) { value *= delta.gates.to_chunk()[t]; });
@@ -160,22 +163,17 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
             write_tile(tile, d_update);
         });
         __syncthreads();
-        for_each_tile(chunk, plan.columns, [&](Tile& tile) {
-            multiply<kPasses>(
-                tile, tile.row, chunk, [&](int s, int t) { return delta.inverse(t, s); },
-                [&](int t, int j) { return d_update(t, j); });
-            if constexpr (Outputs)
+        delta.template solve_transposed<kPasses>(d_update, v, plan);
+        __syncthreads();
+        if constexpr (Outputs) {
+            for_each_tile(chunk, plan.columns, [&](Tile& tile) {
+                tile.each([&](int t, int j, float& value) { value = -d_update(t, j); });
                 tile.sum_rows(
                     [&](int t, int j, float value) { return value * delta.error(t, j); },
                     [&](int t, float sum) { shared.d_beta_right[tile.column / kTileColumns * chunk + t] = sum; });
-            tile.each([&](int, int, float& value) { value = -value; });
-            write_tile(tile, minus_d_right);
-            if constexpr (Outputs) {
-                tile.each([&](int t, int, float& value) { value *= -delta.beta[t]; });
+                tile.each([&](int t, int, float& value) { value *= delta.beta[t]; });
                 store_tile(tile, value_head(p.dv), start, time);
-            }
-        });
-        if constexpr (Outputs) {
+            });
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 multiply_stored<kPasses, false, true>(tile, 0, plan.columns, d_out, update);
@@ -267,8 +265,8 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
 template <bool Gated>
 struct DeltaBackwardPass {
     static constexpr CostsOf kCosts = Gated
-                                          ? CostsOf{{15000, 27, 28, 29000, 20, 0.29}, {11000, 54, 56, 33000, 22, 0.26}}
-                                          : CostsOf{{430, 22, 17, 22000, 11, 0.47}, {2100, 38, 60, 19000, 39, 0.31}};
+                                          ? CostsOf{{20000, 24, 22, 28000, 24, 0.29}, {15000, 47, 60, 30000, 44, 0.27}}
+                                          : CostsOf{{560, 21, 13, 18000, 120, 0.44}, {9000, 20, 56, 21000, 33, 0.45}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return delta_backward<T, Gated, Outputs, Places>;

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kDecayThreads, kForwardBlocks)
 }
 
 struct DeltaDecaysForwardPass {
-    static constexpr CostsOf kCosts{{1100, 7.5, 5.4, 5500, 67, 0.94}, {1100, 27, 6.3, 5000, 67, 0.82}};
+    static constexpr CostsOf kCosts{{1100, 5.9, 5.6, 6000, 68, 0.83}, {1100, 24, 10, 5100, 67, 0.65}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return delta_decays_forward<T, Outputs, Places>;

@@ -11,11 +11,13 @@ template <typename T, bool Gated>
 struct Layout {
     Stages<T> q, k, v;
     DeltaChunk<T, Gated> delta;
+    Matrix<Factor<T>> scores;
     size_t bytes;
 
     __host__ __device__ Layout(Carver carver, const Plan& plan)
         : q(carver, plan.stages, plan.chunk, plan.key_rows), k(carver, plan.stages, plan.chunk, plan.key_rows),
-          v(carver, plan.stages, plan.chunk, plan.columns), delta(carver, plan) {
+          v(carver, plan.stages, plan.chunk, plan.columns), delta(carver, plan),
+          scores(carver.matrix<Factor<T>>(plan.chunk, plan.chunk)) {
         bytes = carver.used;
     }
 };
@@ -29,7 +31,7 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Layout<T, Gated> shared(Carver(memory), plan);
     const DeltaChunk<T, Gated>& delta = shared.delta;
-    const auto scores = delta.products.template as<Factor<T>>();  // done with once their system is inverted
+    const Matrix<Factor<T>>& scores = shared.scores;
 
     const int thread = threadIdx.x;
     const int blocks = gridDim.x / segments.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
@@ -87,23 +89,29 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
                        static_cast<int64_t>(head_index) * kept + start / p.sizes.interval - 1);
 
         delta.find_gates();
-        delta.template solve<kPasses>(k, v, plan);
-        if constexpr (Outputs) {
+        delta.template find_products<kPasses>(k, plan);
+        delta.template find_error<kPasses>(k, v, plan);
+        __syncthreads();
+        delta.invert_blocks(chunk);
+        if constexpr (Outputs)
             for_each_tile(chunk, chunk, [&](Tile& tile) {
                 if (tile.column >= tile.row + kTileRows) return;
                 multiply_stored<kPasses, false, true>(tile, 0, plan.key_rows, q, k);
                 delta.keep_pairs(tile, true);
                 write_tile(tile, scores);
             });
-            __syncthreads();
+        __syncthreads();
+        delta.template solve<kPasses>(plan);
+        __syncthreads();
+        if constexpr (Outputs) {
             for_each_tile(chunk, plan.columns, [&](Tile& tile) {
                 multiply_stored<kPasses, false, false>(tile, 0, plan.key_rows, q, delta.state);
                 delta.keep_read(tile);
                 multiply_stored<kPasses, false, false>(tile, 0, tile.row + kTileRows, scores, delta.update);
                 store_tile(tile, value_head(p.out), start, time);
             });
+            __syncthreads();
         }
-        __syncthreads();
         delta.template advance<kPasses>(state, k, plan);
     }
     if constexpr (!Outputs)
@@ -114,8 +122,9 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
 
 template <bool Gated>
 struct DeltaForwardPass {
-    static constexpr CostsOf kCosts = Gated ? CostsOf{{2300, 5, 6.8, 7600, 160, 1}, {450, 22, 6.4, 12000, 98, 0.84}}
-                                            : CostsOf{{1200, 5.2, 4.4, 4400, 130, 1}, {190, 22, 5.9, 8100, 84, 0.78}};
+    static constexpr CostsOf kCosts = Gated
+                                          ? CostsOf{{2200, 4.3, 5.9, 8900, 72, 0.99}, {1100, 22, 5.1, 12000, 33, 0.84}}
+                                          : CostsOf{{1200, 4.2, 3.9, 5500, 53, 1}, {360, 20, 5.3, 8900, 24, 0.81}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return delta_forward<T, Gated, Outputs, Places>;

@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
 template <bool Gated>
 struct DiagonalBackwardPass {
     static constexpr CostsOf kCosts = Gated ? CostsOf{{440, 15, 3.4, 19000, 16, 0.41}, {7500, 19, 20, 14000, 30, 0.27}}
-                                            : CostsOf{{150, 8.3, 3.2, 9200, 4.5, 0.4}, {920, 25, 9.4, 6000, 8.7, 0.27}};
+                                            : CostsOf{{150, 8.3, 3.2, 9200, 4.5, 0.4}, {1500, 21, 14, 4700, 13, 0.25}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return diagonal_backward<T, Gated, Outputs, Places>;

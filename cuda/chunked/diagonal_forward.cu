@@ -134,8 +134,9 @@ __global__ void __launch_bounds__(256, forward_blocks(Places))
 
 template <bool Gated>
 struct DiagonalForwardPass {
-    static constexpr CostsOf kCosts = Gated ? CostsOf{{1900, 2.6, 4, 5800, 26, 0.69}, {1200, 11, 6.7, 7700, 12, 0.57}}
-                                            : CostsOf{{930, 2.2, 3, 3000, 6.2, 0.61}, {550, 9.2, 8.3, 5000, 11, 0.5}};
+    static constexpr CostsOf kCosts = Gated
+                                          ? CostsOf{{2500, 2.7, 3.1, 5200, 26, 0.76}, {1200, 11, 6.7, 7700, 12, 0.57}}
+                                          : CostsOf{{1300, 1.8, 2.8, 2300, 9.8, 0.66}, {550, 9.2, 8.3, 5000, 11, 0.5}};
     template <typename T, bool Outputs, int Places>
     static auto kernel() {
         return diagonal_forward<T, Gated, Outputs, Places>;

@@ -103,7 +103,7 @@ inline int interval_of(const Sizes& sizes, int chunk) {
 }
 
 // What a pass takes of an H200, in cycles: fitted by benchmarks/cuda_costs.py, which prints these numbers, to the times
-// of all plans of 176 calls (benchmarks/results/nvidia-h200-plans.csv). Backwards `row` and `product` count 0.3 times more
+// of all plans of 188 calls (benchmarks/results/nvidia-h200-plans.csv). Backwards `row` and `product` count 0.3 times more
 // for each chunk that is marched through.
 struct Costs {
     double chunk;            // of a block for a chunk, whatever its size

@@ -347,6 +347,39 @@ __device__ __forceinline__ void multiply(Tile& tile, int begin, int end, A a, B 
     }
 }
 
+// Four accumulators of a lane, (rows, 8 columns) of a warp, as the left factor of another product. They stay where they are:
+// the 8 inner places are taken in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a lane's two of the right factor are neighbours.
+template <int Passes>
+struct KeptFactor {
+    unsigned big[4], small[4];
+
+    __device__ __forceinline__ explicit KeptFactor(const float (&x)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Operand<Passes> part(x[i / 2 + i % 2 * 2]);
+            big[i] = part.big;
+            if constexpr (Passes == 3) small[i] = part.small;
+        }
+    }
+
+    // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group). Rounds as `multiply_eight`.
+    __device__ __forceinline__ void multiply(float (&sums)[4], float first, float second) const {
+        const Operand<Passes> x(first), y(second);
+        const unsigned b_big[2] = {x.big, y.big};
+        if constexpr (Passes == 3) {
+            const unsigned b_small[2] = {x.small, y.small};
+            float parts[4] = {};
+            mma_tf32(parts, small, b_big);
+            mma_tf32(parts, big, b_small);
+            mma_tf32(parts, big, b_big);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
+        } else {
+            mma_tf32(sums, big, b_big);
+        }
+    }
+};
+
 // ---- Matrices in shared memory -----------------------------------------------------------------------------------
 
 // Rows of `stride` elements.

@@ -37,7 +37,7 @@ def sizes_and_gates(row):
 
 
 def test_what_is_chosen_was_the_fastest_on_an_h200_or_took_a_quarter_longer(emulator):
-    """Of 176 calls. Three choices are of plans that were not measured: those that fit without a gate alone, and numbers
+    """Of 188 calls. Three choices are of plans that were not measured: those that fit without a gate alone, and numbers
     of segments."""
     calls: dict[tuple, dict[tuple, float]] = {}
     with cuda_costs.PLANS.open() as file:
@@ -54,7 +54,7 @@ def test_what_is_chosen_was_the_fastest_on_an_h200_or_took_a_quarter_longer(emul
         if chosen in times:
             lost.append(times[chosen] / min(times.values()))
             assert lost[-1] < 1.25, (call, chosen)
-    assert len(lost) >= len(calls) - 3 == 173 and sum(lost) / len(lost) < 1.02
+    assert len(lost) >= len(calls) - 3 == 185 and sum(lost) / len(lost) < 1.02
 
 
 @pytest.mark.parametrize("kernel", sorted(path.stem for path in (ROOT / "cuda" / "chunked").glob("*.cu")))
