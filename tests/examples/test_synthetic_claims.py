@@ -12,7 +12,7 @@ from synthetic import models, report, results, retrieval, training
 
 from .conftest import EXAMPLES
 
-REQUIRED = {1: range(20, 601, 20), 2: range(20, 181, 20)}
+REQUIRED = {1: range(20, 601, 20), 2: range(20, 201, 20)}
 SEEDS = (1, 2, 3)
 DPFP = {"dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}  # their capacities
 FOLDER = EXAMPLES / "synthetic" / "results"
