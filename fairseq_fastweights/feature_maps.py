@@ -1,4 +1,4 @@
-"""Feature maps phi for queries and keys, and their sum normalisation.
+"""Feature maps phi for queries and keys, with their sum normalisation.
 
 Equation numbers are those of Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast
 Weight Programmers" (ICML 2021), unless another paper is named.
@@ -7,14 +7,14 @@ Weight Programmers" (ICML 2021), unless another paper is named.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fastweights.feature_map_sizes import check_dpfp, check_positive, count_favor_features
 from fairseq_fastweights.ops.autocast import without_autocast
+from fairseq_fastweights.ops.features import map_features
 from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features
 
 Scales = Literal["fixed", "queries", "queries and source", "all"]
@@ -31,6 +31,9 @@ class FeatureMap(nn.Module):
     Attributes:
         positive: whether every output is at least 0, as attention normalisation (Eq. 26-28) needs.
         may_vanish: whether an output vector can be all zero in exact arithmetic.
+        operation: the name in `ops.features.MAPS` of what is done, in one operation with the normalisation, to what
+            `_prepare` returns.
+        nu: that of the operation "dpfp".
 
     Examples:
         >>> phi = build_feature_map("dpfp", num_heads=2, head_dim=4)
@@ -40,6 +43,8 @@ class FeatureMap(nn.Module):
 
     positive: bool
     may_vanish: bool
+    operation: str = "identity"
+    nu: int = 1
 
     def __init__(self, key_dim: int, output_dim: int) -> None:
         super().__init__()
@@ -48,10 +53,19 @@ class FeatureMap(nn.Module):
 
     @property
     def sum_eps(self) -> float:
-        """The `eps` for `sum_normalize`: 0 for maps that cannot vanish, 1e-5 for those that can."""
+        """The `eps` of the sum normalisation: 0 for maps that cannot vanish, 1e-5 for those that can."""
         return 1e-5 if self.may_vanish else 0.0
 
-    def forward(self, q: Tensor, k: Tensor, *, scales: Scales = "fixed") -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scales: Scales = "fixed",
+        normalize: bool = False,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
         """Return `(phi(q), phi(k))`.
 
         Both are mapped in one call because a random map has to use one draw for the two.
@@ -65,18 +79,27 @@ class FeatureMap(nn.Module):
                 source": also all keys of a row and head by one number (attention normalisation over
                 a whole source without padding). "all": each query and key by its own number (sum
                 normalisation).
+            normalize: whether each vector is divided by the sum of its components plus `sum_eps` (Eq. 29). One whose
+                sum has underflowed (FAVOR+ of a very long vector) becomes nearly zero, never NaN.
+            dtype: of the results; None for float32 for half and bfloat16 inputs, else that of the inputs. All is
+                computed in that precision.
+            backend: one of `ops.BACKENDS`, as for the update rules.
 
         Returns:
-            Two tensors (batch, time, heads, output_dim), float32 for half and bfloat16 inputs, else
-            of the inputs' dtype. `identity` returns its inputs.
+            Two tensors (batch, time, heads, output_dim).
 
         Raises:
             ValueError: if q or k does not have four dimensions, the last of size `key_dim`.
         """
         self._check_inputs(q, k)
+        sums: dict[str, Any] = {"normalization": "sum", "eps": self.sum_eps} if normalize else {}
         # Autocast would run the matrix products of float32 inputs in half precision again.
         with without_autocast(q):
-            return self._map_both(_at_least_float32(q), _at_least_float32(k), scales)
+            mapped = (
+                map_features(x, self.operation, nu=self.nu, dtype=dtype, backend=backend, **sums)
+                for x in self._prepare(q, k, scales)
+            )
+            return next(mapped), next(mapped)
 
     def _check_inputs(self, q: Tensor, k: Tensor) -> None:
         for name, x in (("q", q), ("k", k)):
@@ -84,11 +107,9 @@ class FeatureMap(nn.Module):
                 expected = f"(batch, time, heads, {self.key_dim})"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
 
-    def _map_both(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-        return self._map(q), self._map(k)
-
-    def _map(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+        """What the operation is applied to."""
+        return q, k
 
     def extra_repr(self) -> str:
         return f"key_dim={self.key_dim}, output_dim={self.output_dim}"
@@ -112,10 +133,21 @@ class IdentityMap(FeatureMap):
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
 
-    def forward(self, q: Tensor, k: Tensor, *, scales: Scales = "fixed") -> tuple[Tensor, Tensor]:
-        """Return q and k as they are."""
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scales: Scales = "fixed",
+        normalize: bool = False,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """As of `FeatureMap`; without normalisation and dtype it returns q and k as they are."""
+        if normalize:
+            return super().forward(q, k, scales=scales, normalize=normalize, dtype=dtype, backend=backend)
         self._check_inputs(q, k)
-        return q, k
+        return q.to(dtype or q.dtype), k.to(dtype or k.dtype)
 
 
 class EluMap(FeatureMap):
@@ -132,13 +164,10 @@ class EluMap(FeatureMap):
 
     positive = True
     may_vanish = False
+    operation = "elu"
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
-
-    def _map(self, x: Tensor) -> Tensor:
-        # Not F.elu(x) + 1: expm1(x) + 1 rounds to 0 below x = -17 in float32; the map would vanish.
-        return F.relu(x) + x.clamp(max=0).exp()
 
 
 class TanhMap(FeatureMap):
@@ -159,8 +188,8 @@ class TanhMap(FeatureMap):
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
 
-    def _map(self, x: Tensor) -> Tensor:
-        return x.tanh()
+    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+        return _at_least_float32(q).tanh(), _at_least_float32(k).tanh()
 
 
 class ReluMap(FeatureMap):
@@ -182,6 +211,7 @@ class ReluMap(FeatureMap):
 
     positive = True
     may_vanish = True
+    operation = "relu"
 
     def __init__(self, num_heads: int, head_dim: int, output_dim: int) -> None:
         super().__init__(head_dim, output_dim)
@@ -200,9 +230,11 @@ class ReluMap(FeatureMap):
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.zeros_(self.bias)
 
-    def _map(self, x: Tensor) -> Tensor:
-        projected = torch.einsum("bthi,hoi->btho", x, self.weight.to(x.dtype))
-        return F.relu(projected + self.bias.to(x.dtype))
+    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+        return self._project(_at_least_float32(q)), self._project(_at_least_float32(k))
+
+    def _project(self, x: Tensor) -> Tensor:
+        return torch.einsum("bthi,hoi->btho", x, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
 
 
 class FavorMap(FeatureMap):
@@ -238,7 +270,8 @@ class FavorMap(FeatureMap):
         self.num_features = num_features
         self.register_buffer("features", orthogonal_features(num_features, head_dim))
 
-    def _map_both(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+        q, k = _at_least_float32(q), _at_least_float32(k)
         if self.training:
             features = orthogonal_features(self.num_features, self.key_dim, dtype=q.dtype, device=q.device)
         else:
@@ -285,18 +318,11 @@ class DpfpMap(FeatureMap):
 
     positive = True
     may_vanish = True
+    operation = "dpfp"
 
     def __init__(self, head_dim: int, nu: int) -> None:
         super().__init__(head_dim, 2 * head_dim * nu)
         self.nu = nu
-
-    def _map(self, x: Tensor) -> Tensor:
-        z = F.relu(torch.cat([x, -x], dim=-1))
-        # Every rotation is a view of this: the backward pass keeps z about twice, not nu + 1 times.
-        padded = torch.cat([z[..., -self.nu :], z], dim=-1)
-        size = z.shape[-1]
-        blocks = [z * padded.narrow(-1, self.nu - j, size) for j in range(1, self.nu + 1)]
-        return blocks[0] if self.nu == 1 else torch.cat(blocks, dim=-1)
 
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
@@ -368,26 +394,6 @@ def build_feature_map(
         return FavorMap(head_dim, count_favor_features(head_dim, feature_dim, favor_features))
     check_dpfp(head_dim, feature_dim, dpfp_nu)
     return DpfpMap(head_dim, dpfp_nu)
-
-
-def sum_normalize(x: Tensor, *, eps: float) -> Tensor:
-    """Divide each vector by the sum of its components plus `eps` (Eq. 29).
-
-    Args:
-        x: (..., output_dim), what a feature map returned.
-        eps: `FeatureMap.sum_eps` of that map.
-
-    Returns:
-        The shape of x; float32 for half and bfloat16 x, else the dtype of x. A vector whose sum has
-        underflowed (FAVOR+ of a very long vector) becomes nearly zero, never NaN.
-
-    Examples:
-        >>> sum_normalize(torch.tensor([1.0, 3.0]), eps=0)
-        tensor([0.2500, 0.7500])
-    """
-    x = _at_least_float32(x)
-    total = x.sum(-1, keepdim=True) + eps
-    return x / torch.where(total.abs() < torch.finfo(x.dtype).tiny, 1.0, total)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_fastweights.feature_maps import FEATURE_MAPS, build_feature_map, orthogonal_features, sum_normalize
+from fairseq_fastweights.feature_maps import FEATURE_MAPS, build_feature_map, orthogonal_features
+from fairseq_fastweights.ops.features import map_features
 
 BATCH, TIME, HEADS, DIM = 2, 5, 3, 4
 FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}  # two ways to round a few operations
@@ -172,16 +173,16 @@ def test_half_precision_inputs_are_mapped_in_float32_and_meta_tells_the_shapes(n
 @maps
 def test_sum_normalisation_makes_components_sum_to_one_or_less(name, options, equation):
     feature_map = build(name, **options).double().eval()
-    for phi in feature_map(*queries_and_keys(DIM)):
+    inputs = queries_and_keys(DIM)
+    for phi, normalized in zip(feature_map(*inputs), feature_map(*inputs, normalize=True), strict=True):
         total = phi.sum(-1)
-        normalized = sum_normalize(phi, eps=feature_map.sum_eps)
         expected = total / (total + (1e-5 if feature_map.may_vanish else 0))
         # Rounding is relative to the largest component; a sum of mixed signs is smaller, here by less than 1000.
         torch.testing.assert_close(normalized.sum(-1), expected, rtol=1e-11, atol=0)
     feature_map.float()
     for value in (0.0, -30.0, 30.0, -1000.0):  # finite where a map vanishes
         x = torch.full((1, 1, HEADS, DIM), value, requires_grad=True)
-        normalized = sum_normalize(feature_map(x, x)[0], eps=feature_map.sum_eps)
+        normalized, _ = feature_map(x, x, normalize=True)
         (gradient,) = torch.autograd.grad(normalized.square().sum(), x)
         assert normalized.isfinite().all() and gradient.isfinite().all()
         assert not feature_map.positive or (normalized.sum(-1) < 1 + 1e-6).all()
@@ -189,14 +190,14 @@ def test_sum_normalisation_makes_components_sum_to_one_or_less(name, options, eq
 
 def test_sum_normalisation_of_small_numbers():
     # 1e-5 is below the smallest normal float16: it is done in float32.
-    x = torch.tensor([[1.0, 2.0, 5.0], [0.0, 0.0, 0.0]], dtype=torch.float16)
-    normalized = sum_normalize(x, eps=1e-5)
+    x = torch.tensor([[1.0, 2.0, 5.0], [0.0, 0.0, 0.0]], dtype=torch.float16).view(1, 2, 1, 3)
+    normalized = map_features(x, normalization="sum", eps=1e-5)
     assert normalized.dtype == torch.float32
-    assert torch.equal(normalized, x.float() / (x.float().sum(-1, keepdim=True) + 1e-5))
+    torch.testing.assert_close(normalized, x.float() / (x.float().sum(-1, keepdim=True) + 1e-5), rtol=1e-6, atol=0)
     # ELU as exp(x) - 1 would lose these to rounding; Eq. 30 gives them as exp(x).
     x = torch.tensor([-20.0, -21.0]).view(1, 1, 1, 2)
-    phi, _ = build("elu", head_dim=2)(x, x)
-    torch.testing.assert_close(sum_normalize(phi, eps=0.0), torch.softmax(x, dim=-1), rtol=1e-6, atol=0)
+    phi, _ = build("elu", head_dim=2)(x, x, normalize=True)
+    torch.testing.assert_close(phi, torch.softmax(x, dim=-1), rtol=1e-6, atol=0)
 
 
 SIZES = [

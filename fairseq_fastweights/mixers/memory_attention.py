@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.feature_maps import Scales, build_feature_map, sum_normalize
+from fairseq_fastweights.feature_maps import Scales, build_feature_map
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections, shared
 
@@ -49,6 +49,9 @@ class MemoryAttention(Mixer):
         >>> layer.feature_map
         DpfpMap(key_dim=8, output_dim=32)
     """
+
+    backend: str = "auto"
+    """What computes feature maps and, of subclasses, the rule: one of `ops.BACKENDS`."""
 
     def __init__(
         self,
@@ -120,13 +123,12 @@ class MemoryAttention(Mixer):
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps and normalises queries and keys, and converts all three to a dtype with a large enough range."""
-        q, k = self.feature_map(q, k, scales=self._scales)
-        if "sum" in self.normalization:
-            q = sum_normalize(q, eps=self.feature_map.sum_eps)
-            k = sum_normalize(k, eps=self.feature_map.sum_eps)
         if v.dtype == torch.float16 and self.needs_float32_range:
             v = v.float()
-        return q.to(v.dtype), k.to(v.dtype), v
+        q, k = self.feature_map(
+            q, k, scales=self._scales, normalize="sum" in self.normalization, dtype=v.dtype, backend=self.backend
+        )
+        return q, k, v
 
     def _divide(self, out: Tensor, z_q: Tensor) -> Tensor:
         divisor = z_q + self.feature_map.sum_eps
