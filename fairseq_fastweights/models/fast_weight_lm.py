@@ -34,6 +34,7 @@ from fairseq_fastweights.models.fast_weight_options import (
     set_defaults,
 )
 from fairseq_fastweights.models.input_embeddings import build_embeddings
+from fairseq_fastweights.models.mixer_layers import compile_layers
 from fairseq_fastweights.models.option_checks import (
     check_inference,
     check_model_itself,
@@ -204,6 +205,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         )
         if args.init_std is not None:
             _draw_weights(decoder, args.init_std)
+        if args.compile:
+            compile_layers(decoder)
         return cls(decoder)
 
     @classmethod

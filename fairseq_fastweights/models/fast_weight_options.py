@@ -115,6 +115,13 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         default="auto",
         metadata={"help": "implementation of the update rules; auto takes compiled kernels where there are some"},
     )
+    compile: bool = field(
+        default=False,
+        metadata={
+            "help": "in training, let torch.compile make one graph of all layers of a kind; the first updates take as "
+            "long as it compiles. Layers without a mixer, as those of fairseq's own attention, stay as they are"
+        },
+    )
 
 
 def mixer_settings(args: Any, heads: int) -> dict[str, Any]:

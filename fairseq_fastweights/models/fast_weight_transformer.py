@@ -35,7 +35,7 @@ from fairseq_fastweights.models.fast_weight_options import (
 )
 from fairseq_fastweights.models.fast_weight_transformer_decoder import FastWeightTransformerDecoder
 from fairseq_fastweights.models.fast_weight_transformer_encoder import FastWeightTransformerEncoder
-from fairseq_fastweights.models.mixer_layers import MixerBuilder
+from fairseq_fastweights.models.mixer_layers import MixerBuilder, compile_layers
 from fairseq_fastweights.models.option_checks import (
     check_inference,
     check_ranges,
@@ -127,7 +127,10 @@ class FastWeightTransformerModel(TransformerModel):
         aligns = safe_getattr(args, "criterion", None) == "label_smoothed_cross_entropy_with_alignment"
         if "cross" in places and aligns and getattr(getattr(task, "cfg", None), "load_alignments", False):
             raise _no_alignments("load_alignments", True)
-        return super().build_model(args, task)
+        model: FastWeightTransformerModel = super().build_model(args, task)
+        if args.compile:
+            compile_layers(model)
+        return model
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Dictionary, embed_tokens: nn.Module) -> Any:
