@@ -25,7 +25,7 @@ def digest_of(files: Iterable[Path]) -> str:
 
 def split_files(data: Path, split: str) -> list[Path]:
     """The files of a folder of data that are read to score a split of it."""
-    patterns = ("dict*.txt", "words.json", f"{split}.*", f"{split}[0-9]*")
+    patterns = ("dict*.txt", "words.json", "subwords.*", f"{split}.*", f"{split}[0-9]*", f"raw/{split}.*")
     return [path for pattern in patterns for path in data.glob(pattern) if path.is_file()]
 
 
