@@ -72,6 +72,7 @@ def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None
     """A former one of the same commands on other data is trained and scored again, as far as it read what changed."""
     data, source = tmp_path / "data", tmp_path / "source.pt"
     data.mkdir()
+    (tmp_path / "dict.txt").touch()
     for path in (source, *map(data.joinpath, ("dict.txt", "train.bin", "valid.bin", "test.bin"))):
         path.write_text("before")
 
