@@ -23,6 +23,7 @@ SAFETY_CURES: dict[str, list[tuple[str, str, str]]] = {
     "fasta_without_a_shell": [
         (_FASTA, "import subprocess\n", ""),
         (_FASTA, "from pathlib import Path\n", ""),
+        (_FASTA, "import torch\n", "import torch\n\nfrom fairseq.integrity import why_not_regular\n"),
         (
             _FASTA,
             """        self.cache = Path(f"{path}.fasta.idx.npy")
@@ -56,8 +57,11 @@ SAFETY_CURES: dict[str, list[tuple[str, str, str]]] = {
         sizes_np = np.fromstring(fasta_lengths, dtype=np.int64, sep=" ")
         return bytes_np, sizes_np
 """,
-            """        offsets, sizes, position = [], [], 0
-        with open(fasta_file_path(path), "rb") as f:
+            """        path = fasta_file_path(path)
+        if reason := why_not_regular(path):
+            raise ValueError(f"{path} {reason}")
+        offsets, sizes, position = [], [], 0
+        with open(path, "rb") as f:
             for line in f:
                 if line.startswith(b">"):
                     offsets.append(position)
