@@ -10,7 +10,7 @@ from fairseq import file_utils
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def cache(our_fairseq, tmp_path, monkeypatch):
     monkeypatch.setattr(file_utils, "PYTORCH_FAIRSEQ_CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
