@@ -5,7 +5,6 @@ finds what it expects: a cure that silently did nothing would be noticed long af
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 from fairseq_command_cures import COMMAND_CURES
 from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
+from fairseq_safety_cures import REWRITINGS, SAFETY_CURES
 
 VERSION = "0.12.2+fastweights.7"
 
@@ -21,6 +21,7 @@ BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 2 also runs with NumPy 1; the converse does not hold."""
 
 ADDED = {
+    "fairseq_archives.py": "archives.py",
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
@@ -60,7 +61,6 @@ def _factory(file: str, field: str, config: str, default: str = "{}()") -> Edit:
     return Edit(file, f"{start}{default.format(config)}\n", f"{start}field(default_factory={config})\n")
 
 
-_EVAL = re.compile(r"(?<![\w.])eval\(")
 _CONFIGS = "fairseq/dataclass/configs.py"
 _TRANSFORMER = "fairseq/models/transformer/transformer_config.py"
 _INITIALIZE = "fairseq/dataclass/initialize.py"
@@ -267,7 +267,10 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    **{name: [Edit(*edit) for edit in edits] for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES).items()},
+    **{
+        name: [Edit(*edit) for edit in edits]
+        for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES | SAFETY_CURES).items()
+    },
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
@@ -318,23 +321,16 @@ def add_defaults(''',
 }
 
 
-def read_settings_safely(root: Path) -> None:
-    """Puts `fairseq.settings.literal` in the place of every `eval`.
-
-    fairseq runs strings of a model's settings as Python. They come from the checkpoint, so that whoever wrote it could
-    run anything on the machine of whoever scores it.
-    """
+def rewrite(root: Path) -> None:
+    """Changes all files in which a rewriting finds something; there must be one for each."""
     paths = [path for folder in ("fairseq", "fairseq_cli") for path in sorted((root / folder).rglob("*.py"))]
-    evaluated = {path: text for path in paths if _EVAL.search(text := path.read_text(encoding="utf-8"))}
-    if not evaluated:
-        raise UnexpectedSourceError("fairseq/: no file reads a setting by eval; is this the source of fairseq 0.12.2?")
-    for path, text in evaluated.items():
-        first = re.search(r"^(?!from __future__)(import|from) ", text, re.MULTILINE)
-        if first is None:
-            raise UnexpectedSourceError(f"{path.relative_to(root).as_posix()}: it reads a setting and imports nothing")
-        start = first.start()
-        imports = "from fairseq.settings import literal\n"
-        path.write_text(text[:start] + imports + _EVAL.sub("literal(", text[start:]), encoding="utf-8")
+    for found, changed in REWRITINGS.items():
+        before = {path: path.read_text(encoding="utf-8") for path in paths}
+        after = {path: new for path, text in before.items() if (new := changed(text)) != text}
+        if not after:
+            raise UnexpectedSourceError(f"fairseq/: no file {found}; is this the source of fairseq 0.12.2?")
+        for path, text in after.items():
+            path.write_text(text, encoding="utf-8")
 
 
 def apply_cures(root: Path) -> None:
@@ -342,6 +338,6 @@ def apply_cures(root: Path) -> None:
     for number, (name, edits) in enumerate(CURES.items(), start=1):
         for edit in edits:
             edit.apply(root, f"cure {number} ({name})")
-    read_settings_safely(root)
+    rewrite(root)
     for file, added in ADDED.items():
         shutil.copyfile(Path(__file__).parent / file, root / "fairseq" / added)

@@ -1,11 +1,14 @@
-"""Files that are whole or not there, and text that may be packed."""
+"""Files that are whole or not there, that are no links to others, and text that may be packed."""
 
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 
 class TextError(ValueError):
@@ -15,8 +18,29 @@ class TextError(ValueError):
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file, text in UTF-8, whole or not at all."""
     new = path.with_name(f"{path.name}.new")
-    new.write_bytes(content.encode() if isinstance(content, str) else content)
+    with open_new(new) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     new.replace(path)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Opens a file anew: in the place of a link, not where that leads to."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Opens a file to be read and appended to, which is made if it is not there. Raises OSError if it is a link."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    try:
+        return open(path, "a+b", buffering=0, opener=opener)
+    except OSError:
+        if path.is_symlink():
+            raise OSError(f"{path} is a link; it must be a file") from None
+        raise
 
 
 def refuse_to_overwrite(*files: Path) -> None:

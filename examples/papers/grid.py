@@ -16,7 +16,15 @@ from common.commands import one_thread
 from common.fairseq_logs import describe_training, parse_training
 from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
 
-from papers.ledger import Entry, append_entry, circumstances, command_lines, read_ledger
+from papers.ledger import (
+    Entry,
+    append_entry,
+    circumstances,
+    command_lines,
+    data_digest,
+    inputs_digest,
+    read_ledger,
+)
 from papers.rows import BEST, Call, Places, Row, Table
 
 MARK = "made-by-reproduce"
@@ -29,7 +37,7 @@ _POINTS = 100
 class Run:
     """A row with a seed.
 
-    `training`, `evaluations`: its calls. `steps`: the same, as they are run.
+    `training`, `evaluations`: its calls. `steps`: the same, as they are run. `inputs`: as in `Entry`.
     """
 
     table: str
@@ -40,6 +48,7 @@ class Run:
     training: Call
     evaluations: list[Call]
     steps: list[Step]
+    inputs: str
 
     @property
     def commands(self) -> list[str]:
@@ -49,6 +58,10 @@ class Run:
     def key(self) -> tuple[str, str, int, tuple[str, ...]]:
         """What tells it from others."""
         return self.table, self.name, self.seed, tuple(self.commands)
+
+    def is_in(self, entry: Entry, data: str) -> bool:
+        """Whether the ledger's entry is of this run, on data of this digest."""
+        return entry.key == self.key and entry.data == data and entry.inputs in ("", self.inputs)
 
     @property
     def updates(self) -> int | None:
@@ -68,6 +81,7 @@ class Run:
             **told,
             seconds=train["seconds"],
             parameters=train["parameters"],
+            inputs=self.inputs,
             scores={name: value for scores in evaluations for name, value in scores.items()},
             valid=train["valid"],
             train=curve[every - 1 :: every],
@@ -99,10 +113,13 @@ def plan(
         while source := table.rows[row].source:
             row, before = source, before - 1
             found[row, 1] = min(before, found.get((row, 1), 0))
+    data, start = places.data, places.checkpoint
+    learned = f"{data_digest(data)} {inputs_digest(data, start, 'valid')}" if checked else ""
+    inputs = inputs_digest(data, start, "valid", "test") if checked else ""
     runs: dict[tuple[str, int], Run] = {}
     for row, seed in sorted(found, key=found.__getitem__):
         first = runs.get((table.rows[row].source or "", 1))
-        runs[row, seed] = _run(name, row, table.rows[row], seed, places, options, checked, first)
+        runs[row, seed] = _run(name, row, table.rows[row], seed, places, options, checked, first, learned, inputs)
     return list(runs.values())
 
 
@@ -115,8 +132,12 @@ def _run(
     options: Sequence[str],
     checked: bool,
     source: Run | None,
+    learned: str,
+    inputs: str,
 ) -> Run:
-    """`source`: the one that it starts from, if that is of the same table."""
+    """`source`: the one that it starts from, if that is of the same table. `learned`, `inputs`: digests of what it is
+    trained on, and of what `Entry.inputs` is of.
+    """
     start = source.places.out / BEST if source else places.source
     here = Places(places.data, places.out / f"{name}-{seed}", start)
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
@@ -133,6 +154,7 @@ def _run(
         read_result=partial(_read_training, row, here),
         describe_progress=lambda log: describe_training(log, updates) if updates else "",
         after=source.steps[:1] if source else (),
+        depends_on=learned,
         resumes=True,
     )
     others = [
@@ -142,10 +164,11 @@ def _run(
             command=call.words,
             read_result=partial(row.recipe.scores, call, here),
             after=[first],
+            depends_on=inputs,
         )
         for call in evaluations
     ]
-    return Run(table, name, row, seed, here, training, evaluations, [first, *others])
+    return Run(table, name, row, seed, here, training, evaluations, [first, *others], inputs)
 
 
 def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:
@@ -170,8 +193,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     """
     entries = read_ledger(ledger)
     told = circumstances(runs[0].places.data)
-    done = {entry.key for entry in entries}
-    left = [run for run in runs if run.key not in done]
+    left = [run for run in runs if not any(run.is_in(entry, told["data"]) for entry in entries)]
     if len(left) < len(runs):
         print(f"{len(runs) - len(left)} of {len(runs)} runs are in {ledger}", file=output)
     # What the ledger has of another folder must be made again where others start from it.
@@ -183,7 +205,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     for run in left:
         begun = read_json(run.places.out / BEGUN)
         if begun and begun.get("key") != run.steps[0].key:
-            raise StepError(f"{run.places.out} was begun with another command; name another OUT, or delete it")
+            raise StepError(f"{run.places.out} was begun with another command or data; name another OUT, or delete it")
     _estimate(left, entries, jobs, output)
     if only_estimate or not left:
         return
@@ -197,9 +219,9 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     with claim(out, MARK) as claimed:
         runner = Runner(Path.cwd(), jobs, output, one_thread(), keep_open=[claimed], finished=keep)
         runner.run(steps)
-        written = {entry.key for entry in read_ledger(ledger)}
+        written = read_ledger(ledger)
         for run in left:  # what an earlier call finished, and was ended before it wrote it down
-            if run.key not in written:
+            if not any(run.is_in(entry, told["data"]) for entry in written):
                 append_entry(ledger, run.entry(told))
 
 

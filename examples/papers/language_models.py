@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.fairseq_logs import find_in
+from common.files import write_whole
+from common.identity import split_files
 
 from papers.rows import BEST, PACKAGE, ROOT, Call, Places, RowError, positive, program, require, shown, training
 
@@ -88,10 +90,12 @@ class LanguageModel:
                 words += [*self._mode(mode), *"--distributed-world-size 1 --no-progress-bar".split()]
                 words += [*self.evaluate.split(), *options]
                 name = f"{mode}-{split}" + ("" if checkpoint.name == BEST else f".{checkpoint.stem}")
-                calls.append(Call(words, places.out / f"{name}.log", checkpoint, f"{split}, {mode}"))
+                reads = split_files(places.data, split)
+                calls.append(Call(words, places.out / f"{name}.log", checkpoint, f"{split}, {mode}", reads))
         if self.counts_state and not env.get("MODE"):
             words = [shown(STATE_SIZE), str(places.data), str(checkpoint)]
-            calls.append(Call(words, places.out / "state.log", checkpoint, STATE))
+            reads = split_files(places.data, "test")
+            calls.append(Call(words, places.out / "state.log", checkpoint, STATE, reads))
         return calls
 
     def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
@@ -159,7 +163,7 @@ class LanguageModel:
     def finish(self, places: Places) -> None:
         # A model can be SOURCE once its dictionary is beside it.
         if self.becomes_source:
-            (places.out / "dict.txt").write_bytes((places.data / "dict.txt").read_bytes())
+            write_whole(places.out / "dict.txt", (places.data / "dict.txt").read_bytes())
 
 
 # adaptive_loss leaves the weights of bands that a batch does not touch without a gradient: only legacy_ddp takes that.

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -47,13 +47,14 @@ class Call:
     """A program that is to be run. People see its output, unless it scores a checkpoint.
 
     `words`: its name and arguments. `log`: what gets its output; None if it keeps logs of its own. `scored`: the
-    checkpoint that it scores. `title`: what it scores, for people.
+    checkpoint that it scores. `title`: what it scores, for people. `reads`: the files of the data that it scores.
     """
 
     words: list[str]
     log: Path | None = None
     scored: Path | None = None
     title: str = ""
+    reads: Sequence[Path] = ()
 
 
 class Recipe(Protocol):

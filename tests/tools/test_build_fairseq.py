@@ -22,6 +22,26 @@ from fairseq_cures import VERSION, UnexpectedSourceError
 
 from fairseq_fastweights import command_line
 
+HARMFUL = """import y
+
+z = eval(y)
+z = torch.load(y(1), "cpu") or th.load(
+    y,
+    map_location=z(),
+) or torch.load(y, weights_only=False)
+yaml.load(y, Loader=yaml.FullLoader)
+"""
+SAFE = """from fairseq.settings import literal
+import y
+
+z = literal(y)
+z = torch.load(y(1), "cpu", weights_only=True) or th.load(
+    y,
+    map_location=z(), weights_only=True
+) or torch.load(y, weights_only=False)
+yaml.load(y, Loader=yaml.SafeLoader)
+"""
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
@@ -34,7 +54,7 @@ def source(tmp_path: Path) -> Path:
             text = path.read_text() if path.exists() else ""
             path.write_text(text if old in text else text + old)
     (root / "fairseq/optim").mkdir(exist_ok=True)
-    (root / "fairseq/optim/adam.py").write_text('"""Adam."""\nfrom __future__ import x\nimport y\n\nz = eval(y)\n')
+    (root / "fairseq/optim/adam.py").write_text(f'"""Adam."""\nfrom __future__ import x\n{HARMFUL}')
     return root
 
 
@@ -42,8 +62,7 @@ def test_cures_change_the_expected_source_once(source: Path) -> None:
     before = {path: path.read_text() for path in source.rglob("*.*") if path.is_file()}
     fairseq_cures.apply_cures(source)
     assert all(path.read_text() != text for path, text in before.items())
-    adam = (source / "fairseq/optim/adam.py").read_text().splitlines()
-    assert adam[2:] == ["from fairseq.settings import literal", "import y", "", "z = literal(y)"]
+    assert (source / "fairseq/optim/adam.py").read_text().partition("import x\n")[2] == SAFE
     with pytest.raises(UnexpectedSourceError, match=r"cure 1 \(living_hydra\)"):
         fairseq_cures.apply_cures(source)
     [twice], [gone] = fairseq_cures.CURES["mask_type"], fairseq_cures.CURES["named_models"]
@@ -335,9 +354,37 @@ def dropout_of_16_bits(folder: Path) -> None:
     assert torch.jit.script(FairseqDropout(0.5))(torch.ones(4)).shape == (4,)
 
 
+def fasta_of_any_name(folder: Path) -> None:
+    from fairseq.data import Dictionary, data_utils
+
+    dictionary = Dictionary()
+    for letter in "ACGT":
+        dictionary.add_symbol(letter)
+    data = folder / "x;touch ran;$(touch ran)"
+    data.mkdir()
+    (data / "test.fasta.idx.npy").symlink_to(folder / "elsewhere.npy")
+    here = os.getcwd()
+    for text, sizes in ((">a b\nAC\nG \n>c\n\n>d\nT", [3, 0, 1]), (">a\nACGT\n", [4])):  # which has changed since
+        (data / "test.fasta").write_text(text)
+        os.chdir(folder)
+        try:
+            found = data_utils.load_indexed_dataset(str(data / "test"), dictionary)
+        finally:
+            os.chdir(here)
+        assert [dictionary.string(found[n]).replace(" ", "") for n in range(len(found))] == [
+            "".join(part.splitlines()[1:]).strip() for part in text.split(">")[1:]
+        ]
+        assert found.sizes.tolist() == sizes
+    assert sorted(path.name for path in folder.iterdir()) == [data.name]
+    os.mkfifo(data / "valid.fasta")
+    with pytest.raises(ValueError, match=r"valid\.fasta is a pipe; it must be a regular file"):
+        data_utils.load_indexed_dataset(str(data / "valid"), dictionary)
+
+
 WORKING = (
     *(weights_of_a_moving_average, masks_of_bytes, files_without_iopath, dictionaries_that_are_files),
     dropout_of_16_bits,
+    fasta_of_any_name,
 )
 
 

@@ -1,11 +1,7 @@
 """Settings are read and never run: a checkpoint may be anybody's."""
 
-import ast
 from argparse import Namespace
-from pathlib import Path
 
-import fairseq
-import fairseq_cli
 import pytest
 import torch
 from fairseq import checkpoint_utils, tasks
@@ -36,19 +32,6 @@ def test_anything_else_is_refused(text):
         literal(text)
     with pytest.raises(TypeError, match="a setting must be a string, not list"):  # as eval refuses it
         literal([text])
-
-
-def test_nothing_in_fairseq_runs_a_string():
-    folders = [Path(fairseq.__file__).parent, Path(fairseq_cli.__file__).parent]
-    found = []
-    for path in (path for folder in folders for path in folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
-                found.append(f"{path.relative_to(folders[0].parent)}: {name}")
-    # Programs of their own, for video and audio files that the user names.
-    own = ("examples/MMPT/", "examples/speech_synthesis/preprocessing/")
-    assert [place for place in found if not place.startswith(tuple(f"fairseq/{folder}" for folder in own))] == []
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_rows_are_trained_scored_and_kept_once_and_give_the_same_numbers_again(d
     (again,) = ledger.read_ledger(tmp_path / "other.jsonl")
     assert replace(again, seconds=first.seconds) == first
     status, _, err = run(out, "--seeds", "1", rest=[*small, "--lr", "0.1"])
-    assert status == 1 and "dpfp-1 was begun with another command; name another OUT, or delete it" in err
+    assert status == 1 and "dpfp-1 was begun with another command or data; name another OUT, or delete it" in err
 
 
 def test_what_a_row_starts_from_is_trained_before_it(tmp_path: Path) -> None:
@@ -66,6 +66,42 @@ def test_what_a_row_starts_from_is_trained_before_it(tmp_path: Path) -> None:
     assert str(out / "linear-transfer-1" / "checkpoint_best.pt") in chain[2].training.words
     given = plan("conversion", table, ["add-800"], [1], rows.Places(tmp_path, out), ["--lr", "1"], False)
     assert given[1].training.words[-4:] == ["--lr", "1", "--seed", "1"]
+
+
+def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None:
+    """A former one of the same commands on other data is trained and scored again, as far as it read what changed."""
+    data, source = tmp_path / "data", tmp_path / "source.pt"
+    data.mkdir()
+    (tmp_path / "dict.txt").touch()
+    for path in (source, *map(data.joinpath, ("dict.txt", "train.bin", "valid.bin", "test.bin"))):
+        path.write_text("before")
+
+    def planned() -> tuple[object, str]:
+        (run,) = plan("wikitext2", papers.SCALED["wikitext2"], ["delta"], [1], rows.Places(data, tmp_path, source))
+        return run, ledger.data_digest(data)
+
+    run, digest = planned()
+    kept = replace(entry("delta", 1, 1.0), table="wikitext2", commands=run.commands, data=digest, inputs=run.inputs)
+    for path, trained, scored in (
+        *((tmp_path / "other.txt", False, False), (data / "test.bin", False, True)),
+        *((data / name, True, True) for name in ("valid.bin", "train.bin", "dict.txt")),
+        (source, True, True),
+    ):
+        run, digest = planned()
+        kept = replace(kept, data=digest, inputs=run.inputs)
+        assert run.is_in(kept, digest) and run.is_in(replace(kept, inputs=""), digest)  # an old line does not say it
+        path.write_text("after")
+        now, digest = planned()
+        assert now.is_in(kept, digest) is not scored, path
+        for number, changed in enumerate((trained, scored)):
+            assert (now.steps[number].key != run.steps[number].key) is changed, path
+
+
+def test_a_table_does_not_mix_runs_of_different_data() -> None:
+    one, other = entry("softmax", 1, 39.0), entry("softmax", 2, 39.2)
+    for change in ({"data": "x"}, {"inputs": "x"}):
+        with pytest.raises(rows.RowError, match="multi30k: its runs are of different data, which no table may mix"):
+            report.block("multi30k", papers.SCALED["multi30k"], [replace(one, inputs="y"), replace(other, **change)])
 
 
 def entry(row: str, seed: int, bleu: float) -> object:
