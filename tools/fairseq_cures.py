@@ -13,6 +13,7 @@ from typing import NamedTuple
 from fairseq_command_cures import COMMAND_CURES
 from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
+from fairseq_speed_cures import SPEED_CURES
 
 VERSION = "0.12.2+fastweights.7"
 
@@ -24,6 +25,7 @@ ADDED = {
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
+    "fairseq_many_tensors.py": "many_tensors.py",
     "fairseq_settings.py": "settings.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
@@ -267,7 +269,10 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    **{name: [Edit(*edit) for edit in edits] for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES).items()},
+    **{
+        name: [Edit(*edit) for edit in edits]
+        for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES | SPEED_CURES).items()
+    },
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
