@@ -7,7 +7,7 @@ Weight Programmers" (ICML 2021), unless another paper is named.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ class FeatureMap(nn.Module):
     Attributes:
         positive: whether every output is at least 0, as attention normalisation (Eq. 26-28) needs.
         may_vanish: whether an output vector can be all zero in exact arithmetic.
+        alike: whether every vector is mapped by itself, and queries and keys of all heads alike, so that
+            `map_alike` can map them in one tensor.
 
     Examples:
         >>> phi = build_feature_map("dpfp", num_heads=2, head_dim=4)
@@ -40,6 +42,7 @@ class FeatureMap(nn.Module):
 
     positive: bool
     may_vanish: bool
+    alike = False
 
     def __init__(self, key_dim: int, output_dim: int) -> None:
         super().__init__()
@@ -78,6 +81,11 @@ class FeatureMap(nn.Module):
         with without_autocast(q):
             return self._map_both(_at_least_float32(q), _at_least_float32(k), scales)
 
+    def map_alike(self, x: Tensor) -> Tensor:
+        """Return phi of every vector of x, (..., key_dim), as `forward` does; only if `alike`."""
+        with without_autocast(x):
+            return self._map(_at_least_float32(x))
+
     def _check_inputs(self, q: Tensor, k: Tensor) -> None:
         for name, x in (("q", q), ("k", k)):
             if x.dim() != 4 or x.shape[-1] != self.key_dim:
@@ -108,6 +116,7 @@ class IdentityMap(FeatureMap):
 
     positive = False
     may_vanish = True
+    alike = True
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
@@ -116,6 +125,10 @@ class IdentityMap(FeatureMap):
         """Return q and k as they are."""
         self._check_inputs(q, k)
         return q, k
+
+    def map_alike(self, x: Tensor) -> Tensor:
+        """Return x as it is."""
+        return x
 
 
 class EluMap(FeatureMap):
@@ -132,13 +145,14 @@ class EluMap(FeatureMap):
 
     positive = True
     may_vanish = False
+    alike = True
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
 
     def _map(self, x: Tensor) -> Tensor:
-        # Not F.elu(x) + 1: expm1(x) + 1 rounds to 0 below x = -17 in float32; the map would vanish.
-        return F.relu(x) + x.clamp(max=0).exp()
+        mapped: Tensor = _EluPlusOne.apply(x)  # type: ignore[no-untyped-call]
+        return mapped
 
 
 class TanhMap(FeatureMap):
@@ -155,6 +169,7 @@ class TanhMap(FeatureMap):
 
     positive = False
     may_vanish = True
+    alike = True
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
@@ -285,6 +300,7 @@ class DpfpMap(FeatureMap):
 
     positive = True
     may_vanish = True
+    alike = True
 
     def __init__(self, head_dim: int, nu: int) -> None:
         super().__init__(head_dim, 2 * head_dim * nu)
@@ -370,24 +386,82 @@ def build_feature_map(
     return DpfpMap(head_dim, dpfp_nu)
 
 
-def sum_normalize(x: Tensor, *, eps: float) -> Tensor:
+def sum_normalize(x: Tensor, *, eps: float, positive: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """Divide each vector by the sum of its components plus `eps` (Eq. 29).
 
     Args:
         x: (..., output_dim), what a feature map returned.
         eps: `FeatureMap.sum_eps` of that map.
+        positive: whether no component is below 0 (`FeatureMap.positive`), which takes fewer operators.
+        dtype: what the result is rounded to; None for float32 for half and bfloat16 x, else the dtype of x.
 
     Returns:
-        The shape of x; float32 for half and bfloat16 x, else the dtype of x. A vector whose sum has
-        underflowed (FAVOR+ of a very long vector) becomes nearly zero, never NaN.
+        The shape of x. A vector whose sum has underflowed (FAVOR+ of a very long vector) becomes nearly
+        zero, never NaN.
 
     Examples:
         >>> sum_normalize(torch.tensor([1.0, 3.0]), eps=0)
         tensor([0.2500, 0.7500])
     """
     x = _at_least_float32(x)
-    total = x.sum(-1, keepdim=True) + eps
-    return x / torch.where(total.abs() < torch.finfo(x.dtype).tiny, 1.0, total)
+    normalized: Tensor
+    normalized, _ = _SumNormalized.apply(x, eps, positive, dtype or x.dtype)  # type: ignore[no-untyped-call]
+    return normalized
+
+
+class _EluPlusOne(torch.autograd.Function):
+    """ELU(x) + 1; its derivative is the smaller of the result, which is all that is kept, and 1."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        # Not F.elu(x) + 1: expm1(x) + 1 rounds to 0 below x = -17 in float32; the map would vanish.
+        return F.relu(x).add_(x.clamp(max=0).exp_())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (mapped,) = ctx.saved_tensors
+        return gradient * mapped.clamp(max=1)
+
+
+class _SumNormalized(torch.autograd.Function):
+    """y = x / d, rounded to `dtype`, and d, the sums of the vectors x plus eps; dx = (dy - dy . y) / d."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float, positive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        divisor = _divisor(x, eps, positive)
+        # One operator, which divides in float32 and then rounds.
+        return torch.div(x, divisor, out=torch.empty_like(x, dtype=dtype)), divisor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, *ctx.how, _ = inputs
+        ctx.save_for_backward(x, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None, None]:
+        x, divisor = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated once more
+            divisor = _divisor(x, *ctx.how)
+        along = (gradient * x).sum(-1, keepdim=True)
+        return gradient.addcdiv(along, divisor, value=-1) / divisor, None, None, None
+
+
+def _divisor(x: Tensor, eps: float, positive: bool) -> Tensor:
+    total = x.sum(-1, keepdim=True)
+    if eps:
+        total = total + eps
+    tiny = torch.finfo(x.dtype).tiny
+    return F.threshold(total, tiny, 1.0) if positive else torch.where(total.abs() < tiny, 1.0, total)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -27,12 +27,13 @@ def remember(moved: Tensor, x: Tensor) -> Tensor:
 def known(x: Tensor) -> Tensor | None:
     """The numbers of `x` on the CPU, if there is no need to wait for them; None otherwise."""
     for of in (x, x._base):
-        x_on_host, *versions = getattr(of, "_on_host", (None,))
-        if of is not None and x_on_host is not None and [x_on_host._version, of._version] == versions:
-            if of.shape == x.shape:
-                return x_on_host
-            if of.is_contiguous() and x.is_contiguous() and of.numel() == x.numel():
-                return x_on_host.reshape(x.shape)
+        host, *versions = getattr(of, "_on_host", (None,))
+        if not isinstance(of, Tensor) or not isinstance(host, Tensor) or [host._version, of._version] != versions:
+            continue
+        if of is x:
+            return host
+        if of.is_contiguous() and x.is_contiguous() and of.numel() == x.numel():
+            return host.reshape(x.shape)
     return x if x.device.type == "cpu" else None
 
 

@@ -44,13 +44,13 @@ def is_kept(meter: Any, *values: Any) -> bool:
 def settle(meter: Any) -> None:
     """Gives a meter what it has kept, now as numbers of Python's."""
     late = vars(meter).pop("_late", [])
-    kinds = defaultdict(list)
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for x in (x for values in late for x in values if torch.is_tensor(x) and x.numel() == 1):
         kinds[x.device, x.dtype].append(x)
-    numbers = {}
+    numbers: dict[int, Any] = {}
     for found in kinds.values():
         read = torch.stack([x.detach().reshape(()) for x in found]).tolist()
-        numbers |= {id(x): number for x, number in zip(found, read)}
+        numbers |= {id(x): number for x, number in zip(found, read, strict=True)}
     for values in late:
         meter.update(*(numbers.get(id(x), x) if torch.is_tensor(x) else x for x in values))
 

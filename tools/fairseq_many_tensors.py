@@ -7,7 +7,7 @@ that take lists of tensors (`torch._foreach_...`, `torch._fused_adamw_`), on a C
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 _HALF = (torch.float16, torch.bfloat16)
 _PORTION = 2**24
-"""So many numbers of parameters in 16 bits are in 32 bits at a time, within an optimizer's step."""
+"""So many numbers that are in 16 bits are in 32 bits at a time, for as long as they are computed with."""
 
 
 def _by_device(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -44,49 +44,56 @@ def total_norm(tensors: Sequence[Tensor], device: Any) -> Tensor:
             for some in _by_device(tensors)
             for norm in torch._foreach_norm(some, 2, dtype=torch.float32)
         ]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
-def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies every source to its target, whose type may be another."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
-def copy_gradients(params: Sequence[Any], targets: Sequence[Tensor]) -> None:
+def copy_gradients(params: list[Any], targets: list[Tensor]) -> None:
     """Copies the gradient of every parameter to its target, which is filled with zeros where there is none."""
-    there = [(target, p.grad.detach()) for target, p in zip(targets, params) if p.grad is not None]
+    there = [(target, p.grad.detach()) for target, p in zip(targets, params, strict=True) if p.grad is not None]
     copy([target for target, _ in there], [grad for _, grad in there])
-    missing = [target for target, p in zip(targets, params) if p.grad is None]
+    missing = [target for target, p in zip(targets, params, strict=True) if p.grad is None]
     if missing:
         torch._foreach_zero_(missing)
 
 
-def average(averages: Sequence[Tensor], values: Sequence[Tensor], decay: float) -> None:
+def average(averages: list[Tensor], values: list[Tensor], decay: float) -> None:
     """averages = decay averages + (1 - decay) values, in the type of the averages."""
-    if averages:
-        torch._foreach_mul_(averages, decay)
-        same = [x.to(dtype=average.dtype) for x, average in zip(values, averages)]
-        torch._foreach_add_(averages, same, alpha=1 - decay)
+    for some in _portions(range(len(values)), lambda i: values[i].numel()):
+        ours = [averages[i] for i in some]
+        torch._foreach_mul_(ours, decay)
+        torch._foreach_add_(ours, [values[i].to(averages[i].dtype) for i in some], alpha=1 - decay)
 
 
-def in_float32(
-    params: Sequence[Any], numbers: int = _PORTION
-) -> Iterator[tuple[list[Any], list[Tensor], list[Tensor]]]:
-    """Parameters that have gradients, their numbers and their gradients in float32, or as they are if in no 16 bits.
+def _portions(things: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """Lists of things that follow each other, each of about `_PORTION` numbers."""
+    found: list[Any] = []
+    total = 0
+    for x in things:
+        if found and total + size(x) > _PORTION:
+            yield found
+            found, total = [], 0
+        found.append(x)
+        total += size(x)
+    if found:
+        yield found
 
-    What becomes of the numbers is copied back. Parameters in 16 bits come in portions of about so many numbers.
+
+def in_float32(params: Sequence[Any]) -> Iterator[tuple[list[Any], list[Tensor], list[Tensor]]]:
+    """Parameters of one type that have gradients, their numbers and their gradients, in float32 for those in 16 bits.
+
+    These come in portions, and what becomes of their numbers is copied back.
     """
-    half = [p for p in params if p.dtype in _HALF]
-    if len(half) < len(params):
-        whole = [p for p in params if p.dtype not in _HALF]
-        yield whole, [p.detach() for p in whole], [p.grad.detach().to(p.dtype) for p in whole]
-    while half:
-        size = count = 0
-        while count < len(half) and (not count or size + half[count].numel() <= numbers):
-            size += half[count].numel()
-            count += 1
-        some, half = half[:count], half[count:]
+    if params and params[0].dtype not in _HALF:
+        yield list(params), [p.detach() for p in params], [p.grad.detach().to(p.dtype) for p in params]
+        return
+    for some in _portions(params, lambda p: int(p.numel())):
         values, grads = ([torch.empty_like(p, dtype=torch.float32) for p in some] for _ in range(2))
         copy(values, [p.detach() for p in some])
         copy(grads, [p.grad.detach() for p in some])
@@ -132,11 +139,11 @@ def adam(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[st
     for (device, _, step), some in found.items():
         steps = torch.full((), float(step), dtype=torch.float32, device=device)
         for portion, values, grads in in_float32(some):
-            averages = []
-            for name in ("exp_avg", "exp_avg_sq"):
-                for p, value in zip(portion, values):
+            averages: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for name, kept in zip(("exp_avg", "exp_avg_sq"), averages, strict=True):
+                for p, value in zip(portion, values, strict=True):
                     state[p][name] = state[p][name].to(value).contiguous()
-                averages.append([state[p][name] for p in portion])
+                    kept.append(state[p][name])
             if group["weight_decay"]:  # torch's own rounds 1 - lr weight_decay, which is always off to the same side
                 torch._foreach_add_(values, values, alpha=-group["weight_decay"] * group["lr"])
             torch._fused_adamw_(

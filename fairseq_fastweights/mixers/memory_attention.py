@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.feature_maps import Scales, build_feature_map, sum_normalize
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.projections import Projections, shared
+from fairseq_fastweights.mixers.projections import Projections, project, shared
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,8 @@ class MemoryAttention(Mixer):
         self.v_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, bias=inputs_biased)
         self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=output_biased)
         self.q_norm, self.k_norm = projections.norm(key_dim), projections.norm(key_dim)
+        # Whether queries and keys can be mapped in one tensor: as many heads, without norms between.
+        self._in_one = self.feature_map.alike and kv_heads == num_heads and isinstance(self.q_norm, nn.Identity)
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does."""
@@ -118,15 +120,33 @@ class MemoryAttention(Mixer):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
+    def _inputs(self, x: Tensor, *gates: nn.Module) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Projects x, (time, batch, embed_dim), to features of queries and keys, values, and what the gates give."""
+        dim, modules = self.feature_map.key_dim, [self.q_proj, self.k_proj, self.v_proj, *gates]
+        if not self._in_one:
+            q, k, v, *logits = project(x, modules)
+            q, k = self.q_norm(self._heads(q, dim)), self.k_norm(self._heads(k, dim))
+            return *self._features(q, k, self._heads(v, self.head_dim)), logits
+        both, v, *logits = project(x, modules, together=2)
+        v = self._in_float32_range(self._heads(v, self.head_dim))
+        both = self.feature_map.map_alike(both.unflatten(-1, (-1, dim)).transpose(0, 1))
+        q, k = self._normalize(both, v.dtype).chunk(2, dim=2)
+        return q, k, v, logits
+
     def _features(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps and normalises queries and keys, and converts all three to a dtype with a large enough range."""
         q, k = self.feature_map(q, k, scales=self._scales)
-        if "sum" in self.normalization:
-            q = sum_normalize(q, eps=self.feature_map.sum_eps)
-            k = sum_normalize(k, eps=self.feature_map.sum_eps)
-        if v.dtype == torch.float16 and self.needs_float32_range:
-            v = v.float()
-        return q.to(v.dtype), k.to(v.dtype), v
+        v = self._in_float32_range(v)
+        return self._normalize(q, v.dtype), self._normalize(k, v.dtype), v
+
+    def _normalize(self, mapped: Tensor, dtype: torch.dtype) -> Tensor:
+        if "sum" not in self.normalization:
+            return mapped.to(dtype)
+        phi = self.feature_map
+        return sum_normalize(mapped, eps=phi.sum_eps, positive=phi.positive, dtype=dtype)
+
+    def _in_float32_range(self, v: Tensor) -> Tensor:
+        return v.float() if v.dtype == torch.float16 and self.needs_float32_range else v
 
     def _divide(self, out: Tensor, z_q: Tensor) -> Tensor:
         divisor = z_q + self.feature_map.sum_eps
@@ -137,7 +157,8 @@ class MemoryAttention(Mixer):
     def _project_out(self, out: Tensor, query: Tensor) -> Tensor:
         """Projects what was read, (batch, time, heads, head_dim), to the layer's output, (time, batch, embed_dim)."""
         time, batch, _ = query.shape
-        out = self.dropout_module(out.to(query.dtype) * self.scale)
+        out = out.to(query.dtype)
+        out = self.dropout_module(out if self.scale == 1 else out * self.scale)
         return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.out_proj.in_features))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
