@@ -15,6 +15,7 @@ _ENCODER = "fairseq/models/transformer/transformer_encoder.py"
 _DECODER = "fairseq/models/transformer/transformer_decoder.py"
 _ADAPTIVE_INPUT = "fairseq/modules/adaptive_input.py"
 _ADAPTIVE_SOFTMAX = "fairseq/modules/adaptive_softmax.py"
+_SMOOTHED = "fairseq/criterions/label_smoothed_cross_entropy.py"
 _ADAPTIVE_LOSS = "fairseq/criterions/adaptive_loss.py"
 
 SPEED_CURES: dict[str, list[tuple[str, str, str]]] = {
@@ -397,6 +398,40 @@ SPEED_CURES: dict[str, list[tuple[str, str, str]]] = {
 """,
         ),
         (_ADAPTIVE_LOSS, "from fairseq import metrics, utils\n", "from fairseq import host_copies, metrics, utils\n"),
+    ],
+    # --report-accuracy asked twice an update.
+    "accuracy_without_waiting": [
+        (
+            _SMOOTHED,
+            """            logging_output["n_correct"] = utils.item(n_correct.data)
+            logging_output["total"] = utils.item(total.data)
+""",
+            """            logging_output["n_correct"] = n_correct.data
+            logging_output["total"] = total.data
+""",
+        ),
+        (
+            _SMOOTHED,
+            """        n_correct = torch.sum(
+            lprobs.argmax(1).masked_select(mask).eq(target.masked_select(mask))
+        )
+""",
+            "        n_correct = torch.sum(lprobs.argmax(1).eq(target) & mask)\n",
+        ),
+        (
+            _SMOOTHED,
+            """        total = utils.item(sum(log.get("total", 0) for log in logging_outputs))
+        if total > 0:
+            metrics.log_scalar("total", total)
+            n_correct = utils.item(
+                sum(log.get("n_correct", 0) for log in logging_outputs)
+            )
+""",
+            """        if any("total" in log for log in logging_outputs):
+            metrics.log_scalar("total", sum(log.get("total", 0) for log in logging_outputs))
+            n_correct = sum(log.get("n_correct", 0) for log in logging_outputs)
+""",
+        ),
     ],
     # Losses and norms were read after every update; they are when somebody asks for them, as at --log-interval.
     "read_when_asked": [
