@@ -92,14 +92,26 @@ class FeatureMap(nn.Module):
             ValueError: if q or k does not have four dimensions, the last of size `key_dim`.
         """
         self._check_inputs(q, k)
-        sums: dict[str, Any] = {"normalization": "sum", "eps": self.sum_eps} if normalize else {}
         # Autocast would run the matrix products of float32 inputs in half precision again.
         with without_autocast(q):
-            mapped = (
-                map_features(x, self.operation, nu=self.nu, dtype=dtype, backend=backend, **sums)
-                for x in self._prepare(q, k, scales)
-            )
-            return next(mapped), next(mapped)
+            q, k = self._prepare(q, k, scales)
+            return self._finish(q, normalize, dtype, backend), self._finish(k, normalize, dtype, backend)
+
+    @property
+    def alike(self) -> bool:
+        """Whether queries and keys of all heads are mapped alike, so that `map_alike` can map them in one tensor."""
+        return type(self)._prepare is FeatureMap._prepare
+
+    def map_alike(
+        self, x: Tensor, *, normalize: bool = False, dtype: torch.dtype | None = None, backend: str = "auto"
+    ) -> Tensor:
+        """Return phi of every vector of x, (batch, time, heads, key_dim), as `forward` does; only if `alike`."""
+        return self._finish(x, normalize, dtype, backend)
+
+    def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
+        """Applies the operation, with the normalisation."""
+        sums: dict[str, Any] = {"normalization": "sum", "eps": self.sum_eps} if normalize else {}
+        return map_features(x, self.operation, nu=self.nu, dtype=dtype, backend=backend, **sums)
 
     def _check_inputs(self, q: Tensor, k: Tensor) -> None:
         for name, x in (("q", q), ("k", k)):
@@ -133,21 +145,9 @@ class IdentityMap(FeatureMap):
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        scales: Scales = "fixed",
-        normalize: bool = False,
-        dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> tuple[Tensor, Tensor]:
-        """As of `FeatureMap`; without normalisation and dtype it returns q and k as they are."""
-        if normalize:
-            return super().forward(q, k, scales=scales, normalize=normalize, dtype=dtype, backend=backend)
-        self._check_inputs(q, k)
-        return q.to(dtype or q.dtype), k.to(dtype or k.dtype)
+    def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
+        """As of `FeatureMap`; without normalisation and dtype it returns x as it is."""
+        return super()._finish(x, normalize, dtype, backend) if normalize else x.to(dtype or x.dtype)
 
 
 class EluMap(FeatureMap):

@@ -13,6 +13,7 @@ from fairseq_command_cures import COMMAND_CURES
 from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
 from fairseq_safety_cures import REWRITINGS, SAFETY_CURES
+from fairseq_speed_cures import SPEED_CURES
 
 VERSION = "0.12.2+fastweights.7"
 
@@ -25,6 +26,10 @@ ADDED = {
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
+    "fairseq_bands.py": "modules/bands.py",
+    "fairseq_host_copies.py": "host_copies.py",
+    "fairseq_late_values.py": "logging/late_values.py",
+    "fairseq_many_tensors.py": "many_tensors.py",
     "fairseq_settings.py": "settings.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
@@ -269,7 +274,8 @@ def add_defaults(''',
     ],
     **{
         name: [Edit(*edit) for edit in edits]
-        for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES | SAFETY_CURES).items()
+        for cures in (RUN_CURES, COMMAND_CURES, LIBRARY_CURES, SAFETY_CURES, SPEED_CURES)
+        for name, edits in cures.items()
     },
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [

@@ -58,8 +58,9 @@ def drop_out(x, p: float):
     if lost == 2**16:
         return torch.zeros_like(x)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = bits.view(torch.int16)[: x.numel()].view(x.shape) >= lost - 2**15
-    return x * kept.to(x.dtype).mul_(2**16 / (2**16 - lost))
+    bits = bits.view(torch.int16)[: x.numel()].view(x.shape)
+    kept = torch.ge(bits, lost - 2**15, out=torch.empty(x.shape, dtype=x.dtype))
+    return x * kept.mul_(2**16 / (2**16 - lost))
 
 
 class FairseqDropout(''',

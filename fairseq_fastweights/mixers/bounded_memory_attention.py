@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 
@@ -64,8 +65,8 @@ class BoundedMemoryAttention(ReadsBySoftmax):
         """
         time, batch, _ = x.shape
         q, k, v = (
-            projection(x).view(time, batch, self.num_heads, self.head_dim).transpose(0, 1)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, 1)
+            for part in project(x, [self.q_proj, self.k_proj, self.v_proj])
         )
         real = x.new_ones(batch, time, dtype=torch.bool) if padding is None else ~padding
         phi, psi, log_kept, after = self._controls(x, state, real)

@@ -125,12 +125,9 @@ class FastWeightAttention(MemoryAttention):
         """
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
-        q = self.q_norm(self._heads(self.q_proj(x), self.feature_map.key_dim))
-        k = self.k_norm(self._heads(self.k_proj(x), self.feature_map.key_dim))
-        v = self._heads(self.v_proj(x), self.head_dim)
-        gates = [self._gate(gate, x) for gate in self.rule.gates]
-
-        q, k, v = self._features(q, k, v)
+        modules = [self._gate_projection(gate) for gate in self.rule.gates]
+        q, k, v, logits = self._inputs(x, *modules)
+        gates = [self._gate(*pair) for pair in zip(self.rule.gates, logits, strict=True)]
         if padding is not None:
             k = k.masked_fill(padding[:, :, None, None], 0)
             gates = [g.masked_fill(padding.view(batch, time, *[1] * (g.dim() - 2)), 0) for g in gates]
@@ -206,8 +203,7 @@ class FastWeightAttention(MemoryAttention):
             return ops.sum_rule(q, k, ones, initial_state=z, **how)
         return ops.decay_rule(q, k, ones, log_decay, None, initial_state=z, **how)
 
-    def _gate(self, gate: Gate, x: Tensor) -> Tensor:
-        logits = self._gate_projection(gate)(x)
+    def _gate(self, gate: Gate, logits: Tensor) -> Tensor:
         logits = logits.to(ops.state_dtype(logits.dtype))
         value = F.logsigmoid(logits) if gate.log else logits.sigmoid()
         if gate.per == "head":

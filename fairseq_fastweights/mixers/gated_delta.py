@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
 from fairseq_fastweights.mixers.padding import beyond, without_padding
+from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 from fairseq_fastweights.ops.features import map_features
@@ -180,7 +181,7 @@ class GatedDelta(Mixer):
     ) -> tuple[Tensor, State]:
         """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
         before = {} if state is None else state
-        projected = torch.cat([self.q_proj(text), self.k_proj(text), self.v_proj(text)], -1)
+        projected = project(text, [self.q_proj, self.k_proj, self.v_proj], together=3)[0]
         mixed, conv_state = short_convolution(
             projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths, starts
         )

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
+from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 SMALLEST_BLOCK = 32
@@ -84,7 +85,7 @@ class LocalAttention(ReadsBySoftmax):
         if padding is not None:
             x, order = to_the_end(x, padding)
             starts = None if starts is None else rows_to_the_end(starts, order)
-        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = map(self._heads, project(x, [self.q_proj, self.k_proj, self.v_proj]))
         before = state
         if before is None:
             nothing = k.new_zeros(batch, self.num_heads, self.window - 1, self.head_dim)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.feature_maps import Scales, build_feature_map
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.projections import Projections, shared
+from fairseq_fastweights.mixers.projections import Projections, project, shared
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,8 @@ class MemoryAttention(Mixer):
         self.v_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, bias=inputs_biased)
         self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=output_biased)
         self.q_norm, self.k_norm = projections.norm(key_dim), projections.norm(key_dim)
+        # Whether queries and keys can be mapped in one tensor: as many heads, without norms between.
+        self._in_one = self.feature_map.alike and kv_heads == num_heads and isinstance(self.q_norm, nn.Identity)
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does."""
@@ -121,14 +123,30 @@ class MemoryAttention(Mixer):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
+    def _inputs(self, x: Tensor, *gates: nn.Module) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Projects x, (time, batch, embed_dim), to features of queries and keys, values, and what the gates give."""
+        dim, modules = self.feature_map.key_dim, [self.q_proj, self.k_proj, self.v_proj, *gates]
+        if not self._in_one:
+            q, k, v, *logits = project(x, modules)
+            q, k = self.q_norm(self._heads(q, dim)), self.k_norm(self._heads(k, dim))
+            return *self._features(q, k, self._heads(v, self.head_dim)), logits
+        both, v, *logits = project(x, modules, together=2)
+        v = self._in_float32_range(self._heads(v, self.head_dim))
+        both = self.feature_map.map_alike(both.unflatten(-1, (-1, dim)).transpose(0, 1), **self._mapping(v))
+        q, k = both.chunk(2, dim=2)
+        return q, k, v, logits
+
     def _features(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps and normalises queries and keys, and converts all three to a dtype with a large enough range."""
-        if v.dtype == torch.float16 and self.needs_float32_range:
-            v = v.float()
-        q, k = self.feature_map(
-            q, k, scales=self._scales, normalize="sum" in self.normalization, dtype=v.dtype, backend=self.backend
-        )
+        v = self._in_float32_range(v)
+        q, k = self.feature_map(q, k, scales=self._scales, **self._mapping(v))
         return q, k, v
+
+    def _mapping(self, v: Tensor) -> dict[str, Any]:
+        return {"normalize": "sum" in self.normalization, "dtype": v.dtype, "backend": self.backend}
+
+    def _in_float32_range(self, v: Tensor) -> Tensor:
+        return v.float() if v.dtype == torch.float16 and self.needs_float32_range else v
 
     def _divide(self, out: Tensor, z_q: Tensor) -> Tensor:
         divisor = z_q + self.feature_map.sum_eps
@@ -139,7 +157,8 @@ class MemoryAttention(Mixer):
     def _project_out(self, out: Tensor, query: Tensor) -> Tensor:
         """Projects what was read, (batch, time, heads, head_dim), to the layer's output, (time, batch, embed_dim)."""
         time, batch, _ = query.shape
-        out = self.dropout_module(out.to(query.dtype) * self.scale)
+        out = out.to(query.dtype)
+        out = self.dropout_module(out if self.scale == 1 else out * self.scale)
         return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.out_proj.in_features))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:

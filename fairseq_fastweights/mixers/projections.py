@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 PROJECTION_BIASES = ("all", "qkv", "none")
 
@@ -64,3 +68,26 @@ def shared(x: Tensor, num_heads: int, dim: int) -> Tensor:
     """Repeats each head of `x` along `dim` for the heads of queries that share it, to `num_heads` heads."""
     heads = x.shape[dim]
     return x if heads == num_heads else x.repeat_interleave(num_heads // heads, dim)
+
+
+def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor]:
+    """What each of some linear modules makes of x, (..., width); of the first `together` ones in one tensor.
+
+    In training it is one product of matrices instead of several, and so backwards. The joined weights are a copy, which
+    pays where x has more rows than columns. Modules that may do more than multiply, as those with hooks, stay alone.
+    """
+    alone = [module for module in modules if not _is_plain(module, like=modules[0])]
+    if alone or not torch.is_grad_enabled() or x.shape[:-1].numel() < x.shape[-1]:
+        parts = [module(x) for module in modules]
+        return [torch.cat(parts[:together], dim=-1), *parts[together:]] if together > 1 else parts
+    weight = torch.cat([module.weight for module in modules])
+    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+    sizes = [module.out_features for module in modules]
+    return list(F.linear(x, weight, bias).split([sum(sizes[:together]), *sizes[together:]], dim=-1))
+
+
+def _is_plain(module: Any, like: Any) -> bool:
+    """Whether a module does what `nn.Linear` does, with a bias if `like` has one."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    plain = type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
+    return plain and (module.bias is None) == (like.bias is None)

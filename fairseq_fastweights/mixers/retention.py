@@ -106,10 +106,7 @@ class Retention(MemoryAttention):
         """
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
-        q = self._heads(self.q_proj(x), self.feature_map.key_dim)
-        k = self._heads(self.k_proj(x), self.feature_map.key_dim)
-        v = self._heads(self.v_proj(x), self.head_dim)
-        q, k, v = self._features(q, k, v)
+        q, k, v, _ = self._inputs(x)
 
         before = {} if state is None else state
         positions = torch.arange(time, device=x.device)[None] if padding is None else (~padding).cumsum(dim=1) - 1

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.mixer import State
-from fairseq_fastweights.mixers.projections import shared
+from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling, rotate, turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
@@ -90,7 +90,7 @@ class SoftmaxAttention(ReadsBySoftmax):
         """Attends from every step to itself and to those before it; shapes and results are those of `Mixer.forward`."""
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
-        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = map(self._heads, project(x, [self.q_proj, self.k_proj, self.v_proj]))
         q, k = self.q_norm(q), self.k_norm(k)
         before = 0 if state is None else state["keys"].shape[2]
         if self.rotary_dim:

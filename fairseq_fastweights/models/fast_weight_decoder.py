@@ -18,6 +18,7 @@ from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.host_copies import contains
 from fairseq_fastweights.models.mixer_layers import (
     MixerBuilder,
     MixerDecoderLayer,
@@ -224,9 +225,7 @@ class FastWeightDecoder(TransformerDecoder):
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x).transpose(0, 1)
 
-        padding_mask: Tensor | None = tokens.eq(self.padding_idx)
-        if padding_mask is not None and not bool(padding_mask.any()):
-            padding_mask = None
+        padding_mask = tokens.eq(self.padding_idx) if contains(tokens, self.padding_idx) else None
         inner_states = [x]
         for layer in self.layers:
             x, _, _ = layer(x, incremental_state=incremental_state, self_attn_padding_mask=padding_mask, starts=starts)

@@ -10,6 +10,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerEncoderBase
 from torch import Tensor, nn
 
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.host_copies import on_host
 from fairseq_fastweights.models.mixer_layers import MixerBuilder, MixerEncoderLayer, wrap_layer
 
 
@@ -57,7 +58,7 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
         """
         most = self.max_positions()
         if src_tokens.shape[1] > most:  # padded, at least
-            longest = int(src_tokens.ne(self.padding_idx).sum(dim=1).max())
+            longest = int(on_host(src_tokens).ne(self.padding_idx).sum(dim=1).max())
             if longest > most:
                 raise ValueError(
                     f"a source has {longest} tokens; the model takes at most {most} (--max-source-positions)"

@@ -5,7 +5,6 @@
 import math
 from typing import Any
 
-from fairseq import utils
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import FairseqDataclass
 from fairseq.distributed import FullyShardedDataParallel
@@ -50,7 +49,7 @@ class AttentionTransferCriterion(FairseqCriterion):
     @staticmethod
     def reduce_metrics(logging_outputs: list[dict[str, Any]]) -> None:
         """Logs the mean over all tokens."""
-        loss, tokens = (utils.item(sum(output[name] for output in logging_outputs)) for name in ("loss", "ntokens"))
+        loss, tokens = (sum(output[name] for output in logging_outputs) for name in ("loss", "ntokens"))
         metrics.log_scalar("loss", loss / tokens if tokens else math.nan, tokens, round=5)
 
     @staticmethod

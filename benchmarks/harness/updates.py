@@ -1,0 +1,178 @@
+"""What an update of fairseq-train starts, operator by operator, and where it would wait for a GPU; found on a CPU."""
+
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fairseq import utils
+from fairseq.trainer import Trainer
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+PARTS = ("forward", "backward", "reduce-grads", "multiply-grads", "clip-grads", "optimizer")
+"""What fairseq's trainer and tasks call the parts of an update; all else is "other": logging, checks, averages."""
+
+# Views, allocations, and questions about a tensor's form: they start nothing on a GPU.
+FREE = frozenset(
+    """alias as_strided broadcast_tensors chunk contiguous detach detach_ empty empty_like empty_strided expand
+    expand_as flatten lift_fresh movedim narrow new_empty new_empty_strided numpy_T permute reshape resize_ resize_as_
+    resolve_conj resolve_neg result_type select set_ slice split split_with_sizes squeeze swapaxes t to transpose unbind
+    unflatten unfold unsqueeze unsafe_split unsafe_split_with_sizes view view_as _conj _has_compatible_shallow_copy_type
+    _reshape_alias _unsafe_view""".split()
+)
+WAITING = frozenset("_local_scalar_dense equal is_nonzero masked_select nonzero unique_consecutive _unique2".split())
+MASKED = frozenset("index index_put index_put_ _index_put_impl_".split())
+"""These wait only if an index is a mask."""
+
+
+@dataclass
+class Update:
+    """What is known of an update.
+
+    Attributes:
+        operators: for each part, how often every operator was started. One that PyTorch calls within another counts
+            with that, as for a GPU a list of tensors is one operator.
+        waits: where a GPU would have been waited for: the operator, and the lines of fairseq and of the plugin.
+    """
+
+    operators: dict[str, Counter[str]] = field(default_factory=dict)
+    waits: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return sum(number for counter in self.operators.values() for number in counter.values())
+
+
+@contextmanager
+def watched(after: int = 4) -> Iterator[Update]:
+    """Watches, of a training within this process, the operators of one update and the waits of the next one."""
+    update, original, done = Update(), Trainer.train_step, 0
+
+    def train_step(trainer: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal done
+        done += 1
+        step: Callable[[], Any] = lambda: original(trainer, *arguments, **options)  # noqa: E731
+        if done == after + 1:
+            with profile(activities=[ProfilerActivity.CPU]) as found:
+                result = step()
+            update.operators = count(found.events())
+            return result
+        return find_waits(trainer, step, update.waits) if done == after + 2 else step()
+
+    Trainer.train_step = train_step
+    try:
+        yield update
+    finally:
+        Trainer.train_step = original
+
+
+def count(events: Any) -> dict[str, Counter[str]]:
+    """For each part of an update, the operators that were not started by another one."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for event in events:
+        above, part = event.cpu_parent, "other"
+        while above is not None and not _is_counted(above.name):
+            part = above.name if above.name in PARTS else part
+            above = above.cpu_parent
+        if above is None and _is_counted(event.name):
+            found[part][event.name.rpartition("::")[2]] += 1
+    return dict(found)
+
+
+def _is_counted(name: str) -> bool:
+    kind, _, operator = name.rpartition("::")
+    return bool(kind) and "autograd" not in kind and operator not in FREE
+
+
+def find_waits(trainer: Any, step: Callable[[], Any], found: list[str]) -> Any:
+    """Runs an update, with the CPU in the place of a GPU that has the model and gets copies of the batches."""
+    from fairseq import host_copies
+
+    gpu = _OnGpu(found)
+    for x in (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.optimizer.params):
+        gpu.note(x)
+    original = trainer._prepare_sample
+
+    def prepare(sample: Any, *others: Any, **options: Any) -> Any:
+        moved = utils.apply_to_sample(lambda x: gpu.note(host_copies.remember(x.clone(), x)), sample)
+        return original(moved, *others, **options)
+
+    kept = {name: getattr(Tensor, name) for name in ("cpu", "numpy", "tolist")}
+
+    def asking(name: str) -> Callable[..., Any]:
+        def ask(x: Tensor, *arguments: Any) -> Any:
+            if gpu.has(x):
+                gpu.wait(name)
+                x = gpu.read(x)
+            return kept[name](x, *arguments)
+
+        return ask
+
+    trainer._prepare_sample = prepare
+    for name in kept:
+        setattr(Tensor, name, asking(name))
+    try:
+        with gpu:
+            return step()
+    finally:
+        del trainer._prepare_sample
+        for name, method in kept.items():
+            setattr(Tensor, name, method)
+
+
+class _OnGpu(TorchDispatchMode):
+    """Follows what is computed from tensors that a GPU would have, and notes where the CPU would ask for it."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+        self._there: dict[int, StorageWeakRef] = {}  # kept, so that no other storage gets the same number
+
+    def note(self, x: Tensor) -> Tensor:
+        storage = StorageWeakRef(x.untyped_storage())
+        self._there[storage.cdata] = storage
+        return x
+
+    def has(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.untyped_storage()._cdata in self._there
+
+    def read(self, x: Tensor) -> Tensor:
+        """A copy of x that the CPU has."""
+        with _disable_current_modes():
+            return x.detach().clone()
+
+    def wait(self, operator: str) -> None:
+        lines = [
+            f"{frame.filename.partition('site-packages/')[2] or frame.filename}:{frame.lineno}"
+            for frame in traceback.extract_stack()
+            if "fairseq" in frame.filename and "benchmarks" not in frame.filename
+        ]
+        self._found.append(f"{operator} at {' < '.join(lines[:-4:-1])}")
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        there = any(map(self.has, tree_leaves((arguments, options))))
+        name = operator.overloadpacket.__name__
+        masked = name in MASKED and any(
+            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) and self.has(x) for x in arguments[1]
+        )
+        if there and (name in WAITING or masked):
+            self.wait(name)
+        results = operator(*arguments, **options)
+        if there:
+            written = [
+                value
+                for value, argument in zip(arguments, operator._schema.arguments, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            for x in tree_leaves((results, written)):
+                if isinstance(x, Tensor):
+                    self.note(x)
+        return results

@@ -1,0 +1,55 @@
+"""An update of the paper's small language model starts few operators, and waits for a GPU once at most."""
+
+from pathlib import Path
+
+import pytest
+from harness.updates import watched
+
+from tests.conftest import train
+from tests.tasks.conftest import pairs, train_translation  # noqa: F401
+
+# As many layers and parameters as the paper's model; of options that are given twice the last one counts.
+SMALL = """--arch fast_weight_lm_wiki103_small --criterion adaptive_loss --ddp-backend legacy_ddp --dropout 0.1
+    --decoder-layers 16 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16 --decoder-ffn-embed-dim 32
+    --adaptive-input-cutoff 8,16,32 --adaptive-softmax-cutoff 8,16,32 --clip-norm 0.25 --no-save
+    --max-update 6 --log-interval 100""".split()
+DELTA, SOFTMAX = "--update-rule delta", "--softmax-attention-layers all"
+
+
+@pytest.mark.parametrize(
+    ("model", "most"), [(f"{DELTA} --bf16", 1200), (f"{DELTA} --fp16 --fp16-init-scale 4", 1200), (SOFTMAX, 1000)]
+)
+def test_an_update_starts_few_operators(model, most, our_fairseq, corpus: Path, tmp_path: Path) -> None:
+    with watched(after=3) as update:
+        train(corpus, tmp_path, *SMALL, *model.split())
+    assert update.total <= most, update.operators
+    # Nothing for every parameter, of which there are more than 200.
+    assert sum(sum(update.operators[part].values()) for part in ("clip-grads", "optimizer", "other")) <= 30
+    assert len(update.waits) == 1 and update.waits[0].startswith("cpu at "), update.waits
+
+
+OTHERS = {
+    "carried states": "--carry-over-state --no-token-positional-embeddings",
+    "documents": "--sample-break-mode complete --no-token-positional-embeddings --separate-documents",
+    "softmax": "--mixers softmax",
+    "moving average": "--store-ema --ema-fp32",
+    "updates of two batches": "--update-freq 2",
+    "amp": "--amp",
+    "weights in 16 bits": "--memory-efficient-fp16 --fp16-init-scale 4",
+    "sgd": "--optimizer sgd --momentum 0.9",
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_an_update_of_a_language_model_waits_once(case, our_fairseq, corpus: Path, tmp_path: Path) -> None:
+    flags = OTHERS[case].split()
+    with watched(after=1) as update:
+        train(corpus, tmp_path, "--max-update", "4", "--log-interval", "100", "--no-save", *flags)
+    assert len(update.waits) == 1, update.waits
+
+
+@pytest.mark.parametrize("flags", ["", "--fast-weight-attention encoder,decoder,cross", "--report-accuracy"])
+def test_an_update_of_a_translation_model_waits_once(flags, our_fairseq, pairs: Path, tmp_path: Path) -> None:  # noqa: F811
+    with watched(after=1) as update:
+        train_translation(pairs, tmp_path, "--log-interval", "100", "--no-save", *flags.split())
+    assert len(update.waits) == 1, update.waits
