@@ -200,6 +200,7 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         raise ValueError(f"{run.checkpoint}: {' '.join(map(str.strip, lines)) or type(error).__name__}") from error
     with no_init_weights():
         ours = FastWeightForCausalLM(config)
+    ours.tie_weights()  # which is a part of the initialisation
     ours.load_state_dict(weights_of(theirs), strict=False)
     check_all_loaded(run.checkpoint, ours, weights_of(theirs))
     if len(run.types) == 1:

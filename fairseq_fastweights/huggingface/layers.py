@@ -95,9 +95,7 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
         changed = self._feed_forward(self.final_layer_norm(x) if self.pre_norm else x)
         return x + changed if self.pre_norm else self.final_layer_norm(x + changed)
 
-    def _mix(
-        self, x: Tensor, padding: Tensor | None, starts: Tensor | None, cache: FastWeightCache | None
-    ) -> Tensor:
+    def _mix(self, x: Tensor, padding: Tensor | None, starts: Tensor | None, cache: FastWeightCache | None) -> Tensor:
         state = None if cache is None else cache.layers[self.index].state
         options = {} if starts is None else {"starts": starts}
         # What a graph of gradients goes through must stay as it is; the mixers look after that.

@@ -397,4 +397,3 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
         return out if by_name else out.to_tuple()
-

@@ -54,7 +54,9 @@ def test_the_trainer_evaluates_and_predicts(bands, tmp_path):
     smooth = torch.nn.functional.cross_entropy(*expected, label_smoothing=0.1).item()
     smoothed = trainer(tmp_path, model, label_smoothing_factor=0.1).evaluate()["eval_loss"]
     assert smoothed == pytest.approx(smooth, abs=1e-5)
-    while_training = trainer(tmp_path, model, **shapes, eval_strategy="steps", eval_steps=1, gradient_checkpointing=True)
+    while_training = trainer(
+        tmp_path, model, **shapes, eval_strategy="steps", eval_steps=1, gradient_checkpointing=True
+    )
     while_training.train()
     assert [x["eval_shape"] for x in while_training.state.log_history if "eval_shape" in x] == [(5, 12, 44)] * 2
 
