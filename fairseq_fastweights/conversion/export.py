@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from fairseq_fastweights.conversion.checkpoints import read_state
 from fairseq_fastweights.conversion.fairseq_options import config_of
-from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.folders import check_target, file_in, new_folder
 from fairseq_fastweights.conversion.groups import count_layers
 from fairseq_fastweights.conversion.huggingface import RECORD
 from fairseq_fastweights.conversion.originals import restore_original
@@ -126,6 +126,10 @@ def to_huggingface(
     if data is None and checkpoint is not None and (source / "dict.txt").is_file():
         data = source
     run = find_run(source if checkpoint is None else checkpoint, data, tokenizer)
+    places = {"dict.txt": run.dictionary.parent}
+    if run.pieces is not None:
+        places |= dict.fromkeys((*PIECES, *WHOLE), run.pieces)
+    copied = {name: path for name, place in places.items() if (path := file_in(place, name))}
     model, dictionary = read_model(run)
     made = make_tokenizer(dictionary, run.pieces, model.config)
     with new_folder(target) as folder:
@@ -135,10 +139,8 @@ def to_huggingface(
             raise OSError(f"model.safetensors: {error}") from error
         made.save_pretrained(folder)
         (folder / FOR_FAIRSEQ).mkdir()
-        shutil.copyfile(run.dictionary, folder / FOR_FAIRSEQ / "dict.txt")
-        for file in () if run.pieces is None else map(run.pieces.joinpath, (*PIECES, *WHOLE)):
-            if file.is_file():
-                shutil.copyfile(file, folder / FOR_FAIRSEQ / file.name)
+        for name, path in copied.items():
+            shutil.copyfile(path, folder / FOR_FAIRSEQ / name)
 
 
 def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:

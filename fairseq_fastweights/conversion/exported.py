@@ -14,7 +14,7 @@ from torch import Tensor
 from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.export import FOR_FAIRSEQ, new_name
 from fairseq_fastweights.conversion.fairseq_options import options_of
-from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.folders import check_target, file_in, new_folder
 from fairseq_fastweights.conversion.huggingface import check_weights
 from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE
 from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
@@ -39,6 +39,8 @@ def from_exported(source: Path, target: Path) -> bool:
         OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
+    names = ("dict.txt", *PIECES, *WHOLE)
+    copied = {name: path for name in names if (path := file_in(source, f"{FOR_FAIRSEQ}/{name}"))}
     config = read_config(source / "config.json")
     dictionary = _read_dictionary(source / FOR_FAIRSEQ / "dict.txt", config)
     files = WeightFiles(source)
@@ -59,10 +61,9 @@ def from_exported(source: Path, target: Path) -> bool:
 
     with new_folder(target) as folder:
         write_checkpoint(folder / "model.pt", cfg, weights)
-        for name in ("dict.txt", *PIECES, *WHOLE):
-            if (source / FOR_FAIRSEQ / name).is_file():
-                shutil.copyfile(source / FOR_FAIRSEQ / name, folder / name)
-    return (source / FOR_FAIRSEQ / PIECES[0]).is_file()
+        for name, path in copied.items():
+            shutil.copyfile(path, folder / name)
+    return PIECES[0] in copied
 
 
 def read_config(path: Path) -> FastWeightConfig:

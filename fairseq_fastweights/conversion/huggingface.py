@@ -12,7 +12,7 @@ from torch import Tensor
 from fairseq_fastweights.conversion import tokenizer as tokenizers
 from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.families import Family, buffers, read_family
-from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.folders import check_target, file_in, new_folder
 from fairseq_fastweights.conversion.text_tables import text_table
 from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
 from fairseq_fastweights.conversion.whole_tokenizer import read_whole_tokenizer
@@ -21,6 +21,8 @@ from fairseq_fastweights.models import checkpoint_settings, fast_weight_decoder,
 from fairseq_fastweights.models.fast_weight_options import mixer_settings
 
 ORIGINALS = "huggingface"
+ORIGINAL_FILES = ("config.json", "generation_config.json", *tokenizers.FILES)
+"""The files of a model that are kept for the conversion back, which alone are copied then."""
 RECORD = "conversion.json"
 
 
@@ -43,6 +45,7 @@ def from_huggingface(source: Path, target: Path) -> str:
     if not source.is_dir():
         raise ValueError(f"{source}: SOURCE must be a folder, or a model's name on the hub")
     config = read_json(source / "config.json")
+    originals = {name: path for name in ORIGINAL_FILES if (path := file_in(source, name))}
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
     tokenizer = tokenizers.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
     files = WeightFiles(source)
@@ -79,9 +82,8 @@ def from_huggingface(source: Path, target: Path) -> str:
         (folder / "options.txt").write_text(f"--arch=fast_weight_lm {' '.join(flags)}\n", encoding="ascii")
         (folder / RECORD).write_text(json.dumps({"weights": sorted(names), "end_of_text": family.end_of_text}))
         (folder / ORIGINALS).mkdir()
-        for name in ("config.json", "generation_config.json", *tokenizers.FILES):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / ORIGINALS / name)
+        for name, path in originals.items():
+            shutil.copyfile(path, folder / ORIGINALS / name)
     return tokenizer.options(target, family.end_of_text)
 
 

@@ -22,6 +22,7 @@ FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "chat_template.jinja",
 )
 """The possible files of a tokenizer."""
 

@@ -40,7 +40,10 @@ class Hub:
         if not local_files_only:
             self.snapshot().mkdir(parents=True, exist_ok=True)
             for file in allow_patterns:
-                shutil.copy(self.folder / file, self.snapshot())
+                blob = self.snapshot().parents[1] / "blobs" / file.replace(".", "")
+                blob.parent.mkdir(exist_ok=True)
+                shutil.copy(self.folder / file, blob)
+                (self.snapshot() / file).symlink_to(f"../../blobs/{blob.name}")
         if not self.snapshot().is_dir():
             raise errors.LocalEntryNotFoundError("nothing of it is there")
         return str(self.snapshot())

@@ -69,6 +69,16 @@ def weights(change: Callable[[dict], Any]) -> Change:
     return spoil
 
 
+def link(name: str) -> Change:
+    """With a link to a file beside the folder, of the same contents."""
+
+    def spoil(folder: Path) -> None:
+        shutil.move(folder / name, folder.parent / "elsewhere")
+        (folder / name).symlink_to((folder.parent / "elsewhere").absolute())
+
+    return spoil
+
+
 def without_dictionary(folder: Path) -> None:
     (folder / "dict.txt").unlink()
     checkpoint(lambda state: state["cfg"]["task"].update(data="nowhere") or state)(folder)
@@ -83,6 +93,8 @@ BAD: list[tuple[str, Change, str]] = [
     ),
     ("run", shutil.rmtree, "source: there is no such checkpoint"),
     ("run", without_dictionary, "checkpoint_best.pt: there is no dict.txt in source or nowhere; the option data"),
+    ("run", link("dict.txt"), "dict.txt is a link to .*/elsewhere; it must be a file in source, so copy it there"),
+    ("exported", link("fairseq/dict.txt"), "fairseq/dict.txt is a link to .*/elsewhere; it must be a file in source"),
     ("run", cut("checkpoint_best.pt"), "checkpoint_best.pt is cut short"),
     ("run", checkpoint(lambda s: s | {"x": Harmful()}), "checkpoint_best.pt: refused: it holds something else"),
     ("run", checkpoint(lambda s: {"model": [1]}), "checkpoint_best.pt: this is not a checkpoint of fairseq's"),
