@@ -26,5 +26,5 @@ __all__ = ["FastWeightCache", "FastWeightConfig", "FastWeightForCausalLM", "Fast
 transformers.AutoConfig.register(FastWeightConfig.model_type, FastWeightConfig, exist_ok=True)
 transformers.AutoModel.register(FastWeightConfig, FastWeightModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(FastWeightConfig, FastWeightForCausalLM, exist_ok=True)
-# By this list the Trainer knows that labels predict the next token, where it smooths them, and pipelines know the class.
+# By this list the Trainer knows that the labels that it smooths are those of the next tokens.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FastWeightConfig.model_type] = FastWeightForCausalLM.__name__

@@ -171,12 +171,12 @@ class FastWeightModel(FastWeightPreTrainedModel):
             input_ids: (batch, time).
             attention_mask: (batch, time), 0 at padding, on either side; or (batch, length so far), whose end is used.
                 Padding is seen by no other position, and takes no position.
-            position_ids: (batch, time), places in the texts, from 0; None to count them. Where they begin again, another
-                text begins, as in rows of transformers' `DataCollatorWithFlattening`.
+            position_ids: (batch, time), places in the texts, from 0; None to count them. Where they begin again,
+                another text begins, as in rows of transformers' `DataCollatorWithFlattening`.
             past_key_values: the cache that the call for the part before returned. Layers are not checkpointed then.
             inputs_embeds: (batch, time, size), in place of `input_ids`.
-            use_cache: whether to return the cache; None for the configuration's value, and in training for False. Layers
-                are not checkpointed then.
+            use_cache: whether to return the cache, and then not to checkpoint layers; None for the configuration's
+                value, and in training for False.
             output_attentions: ignored; there are no attention weights to return.
             output_hidden_states: whether to return the input of each layer and the output of the last.
             return_dict: whether to return fields by name instead of a tuple.
@@ -189,8 +189,8 @@ class FastWeightModel(FastWeightPreTrainedModel):
             `last_hidden_state`, (batch, time, output_size); `past_key_values`; `hidden_states`.
 
         Raises:
-            ValueError: if an argument is not allowed; the message names it, its value and what is allowed. If a row holds
-                several texts, and a mixer cannot keep them apart.
+            ValueError: if an argument is not allowed; the message names it, its value and what is allowed; also if a
+                row holds several texts, and a mixer cannot keep them apart.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")

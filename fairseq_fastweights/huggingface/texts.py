@@ -1,4 +1,4 @@
-"""What the arguments of a call say about its texts: which positions are padding, where texts begin, and their places."""
+"""What the arguments of a call say about its texts: what is padding, where texts begin, and the places in them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_texts(
     before = torch.zeros(rows, dtype=torch.long, device=device)
     if cache is not None and cache.read is not None:
         before = cache.read
-    starts = None
+    starts: Tensor | None = None
     for name, given in (("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens)):
         if given is None:
             continue
@@ -76,8 +76,8 @@ def read_texts(
         places, read = within_documents(starts, real.cumsum(dim=1) - 1, real.sum(dim=1), before)
         return Texts(padding, starts, places.clamp(min=0), read)
     places = _whole("position_ids", position_ids, shape)
-    if (found := _restarts(places, padding, before, skips)) is not None:
-        starts = found if starts is None else starts | found
+    if (again := _restarts(places, padding, before, skips)) is not None:
+        starts = again if starts is None else starts | again
     if padding is None:
         return Texts(None, starts, places, places[:, -1] + 1)
     last = torch.where(padding, -1, torch.arange(time, device=device)).amax(dim=1)
