@@ -188,7 +188,8 @@ def _renumbered(
     made |= {"truncation": None, "padding": None}
     made["added_tokens"] += [_added(number, name, special=True) for name, number in special.items()]
     made["added_tokens"].sort(key=lambda entry: entry["id"])
-    model["vocab"] |= special
+    # A word that is in the list of added ones alone would get the next number.
+    model["vocab"] = {entry["content"]: entry["id"] for entry in made["added_tokens"]} | model["vocab"]
     return made
 
 
