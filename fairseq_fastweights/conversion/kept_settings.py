@@ -44,7 +44,7 @@ _GENERATION = {
 }
 """The settings of generation, by the one without which they have no effect, and with which transformers saves them."""
 
-_NUMBERS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
+NUMBERS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
 """Settings of generation that hold numbers of word types."""
 
 
@@ -142,9 +142,10 @@ def generation_config(
     if folder is not None:
         said = _read(folder, path.name)
         for needed, names in _GENERATION.items():
-            if not needed or said.get(needed) not in (None, False, 1):
+            set_to = said.get(needed)
+            if not needed or set_to is True or (isinstance(set_to, int) and set_to > 1):
                 values |= {name: said[name] for name in names if said.get(name) is not None}
-        values |= {name: _renumbered(said[name], number_of) for name in _NUMBERS if said.get(name) is not None}
+        values |= {name: _renumbered(said[name], number_of) for name in NUMBERS if said.get(name) is not None}
         ends = _list(_renumbered(said.get("eos_token_id", _read(folder, FILES[0]).get("eos_token_id")), number_of))
     ends = list(dict.fromkeys([*_list(config.eos_token_id), *ends]))
     # fairseq's generator never writes padding.
