@@ -183,7 +183,7 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
         checkpoint,
         dictionary,
         pieces,
-        find_kept(nearby if pieces is None else [pieces]),
+        find_kept(nearby if pieces is None else [pieces, *nearby]),
         frozenset(weight.dtype for weight in state["model"].values() if weight.is_floating_point()),
         history[-1].get("num_updates") if history else None,
     )

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from fairseq_fastweights.conversion.folders import file_in
-from fairseq_fastweights.conversion.huggingface import ORIGINALS
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD
 from fairseq_fastweights.conversion.tokenizer import TEMPLATE, template_names
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
@@ -49,12 +49,16 @@ NUMBERS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_
 
 
 def find_kept(places: Iterable[Path]) -> Path | None:
-    """The folder with the files in the first of these places that has one.
+    """The folder with the files in the first of these places that has one, from either conversion.
 
     Raises:
-        ValueError: if it is a link to elsewhere.
+        ValueError: if a file is a link to elsewhere.
     """
-    return next((place / ORIGINALS for place in places if file_in(place, f"{ORIGINALS}/{FILES[0]}")), None)
+    for place in places:
+        config = file_in(place, f"{ORIGINALS}/{FILES[0]}")
+        if config and (file_in(place, RECORD) or read_json(config).get("model_type") == FastWeightConfig.model_type):
+            return place / ORIGINALS
+    return None
 
 
 def files_of(folder: Path) -> dict[str, Path]:
