@@ -68,11 +68,12 @@ def read_alone(lm: FastWeightLM, words: list[int], scored: int) -> float:
 @pytest.mark.parametrize(
     "options", [{"batch_size": 1}, {"batch_size": 2, "segment": 3}, {"batch_size": "auto"}], ids=str
 )
-def test_scores_are_those_of_lm_evals_own_model(options: dict[str, Any], checkpoint) -> None:
+def test_scores_are_those_of_lm_evals_own_model(options: dict[str, Any], checkpoint, tmp_path) -> None:
     for name in ("delta", "hybrid"):
         ours = FastWeightLM(str(checkpoint(name)), device="cpu", **options)
         # Without its cache, which takes the wrong position where continuations of one row differ in length.
-        theirs = HFLM(ours.model, tokenizer=ours.tokenizer, batch_size=1, max_length=16, logits_cache=False)
+        assert convert(["to-huggingface", str(checkpoint(name)), str(tmp_path / name)]) == 0
+        theirs = HFLM(str(tmp_path / name), device="cpu", batch_size=1, max_length=16, logits_cache=False)
         scores, expected = (lm.loglikelihood(requests("loglikelihood", CONTINUATIONS)) for lm in (ours, theirs))
         assert [score for score, _ in scores] == pytest.approx([score for score, _ in expected], abs=1e-5)
         assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
