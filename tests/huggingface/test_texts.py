@@ -45,7 +45,7 @@ def test_they_are_read_as_if_alone(mixers):
         # In several rows, with padding on either side and within, whatever is said there.
         kept = torch.ones(3, 12, dtype=torch.bool)
         kept[0, :2], kept[1, 10:], kept[2, [2, 7]] = False, False, False
-        tokens, places = torch.ones(2, 3, 12, dtype=torch.long)
+        tokens, places = torch.full((2, 3, 12), 7)  # which at padding mean nothing
         tokens[kept], places[kept] = batch["input_ids"].repeat(1, 3)[0], batch["position_ids"].repeat(1, 3)[0]
         read = {"attention_mask": kept.long(), "position_ids": places}
         logits = model(tokens, **read).logits[kept].view(3, 10, -1)
