@@ -74,3 +74,15 @@ def file_in(folder: Path, name: str) -> Path | None:
     if kind:
         raise ValueError(f"{path} {kind}")
     return real
+
+
+def copy_files(files: dict[str, Path], target: Path) -> None:
+    """Copies files to these names in a folder, which is made, and so are its subfolders.
+
+    Raises:
+        OSError: if one cannot be read or written.
+    """
+    target.mkdir(exist_ok=True)
+    for name, path in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target / name)

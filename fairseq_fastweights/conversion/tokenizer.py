@@ -7,6 +7,7 @@ does anything else is refused, with an error that names it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,24 @@ FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""The possible files of a tokenizer."""
+"""The possible files of a tokenizer, besides those of `template_names`."""
+
+TEMPLATE = FILES[-1]
+TEMPLATES = "additional_chat_templates"
+_TEMPLATE = re.compile(rf"{TEMPLATES}/\w[\w.-]*\.jinja", re.ASCII)
 
 _END_OF_TEXT = "<|endoftext|>"
+
+
+def is_template(name: str) -> bool:
+    """Whether this is the name, in its folder, of a chat template beside the first."""
+    return _TEMPLATE.fullmatch(name) is not None
+
+
+def template_names(folder: Path) -> list[str]:
+    """The names of the chat templates beside the first that are in a folder."""
+    files = (folder / TEMPLATES).iterdir() if (folder / TEMPLATES).is_dir() else ()
+    return sorted(name for file in files if is_template(name := f"{TEMPLATES}/{file.name}"))
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class Tokenizer:
         merges: pairs of pieces to join, in order.
         added: numbers of words that are separated from a text before the BPE.
         normalized: those of them that are searched after normalisation instead of before it.
+        special: those of them that are no text.
         normalizer: "NFC", or None.
         source: name of the file.
     """
@@ -46,6 +63,7 @@ class Tokenizer:
     merges: list[tuple[str, str]]
     added: dict[str, int]
     normalized: frozenset[str]
+    special: frozenset[str]
     normalizer: str | None
     source: str
 
@@ -112,7 +130,8 @@ class Tokenizer:
             "end_of_text": end_of_text,
             "vocabulary": sorted(self.vocabulary.values()),
             "added": [
-                {"word": word, "number": number, "normalized": word in self.normalized}
+                {"word": word, "number": number}
+                | {"normalized": word in self.normalized, "special": word in self.special}
                 for word, number in self.added.items()
             ],
         }
@@ -166,7 +185,7 @@ def _from_one_file(path: Path) -> Tokenizer:
     if not isinstance(merges, list):
         raise ValueError(f"{path}: merges of the model are missing")
     added: dict[str, int] = {}
-    normalized = set()
+    normalized, special = set(), set()
     for entry in content.get("added_tokens") or []:
         word, number = entry.get("content"), entry.get("id")
         if not isinstance(word, str) or not word or not _is_number(number):
@@ -177,11 +196,14 @@ def _from_one_file(path: Path) -> Tokenizer:
         added[word] = number
         if entry.get("normalized"):
             normalized.add(word)
+        if entry.get("special"):
+            special.add(word)
     return Tokenizer(
         vocabulary=_vocabulary(path, model.get("vocab")),
         merges=[_merge(path, pair.split(" ") if isinstance(pair, str) else pair) for pair in merges],
         added=added,
         normalized=frozenset(normalized),
+        special=frozenset(special),
         normalizer=_kind(normalizer),
         source=path.name,
     )
@@ -210,6 +232,7 @@ def _from_two_files(folder: Path) -> Tokenizer:
         merges=[_merge(path, line.rstrip("\r").split(" ")) for line in lines],
         added=added,
         normalized=frozenset(),
+        special=frozenset(),
         normalizer=None,
         source="vocab.json",
     )

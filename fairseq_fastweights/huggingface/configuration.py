@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -101,7 +101,7 @@ class FastWeightConfig(PreTrainedConfig):
     """
 
     model_type = "fast_weight"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # to which the Trainer adds
 
     format_version: int = FORMAT
     vocab_size: int = 50260

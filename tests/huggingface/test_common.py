@@ -127,11 +127,17 @@ def test_gradient_checkpointing_changes_no_gradient(mixers):
         if options is not None:
             model.gradient_checkpointing_enable(options)
             model.enable_input_require_grads()
-        model.zero_grad()
-        out = model(tokens, labels=tokens, use_cache=True)
-        assert (out.past_key_values is None) == (options is not None)
-        out.loss.backward()
-        gradients.append({name: x.grad.clone() for name, x in model.named_parameters()})
+        # With a cache, which must hold the states, layers are not checkpointed.
+        for use_cache in (None, True):
+            model.zero_grad()
+            out = model(tokens, labels=tokens, use_cache=use_cache)
+            assert (out.past_key_values is None) == (use_cache is None)
+            out.loss.backward()
+            gradients.append({name: x.grad.clone() for name, x in model.named_parameters()})
+    # Nor in the part of a text after a cache.
+    cache = model(tokens[:, :4], use_cache=True).past_key_values
+    after, whole = model(tokens[:, 4:], past_key_values=cache).logits, model(tokens).logits
+    assert torch.allclose(after, whole[:, 4:], atol=1e-5)
     for other in gradients[1:]:
         for name, gradient in gradients[0].items():
             assert torch.allclose(gradient, other[name], atol=1e-7), name

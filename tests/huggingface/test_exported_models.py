@@ -13,6 +13,7 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
 import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.export import load_for_causal_lm
 from fairseq_fastweights.conversion.fairseq_options import config_of
 from fairseq_fastweights.mixers.registry import MIXERS, parse_pattern
 from tests.huggingface.conftest import LOGITS, said
@@ -72,7 +73,10 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     theirs = save(tmp_path / "run", flags, arch)
     assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    assert ours.num_parameters() == sum(x.numel() for x in theirs.parameters())  # what is tied stays tied
+    directly, _ = load_for_causal_lm(tmp_path / "run")
+    for made in (ours, directly):  # what is tied stays tied
+        assert made.num_parameters() == sum(x.numel() for x in theirs.parameters())
+        assert set(dict(made.named_parameters())) == set(dict(ours.named_parameters()))
 
     tokens = torch.randint(4, 44, (2, 12), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 2

@@ -93,6 +93,19 @@ def test_generate_gives_with_a_cache_what_it_gives_without(mixers):
     assert torch.equal(alone[0], greedy[0, 2:])
 
 
+@cases
+def test_generation_in_training_reads_the_prompt(mixers):
+    """Also with gradient checkpointing and gradients; and no layer is dropped whose state is kept."""
+    model, tokens = build(mixers, dropout=0.0, layerdrop=0.9), draw(2, 6)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(tokens, **options)
+    model.train()
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens, **options), expected)
+        assert torch.equal(type(model).generate.__wrapped__(model, tokens, **options), expected)
+        model.gradient_checkpointing_enable()
+
+
 def test_a_memory_has_one_size_and_beams_take_its_rows():
     model = build("delta,retention:2")
     sizes = [model(draw(2, time)).past_key_values.bytes() for time in (1, 7, 40)]
