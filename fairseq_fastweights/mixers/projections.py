@@ -83,7 +83,9 @@ def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor
     weight = torch.cat([module.weight for module in modules])
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     sizes = [module.out_features for module in modules]
-    return list(F.linear(x, weight, bias).split([sum(sizes[:together]), *sizes[together:]], dim=-1))
+    # A matrix, as torch multiplies tensors of more dimensions in one way with gradients and in another one without.
+    projected = F.linear(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
+    return list(projected.split([sum(sizes[:together]), *sizes[together:]], dim=-1))
 
 
 def _is_plain(module: Any, like: Any) -> bool:
