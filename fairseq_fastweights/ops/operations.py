@@ -7,7 +7,7 @@ divided, and what `python -m fairseq_fastweights.env` lists. An operation of one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ class Operation:
         keys_apart: whether the rows of a state, one for each key, have nothing to do with one another, so that calls
             can be divided over keys. The columns, one for each value, never have.
         takes_starts: whether its implementations take `starts`, and q and k of fewer heads than v.
+        inputs: the names of what it takes, in order.
 
     Examples:
         >>> def last_value(q, k, v, *, initial_state=None):  # S_t = v_t k_t^T, y_t = S_t q_t
@@ -62,6 +63,11 @@ class Operation:
     kernel: Kernel | None = None
     keys_apart: bool = True
     takes_starts: bool = False
+    inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once: a step, which takes microseconds, gives them to its checks.
+        object.__setattr__(self, "inputs", ("q", "k", "v", *(gate.name for gate in self.gates)))
 
     def __call__(
         self,
@@ -77,8 +83,7 @@ class Operation:
             TypeError: for more or fewer tensors than that, None for a gate that is optional counted.
         """
         if len(inputs) != 3 + len(self.gates):
-            names = ", ".join(["q", "k", "v", *(gate.name for gate in self.gates)])
-            raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {names}")
+            raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {', '.join(self.inputs)}")
         q, k, v, *gates = inputs
         if in_place and self._may_take_step(v, backend):
             out = self._step(q, k, v, gates, initial_state, starts)
@@ -96,7 +101,7 @@ class Operation:
         options = {} if starts is None else {"starts": starts}
         if kernel is not None:
             native.refuse_tangents(initial_state, *inputs)
-        state = check_in_place(initial_state, *inputs) if in_place else None
+        state = check_in_place(initial_state, self.inputs, inputs, starts) if in_place else None
         if time == 0:
             if state is not None:
                 return torch.zeros_like(v), state
@@ -154,9 +159,9 @@ class Operation:
     def _step(self, q: Any, k: Any, v: Any, gates: list[Any], state: Any, starts: Any) -> Tensor | None:
         """`out` of one step in place, or None if the kernels refuse it.
 
-        The operator checks shapes and types before it changes anything. Checked here are devices, strides, and that q
-        is shaped as k. `check_inputs`, which names what is wrong, takes as long as the operator: it is left for what is
-        refused.
+        The operator checks shapes and types before it changes anything. Checked here are devices, strides, memory that
+        is shared, and that q is shaped as k. `check_inputs`, which names what is wrong, takes as long as the operator:
+        it is left for what is refused.
         """
         assert self.kernel is not None
         try:
@@ -171,7 +176,7 @@ class Operation:
             if starts is not None and not starts.is_cpu:
                 return None
             native.refuse_tangents(state, q, k, v, *gates)
-            check_in_place(state, q, k, v, *gates)
+            check_in_place(state, self.inputs, (q, k, v, *gates), starts)
             return self.kernel.step_(q, k, v, *gates, state=state, starts=starts)
         except (RuntimeError, ValueError, AttributeError, TypeError, IndexError):
             return None

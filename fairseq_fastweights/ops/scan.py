@@ -9,6 +9,8 @@ from fairseq_fastweights.ops import checks, chunkwise, native
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.operations import choose_backend, no_steps
 
+INPUTS = ("u", "delta", "A", "B", "C", "D")
+
 
 def selective_scan(
     u: Tensor,
@@ -48,8 +50,8 @@ def selective_scan(
         out (batch, time, channels), in the dtype of `u`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or `in_place` without a state or where a gradient is
-            wanted; the message names the argument.
+        ValueError: for a shape, dtype or device that does not fit, or `in_place` without a state, with one that shares
+            memory with an input, or where a gradient is wanted; the message names the argument.
         BackendUnavailable: if the backend cannot do it.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
@@ -65,7 +67,7 @@ def selective_scan(
     run = {"native": native.selective_scan, "chunkwise": chunkwise.selective_scan, "reference": reference}[backend]
     if backend == "native":
         native.refuse_tangents(initial_state, *inputs)
-    state = checks.check_in_place(initial_state, *inputs) if in_place else None
+    state = checks.check_in_place(initial_state, INPUTS, inputs) if in_place else None
     if u.shape[1] == 0:
         return (
             no_steps(u, (u.shape[0], *A.shape), initial_state, inputs)

@@ -106,7 +106,7 @@ def read_in_parts(model, lengths, rows, padded):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_short_prompts_and_parts_of_prompts_with_a_cache(name):
-    """Shorter than the convolution's reach, time is contiguous in memory; so it is where a cache is joined to a part."""
+    """Of texts shorter than the convolution's reach, and where a cache is joined to a part, time is contiguous."""
     model = build(name)
     cases = [((length, 1, 4, 1), rows, 0) for length in range(1, 10) for rows in (1, 3)]
     cases += [((5, 2, 1), 2, 3), ((3, 8), 2, 1)]
