@@ -13,8 +13,8 @@ raises `BackendUnavailable`; none silently takes another's place. All have backw
 gradient passes. If v has more heads than q and k, as many of its heads in turn share one of theirs.
 
 With `in_place` the final state is written into `initial_state`, which is returned as the final state: generation, one
-token at a time, then moves no more than the state. Nothing of such a call can be differentiated. A state that shares memory with an
-input, or some of whose elements share memory, is refused.
+token at a time, then moves no more than the state. Nothing of such a call can be differentiated. A state that shares
+memory with an input, or some of whose elements share memory, is refused.
 
 `selective_scan`, the recurrence of Mamba, is no update rule: it has no queries and keys, but the same three forms.
 """
