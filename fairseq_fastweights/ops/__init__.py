@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops.checks import BackendUnavailable, GateInput, check_values, state_dtype
-from fairseq_fastweights.ops.operations import BACKENDS, OPERATIONS, Operation
+from fairseq_fastweights.ops.choice import BACKENDS
+from fairseq_fastweights.ops.operations import OPERATIONS, Operation
 from fairseq_fastweights.ops.scan import selective_scan
 
 __all__ = [

@@ -23,10 +23,9 @@ from fairseq_fastweights.ops.checks import (
     state_dtype,
     values_are_checked,
 )
+from fairseq_fastweights.ops.choice import choose_backend, say_backend
 from fairseq_fastweights.ops.divided import KEYS, VALUES, Divided
 from fairseq_fastweights.ops.native import Kernel
-
-BACKENDS = ("auto", "reference", "chunkwise", "native")
 
 Implementation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -189,7 +188,9 @@ class Operation:
         reason = self.why_not_native(kind, v.dtype, key_dim)
         if reason is None and self.kernel is not None and self.kernel.why_not_these is not None:
             reason = self.kernel.why_not_these(*gates)
-        backend = choose_backend(backend, time, reason, self.chunkwise is not None)
+        asked, in_chunks = backend, self.chunkwise is not None
+        backend = choose_backend(asked, time, reason, in_chunks)
+        say_backend(kind, asked, reason, in_chunks)
         if backend == "native":
             assert self.kernel is not None
             kernel = self.kernel if native.fits(kind, max(key_dim, v.shape[-1])) else self.divided
@@ -202,34 +203,6 @@ class Operation:
                 "backend='reference'"
             )
         return None, self.chunkwise
-
-
-def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunks: bool) -> str:
-    """What computes a call of so many steps: `backend`, or what "auto" takes.
-
-    Args:
-        backend: one of `BACKENDS`.
-        time: how many steps there are.
-        why_not_native: why there is no kernel for the call; None if there is one.
-        in_chunks: whether there is a form that is parallel in time.
-
-    Raises:
-        ValueError: for what is no backend.
-        BackendUnavailable: if kernels are asked for and there are none.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if backend == "auto":
-        if why_not_native is None:
-            return "native"
-        # A single step has nothing to chunk: the reference's loop over time is that step.
-        return "chunkwise" if in_chunks and time > 1 else "reference"
-    if backend == "native" and why_not_native is not None:
-        other = "chunkwise" if in_chunks else "reference"
-        raise BackendUnavailable(
-            f"backend='native' was asked for: {why_not_native}; or use backend={other!r} (which 'auto' takes then)"
-        )
-    return backend
 
 
 def no_steps(

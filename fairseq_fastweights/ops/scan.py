@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fairseq_fastweights.ops import checks, chunkwise, native
 from fairseq_fastweights.ops.checks import state_dtype
-from fairseq_fastweights.ops.operations import choose_backend, no_steps
+from fairseq_fastweights.ops.choice import choose_backend, say_backend
+from fairseq_fastweights.ops.operations import no_steps
 
 INPUTS = ("u", "delta", "A", "B", "C", "D")
 
@@ -63,7 +64,9 @@ def selective_scan(
     """
     _check(u, delta, A, B, C, D, initial_state)
     inputs = (u, delta, A, B, C, D)
-    backend = choose_backend(backend, u.shape[1], _why_not_native(u), in_chunks=True)
+    asked, reason = backend, _why_not_native(u)
+    backend = choose_backend(asked, u.shape[1], reason, in_chunks=True)
+    say_backend(u.device.type, asked, reason, in_chunks=True)
     run = {"native": native.selective_scan, "chunkwise": chunkwise.selective_scan, "reference": reference}[backend]
     if backend == "native":
         native.refuse_tangents(initial_state, *inputs)
