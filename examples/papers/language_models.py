@@ -12,7 +12,7 @@ from common.fairseq_logs import find_in
 from common.files import write_whole
 from common.identity import split_files
 
-from papers.rows import BEST, PACKAGE, ROOT, Call, Places, RowError, positive, program, require, shown, training
+from papers.rows import BEST, ROOT, Call, Places, RowError, plugin, positive, program, require, shown, training
 
 TASK = "fast_weight_language_modeling"
 STATE_SIZE = ROOT / "examples" / "wikitext103" / "state_size.py"
@@ -85,7 +85,7 @@ class LanguageModel:
         for mode in modes:
             for split in (env.get("SPLITS") or self.splits).split():
                 words = [program("fairseq-eval-lm"), str(places.data), "--path", str(checkpoint), "--gen-subset", split]
-                words += ["--user-dir", shown(PACKAGE), "--task", TASK]
+                words += ["--user-dir", shown(plugin()), "--task", TASK]
                 # One process: with several, fairseq reports the perplexity of each one's share.
                 words += [*self._mode(mode), *"--distributed-world-size 1 --no-progress-bar".split()]
                 words += [*self.evaluate.split(), *options]

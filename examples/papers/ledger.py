@@ -18,7 +18,7 @@ from common import matrix_products
 from common.identity import digest_of, split_files
 from common.json_lines import append_line, whole_lines
 
-from papers.rows import PACKAGE, ROOT, Call, Places, RowError, shown
+from papers.rows import PACKAGE, ROOT, Call, Places, RowError, plugin, shown
 
 COMMITTED = Path(__file__).with_name("ledger.jsonl")
 """The runs that docs/results.md is made of."""
@@ -97,7 +97,7 @@ def command_lines(calls: list[Call], places: Places) -> list[str]:
         (places.out, "OUT"),
         (places.data, "DATA"),
         (places.checkpoint, "SOURCE"),
-        (shown(PACKAGE), PACKAGE.name),
+        (shown(plugin()), PACKAGE.name),
     ]
     # One may lie in another.
     inner_first = sorted(((str(path), name) for path, name in folders if path), key=lambda pair: -len(pair[0]))

@@ -42,6 +42,7 @@ from fairseq_fastweights.models.option_checks import (
     read_cutoffs,
     register_architecture,
 )
+from fairseq_fastweights.ops.choice import say_again
 
 
 @defaults_in_help
@@ -166,6 +167,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             ValueError: for options that contradict each other, before anything is built.
         """
         check_ranges(args)
+        say_again()  # which backend runs
         names = _layer_mixers(args)
         if args.decoder_layers_to_keep:
             kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)

@@ -42,6 +42,7 @@ from fairseq_fastweights.models.option_checks import (
     read_cutoffs,
     register_architecture,
 )
+from fairseq_fastweights.ops.choice import say_again
 
 PLACES = ("encoder", "decoder", "cross")
 """The places of attention in the Transformer: within encoder and decoder, and from decoder to encoder ("cross")."""
@@ -109,6 +110,7 @@ class FastWeightTransformerModel(TransformerModel):
         """
         set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
         check_ranges(args)
+        say_again()  # which backend runs
         _check_shape(args, len(task.target_dictionary))
         places = parse_places(args.fast_weight_attention)
         names = _decoder_mixers(args)

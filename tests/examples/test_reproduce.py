@@ -11,6 +11,7 @@ from typing import BinaryIO
 import papers
 import pytest
 from common import json_lines
+from papers import rows
 
 from .conftest import EXAMPLES, options, refused, reproduce_command, shell_words
 
@@ -231,3 +232,26 @@ def append(path: Path) -> str:
     with pytest.raises(OSError) as error:
         json_lines.append_line(path, {})
     return str(error.value)
+
+
+def test_an_installed_copy_with_kernels_is_taken_where_the_sources_have_none(tmp_path, monkeypatch) -> None:
+    """As after `pip install .`; not one of other code."""
+    sources, installed = tmp_path / "sources", tmp_path / "installed"
+    for folder in (sources, installed):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    monkeypatch.setattr(rows, "PACKAGE", sources)
+    monkeypatch.setattr(rows, "find_spec", lambda name: Namespace(origin=str(installed / "__init__.py")))
+    library, module = "_native_cpu.so", "changed.py"
+    for made, taken in (
+        (None, sources),
+        (installed / library, installed),
+        (sources / module, sources),
+        (installed / module, installed),
+        (sources / library, sources),
+    ):
+        if made is not None:
+            made.touch()
+        rows.plugin.cache_clear()
+        assert rows.plugin() == taken, made
+    rows.plugin.cache_clear()

@@ -212,14 +212,16 @@ def test_a_checkpoint_is_read_to_be_checked_and_to_be_loaded_and_no_more(checkpo
 
 @pytest.mark.slow
 def test_the_command_knows_checkpoints_and_exported_folders(
-    few_tasks: None, task: Path, checkpoint, monkeypatch
+    few_tasks: None, task: Path, checkpoint, monkeypatch, caplog
 ) -> None:
     from fairseq_fastweights.conversion.export import load_for_causal_lm
+    from fairseq_fastweights.ops.choice import say_again
 
     model, tokenizer = load_for_causal_lm(checkpoint("delta"))
     model.save_pretrained(task / "exported")
     tokenizer.save_pretrained(task / "exported")
     results = []
+    say_again()
     for number, words in enumerate(
         (
             ["fairseq-fastweights", "--model_args", f"checkpoint={checkpoint('delta')}"],
@@ -233,6 +235,7 @@ def test_the_command_knows_checkpoints_and_exported_folders(
     ours, theirs = results
     assert ours["results"]["words"]["acc,none"] == theirs["results"]["words"]["acc,none"]
     assert ours["config"]["tokens_per_second"] > 0
+    assert sum("fast weight rules run by" in message for message in caplog.messages) == 1
 
 
 def test_what_is_wrong_is_said_in_a_line(few_tasks: None, checkpoint, monkeypatch, capsys) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import pickle
@@ -396,9 +397,45 @@ def test_what_was_broken_works(our_fairseq, works, tmp_path: Path) -> None:
 def test_a_plugin_that_is_not_there_ends_a_command_in_one_line(our_fairseq, monkeypatch, capsys) -> None:
     from fairseq import options
 
-    monkeypatch.setattr(sys, "argv", ["fairseq-train", "data", "--user-dir", "no/such"])
-    with pytest.raises(SystemExit) as ended:
-        options.get_training_parser()
-    missing = Path("no/such").absolute()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"fairseq-train: error: argument --user-dir: there is no folder {missing}\n"
+    for name, more in (("no/such", ""), ("no_such", ", and no package no_such is installed")):
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", "data", "--user-dir", name])
+        with pytest.raises(SystemExit) as ended:
+            options.get_training_parser()
+        missing = Path(name).absolute()
+        assert ended.value.code == 2
+        told = f"fairseq-train: error: argument --user-dir: there is no folder {missing}{more}\n"
+        assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("first", ["nothing", "the package", "its task"])
+def test_an_installed_plugin_is_found_by_its_name_and_registered_once(
+    our_fairseq, first, tmp_path, monkeypatch
+) -> None:
+    """From every folder, as of an editable installation; also where a program imported it, or a part, before."""
+    from fairseq.utils import import_user_module
+
+    plugin, elsewhere = tmp_path / "installed" / "a_plugin", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for module in ("__init__", "tasks/__init__", "tasks/a_task", "models/__init__", "models/a_model"):
+        path = plugin / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import sys\nsys.imported.append(__name__)\n")
+    imported: list[str] = []
+    monkeypatch.setattr(sys, "imported", imported, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(plugin.parent)])
+    monkeypatch.setattr(import_user_module, "memo", set(), raising=False)
+    before = set(sys.modules)
+    monkeypatch.chdir(elsewhere)
+    try:
+        if first != "nothing":
+            importlib.import_module("a_plugin" if first == "the package" else "a_plugin.tasks.a_task")
+        for name in ("a_plugin", "a_plugin/", str(plugin)):
+            import_user_module(argparse.Namespace(user_dir=name))
+        parts = ("", ".models", ".models.a_model", ".tasks", ".tasks.a_task")
+        assert sorted(imported) == [f"a_plugin{part}" for part in parts]
+        (elsewhere / "a_plugin").mkdir()  # goes first, and is another one
+        with pytest.raises(ImportError, match="elsewhere/a_plugin because the corresponding module name"):
+            import_user_module(argparse.Namespace(user_dir="a_plugin"))
+    finally:
+        for name in [name for name in set(sys.modules) - before if name.partition(".")[0] == "a_plugin"]:
+            del sys.modules[name]
