@@ -36,14 +36,10 @@ def multiply(tensors: Iterable[Tensor], factor: Any) -> None:
 
 def total_norm(tensors: Sequence[Tensor], device: Any) -> Tensor:
     """The norm of all numbers of all tensors together, in float32 on `device`."""
-    if any(x.is_sparse for x in tensors):
-        norms = [torch.norm(x, p=2, dtype=torch.float32).to(device) for x in tensors]
-    else:
-        norms = [
-            norm.to(device)
-            for some in _by_device(tensors)
-            for norm in torch._foreach_norm(some, 2, dtype=torch.float32)
-        ]
+    dense = [x.coalesce().values() if x.is_sparse else x for x in tensors]
+    norms = [
+        norm.to(device) for some in _by_device(dense) for norm in torch._foreach_norm(some, 2, dtype=torch.float32)
+    ]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 

@@ -217,6 +217,20 @@ def _training(record: Record) -> Iterator[str]:
     yield table(columns, record["rows"])
 
 
+def _updates(record: Record) -> Iterator[str]:
+    """Operators by model, precision and part of an update, and waits."""
+    columns: Columns = {
+        "model": lambda row: row["model"],
+        "precision": lambda row: row["precision"],
+        "operators": lambda row: f"{row['operators']:,}",
+        "forward": lambda row: f"{row['parts']['forward']:,}",
+        "backward": lambda row: f"{row['parts']['backward']:,}",
+        "all else": lambda row: f"{row['operators'] - row['parts']['forward'] - row['parts']['backward']:,}",
+        "waits": lambda row: str(len(row["waits"])),
+    }
+    yield table(columns, record["rows"])
+
+
 def _in_turns(record: Record) -> Iterator[str]:
     """A table for each part, with every contestant's time over that of the first."""
     columns: Columns = {
@@ -236,5 +250,6 @@ def _cut(record: Record) -> str:
 
 _PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
     **{"kernels": _kernels, "generation": _generation, "translation": _translation, "training": _training},
+    "updates": _updates,
     **{"training_length": _training_length, **dict.fromkeys(("mixers", "gated_delta", "models"), _in_turns)},
 }

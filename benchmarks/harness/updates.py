@@ -47,7 +47,12 @@ class Update:
 
     @property
     def total(self) -> int:
-        return sum(number for counter in self.operators.values() for number in counter.values())
+        return sum(sum(counter.values()) for counter in self.operators.values())
+
+    @property
+    def most(self) -> list[tuple[str, int]]:
+        """The ten operators that were started most often."""
+        return sum(self.operators.values(), Counter()).most_common(10)
 
 
 @contextmanager

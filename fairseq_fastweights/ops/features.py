@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from fairseq_fastweights.ops import native
 from fairseq_fastweights.ops.checks import check_tensor, state_dtype
-from fairseq_fastweights.ops.operations import choose_backend
+from fairseq_fastweights.ops.choice import choose_backend
 
 Normalization = Literal["none", "sum", "length"]
 NORMALIZATIONS = ("none", "sum", "length")

@@ -1,0 +1,60 @@
+"""Operators that an update of training starts, and where it waits for a GPU, counted on a CPU.
+
+`fairseq-train` with the paper's small language model (Schlag et al. 2021), which is as deep as theirs and narrow: what
+is counted does not depend on sizes. See `harness/updates.py` for what counts as an operator.
+
+    python benchmarks/updates.py [--models delta] [--precisions bf16] [--out results.json]
+"""
+
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from unittest import mock
+
+import training
+from harness import ROOT, records
+from harness.program import finish, make_parser, parse
+from harness.updates import PARTS, Update, watched
+
+# fairseq takes a package that is there, as this one's by then, for one whose tasks and models are registered.
+import fairseq_fastweights.models.fast_weight_lm
+import fairseq_fastweights.tasks.fast_weight_language_modeling
+import fairseq_fastweights.tasks.long_runs  # noqa: F401
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+SIZES = """--decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16 --decoder-ffn-embed-dim 32
+    --adaptive-input-cutoff 10,30,200 --adaptive-softmax-cutoff 10,30,200 --log-interval 100 --fp16-init-scale 4"""
+SETTINGS = {"types": 300, "batch": 2, "length": 16, "updates": 7, "log interval": 100}
+
+
+def watch(data: Path, model: str, precision: str) -> Update:
+    """What is known of an update of a model's training, in this process."""
+    from fairseq_cli import train
+
+    options = Namespace(device="cpu", precision=precision, backend="auto", quick=False)
+    flags = [*training.training_flags(model, SETTINGS, options), *SIZES.split()]
+    words = ["fairseq-train", str(data), *flags, "--user-dir", str(ROOT / "fairseq_fastweights")]
+    with mock.patch.object(sys, "argv", words), watched() as update:
+        train.cli_main()
+    return update
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "--threads", "--out", models=training.MODELS, precisions=PRECISIONS)
+    parser.set_defaults(device="cpu", quick=False)
+    options = parse(parser)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        data = training.prepare(Path(name), SETTINGS)
+        for model in options.models:
+            for precision in options.precisions:
+                update = watch(data, model, precision)
+                parts = {part: sum(update.operators.get(part, {}).values()) for part in (*PARTS, "other")}
+                row = {"model": model, "precision": precision, "operators": update.total, "parts": parts}
+                rows.append(row | {"waits": update.waits, "most": dict(update.most)})
+    finish(records.save("updates", options, rows=rows), options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What is done for all parameters together is what is done for each of them."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq import utils
+from fairseq.models.ema.ema import EMA
+from fairseq.optim.adam import Adam
+from torch import Tensor, nn
+
+many_tensors = pytest.importorskip(
+    "fairseq.many_tensors", reason="needs the fairseq that tools/build_fairseq.py builds"
+)
+
+SHAPES = [(3, 5), (64, 130), (0, 4), (7,), ()]
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-6}
+
+
+def draw(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def trained(dtype: torch.dtype, together: bool, steps: int = 30, state: dict | None = None, **settings) -> Adam:
+    """Adam after some steps, with its parameters; in every other step the last one has no gradient (LayerDrop)."""
+    optimizer = Adam([nn.Parameter(x) for x in draw(dtype)], **SETTINGS, **settings)
+    optimizer.goes_together = together
+    if state is not None:
+        for p, x in zip(optimizer.param_groups[0]["params"], state["params"], strict=True):
+            p.data.copy_(x)
+        optimizer.load_state_dict(state["optimizer"])
+    for number in range(steps):
+        for p, x in zip(optimizer.param_groups[0]["params"], draw(dtype, number + 1), strict=True):
+            p.grad = None if p.dim() == 0 and number % 2 else x
+        optimizer.step()
+    return optimizer
+
+
+def values(optimizer: Adam) -> list[Tensor]:
+    return [p.detach().double() for p in optimizer.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_adam_is_as_near_to_exact_arithmetic_as_one_parameter_after_the_other(dtype, settings, monkeypatch):
+    monkeypatch.setattr(many_tensors, "_PORTION", 20)  # of weights in 16 bits, which are rounded after every step
+    exact = values(trained(torch.float64 if dtype == torch.float32 else dtype, False, **settings))
+    loop, together = (values(trained(dtype, way, **settings)) for way in (False, True))
+    for x, y, z in zip(exact, loop, together, strict=True):
+        # Of numbers up to 4, where a step in 16 bits may be rounded to the other side.
+        error = 2e-6 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(y, x, rtol=0, atol=error)
+        torch.testing.assert_close(z, x, rtol=0, atol=error)
+        assert dtype != torch.float32 or not x.numel() or (z - x).abs().mean() <= 1.5 * (y - x).abs().mean() + 1e-8
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_states_of_both_ways_are_laid_out_alike_and_go_on_in_the_other(dtype, before):
+    first = trained(dtype, before, 4)
+    saved = copy.deepcopy(
+        {"optimizer": first.state_dict(), "params": [p.detach() for p in first.param_groups[0]["params"]]}
+    )
+    other = trained(dtype, not before, 4).state_dict()
+    assert saved["optimizer"]["param_groups"] == other["param_groups"]
+    for number, state in other["state"].items():
+        kept = saved["optimizer"]["state"][number]
+        assert {name: getattr(x, "dtype", type(x)) for name, x in state.items()} == {
+            name: getattr(x, "dtype", type(x)) for name, x in kept.items()
+        }
+    goes_on, changes = (trained(dtype, way, 4, state=copy.deepcopy(saved)) for way in (before, not before))
+    for x, y in zip(values(goes_on), values(changes), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-3)
+
+
+def test_what_lies_otherwise_in_memory_is_left_to_the_loop_and_sparse_gradients_are_refused():
+    transposed, sparse = nn.Parameter(torch.randn(3, 5).t()), nn.Parameter(torch.randn(4, 2))
+    alone = nn.Parameter(transposed.detach().contiguous())
+    transposed.grad, alone.grad = torch.ones(5, 3), torch.ones(5, 3)
+    for p in (transposed, alone):
+        Adam([p], **SETTINGS).step()
+    assert torch.equal(transposed, alone) or torch.allclose(transposed, alone, atol=1e-6)
+    sparse.grad = torch.randn(4, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        Adam([sparse], **SETTINGS).step()
+
+
+def test_a_step_that_is_to_be_skipped_changes_nothing():
+    optimizer = trained(torch.float32, True, 2)
+    before = values(optimizer), copy.deepcopy(optimizer.state_dict()["state"][1]["exp_avg"])
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.skip = torch.ones(())
+    optimizer.step()
+    assert all(map(torch.equal, before[0], values(optimizer)))
+    assert torch.equal(before[1], optimizer.state_dict()["state"][1]["exp_avg"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("most", [0.0, 0.5])
+def test_gradients_are_measured_and_clipped(dtype, most):
+    params = [nn.Parameter(x) for x in draw(dtype)]
+    for p, x in zip(params, draw(dtype, 1), strict=True):
+        p.grad = 100 * x
+    params[0].grad = None
+    grads = [p.grad.double() for p in params[1:]]
+    norm = torch.cat([x.flatten() for x in grads]).norm()
+    torch.testing.assert_close(utils.clip_grad_norm_(params, most).double(), norm, rtol=1e-6, atol=0)  # in float32
+    for p, x in zip(params[1:], grads, strict=True):
+        expected = x * most / (norm + 1e-6) if most else x
+        torch.testing.assert_close(p.grad.double(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    assert params[0].grad is None
+
+
+def test_sparse_gradients_have_a_norm_and_are_multiplied():
+    grads = [torch.tensor([[3.0, 0.0]]).to_sparse(), torch.tensor([4.0])]
+    assert many_tensors.total_norm(grads, "cpu") == 5
+    for factor in (2, torch.tensor(2.0)):
+        many_tensors.multiply(grads, factor)
+    assert [float(x.to_dense().sum()) for x in grads] == [12, 16]
+
+
+def test_gradients_are_copied_and_missing_ones_are_zeros():
+    params = [nn.Parameter(x) for x in draw(torch.float16)]
+    params[1].grad = torch.full_like(params[1], 3)
+    targets = [torch.full(shape, torch.nan) for shape in SHAPES]
+    many_tensors.copy_gradients(params, targets)
+    assert all((target == (3 if i == 1 else 0)).all() for i, target in enumerate(targets))
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_moving_average_is_that_of_every_parameter(dtype, in_float32, monkeypatch):
+    monkeypatch.setattr(many_tensors, "_PORTION", 5)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(dtype)
+    config = SimpleNamespace(ema_decay=0.75, ema_fp32=in_float32, ema_seed_model=None, ema_start_update=0)
+    config.ema_update_freq = 1
+    average = EMA(model, config, skip_keys={"1.num_batches_tracked"})
+    expected = {name: x.to(torch.float32 if in_float32 else dtype).clone() for name, x in model.state_dict().items()}
+    for _ in range(3):
+        for x in model.parameters():
+            x.data += 1
+        average.step(model)
+        for name, x in model.state_dict().items():
+            expected[name].mul_(0.75).add_(x.to(expected[name].dtype), alpha=0.25)
+    for name, x in average.get_model().state_dict().items():
+        if x.is_floating_point():
+            assert torch.equal(x, expected[name].to(dtype)), name
