@@ -1,0 +1,84 @@
+"""Writes checkpoints, each of which is whole or not there.
+
+`tools/fairseq_cures.py` puts this module into fairseq as `fairseq/checkpoint_writer.py`. A file is written beside the one
+that it replaces, from its beginning at each try, and gets a checkpoint's name when all of it is there. What stands in
+its way, such as a link to a file elsewhere, is removed and never written to.
+"""
+
+import contextlib
+import io
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any, BinaryIO
+
+import torch
+from fairseq.digests import with_digests
+
+_TRIES = 3
+_thread = ThreadPoolExecutor(1)  # which is started by the first that it is given
+_unfinished: list[Future[None]] = []
+
+
+def save(state: Any, path: str, in_background: bool = False) -> None:
+    """Saves a checkpoint, with digests if it is a dictionary with "model".
+
+    Raises what the last of three tries raises; then there is no new file. With `in_background`, if iopath is installed,
+    a thread writes what is the state now, and what it raises comes from the next call or from `finish`.
+    """
+    state = with_digests(state)
+    if _has_thread(in_background):
+        content = io.BytesIO()
+        torch.save(state, content)
+        _later(lambda: write_whole(path, lambda file: file.write(content.getbuffer())))
+    else:
+        write_whole(path, lambda file: torch.save(state, file))
+
+
+def copy(source: str, path: str, in_background: bool = False) -> None:
+    """Copies a checkpoint that `save` was given, in the same way."""
+
+    def write(file: BinaryIO) -> None:
+        with open(source, "rb") as original:
+            shutil.copyfileobj(original, file, 2**20)
+
+    if _has_thread(in_background):
+        _later(lambda: write_whole(path, write))
+    else:
+        write_whole(path, write)
+
+
+def write_whole(path: str, write: Callable[[BinaryIO], Any]) -> None:
+    """Has a file written by `write`, in up to three tries, each of which begins with an empty one."""
+    beside = f"{path}.tmp"
+    for left in reversed(range(_TRIES)):
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(beside)
+            with open(beside, "xb") as file:
+                write(file)
+            os.replace(beside, path)
+            return
+        except Exception:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            if not left:
+                raise
+
+
+def finish() -> None:
+    """Waits for what is written in the background; raises what went wrong there."""
+    while _unfinished:
+        _unfinished.pop(0).result()
+
+
+def _has_thread(in_background: bool) -> bool:
+    return in_background and find_spec("iopath") is not None  # which fairseq asks for, where it is an option
+
+
+def _later(act: Callable[[], None]) -> None:
+    while _unfinished and _unfinished[0].done():
+        _unfinished.pop(0).result()
+    _unfinished.append(_thread.submit(act))
