@@ -158,7 +158,7 @@ def save_checkpoint(''',
     ):
         save_checkpoint.best = extra_state["best"]
 """,
-            """    # The best checkpoint is the best in its folder: that of a run that begins from a file elsewhere is yet to come.
+            """    # The best checkpoint is the best in its folder: a run that begins elsewhere has none yet.
     folders = (os.path.dirname(checkpoint_path), cfg.save_dir)
     goes_on = len({os.path.realpath(folder) for folder in folders}) == 1
     begins_anew = reset_optimizer or reset_meters or not goes_on

@@ -1,8 +1,8 @@
 """Writes checkpoints, each of which is whole or not there.
 
-`tools/fairseq_cures.py` puts this module into fairseq as `fairseq/checkpoint_writer.py`. A file is written beside the one
-that it replaces, from its beginning at each try, and gets a checkpoint's name when all of it is there. What stands in
-its way, such as a link to a file elsewhere, is removed and never written to.
+`tools/fairseq_cures.py` puts this module into fairseq as `fairseq/checkpoint_writer.py`. A file is written beside the
+one that it replaces, from its beginning at each try, and gets a checkpoint's name when all of it is there. What stands
+in its way, such as a link to a file elsewhere, is removed and never written to.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 import torch
 from fairseq.digests import with_digests
 
-_TRIES = 3
 _thread = ThreadPoolExecutor(1)  # which is started by the first that it is given
 _unfinished: list[Future[None]] = []
 
@@ -50,22 +49,21 @@ def copy(source: str, path: str, in_background: bool = False) -> None:
         write_whole(path, write)
 
 
-def write_whole(path: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Has a file written by `write`, in up to three tries, each of which begins with an empty one."""
+def write_whole(path: str, write: Callable[[BinaryIO], Any], tries: int = 3) -> None:
+    """Has a file written by `write`; if that fails, once more from the beginning, as often as `tries` says in all."""
     beside = f"{path}.tmp"
-    for left in reversed(range(_TRIES)):
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(beside)
-            with open(beside, "xb") as file:
-                write(file)
-            os.replace(beside, path)
-            return
-        except Exception:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            if not left:
-                raise
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(beside)
+        with open(beside, "xb") as file:
+            write(file)
+        os.replace(beside, path)
+    except Exception:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        if tries == 1:
+            raise
+        write_whole(path, write, tries - 1)
 
 
 def finish() -> None:

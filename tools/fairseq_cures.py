@@ -27,6 +27,7 @@ ADDED = {
     "fairseq_checkpoint_writer.py": "checkpoint_writer.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
     "fairseq_settings.py": "settings.py",
+    "../fairseq_fastweights/checkpoint_updates.py": "checkpoint_updates.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
 }
