@@ -56,6 +56,9 @@ class _Anything(dict[Any, Any]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__()
 
+    def __setstate__(self, state: Any) -> None:
+        pass
+
 
 class _Outline(pickle._Unpickler):  # in Python: that in C can be made to ask for any amount of memory
     def find_class(self, module: str, name: str) -> Any:

@@ -27,7 +27,7 @@ class Interruption:
         self._pid = 0
 
     def begin(self) -> None:
-        """Starts to note signals, except those that were ignored: SIGINT in the background of a shell, SIGHUP by nohup."""
+        """Starts to note signals, except those that were ignored: in a shell's background SIGINT, by nohup SIGHUP."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._pid != os.getpid():  # forked, perhaps, from a process that had noted one of its own
