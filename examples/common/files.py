@@ -13,9 +13,11 @@ class TextError(ValueError):
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, text in UTF-8, whole or not at all."""
+    """Writes a file, text in UTF-8, whole or not at all; a link in its place is replaced, not followed."""
     new = path.with_name(f"{path.name}.new")
-    new.write_bytes(content.encode() if isinstance(content, str) else content)
+    new.unlink(missing_ok=True)
+    with new.open("xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     new.replace(path)
 
 
