@@ -32,7 +32,8 @@ def note_digest(path: Path) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at whole words
     beside = path.with_name(f"{path.name}.tmp")
-    with path.open("rb") as old, beside.open("wb") as new:
+    beside.unlink(missing_ok=True)  # a link, which would name a file elsewhere
+    with path.open("rb") as old, beside.open("xb") as new:
         new.write(struct.pack("<Q", len(text)) + text)
         old.seek(begin)
         shutil.copyfileobj(old, new, 2**20)

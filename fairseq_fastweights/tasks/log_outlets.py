@@ -33,10 +33,13 @@ class LogOutlets:
 
     def open(self) -> None:
         """From now on this process does not depend on who reads its log."""
-        for fd, file in self._files.items():
-            if fd not in self._open and _file(fd) in (file, None):
-                with suppress(OSError):  # no more files can be opened
-                    self._open[fd] = _Outlet(fd)
+        ours = [fd for fd, file in self._files.items() if fd not in self._open and _file(fd) in (file, None)]
+        with suppress(OSError):  # no more files can be opened
+            for fd in ours:  # all, before a file that is opened gets their numbers
+                if _file(fd) is None:
+                    _lead_nowhere(fd)
+            for fd in ours:
+                self._open[fd] = _Outlet(fd)
 
     def open_if_unread(self) -> None:
         """Does so if nobody will read stdout or stderr any more."""
@@ -59,8 +62,6 @@ class _Outlet:
     """A pipe in the place of an output, and a thread that passes on what comes through it, if that is read."""
 
     def __init__(self, fd: int) -> None:
-        if _file(fd) is None:  # it is closed
-            _lead_nowhere(fd)
         self._fd, self._target = fd, os.dup(fd)
         self._source, sink = os.pipe()
         os.dup2(sink, fd)

@@ -97,24 +97,40 @@ def test_what_is_read_arrives_in_its_order_and_outputs_are_given_back(tmp_path):
     assert parts == [b"", *((b"%d" % number + MUCH) * 200 for number in range(3))]
 
 
-@pytest.mark.parametrize("which", ["from the beginning", "from then on"])
-def test_a_closed_output_whose_number_another_file_may_have_is_let_alone(tmp_path, monkeypatch, which):
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("since", ["the beginning", "then"])
+def test_a_closed_output_whose_number_another_file_may_have_is_let_alone(tmp_path, number, since):
     def run() -> None:
         outlets = LogOutlets()
-        os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), 2)
-        if which == "from the beginning":
-            log_outlets.sys.__stdout__ = None  # type: ignore[misc]
-        os.close(1)
-        taken = os.open(tmp_path / "data", os.O_WRONLY | os.O_CREAT) if which == "from the beginning" else 1
-        assert taken == 1
-        outlets.begin()
+        os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), 3 - number)
+        if since == "the beginning":
+            setattr(log_outlets.sys, "__stdout__" if number == 1 else "__stderr__", None)
+        else:
+            outlets.begin()
+        os.close(number)
+        assert os.open(tmp_path / "data", os.O_WRONLY | os.O_CREAT) == number
+        if since == "the beginning":
+            outlets.begin()
         outlets.open()
         outlets.say("a line")
-        os.write(1, b"12345")
+        os.write(number, b"12345")
         outlets.close()
         os._exit(7)
 
     assert forked(run) == 7
-    assert (tmp_path / "log").read_bytes() == b"a line\n"
-    if which == "from the beginning":
-        assert (tmp_path / "data").read_bytes() == b"12345"
+    assert (tmp_path / "log").read_bytes() == (b"a line\n" if number == 1 else b"")
+    assert (tmp_path / "data").read_bytes() == b"12345"
+
+
+def test_an_output_that_is_closed_takes_what_is_written():
+    def run() -> None:
+        outlets = LogOutlets()
+        outlets.begin()
+        for number in (0, 1, 2):
+            os.close(number)
+        outlets.open()
+        written = [os.write(number, MUCH) for number in (1, 2)]
+        outlets.close()
+        os._exit(7 if written == [len(MUCH)] * 2 else 1)
+
+    assert forked(run) == 7

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -41,30 +42,30 @@ def test_each_try_begins_with_an_empty_file_and_one_that_failed_has_no_name(
     path, left = tmp_path / "checkpoint_last.pt", failures
     path.write_bytes(b"before")
 
-    def open_failing(name: str, mode: str) -> object:
-        file = open(name, mode)  # noqa: SIM115
+    class Failing:
+        def __init__(self, name: str, mode: str) -> None:
+            self.file = open(name, mode)  # noqa: SIM115
 
-        def fail(*ignored: object) -> None:
+        def __enter__(self) -> "Failing":
+            return self
+
+        def write(self, data: Any) -> int:
+            self.fail("writing")
+            return self.file.write(data)
+
+        def __exit__(self, *ignored: object) -> None:
+            self.file.close()
+            self.fail("closing")
+
+        def fail(self, now: str) -> None:
             nonlocal left
-            if left:
+            if left and now == when:
                 left -= 1
-                file.write(b"PK\3\4" + b"x" * 5000)
-                file.close()
+                with suppress(ValueError):  # it is closed
+                    self.file.write(b"PK\3\4" + b"x" * 5000)
                 raise OSError(28, "No space left on device")
 
-        class Failing:
-            def __enter__(self) -> object:
-                if when == "writing":
-                    fail()
-                return file
-
-            def __exit__(self, *ignored: object) -> None:
-                fail()
-                file.close()
-
-        return Failing()
-
-    monkeypatch.setattr(checkpoint_writer, "open", open_failing, raising=False)
+    monkeypatch.setattr(checkpoint_writer, "open", Failing, raising=False)
     if failures < 3:
         save(path)
         assert why_damaged(path) is None and torch.equal(torch.load(path)["model"]["w"], STATE["model"]["w"])
