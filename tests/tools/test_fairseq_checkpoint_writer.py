@@ -44,7 +44,9 @@ def test_each_try_begins_with_an_empty_file_and_one_that_failed_has_no_name(
 
     class Failing:
         def __init__(self, name: str, mode: str) -> None:
+            nonlocal left
             self.file = open(name, mode)  # noqa: SIM115
+            self.fails, left = left > 0, left - 1
 
         def __enter__(self) -> "Failing":
             return self
@@ -53,14 +55,15 @@ def test_each_try_begins_with_an_empty_file_and_one_that_failed_has_no_name(
             self.fail("writing")
             return self.file.write(data)
 
+        def flush(self) -> None:
+            self.file.flush()
+
         def __exit__(self, *ignored: object) -> None:
             self.file.close()
             self.fail("closing")
 
         def fail(self, now: str) -> None:
-            nonlocal left
-            if left and now == when:
-                left -= 1
+            if self.fails and now == when:
                 with suppress(ValueError):  # it is closed
                     self.file.write(b"PK\3\4" + b"x" * 5000)
                 raise OSError(28, "No space left on device")
@@ -70,7 +73,7 @@ def test_each_try_begins_with_an_empty_file_and_one_that_failed_has_no_name(
         save(path)
         assert why_damaged(path) is None and torch.equal(torch.load(path)["model"]["w"], STATE["model"]["w"])
     else:
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises((OSError, RuntimeError)):  # the latter by torch
             save(path)
         assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
