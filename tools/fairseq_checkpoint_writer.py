@@ -12,11 +12,12 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from fairseq.digests import with_digests
 
+_Result = TypeVar("_Result")
 _thread = ThreadPoolExecutor(1)  # which is started by the first that it is given
 _unfinished: list[Future[None]] = []
 
@@ -29,9 +30,8 @@ def save(state: Any, path: str, in_background: bool = False) -> None:
     """
     state = with_digests(state)
     if _has_thread(in_background):
-        content = io.BytesIO()
-        torch.save(state, content)
-        _later(lambda: write_whole(path, lambda file: file.write(content.getbuffer())))
+        content = _in_three_tries(lambda: _serialized(state))
+        _later(lambda: write_whole(path, lambda file: file.write(content)))
     else:
         write_whole(path, lambda file: torch.save(state, file))
 
@@ -49,8 +49,12 @@ def copy(source: str, path: str, in_background: bool = False) -> None:
         write_whole(path, write)
 
 
-def write_whole(path: str, write: Callable[[BinaryIO], Any], tries: int = 3) -> None:
-    """Has a file written by `write`; if that fails, once more from the beginning, as often as `tries` says in all."""
+def write_whole(path: str, write: Callable[[BinaryIO], Any]) -> None:
+    """Has a file written by `write`; if that fails, twice more from the beginning."""
+    _in_three_tries(lambda: _write_once(path, write))
+
+
+def _write_once(path: str, write: Callable[[BinaryIO], Any]) -> None:
     beside = f"{path}.tmp"
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -61,15 +65,28 @@ def write_whole(path: str, write: Callable[[BinaryIO], Any], tries: int = 3) -> 
     except Exception:
         with contextlib.suppress(OSError):
             os.unlink(beside)
-        if tries == 1:
+        raise
+
+
+def _in_three_tries(act: Callable[[], _Result], left: int = 2) -> _Result:
+    try:
+        return act()
+    except Exception:
+        if not left:
             raise
-        write_whole(path, write, tries - 1)
+        return _in_three_tries(act, left - 1)
 
 
 def finish() -> None:
     """Waits for what is written in the background; raises what went wrong there."""
     while _unfinished:
         _unfinished.pop(0).result()
+
+
+def _serialized(state: Any) -> memoryview:
+    content = io.BytesIO()
+    torch.save(state, content)
+    return content.getbuffer()
 
 
 def _has_thread(in_background: bool) -> bool:

@@ -32,27 +32,37 @@ def save(request, monkeypatch) -> Callable[[Path], None]:
     return save
 
 
+JUNK = b"PK\3\4" + b"x" * 5000
+FULL = OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
-@pytest.mark.parametrize("when", ["writing", "closing"])
+@pytest.mark.parametrize("when", ["torch", "write", "close"])
 def test_each_try_begins_with_an_empty_file_and_one_that_failed_has_no_name(
     save, tmp_path, monkeypatch, failures, when
 ):
     from fairseq import checkpoint_writer
 
-    path, left = tmp_path / "checkpoint_last.pt", failures
+    path, left, torch_save = tmp_path / "checkpoint_last.pt", failures, torch.save
     path.write_bytes(b"before")
+
+    def fail(file: Any, now: str) -> None:
+        nonlocal left
+        if left and now == when:
+            left -= 1
+            with suppress(ValueError):  # it is closed
+                file.write(JUNK)
+            raise FULL
 
     class Failing:
         def __init__(self, name: str, mode: str) -> None:
-            nonlocal left
             self.file = open(name, mode)  # noqa: SIM115
-            self.fails, left = left > 0, left - 1
 
-        def __enter__(self) -> "Failing":
-            return self
+        def __enter__(self) -> Any:
+            return self if when == "write" else self.file
 
         def write(self, data: Any) -> int:
-            self.fail("writing")
+            fail(self.file, "write")
             return self.file.write(data)
 
         def flush(self) -> None:
@@ -60,22 +70,19 @@ def test_each_try_begins_with_an_empty_file_and_one_that_failed_has_no_name(
 
         def __exit__(self, *ignored: object) -> None:
             self.file.close()
-            self.fail("closing")
+            fail(self.file, "close")
 
-        def fail(self, now: str) -> None:
-            if self.fails and now == when:
-                with suppress(ValueError):  # it is closed
-                    self.file.write(b"PK\3\4" + b"x" * 5000)
-                raise OSError(28, "No space left on device")
+    def save_failing(state: Any, file: Any) -> None:
+        fail(file, "torch")
+        torch_save(state, file)
 
     monkeypatch.setattr(checkpoint_writer, "open", Failing, raising=False)
-    if failures < 3:
+    monkeypatch.setattr(torch, "save", save_failing)
+    try:
         save(path)
         assert why_damaged(path) is None and torch.equal(torch.load(path)["model"]["w"], STATE["model"]["w"])
-    else:
-        with pytest.raises((OSError, RuntimeError)):  # the latter by torch
-            save(path)
-        assert path.read_bytes() == b"before"
+    except (OSError, RuntimeError):  # the latter by torch
+        assert failures == 3 and path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 
 
