@@ -30,7 +30,7 @@ class Run:
         self.cfg = FairseqConfig(checkpoint=CheckpointConfig(save_dir=str(folder), no_epoch_checkpoints=True))
         vars(self.cfg.checkpoint).update(options)
         self.folder, self.updates = folder, 0
-        self.trainer = Mock(data_parallel_rank=0, checkpoint_suffix="", should_save_checkpoint_on_current_rank=True)
+        self.trainer = Mock(data_parallel_rank=0, data_parallel_world_size=1, checkpoint_suffix="")
         self.trainer.get_num_updates = lambda: self.updates
         self.trainer._previous_training_time = 3600.0
         self.trainer.save_checkpoint = lambda path, extra: torch.save({"updates": self.updates, **extra}, path)
