@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 import torch
 
 # Relative, to be found in fairseq, too.
+from .checkpoint_updates import num_updates
 from .digests import DIGESTS, THREADS, changed_parts, crc32, digests, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -177,13 +178,15 @@ def _not_as_noted(parts: list[str]) -> str | None:
 
 
 def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """The checkpoints in a folder, `*.pt`, that are whole: the last that was written first.
+    """The checkpoints in a folder, `*.pt`, that are whole: that of the most updates first.
 
-    Each is read, once it is asked for, from beginning to end.
+    Those of as many, and those that do not tell, are in the order of their dates, the newest first. Each is read, once
+    it is asked for, from beginning to end.
     """
     with os.scandir(folder) as entries:
         found = [entry for entry in entries if entry.name.endswith(".pt") and entry.is_file()]
-    for entry in sorted(found, key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True):
+    keys = {entry: (num_updates(entry.path), entry.stat().st_mtime_ns, entry.name) for entry in found}
+    for entry in sorted(found, key=lambda entry: keys[entry], reverse=True):
         if why_damaged(entry.path) is None:
             yield Path(entry.path)
 

@@ -32,7 +32,7 @@ def note_digest(path: Path) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at whole words
     beside = path.with_name(f"{path.name}.tmp")
-    beside.unlink(missing_ok=True)  # it may be a link
+    beside.unlink(missing_ok=True)  # a link, which would name a file elsewhere
     with path.open("rb") as old, beside.open("xb") as new:
         new.write(struct.pack("<Q", len(text)) + text)
         old.seek(begin)

@@ -168,14 +168,26 @@ def test_what_is_no_checkpoint_is_said_and_never_waited_for(tmp_path, make, reas
     assert str(integrity.why_damaged(tmp_path / "model.pt")).startswith(reason)
 
 
+def of_updates(number: int) -> dict[str, Any]:
+    return {**STATE, "optimizer_history": [{"num_updates": number}], "extra_state": {"train_iterator": {}}}
+
+
 def test_the_newest_whole_checkpoint_is_named(whole):
     folder = whole.parent
+    # Files' dates are those of a copy, or of a wrong clock.
     for age, name in enumerate(("checkpoint2.pt", "checkpoint3.pt", "checkpoint1.pt", "notes.txt"), start=1):
         shutil.copy(whole, folder / name)
         os.utime(folder / name, (10**9 - age, 10**9 - age))
     assert [path.name for path in integrity.whole_checkpoints(folder)] == [
         *("checkpoint_last.pt", "checkpoint2.pt", "checkpoint3.pt", "checkpoint1.pt")
     ]
+    for date, (name, updates) in enumerate({"new": 30, "newer": 200, "as_new": 30, "old": 4}.items()):
+        torch.save(of_updates(updates), folder / f"{name}.pt")
+        os.utime(folder / f"{name}.pt", (date, date))
+    found = [path.stem for path in integrity.whole_checkpoints(folder)]
+    assert found[:5] == ["newer", "as_new", "new", "old", "checkpoint_last"]
+    for name in ("new", "newer", "as_new", "old"):
+        (folder / f"{name}.pt").unlink()
     whole.write_bytes(whole.read_bytes()[:-1])
     (folder / "checkpoint2.pt").write_bytes(b"")
     said = integrity.complain(whole, str(integrity.why_damaged(whole)))

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from fairseq_checkpoint_cures import CHECKPOINT_CURES
 from fairseq_command_cures import COMMAND_CURES
 from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
@@ -25,12 +26,14 @@ ADDED = {
     "fairseq_archives.py": "archives.py",
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
+    "fairseq_checkpoint_writer.py": "checkpoint_writer.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
     "fairseq_bands.py": "modules/bands.py",
     "fairseq_host_copies.py": "host_copies.py",
     "fairseq_late_values.py": "logging/late_values.py",
     "fairseq_many_tensors.py": "many_tensors.py",
     "fairseq_settings.py": "settings.py",
+    "../fairseq_fastweights/checkpoint_updates.py": "checkpoint_updates.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
 }
@@ -177,37 +180,6 @@ def add_defaults(''',
             'load_checkpoint_file(f, fpath, "extra_state")',  # a moving average alone has no model
         ),
     ],
-    # A checkpoint is written beside the last one and renamed, but its copies, checkpoint_last.pt mostly, are written
-    # over the last ones: a training that is killed meanwhile leaves part of a file, from which it cannot go on.
-    "whole_copies": [
-        Edit(
-            _CHECKPOINTS,
-            """                assert PathManager.copy(
-                    checkpoints[0], cp, overwrite=True
-                ), f"Failed to copy {checkpoints[0]} to {cp}"
-""",
-            """                renames = PathManager.supports_rename(cp)
-                copy = cp + ".tmp" if renames else cp
-                assert PathManager.copy(
-                    checkpoints[0], copy, overwrite=True
-                ), f"Failed to copy {checkpoints[0]} to {copy}"
-                if renames:
-                    PathManager.rename(copy, cp)
-""",
-        )
-    ],
-    # A finished command that was given once more trained an update beyond --max-update, and wrote its checkpoint over
-    # checkpoint_last.pt.
-    "finished_runs": [
-        Edit(
-            "fairseq_cli/train.py",
-            "    while epoch_itr.next_epoch_idx <= max_epoch:\n",
-            "    max_update = cfg.optimization.max_update or math.inf\n"
-            "    if trainer.get_num_updates() >= max_update:\n"
-            '        logger.info(f"nothing to train: {trainer.get_num_updates()} updates are done of {max_update}")\n'
-            "    while epoch_itr.next_epoch_idx <= max_epoch and trainer.get_num_updates() < max_update:\n",
-        )
-    ],
     # The fused encoder layer of torch >= 2 asks what its mask is: 1 stands for padded keys, of shape (batch, time), and
     # 0 for an attention mask, of shape (time, time).
     "mask_type": [
@@ -274,7 +246,7 @@ def add_defaults(''',
     ],
     **{
         name: [Edit(*edit) for edit in edits]
-        for cures in (RUN_CURES, COMMAND_CURES, LIBRARY_CURES, SAFETY_CURES, SPEED_CURES)
+        for cures in (CHECKPOINT_CURES, RUN_CURES, COMMAND_CURES, LIBRARY_CURES, SAFETY_CURES, SPEED_CURES)
         for name, edits in cures.items()
     },
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
@@ -287,17 +259,14 @@ def add_defaults(''',
         Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
     ],
     # A checkpoint with a flipped bit was loaded without a word, and a pipe in its place waited for. What is saved has
-    # digests, which the loader of `safe_checkpoints` compares.
+    # digests (`fairseq_checkpoint_writer.py`), which the loader of `safe_checkpoints` compares.
     "noticed_damage": [
         Edit(
             _CHECKPOINTS,
             "from fairseq.file_io import PathManager\n",
-            "from fairseq.checkpoint_loader import open_checkpoint\n"
-            "from fairseq.digests import with_digests\n"
-            "from fairseq.file_io import PathManager\n",
+            "from fairseq.checkpoint_loader import open_checkpoint\nfrom fairseq.file_io import PathManager\n",
         ),
         Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
-        Edit(_CHECKPOINTS, "torch.save(obj, f)", "torch.save(with_digests(obj), f)"),
     ],
     # Binarised data that is cut short, or of another dictionary, was an error of NumPy's or PyTorch's, often after an
     # hour of training. What there is of it is looked at first.

@@ -16,7 +16,7 @@ class TextError(ValueError):
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, text in UTF-8, whole or not at all."""
+    """Writes a file, text in UTF-8, whole or not at all; a link in its place is replaced, not followed."""
     new = path.with_name(f"{path.name}.new")
     with open_new(new) as file:
         file.write(content.encode() if isinstance(content, str) else content)

@@ -1,7 +1,6 @@
 """fairseq is built from the source that the cures were written for, or not at all."""
 
 import argparse
-import contextlib
 import importlib
 import io
 import os
@@ -12,7 +11,7 @@ import tarfile
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import build_fairseq
 import fairseq_cures
@@ -229,36 +228,6 @@ def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, co
         load(content if isinstance(content, bytes) else content(witness))
     assert "asks for" not in says or "weights_only" not in str(error.value)  # no advice to run it after all
     assert not witness.exists()
-
-
-def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(our_fairseq, tmp_path: Path, monkeypatch) -> None:
-    """Through the function by which fairseq saves what a training goes on from."""
-    from fairseq import checkpoint_utils
-    from fairseq.dataclass.configs import CheckpointConfig
-    from fairseq.file_io import PathManager
-
-    monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", 1.0, raising=False)
-    config = CheckpointConfig(save_dir=str(tmp_path), no_epoch_checkpoints=True)
-    epochs = SimpleNamespace(epoch=1, end_of_epoch=lambda: True, state_dict=dict)
-    trainer = Mock(data_parallel_rank=0, checkpoint_suffix="", should_save_checkpoint_on_current_rank=True)
-    trainer.get_num_updates.return_value = 7
-
-    def save(content: str) -> list[str]:
-        """Saves the best one so far, at the end of an epoch; returns what the best and the last then hold."""
-        trainer.save_checkpoint = lambda path, state: Path(path).write_text(content)
-        with contextlib.suppress(KeyboardInterrupt):
-            checkpoint_utils.save_checkpoint(config, trainer, epochs, 1.0)
-        return [path.read_text() for path in sorted(tmp_path.glob("*.pt"))]
-
-    def cut_off(source: str, target: str, **options: bool) -> None:
-        Path(target).write_text(Path(source).read_text()[:1])
-        raise KeyboardInterrupt
-
-    assert save("first") == ["first", "first"]
-    with monkeypatch.context() as patch:
-        patch.setattr(PathManager, "copy", cut_off)
-        assert save("second") == ["second", "first"]
-    assert save("third") == ["third", "third"] and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
