@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fairseq_command_cures import COMMAND_CURES
+from fairseq_data_cures import DATA_CURES, DATA_REWRITINGS
 from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
 
@@ -23,10 +24,15 @@ BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 ADDED = {
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
+    "fairseq_data_files.py": "data_files.py",
+    "fairseq_file_chunks.py": "file_chunker_utils.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
+    "fairseq_one_line.py": "../fairseq_cli/__init__.py",
     "fairseq_settings.py": "settings.py",
+    "fairseq_whole_folders.py": "whole_folders.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
+    "../fairseq_fastweights/text_files.py": "text_files.py",
 }
 """Files, from this one's folder, and their names in fairseq."""
 
@@ -267,7 +273,10 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    **{name: [Edit(*edit) for edit in edits] for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES).items()},
+    **{
+        name: [Edit(*edit) for edit in edits]
+        for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES | DATA_CURES).items()
+    },
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
@@ -289,31 +298,6 @@ def add_defaults(''',
         ),
         Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
         Edit(_CHECKPOINTS, "torch.save(obj, f)", "torch.save(with_digests(obj), f)"),
-    ],
-    # Binarised data that is cut short, or of another dictionary, was an error of NumPy's or PyTorch's, often after an
-    # hour of training. What there is of it is looked at first.
-    "checked_data": [
-        Edit(
-            "fairseq/data/data_utils.py",
-            "        dataset_impl_k = dataset_impl\n",
-            "        check_split(path_k, dictionary)\n        dataset_impl_k = dataset_impl\n",
-        ),
-        Edit(
-            "fairseq/data/data_utils.py",
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.binarised_data import check_split\nfrom fairseq.file_io import PathManager\n",
-        ),
-        # A folder or a pipe in the place of dict.txt.
-        Edit(
-            "fairseq/data/dictionary.py",
-            'with open(PathManager.get_local_path(f), "r", encoding="utf-8") as fd:',
-            "with open_dictionary(PathManager.get_local_path(f)) as fd:",
-        ),
-        Edit(
-            "fairseq/data/dictionary.py",
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.binarised_data import open_dictionary\nfrom fairseq.file_io import PathManager\n",
-        ),
     ],
 }
 
@@ -337,11 +321,24 @@ def read_settings_safely(root: Path) -> None:
         path.write_text(text[:start] + imports + _EVAL.sub("literal(", text[start:]), encoding="utf-8")
 
 
+def rewrite(root: Path) -> None:
+    """Changes all files in which a rewriting finds something; there must be one for each."""
+    paths = [path for folder in ("fairseq", "fairseq_cli") for path in sorted((root / folder).rglob("*.py"))]
+    for found, changed in DATA_REWRITINGS.items():
+        before = {path: path.read_text(encoding="utf-8") for path in paths}
+        after = {path: new for path, text in before.items() if (new := changed(text)) != text}
+        if not after:
+            raise UnexpectedSourceError(f"fairseq/: no file {found}; is this the source of fairseq 0.12.2?")
+        for path, text in after.items():
+            path.write_text(text, encoding="utf-8")
+
+
 def apply_cures(root: Path) -> None:
     """Cures the unpacked source in `root`; raises `UnexpectedSourceError` if it is another one."""
     for number, (name, edits) in enumerate(CURES.items(), start=1):
         for edit in edits:
             edit.apply(root, f"cure {number} ({name})")
     read_settings_safely(root)
+    rewrite(root)
     for file, added in ADDED.items():
         shutil.copyfile(Path(__file__).parent / file, root / "fairseq" / added)
