@@ -6,6 +6,7 @@ load no plugin, such as fairseq-preprocess. Where FASTWEIGHTS_TRACEBACK=1 asks f
 
 import os
 import sys
+import threading
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,10 @@ def _end(otherwise: Any, kind: type[BaseException], error: BaseException, trace:
         otherwise(kind, error, trace)
         return
     print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+    if threading.active_count() > 1:  # one that reads batches by PyTorch's code would abort Python's own shutdown
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
     raise SystemExit(2)
 
 
