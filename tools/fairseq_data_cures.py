@@ -148,7 +148,8 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
         (
             _INDEXED,
             "        self.data_file = None\n        self.read_index(path)\n",
-            "        self.read_index(path)\n        self.data_file = DataFile(data_file_path(path))\n",
+            "        self.index_file = DataFile(index_file_path(path))\n        self.read_index(path)\n"
+            "        self.index_file.check()\n        self.data_file = DataFile(data_file_path(path))\n",
         ),
         (
             _INDEXED,
@@ -232,8 +233,37 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
 """,
             """                self._sizes = np.fromfile(stream, np.int32, self._len)
                 self._pointers = np.fromfile(stream, np.int64, self._len)
+            self._file.check()
 
 """,
+        ),
+        (
+            _INDEXED,
+            """        def __init__(self, path):
+            with open(path, "rb") as stream:
+""",
+            """        def __init__(self, path):
+            self._file = DataFile(path)
+            with open(path, "rb") as stream:
+""",
+        ),
+        # Its text stays in memory.
+        (
+            _INDEXED,
+            "    def read_data(self, path, dictionary):\n",
+            "    def read_data(self, path, dictionary):\n        self._file = DataFile(path)\n",
+        ),
+        (
+            _INDEXED,
+            "        self.sizes = np.array(self.sizes)\n",
+            "        self.sizes = np.array(self.sizes)\n        self._file.check()\n",
+        ),
+        # A data set's first batch is read before all of it is.
+        (
+            _INDEXED,
+            "    def __getitem__(self, i):\n        self.check_index(i)\n        tensor_size",
+            "    def __getitem__(self, i):\n        self.check_index(i)\n        if i not in self.cache_index:\n"
+            "            return super().__getitem__(i)\n        tensor_size",
         ),
         (
             _INDEXED,
@@ -308,7 +338,18 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
 """,
             """            self._sizes = np.fromfile(stream, np.int32, self._len)
             self._pointers = np.fromfile(stream, np.int64, self._len)
+        self._file.check()
 
+""",
+        ),
+        (
+            _HUFFMAN,
+            """    def __init__(self, path):
+        with open(path, "rb") as stream:
+""",
+            """    def __init__(self, path):
+        self._file = DataFile(path)
+        with open(path, "rb") as stream:
 """,
         ),
         (
@@ -527,7 +568,17 @@ def _write(args, target):
             line = decode(f.readline(), self.fn)
 """,
         ),
-        (_FASTA, "import torch\n", "import torch\nfrom fairseq.text_files import decode\n"),
+        (
+            _FASTA,
+            "        self.fn = fasta_file_path(path)\n",
+            "        self.fn = fasta_file_path(path)\n        self.file = DataFile(self.fn)\n",
+        ),
+        (_FASTA, "        return desc, seq\n", "        self.file.check()\n        return desc, seq\n"),
+        (
+            _FASTA,
+            "import torch\n",
+            "import torch\nfrom fairseq.data_files import DataFile\nfrom fairseq.text_files import decode\n",
+        ),
         (
             _LANGUAGES,
             """            with open(

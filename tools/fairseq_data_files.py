@@ -11,6 +11,7 @@ fairseq-preprocess does it, stays open and can be read on.
 
 import logging
 import os
+import stat
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ class DataFile:
         self._content = content_of(path)
 
     def _open(self) -> None:
+        if not stat.S_ISREG(os.stat(self.path).st_mode):  # a pipe would be waited for
+            raise FileError(f"{self.path} is no regular file; data must be one")
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self._state = _state(os.fstat(self._descriptor))
         _opened.add(self)
@@ -59,8 +62,7 @@ class DataFile:
                 rest, place = rest[count:], place + count
         except OSError as error:
             raise FileError(f"{self.path} cannot be read ({error.strerror})") from None
-        if complaint := self.why_changed():
-            raise FileError(complaint)
+        self.check()
         if len(rest):
             raise FileError(f"{self.path} ends where its index says that there is more: it is of other data")
 
@@ -70,8 +72,13 @@ class DataFile:
         self.read_into(array, place)
         return array
 
+    def check(self) -> None:
+        """Raises a `FileError` if the file is another one than it was; what was read before may be of that one."""
+        if complaint := self.why_changed():
+            raise FileError(complaint)
+
     def why_changed(self) -> str | None:
-        """The error if the file is another one than it was; one that was only touched is not."""
+        """That error; one that was only touched is none."""
         state = _state(os.fstat(self._descriptor))
         if state == self._state:
             return None
@@ -87,8 +94,8 @@ class DataFile:
         self.path, state, self._content = known
         self._open()
         self._state, found = state, self._state
-        if found != state and (complaint := self.why_changed()):
-            raise FileError(complaint)
+        if found != state:
+            self.check()
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
