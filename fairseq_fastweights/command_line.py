@@ -128,7 +128,9 @@ def _told(raised: Raised) -> str | None:
     file, on_purpose = Path(raised.file), raised.line.startswith("raise ") or raised.kind == "AssertionError"
     if raised.kind == "BackendUnavailable":
         return f"argument --fast-weight-backend: {raised.message}"
-    if raised.kind in (*_FILES, "FileError") or (raised.kind == "OSError" and raised.message.startswith("Model file not found")):
+    if raised.kind in (*_FILES, "FileError") or (
+        raised.kind == "OSError" and raised.message.startswith("Model file not found")
+    ):
         return raised.message
     # Of the readers of files that our fairseq has, and of torch about the weights of another model.
     unreadable = raised.kind == "ValueError" and on_purpose and file.parts[-2:] in _READERS

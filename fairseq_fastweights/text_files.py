@@ -48,7 +48,7 @@ def text_of(stream: TextIO) -> TextIO:
     content: Any = getattr(stream, "buffer", None)
     if content is None:
         return stream
-    return _as_text(getattr(content, "raw", content), "standard input", None, stays_open=True)
+    return _as_text(getattr(content, "raw", content), "standard input", None, owner=stream)
 
 
 def decode(content: bytes, path: str | os.PathLike[str]) -> str:
@@ -65,8 +65,8 @@ def decode(content: bytes, path: str | os.PathLike[str]) -> str:
 class _Checked(io.RawIOBase):
     """The bytes of a file, as long as they are UTF-8."""
 
-    def __init__(self, file: Any, name: str, stays_open: bool) -> None:
-        self._file, self.name, self._stays_open = file, name, stays_open
+    def __init__(self, file: Any, name: str, owner: object) -> None:
+        self._file, self.name, self._owner = file, name, owner
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._read, self._lines, self._line_begins = 0, 0, 0
 
@@ -88,7 +88,7 @@ class _Checked(io.RawIOBase):
         return int(count)
 
     def close(self) -> None:
-        if not self.closed and not self._stays_open:
+        if not self.closed and self._owner is None:
             self._file.close()
         super().close()
 
@@ -98,14 +98,13 @@ class _Checked(io.RawIOBase):
             self._line_begins = self._read + content.rindex(b"\n") + 1
 
 
-def _as_text(file: Any, name: str, newline: str | None, stays_open: bool = False) -> TextIO:
-    buffered = io.BufferedReader(_Checked(file, name, stays_open), 2**16)
+def _as_text(file: Any, name: str, newline: str | None, owner: object = None) -> TextIO:
+    buffered = io.BufferedReader(_Checked(file, name, owner), 2**16)
     return io.TextIOWrapper(buffered, encoding="utf-8-sig", newline=newline)
 
 
 def _no_utf8(name: str, line: int, column: int, place: int, error: UnicodeDecodeError) -> FileError:
     found = error.object[error.start : error.start + 1].hex()
     return FileError(
-        f"{name} is not UTF-8: in line {line}, byte {column} is 0x{found} (byte {place + 1} of the file); it must be "
-        "text in UTF-8"
+        f"{name}, line {line}: not UTF-8, byte {column} of the line is 0x{found} (byte {place + 1} of the file)"
     )

@@ -85,7 +85,9 @@ class DataFile:
         if (found := _content(self._descriptor)) == self._content:
             self._state = state
             return None
-        return f"{self.path} has changed while it was read: {_difference(self._content, found)}; data must stay as it is"
+        return (
+            f"{self.path} has changed while it was read: {_difference(self._content, found)}; data must stay as it is"
+        )
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.path, self._state, self._content

@@ -34,7 +34,9 @@ def source(tmp_path: Path) -> Path:
             text = path.read_text() if path.exists() else ""
             path.write_text(text if old in text else text + old)
     (root / "fairseq/optim").mkdir(exist_ok=True)
-    (root / "fairseq/optim/adam.py").write_text('"""Adam."""\nfrom __future__ import x\nimport y\n\nz = eval(y)\n')
+    (root / "fairseq/optim/adam.py").write_text(
+        '"""Adam."""\nfrom __future__ import x\nimport y\n\nz = eval(y)\nwith open(y) as f:\n'
+    )
     return root
 
 
@@ -43,7 +45,11 @@ def test_cures_change_the_expected_source_once(source: Path) -> None:
     fairseq_cures.apply_cures(source)
     assert all(path.read_text() != text for path, text in before.items())
     adam = (source / "fairseq/optim/adam.py").read_text().splitlines()
-    assert adam[2:] == ["from fairseq.settings import literal", "import y", "", "z = literal(y)"]
+    imports = [
+        f"from fairseq.{module} import {name}"
+        for module, name in (("text_files", "open_text"), ("settings", "literal"))
+    ]
+    assert adam[2:] == [*imports, "import y", "", "z = literal(y)", "with open_text(y) as f:"]
     with pytest.raises(UnexpectedSourceError, match=r"cure 1 \(living_hydra\)"):
         fairseq_cures.apply_cures(source)
     [twice], [gone] = fairseq_cures.CURES["mask_type"], fairseq_cures.CURES["named_models"]
