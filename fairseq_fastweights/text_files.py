@@ -43,7 +43,7 @@ def text_of(stream: TextIO) -> TextIO:
     """The text of a standard stream, decoded as `open_text` does it, whatever the locale.
 
     Args:
-        stream: `sys.stdin`, of which nothing has been read; what stands in its place without bytes is returned as it is.
+        stream: `sys.stdin`, of which nothing has been read; one that has no bytes is returned as it is.
     """
     content: Any = getattr(stream, "buffer", None)
     if content is None:

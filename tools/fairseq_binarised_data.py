@@ -73,7 +73,8 @@ def open_dictionary(path: str) -> TextIO:
     """
     if not stat.S_ISREG(os.stat(path).st_mode) and not path.startswith("/dev/fd/"):
         raise FileError(f"{path} is no regular file; it must be a dictionary, as fairseq-preprocess writes it")
-    return open_text(path, newline="\n")  # a word may have other line breaks in it
+    opened: TextIO = open_text(path, newline="\n")  # a word may have other line breaks in it
+    return opened
 
 
 @lru_cache(maxsize=64)  # a split may be loaded for its message, and again for each epoch

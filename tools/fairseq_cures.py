@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fairseq_command_cures import COMMAND_CURES
-from fairseq_data_cures import DATA_CURES, DATA_REWRITINGS
+from fairseq_data_cures import DATA_CURES
 from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
+from fairseq_text_cures import TEXT_CURES, TEXT_REWRITINGS
 
 VERSION = "0.12.2+fastweights.7"
 
@@ -275,7 +276,7 @@ def add_defaults(''',
     ],
     **{
         name: [Edit(*edit) for edit in edits]
-        for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES | DATA_CURES).items()
+        for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES | DATA_CURES | TEXT_CURES).items()
     },
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
@@ -324,7 +325,7 @@ def read_settings_safely(root: Path) -> None:
 def rewrite(root: Path) -> None:
     """Changes all files in which a rewriting finds something; there must be one for each."""
     paths = [path for folder in ("fairseq", "fairseq_cli") for path in sorted((root / folder).rglob("*.py"))]
-    for found, changed in DATA_REWRITINGS.items():
+    for found, changed in TEXT_REWRITINGS.items():
         before = {path: path.read_text(encoding="utf-8") for path in paths}
         after = {path: new for path, text in before.items() if (new := changed(text)) != text}
         if not after:

@@ -1,24 +1,15 @@
-"""Data that changes while it is read, dictionaries that cannot be read again, and text that is not text.
+"""Data that changes while it is read, or between two starts of a run.
 
-Each row of a cure: a file, what stands there, and what takes its place (`fairseq_cures.Edit`). A rewriting changes all
-files in which it finds something.
+Each row of a cure: a file, what stands there, and what takes its place (`fairseq_cures.Edit`).
 """
 
-import re
-from collections.abc import Callable
-
 _DATA = "fairseq/data/data_utils.py"
-_DICTIONARY = "fairseq/data/dictionary.py"
 _FASTA = "fairseq/data/fasta_dataset.py"
 _HUFFMAN = "fairseq/data/huffman/huffman_mmap_indexed_dataset.py"
 _INDEXED = "fairseq/data/indexed_dataset.py"
 _ITERATORS = "fairseq/data/iterators.py"
-_LANGUAGES = "fairseq/data/multilingual/multilingual_data_manager.py"
 _PREPROCESS = "fairseq_cli/preprocess.py"
-_INTERACTIVE = "fairseq_cli/interactive.py"
-_SUBWORDS = "fairseq/data/encoders/subword_nmt_bpe.py"
 _TRAINER = "fairseq/trainer.py"
-_UTILS = "fairseq/utils.py"
 
 DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
     # Binarised data that is cut short, or of another dictionary, was an error of NumPy's or PyTorch's, often after an
@@ -33,108 +24,6 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
             _DATA,
             "from fairseq.file_io import PathManager\n",
             "from fairseq.binarised_data import check_split\nfrom fairseq.file_io import PathManager\n",
-        ),
-        # A folder or a pipe in the place of dict.txt; and which row of which file is wrong.
-        (
-            _DICTIONARY,
-            """            try:
-                with open(PathManager.get_local_path(f), "r", encoding="utf-8") as fd:
-                    self.add_from_file(fd)
-            except FileNotFoundError as fnfe:
-                raise fnfe
-            except UnicodeError:
-                raise Exception(
-                    "Incorrect encoding detected in {}, please "
-                    "rebuild the dataset".format(f)
-                )
-            return
-""",
-            """            with open_dictionary(PathManager.get_local_path(f)) as fd:
-                try:
-                    self.add_from_file(fd)
-                except FileError:
-                    raise
-                except (RuntimeError, ValueError) as error:
-                    raise FileError(f"{f}, {error}") from None
-            return
-""",
-        ),
-        (
-            _DICTIONARY,
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.binarised_data import open_dictionary\nfrom fairseq.file_io import PathManager\n"
-            "from fairseq.text_files import FileError\n",
-        ),
-        (
-            _DICTIONARY,
-            "        for line in lines[indices_start_line:]:\n",
-            "        for number, line in enumerate(lines[indices_start_line:], indices_start_line + 1):\n",
-        ),
-        (
-            _DICTIONARY,
-            """                        "Duplicate word found when loading Dictionary: '{}'. "
-                        "Duplicate words can overwrite earlier ones by adding the "
-                        "#fairseq:overwrite flag at the end of the corresponding row "
-                        "in the dictionary file. If using the Camembert model, please "
-                        "download an updated copy of the model file.".format(word)
-""",
-            """                        "line {}: Duplicate word found when loading Dictionary: '{}'. "
-                        "Duplicate words can overwrite earlier ones by adding the "
-                        "#fairseq:overwrite flag at the end of the corresponding row "
-                        "in the dictionary file".format(number, word)
-""",
-        ),
-        (
-            _DICTIONARY,
-            """                    f"Incorrect dictionary format, expected '<token> <cnt> [flags]': \\"{line}\\""
-""",
-            """                    f"line {number}: Incorrect dictionary format, expected '<token> <cnt> [flags]': {line!r}"
-""",
-        ),
-    ],
-    # A special symbol that a row with "#fairseq:overwrite" gives another number was saved without this mark, so that
-    # the file could not be loaded, and stood twice among the symbols. Its first number, which nothing in a text has,
-    # now goes by a name of its own. A word with a line break in it became two rows; a byte order mark that the first
-    # word begins with would be taken for the file's.
-    "dictionaries_that_can_be_loaded": [
-        (
-            _DICTIONARY,
-            "    def __getitem__(self, idx):\n        if idx < len(self.symbols):\n            return self.symbols[idx]\n"
-            "        return self.unk_word\n",
-            "    overwritten = {}  # special symbols by their first numbers, where they have others\n\n"
-            "    def __getitem__(self, idx):\n        if idx < len(self.symbols):\n"
-            "            return self.overwritten.get(int(idx), self.symbols[idx])\n"
-            "        return self.unk_word\n",
-        ),
-        (
-            _DICTIONARY,
-            "            idx = len(self.symbols)\n            self.indices[word] = idx\n"
-            "            self.symbols.append(word)\n            self.count.append(n)\n",
-            """            idx = len(self.symbols)
-            if word in self.indices:
-                former = self.indices[word]
-                if former in range(getattr(self, "nspecial", 0)):
-                    self.overwritten = {**self.overwritten, former: word}
-                self.symbols[former] = f"{word} (overwritten {former})"
-                self.indices[self.symbols[former]] = former
-            self.indices[word] = idx
-            self.symbols.append(word)
-            self.count.append(n)
-""",
-        ),
-        (
-            _DICTIONARY,
-            """        for k, v in kv_iterator:
-            print("{} {}".format(k, v), file=f)
-""",
-            """        marked, mark = set(self.overwritten.values()), "\\ufeff"
-        for k, v in kv_iterator:
-            if "\\n" in k:
-                raise ValueError(f"the dictionary has the symbol {k!r}, which cannot be saved: it ends a line")
-            before = mark if k.startswith(mark) else ""
-            print("{}{} {}{}".format(before, k, v, " #fairseq:overwrite" if k in marked else ""), file=f)
-            mark = " "
-""",
         ),
     ],
     # A file under a memory map that is cut short ends the process with SIGBUS, without a word; in other ways of
@@ -195,7 +84,9 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
             self.data_file.close()
             self.data_file = None
 """,
-            "            self.data_file.read_into(a, self.data_offsets[i] * self.element_size)\n            ptx += size\n",
+            """            self.data_file.read_into(a, self.data_offsets[i] * self.element_size)
+            ptx += size
+""",
         ),
         (
             _INDEXED,
@@ -412,6 +303,13 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
         raw_bytes = self._file.read(np.uint8, ptr - prev_ptr, prev_ptr)
 """,
         ),
+        (
+            _FASTA,
+            "        self.fn = fasta_file_path(path)\n",
+            "        self.fn = fasta_file_path(path)\n        self.file = DataFile(self.fn)\n",
+        ),
+        (_FASTA, "        return desc, seq\n", "        self.file.check()\n        return desc, seq\n"),
+        (_FASTA, "import numpy as np\n", "import numpy as np\nfrom fairseq.data_files import DataFile\n"),
     ],
     # Data that changed between two epochs or two starts of a run was read in the place of what was left, or ended in a
     # traceback that asks to report it.
@@ -481,9 +379,9 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
 """,
             """                    data = ", ".join(self.files) or "the data"
                     raise FileError(
-                        f"{data}: the checkpoint stopped after {itr_pos} batches of an epoch, which now has no more; it "
-                        "must be the same data in the same batches, or --reset-dataloader be given, which begins an "
-                        "epoch"
+                        f"{data}: the checkpoint stopped after {itr_pos} batches of an epoch, which now has no more; "
+                        "it must be the same data in the same batches, or --reset-dataloader be given, which begins "
+                        "an epoch"
                     )
 """,
         ),
@@ -527,99 +425,4 @@ def _write(args, target):
             "from fairseq.data import Dictionary\nfrom fairseq.whole_folders import put_in_place\n",
         ),
     ],
-    # Where text is not read by `with open(...)`, which `DATA_REWRITINGS` look for.
-    "other_ways_to_read_text": [
-        (
-            _INTERACTIVE,
-            'with fileinput.input(files=[input], openhook=fileinput.hook_encoded("utf-8")) as h:',
-            'with text_of(sys.stdin) if input == "-" else open_text(input) as h:',
-        ),
-        (_INTERACTIVE, "import fileinput\n", ""),
-        (
-            _INTERACTIVE,
-            "from fairseq.token_generation_constraints",
-            "from fairseq.text_files import open_text, text_of\nfrom fairseq.token_generation_constraints",
-        ),
-        ("fairseq_cli/score.py", "score(sys.stdin)", "score(text_of(sys.stdin))"),
-        (
-            "fairseq_cli/score.py",
-            "from fairseq.scoring import bleu\n",
-            "from fairseq.scoring import bleu\nfrom fairseq.text_files import text_of\n",
-        ),
-        (
-            _FASTA,
-            '            self.threadlocal.f = open(self.fn, "r")\n',
-            '            self.threadlocal.f = open(self.fn, "rb")\n',
-        ),
-        (
-            _FASTA,
-            """        desc = f.readline().strip()
-        line = f.readline()
-        seq = ""
-        while line != "" and line[0] != ">":
-            seq += line.strip()
-            line = f.readline()
-""",
-            """        desc = decode(f.readline(), self.fn).strip()
-        line = decode(f.readline(), self.fn)
-        seq = ""
-        while line != "" and line[0] != ">":
-            seq += line.strip()
-            line = decode(f.readline(), self.fn)
-""",
-        ),
-        (
-            _FASTA,
-            "        self.fn = fasta_file_path(path)\n",
-            "        self.fn = fasta_file_path(path)\n        self.file = DataFile(self.fn)\n",
-        ),
-        (_FASTA, "        return desc, seq\n", "        self.file.check()\n        return desc, seq\n"),
-        (
-            _FASTA,
-            "import torch\n",
-            "import torch\nfrom fairseq.data_files import DataFile\nfrom fairseq.text_files import decode\n",
-        ),
-        (
-            _LANGUAGES,
-            """            with open(
-                PathManager.get_local_path(args.lang_dict), "r", encoding="utf-8"
-            ) as f:
-""",
-            "            with open_text(PathManager.get_local_path(args.lang_dict)) as f:\n",
-        ),
-        (_UTILS, "            with PathManager.open(values) as f:\n", "            with open_text(values) as f:\n"),
-        (
-            _SUBWORDS,
-            "                bpe_args.codes,\n",
-            "                StringIO(read_text(codes)),\n",
-        ),
-        (
-            _SUBWORDS,
-            "from fairseq import file_utils\n",
-            "from fairseq import file_utils\nfrom fairseq.text_files import read_text\n",
-        ),
-        (_SUBWORDS, "from dataclasses import", "from io import StringIO\nfrom dataclasses import"),
-    ],
 }
-
-_OPEN = re.compile(r'\bwith open\(([^\n,]+)(?:, "r")?(?:, encoding="utf-8")?\) as ')
-_IMPORT = re.compile(r"^(?!from __future__)(import|from) ", re.MULTILINE)
-
-
-def _checked_text(text: str) -> str:
-    """Puts `fairseq.text_files.open_text` in the place of every `open` for reading text.
-
-    The encoding was the locale's, or UTF-8 with the byte order mark as part of the text; what could not be decoded was
-    an error without a file's name.
-    """
-    first = _IMPORT.search(text)
-    if first is None or not _OPEN.search(text) or "import setuptools" in text or "from setuptools" in text:
-        return text
-    start = first.start()
-    return (
-        text[:start] + "from fairseq.text_files import open_text\n" + _OPEN.sub(r"with open_text(\1) as ", text[start:])
-    )
-
-
-DATA_REWRITINGS: dict[str, Callable[[str], str]] = {"reads text": _checked_text}
-"""What a file does that is changed, and its changed text."""

@@ -5,8 +5,8 @@
 fairseq maps files into memory. Where such a file has been cut short since, reading it ends the process with SIGBUS,
 which Python cannot catch; where it has been written over, other data is read in silence. `DataFile` copies what is
 asked for by pread(2), and then looks at the file's size and time: what had been written before the copy was made has
-changed one of them. For each line this takes 3 microseconds longer than a memory map. A file that another one is renamed over, as
-fairseq-preprocess does it, stays open and can be read on.
+changed one of them. For each line this takes 3 microseconds longer than a memory map. A file that another one is
+renamed over, as fairseq-preprocess does it, stays open and can be read on.
 """
 
 import logging
@@ -56,7 +56,7 @@ class DataFile:
 
     def read_into(self, array: np.ndarray[Any, Any], place: int) -> None:
         """Fills an array with what is at `place`, in bytes."""
-        rest = array.reshape(-1).view(np.uint8)
+        rest: Any = array.reshape(-1).view(np.uint8)
         try:
             while len(rest) and (count := os.preadv(self._descriptor, [rest], int(place))):
                 rest, place = rest[count:], place + count
@@ -137,12 +137,12 @@ def compare(files: dict[str, Content], former: list[list[Any]], in_epoch: bool) 
     """Compares an epoch's data with what a checkpoint kept; data may have been moved.
 
     Raises:
-        FileError: if another file than before is to be read on from within an epoch. Between two epochs it is a warning.
+        FileError: if other data is to be read on from within an epoch. Between two epochs this is a warning.
     """
     if in_epoch and former and len(files) != len(former):
         raise FileError(
-            f"{', '.join(files)}: the checkpoint stopped within an epoch of {len(former)} files; there must be as many, "
-            "or --reset-dataloader be given, which begins an epoch"
+            f"{', '.join(files)}: the checkpoint stopped within an epoch of {len(former)} files; there must be as "
+            "many, or --reset-dataloader be given, which begins an epoch"
         )
     for (path, found), (known, *content) in zip(files.items(), former, strict=False):
         if in_epoch and found != Content(*content):

@@ -39,7 +39,7 @@ class Chunker:
         self.end_offset = end_offset
 
     def __enter__(self) -> Iterator[str]:
-        self._file = open(self.path, "rb")  # noqa: SIM115 (`__exit__` closes it)
+        self._file = open(self.path, "rb")
         return self._lines()
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:

@@ -12,11 +12,12 @@ from fairseq import checkpoint_utils
 
 try:
     from fairseq.data_files import first_change
-    from fairseq.text_files import FileError
+    from fairseq.text_files import FileError as FileError
 except ImportError:
-    from fairseq_fastweights.text_files import FileError
+    from fairseq_fastweights.text_files import FileError as FileError
 
     def first_change() -> str | None:
+        """None: that fairseq does not look."""
         return None
 
 
@@ -54,7 +55,7 @@ class LastUpdate:
     def keep(self, cfg: Any, trainer: Any, epoch_itr: Any) -> None:
         """Saves the last update."""
         current = getattr(epoch_itr, "_cur_epoch_itr", None)
-        if current is self._former:  # not even begun: what came before is in a checkpoint
+        if current is None or current is self._former:  # not even begun: what came before is in a checkpoint
             return
         current.n = self._batches  # some batches of the next update may have been read
         try:

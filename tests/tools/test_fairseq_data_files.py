@@ -142,7 +142,9 @@ def test_data_that_has_changed_between_two_epochs_is_named(tmp_path):
     load()
     time.sleep(0.01)
     replace(path)
-    with pytest.raises(ValueError, match=r"train\.bin has changed since this training read it: its 24 bytes are others"):
+    with pytest.raises(
+        ValueError, match=r"train\.bin has changed since this training read it: its 24 bytes are others"
+    ):
         load()
 
 
