@@ -115,7 +115,7 @@ def test_a_part_of_the_data_that_changes_before_it_is_read_again_is_named(tmp_pa
     time.sleep(0.01)
     change(2, lambda: replace(parts[0] / "train.bin"))
     flags = [*SMALL, *"--batch-size 100 --max-epoch 4 --max-update 99".split()]
-    with pytest.raises(ValueError, match="one.*train.bin has changed since this training read it: its .* are others"):
+    with pytest.raises(ValueError, match=r"one.*train\.bin has changed since this training read it: its .* are others"):
         train(Path(":".join(map(str, parts))), tmp_path / "run", *flags)
     assert updates(tmp_path / "run") == 2
 
