@@ -349,13 +349,19 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
             "        self.reset_dummy_batch(batch_iterator.first_batch)\n"
             "        return batch_iterator\n\n    def get_valid_iterator",
             "        batch_iterator.files = self.data_files.now\n"
+            '        batch_iterator.goes_on = self.cfg.checkpoint.restore_file == "checkpoint_last.pt"\n'
             "        self.reset_dummy_batch(batch_iterator.first_batch)\n"
             "        return batch_iterator\n\n    def get_valid_iterator",
         ),
         (
             _ITERATORS,
             "class EpochBatchIterating(object):\n",
-            "class EpochBatchIterating(object):\n    files = {}  # of the data set, in training\n\n",
+            """class EpochBatchIterating(object):
+    # In training, the files of the data set, and whether it goes on from a run's own last checkpoint.
+    files = {}
+    goes_on = True
+
+""",
         ),
         (
             _ITERATORS,
@@ -367,7 +373,7 @@ DATA_CURES: dict[str, list[tuple[str, str, str]]] = {
             _ITERATORS,
             '        version = state_dict.get("version", 1)\n',
             '        version = state_dict.get("version", 1)\n'
-            '        compare(self.files, state_dict.get("files", []), itr_pos > 0)\n',
+            '        compare(self.files, state_dict.get("files", []), itr_pos > 0, self.goes_on)\n',
         ),
         (
             _ITERATORS,

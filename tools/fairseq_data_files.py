@@ -133,25 +133,35 @@ def kept(files: dict[str, Content]) -> list[list[Any]]:
     return [[path, *content] for path, content in files.items()]
 
 
-def compare(files: dict[str, Content], former: list[list[Any]], in_epoch: bool) -> None:
+def compare(files: dict[str, Content], former: list[list[Any]], in_epoch: bool, goes_on: bool) -> None:
     """Compares an epoch's data with what a checkpoint kept; data may have been moved.
 
+    Args:
+        files: what is there.
+        former: what was `kept`.
+        in_epoch: whether the checkpoint is from within an epoch, of which the rest is to be read.
+        goes_on: whether it is the run's own last one, and none that --restore-file names.
+
     Raises:
-        FileError: if other data is to be read on from within an epoch. Between two epochs this is a warning.
+        FileError: if a run would read the rest of other data. In other cases there is a warning.
     """
-    if in_epoch and former and len(files) != len(former):
+    refused = in_epoch and goes_on
+    if refused and former and len(files) != len(former):
         raise FileError(
             f"{', '.join(files)}: the checkpoint stopped within an epoch of {len(former)} files; there must be as "
             "many, or --reset-dataloader be given, which begins an epoch"
         )
     for (path, found), (known, *content) in zip(files.items(), former, strict=False):
-        if in_epoch and found != Content(*content):
-            raise FileError(
-                f"{path} is not what the checkpoint stopped in the middle of: {_difference(Content(*content), found)}; "
-                "it must be that data, or --reset-dataloader be given, which begins an epoch"
-            )
-        if path == known and found != Content(*content):
-            logger.warning(f"{path} has changed since the checkpoint: {_difference(Content(*content), found)}")
+        if found == Content(*content):
+            continue
+        difference = _difference(Content(*content), found)
+        other = f"{path} is not what the checkpoint stopped in the middle of: {difference}; "
+        if refused:
+            raise FileError(f"{other}it must be that data, or --reset-dataloader be given, which begins an epoch")
+        if in_epoch:
+            logger.warning(f"{other}as much of it is left out as was read, unless --reset-dataloader is given")
+        elif path == known:
+            logger.warning(f"{path} has changed since the checkpoint: {difference}")
 
 
 def first_change() -> str | None:

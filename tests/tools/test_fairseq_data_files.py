@@ -177,6 +177,12 @@ def test_a_run_goes_on_with_the_data_that_it_stopped_in(files, former, done, mes
     assert "\n" not in str(error.value)
 
 
-def test_between_two_epochs_other_data_is_told(caplog):
-    data_files.compare({**FILES, "a/train.bin": data_files.Content(7, 3)}, data_files.kept(FILES), in_epoch=False)
-    assert caplog.messages == ["a/train.bin has changed since the checkpoint: it had 8 bytes and has 7"]
+def test_between_two_epochs_or_two_runs_other_data_is_told(caplog):
+    changed, former = {**FILES, "a/train.bin": data_files.Content(7, 3)}, data_files.kept(FILES)
+    data_files.compare(changed, former, in_epoch=False, goes_on=True)
+    data_files.compare(OTHERS, former, in_epoch=True, goes_on=False)
+    assert caplog.messages == [
+        "a/train.bin has changed since the checkpoint: it had 8 bytes and has 7",
+        "b/train.bin is not what the checkpoint stopped in the middle of: it had 8 bytes and has 7; as much of it is "
+        "left out as was read, unless --reset-dataloader is given",
+    ]
