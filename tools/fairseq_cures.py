@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from fairseq_checkpoint_cures import CHECKPOINT_CURES
 from fairseq_command_cures import COMMAND_CURES
+from fairseq_data_cures import DATA_CURES
 from fairseq_library_cures import LIBRARY_CURES
 from fairseq_run_cures import RUN_CURES
 from fairseq_safety_cures import REWRITINGS, SAFETY_CURES
 from fairseq_speed_cures import SPEED_CURES
+from fairseq_text_cures import TEXT_CURES, TEXT_REWRITINGS
 
 VERSION = "0.12.2+fastweights.7"
 
@@ -26,16 +28,21 @@ ADDED = {
     "fairseq_archives.py": "archives.py",
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
-    "fairseq_checkpoint_writer.py": "checkpoint_writer.py",
-    "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
+    "../fairseq_fastweights/checkpoint_updates.py": "checkpoint_updates.py",
     "fairseq_bands.py": "modules/bands.py",
+    "fairseq_checkpoint_writer.py": "checkpoint_writer.py",
+    "fairseq_data_files.py": "data_files.py",
+    "fairseq_file_chunks.py": "file_chunker_utils.py",
+    "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
     "fairseq_host_copies.py": "host_copies.py",
     "fairseq_late_values.py": "logging/late_values.py",
     "fairseq_many_tensors.py": "many_tensors.py",
+    "fairseq_one_line.py": "../fairseq_cli/__init__.py",
     "fairseq_settings.py": "settings.py",
-    "../fairseq_fastweights/checkpoint_updates.py": "checkpoint_updates.py",
+    "fairseq_whole_folders.py": "whole_folders.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
+    "../fairseq_fastweights/text_files.py": "text_files.py",
 }
 """Files, from this one's folder, and their names in fairseq."""
 
@@ -75,6 +82,17 @@ _INITIALIZE = "fairseq/dataclass/initialize.py"
 _CHECKPOINTS = "fairseq/checkpoint_utils.py"
 _NGRAMS = "fairseq/ngram_repeat_block.py"
 _MASK = "                encoder_padding_mask if encoder_padding_mask is not None else attn_mask,\n"
+
+_BY_SUBJECT = (
+    CHECKPOINT_CURES,
+    COMMAND_CURES,
+    DATA_CURES,
+    LIBRARY_CURES,
+    RUN_CURES,
+    SAFETY_CURES,
+    SPEED_CURES,
+    TEXT_CURES,
+)
 
 CURES: dict[str, list[Edit]] = {
     # fairseq pins omegaconf 2.0, whose metadata pip >= 24.1 rejects, and hydra-core 1.0, which Python >= 3.11 cannot
@@ -244,11 +262,7 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    **{
-        name: [Edit(*edit) for edit in edits]
-        for cures in (CHECKPOINT_CURES, RUN_CURES, COMMAND_CURES, LIBRARY_CURES, SAFETY_CURES, SPEED_CURES)
-        for name, edits in cures.items()
-    },
+    **{name: [Edit(*edit) for edit in edits] for cures in _BY_SUBJECT for name, edits in cures.items()},
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
@@ -268,38 +282,13 @@ def add_defaults(''',
         ),
         Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
     ],
-    # Binarised data that is cut short, or of another dictionary, was an error of NumPy's or PyTorch's, often after an
-    # hour of training. What there is of it is looked at first.
-    "checked_data": [
-        Edit(
-            "fairseq/data/data_utils.py",
-            "        dataset_impl_k = dataset_impl\n",
-            "        check_split(path_k, dictionary)\n        dataset_impl_k = dataset_impl\n",
-        ),
-        Edit(
-            "fairseq/data/data_utils.py",
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.binarised_data import check_split\nfrom fairseq.file_io import PathManager\n",
-        ),
-        # A folder or a pipe in the place of dict.txt.
-        Edit(
-            "fairseq/data/dictionary.py",
-            'with open(PathManager.get_local_path(f), "r", encoding="utf-8") as fd:',
-            "with open_dictionary(PathManager.get_local_path(f)) as fd:",
-        ),
-        Edit(
-            "fairseq/data/dictionary.py",
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.binarised_data import open_dictionary\nfrom fairseq.file_io import PathManager\n",
-        ),
-    ],
 }
 
 
 def rewrite(root: Path) -> None:
     """Changes all files in which a rewriting finds something; there must be one for each."""
     paths = [path for folder in ("fairseq", "fairseq_cli") for path in sorted((root / folder).rglob("*.py"))]
-    for found, changed in REWRITINGS.items():
+    for found, changed in (REWRITINGS | TEXT_REWRITINGS).items():
         before = {path: path.read_text(encoding="utf-8") for path in paths}
         after = {path: new for path, text in before.items() if (new := changed(text)) != text}
         if not after:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -55,17 +55,25 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     Only a line feed ends a line: what else Unicode and Python take for an end of line occurs within sentences. Raises
     TextError if the file cannot be read, or is not UTF-8.
     """
-    number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for raw in file:
-                number += 1
-                yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r"), raw
-    except UnicodeDecodeError as error:
-        wrong = error.object[error.start]
-        told = f"{path}, line {number}: not UTF-8, byte {error.start + 1} of the line is 0x{wrong:02x}"
-        raise TextError(told) from None
+            for text, raw in decode_lines(path, file):
+                yield text.removesuffix("\n").removesuffix("\r"), raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TextError(f"{path} is no whole gzip file: {error}") from None
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def decode_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Each line of what is in a file: its text, to which a byte order mark does not belong, and its bytes.
+
+    Raises TextError if it is not UTF-8.
+    """
+    for number, raw in enumerate(lines, 1):
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            told = f"{path}, line {number}: not UTF-8, byte {error.start + 1} of the line is 0x{raw[error.start]:02x}"
+            raise TextError(told) from None
+        yield text.removeprefix("\ufeff") if number == 1 else text, raw

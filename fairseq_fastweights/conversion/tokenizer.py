@@ -15,6 +15,7 @@ from typing import Any
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 
 from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.text_files import read_text
 
 FILES = (
     "tokenizer.json",
@@ -211,10 +212,7 @@ def _from_one_file(path: Path) -> Tokenizer:
 
 def _from_two_files(folder: Path) -> Tokenizer:
     path = folder / "merges.txt"
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is not UTF-8 ({error})") from None
+    lines = read_text(path).split("\n")
     lines = [line for line in lines[lines[0].startswith("#version") :] if line.strip()]
     if (folder / "tokenizer_config.json").is_file():
         config = read_json(folder / "tokenizer_config.json")

@@ -16,6 +16,7 @@ from fairseq_fastweights.conversion import kept_settings, whole_tokenizer
 from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, original_files
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.text_files import open_text, read_text
 
 WORDS = "words"
 """In place of a tokenizer's folder, for a dictionary of words that are separated by spaces."""
@@ -59,7 +60,7 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
     for folder in nearby:
         if _has(folder, PIECES[:2]) or _has(folder, WHOLE):
             return folder
-    with dictionary.open(encoding="utf-8") as lines:
+    with open_text(dictionary) as lines:
         numbers = [line.split(" ")[0].isdecimal() for line, _ in zip(lines, range(1000), strict=False)]
     if numbers and sum(numbers) > 0.9 * len(numbers):
         raise ValueError(
@@ -268,12 +269,8 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[1:-1]  # as fairseq reads it
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is not UTF-8 ({error})") from None
     merges = []
-    for line in lines:
+    for line in read_text(path).split("\n")[1:-1]:  # as fairseq reads it
         pair = line.split(" ")
         if len(pair) != 2:
             raise ValueError(f"{path}: it holds {line!r}; each line must be two pieces")

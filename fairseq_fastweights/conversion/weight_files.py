@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import integrity, safetensors_digests
+from fairseq_fastweights.text_files import FileError, read_text
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of files of weights, in the order in which they are searched."""
@@ -69,10 +70,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if kind := integrity.why_not_regular(path):
             raise ValueError(f"{path} {kind}")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except FileError:
+        raise
+    except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
         raise ValueError(f"{path}: this is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: this must hold a JSON object, not {type(content).__name__}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.text_files import read_text
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
 """The files: the tokenizer, and the number of its end-of-text token, {"end_of_text": number}."""
@@ -94,8 +95,9 @@ def open_tokenizer(path: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise ValueError(f"{path}: reading it needs the package tokenizers: pip install tokenizers") from None
+    content = read_text(path)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(content)
     except Exception as error:  # of Rust, which has no type of its own
         raise ValueError(f"{path}: this is no tokenizer ({str(error).splitlines()[0]})") from None
     tokenizer.no_truncation()  # some files still say how they were last used

@@ -18,6 +18,8 @@ from fairseq.data.encoders import register_bpe
 from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 from fairseq.dataclass import FairseqDataclass
 
+from fairseq_fastweights.text_files import read_text
+
 
 @dataclass
 class ByteLevelBPEConfig(FairseqDataclass):
@@ -48,7 +50,7 @@ class ByteLevelBPE:
             raise ValueError(
                 f"byte_level_folder is {cfg.byte_level_folder!r}; it must be a folder with {', '.join(names)}"
             )
-        settings = json.loads((folder / "byte_level.json").read_text(encoding="utf-8"))
+        settings = json.loads(read_text(folder / "byte_level.json"))
         self._bpe = get_encoder(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
         self._normalize = settings["normalizer"] == "NFC"
         self._end_of_text = settings["end_of_text"]

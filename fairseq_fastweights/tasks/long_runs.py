@@ -20,12 +20,15 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
 
+from fairseq_fastweights.tasks.changed_data import CHANGED, FileError, LastUpdate
 from fairseq_fastweights.tasks.interruptions import Interruption
 from fairseq_fastweights.tasks.save_dir import claim, replace_damaged
 
 logger = logging.getLogger(__name__)
 
 _interruption = Interruption()
+_last_update: LastUpdate
+"""Of the epoch that is trained."""
 _saved = 0
 """How many checkpoints this process has written, or helped to."""
 _looked_after: dict[str, Any] = {}
@@ -75,6 +78,8 @@ def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 def _train(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(cfg: Any, trainer: Any, task: Any, epoch_itr: Any) -> Any:
         """fairseq's, of one epoch. Signals are noted until the last one's end."""
+        global _last_update
+        _last_update = LastUpdate(epoch_itr)
         _interruption.begin()
         goes_on = False
         try:
@@ -82,6 +87,11 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
             updates, epochs = (getattr(cfg.optimization, name) or math.inf for name in ("max_update", "max_epoch"))
             goes_on = not should_stop and trainer.get_num_updates() < updates and epoch_itr.next_epoch_idx <= epochs
             return losses, should_stop
+        except FileError:
+            if trainer.data_parallel_world_size == 1 or _last_update.all_end:
+                _last_update.keep(cfg, trainer, epoch_itr)
+                _largest(trainer, 0)  # all wait for the one that writes
+            raise
         finally:
             if not goes_on:
                 _interruption.end()
@@ -93,9 +103,11 @@ def _validate_and_save(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_and_save(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *others: Any) -> Any:
         """fairseq's, after every update; the last one if a process has been interrupted."""
         _interruption.log.open_if_unread()
-        before = _saved
+        before, changed = _saved, _last_update.note(epoch_itr)
         results = original(cfg, trainer, task, epoch_itr, *others)
-        number = _largest(trainer, _interruption.number)
+        number = _largest(trainer, changed or _interruption.number)
+        if number == CHANGED:
+            _last_update.end()
         if number:
             _interruption.log.open()  # that of the other processes
             if _saved == before:
