@@ -25,6 +25,7 @@ ADDED = {
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
     "fairseq_settings.py": "settings.py",
+    "../fairseq_fastweights/bounded_loading.py": "bounded_loading.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
 }
