@@ -22,7 +22,7 @@ import struct
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -235,6 +235,17 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
             )
     elif reason := _not_as_noted(changed or []):
         raise ValueError(complain(path, reason))
+
+
+def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
+    """Says which of a model's weights holds NaN; None if none does."""
+    for name, weight in weights.items():
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            continue
+        # A sum takes a fraction of the time, and is NaN or infinite where a number is.
+        if not weight.sum(dtype=torch.float32).isfinite() and weight.isnan().any():
+            return f"its weight {name} holds NaN (not a number), as those of a training that diverged"
+    return None
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:

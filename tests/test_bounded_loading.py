@@ -116,7 +116,7 @@ CRAFTED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: {"cfg": multiplied(9)},
         r"is refused: of its \d+ values there are [\d,]+ where they are repeated",
     ),
-    "deep": (lambda: {"cfg": nested(101)}, r"is refused: cfg(\.0)+ is nested more than 100 levels deep"),
+    "deep": (lambda: {"cfg": nested(101)}, r"is refused: cfg[.0]+ is nested more than 100 levels deep"),
     "very deep": (very_deep, r"is refused: 0(\.0)+ is nested more than 100 levels deep"),
     "one number": (
         lambda: {"w": torch.zeros(1).expand(2**20, 2**20)},

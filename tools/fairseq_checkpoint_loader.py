@@ -17,8 +17,9 @@ says about its data types, and with that about raw memory; the stand-ins accept 
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -126,6 +127,25 @@ def open_checkpoint(file: str, path: str) -> BinaryIO:
     if reason := integrity.why_not_regular(file):
         raise ValueError(f"checkpoint {path} {reason}")
     return open(file, "rb")
+
+
+def names_the_file(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Lets a function that reads a checkpoint, its first argument, fail in one line that names it.
+
+    It converts what old versions of fairseq wrote, and fails wherever something else is found.
+    """
+
+    @wraps(load)
+    def named(path: str, *others: Any, **options: Any) -> dict[str, Any]:
+        try:
+            return load(path, *others, **options)
+        except Exception as error:
+            if isinstance(error, OSError) or str(path) in str(error):
+                raise
+            reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+            raise ValueError(f"checkpoint {path} is damaged, or none that fairseq wrote ({reason})") from error
+
+    return named
 
 
 def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from fairseq_command_cures import COMMAND_CURES
 from fairseq_library_cures import LIBRARY_CURES
+from fairseq_loading_cures import LOADING_CURES
 from fairseq_run_cures import RUN_CURES
 
 VERSION = "0.12.2+fastweights.7"
@@ -24,6 +25,7 @@ ADDED = {
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
+    "fairseq_models_of_checkpoints.py": "models_of_checkpoints.py",
     "fairseq_settings.py": "settings.py",
     "../fairseq_fastweights/bounded_loading.py": "bounded_loading.py",
     "../fairseq_fastweights/digests.py": "digests.py",
@@ -67,6 +69,7 @@ _TRANSFORMER = "fairseq/models/transformer/transformer_config.py"
 _INITIALIZE = "fairseq/dataclass/initialize.py"
 _CHECKPOINTS = "fairseq/checkpoint_utils.py"
 _NGRAMS = "fairseq/ngram_repeat_block.py"
+_TABLES = LOADING_CURES | RUN_CURES | COMMAND_CURES | LIBRARY_CURES
 _MASK = "                encoder_padding_mask if encoder_padding_mask is not None else attn_mask,\n"
 
 CURES: dict[str, list[Edit]] = {
@@ -152,26 +155,6 @@ def add_defaults(''',
         ),
         # False, which is no int to omegaconf.
         Edit("fairseq/models/transformer_lm.py", '"base_shuffle", False)', '"base_shuffle", 0)'),
-    ],
-    # torch refuses the `argparse.Namespace` in checkpoints of fairseq. A loader that allows what such checkpoints need,
-    # and no more, takes its place; `apply_cures` puts it there.
-    "safe_checkpoints": [
-        Edit(
-            _CHECKPOINTS,
-            "\nfrom fairseq.data import data_utils\n",
-            "\nfrom fairseq.checkpoint_loader import load_checkpoint_file\nfrom fairseq.data import data_utils\n",
-        ),
-        Edit(_CHECKPOINTS, 'torch.load(f, map_location=torch.device("cpu"))', "load_checkpoint_file(f, path)"),
-        Edit(
-            _CHECKPOINTS,
-            """torch.load(
-            f,
-            map_location=(
-                lambda s, _: torch.serialization.default_restore_location(s, "cpu")
-            ),
-        )""",
-            'load_checkpoint_file(f, fpath, "extra_state")',  # a moving average alone has no model
-        ),
     ],
     # A checkpoint is written beside the last one and renamed, but its copies, checkpoint_last.pt mostly, are written
     # over the last ones: a training that is killed meanwhile leaves part of a file, from which it cannot go on.
@@ -268,7 +251,7 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    **{name: [Edit(*edit) for edit in edits] for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES).items()},
+    **{name: [Edit(*edit) for edit in edits] for name, edits in _TABLES.items()},
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
@@ -277,19 +260,6 @@ def add_defaults(''',
         Edit("setup.py", '            "torch",\n', '            "isal",\n            "torch>=2.6",\n'),
         Edit("setup.py", "  install_requires=[\n", '  python_requires=">=3.10",\n        install_requires=[\n'),
         Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
-    ],
-    # A checkpoint with a flipped bit was loaded without a word, and a pipe in its place waited for. What is saved has
-    # digests, which the loader of `safe_checkpoints` compares.
-    "noticed_damage": [
-        Edit(
-            _CHECKPOINTS,
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.checkpoint_loader import open_checkpoint\n"
-            "from fairseq.digests import with_digests\n"
-            "from fairseq.file_io import PathManager\n",
-        ),
-        Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
-        Edit(_CHECKPOINTS, "torch.save(obj, f)", "torch.save(with_digests(obj), f)"),
     ],
     # Binarised data that is cut short, or of another dictionary, was an error of NumPy's or PyTorch's, often after an
     # hour of training. What there is of it is looked at first.

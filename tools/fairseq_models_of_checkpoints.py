@@ -1,0 +1,187 @@
+"""Makes the models that checkpoints hold: no larger than their weights allow, and of weights that a model can have.
+
+`tools/fairseq_cures.py` puts this module into fairseq as `fairseq/models_of_checkpoints.py`. A checkpoint says in its
+settings what its model is. While it is made, its tensors are counted, so that a file of a few bytes cannot ask for
+gigabytes: not by a parameter, not by a table of positions that no file holds, not by a million layers.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fairseq import integrity
+from fairseq.settings import literal
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_TIMES, _MORE = 8, 2**26
+"""A model may have so many times the bytes of its weights in float32, and so many more: tables are in no file."""
+_TENSORS, _MORE_TENSORS = 100, 10_000
+"""So many tensors may be made for each that the checkpoint holds, and so many more."""
+_FEW = 100
+"""Layers that a model may have, however few tensors the checkpoint holds."""
+_NO_MODEL = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, TypeError)
+"""What settings raise that make no model, as damaged ones do; and `RuntimeError` itself, which is torch's."""
+
+
+class _TooLargeError(Exception):
+    """A tensor of this shape is too large, or one too many."""
+
+    def __init__(self, what: str, shape: tuple[int, ...] = ()) -> None:
+        super().__init__(what)
+        self.shape = shape
+
+
+class _Limit(TorchDispatchMode):
+    """Counts tensors that are made, and the bytes of those that are kept; stops before there are too many."""
+
+    def __init__(self, most: int, most_tensors: int) -> None:
+        super().__init__()
+        self.left, self.tensors_left, self.most_tensors = most, most_tensors, most_tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            return func(*args, **kwargs)
+        for tensor in self._made(func, args, kwargs):
+            if tensor.nbytes > self.left:
+                shape = tuple(tensor.shape)
+                raise _TooLargeError(f"a tensor of shape {shape}, {tensor.nbytes:,} bytes", shape)
+        before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        made = func(*args, **kwargs)
+        for tensor in _tensors(made):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in before:
+                self._count(storage)
+        return made
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """What a call would make, without numbers; nothing where that cannot be known."""
+        args, kwargs = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        try:
+            made = func(*args, **kwargs)
+        except Exception:  # the call itself says what is wrong with it
+            return []
+        return [tensor for tensor in _tensors(made) if tensor.untyped_storage()._cdata not in given]
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        self.tensors_left -= 1
+        if self.tensors_left < 0:
+            raise _TooLargeError(f"more than {self.most_tensors:,} tensors")
+        self.left -= storage.nbytes()
+        weakref.finalize(storage, self._give_back, storage.nbytes())
+
+    def _give_back(self, size: int) -> None:
+        self.left += size
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.layout is torch.strided]
+
+
+@contextmanager
+def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which the model of a checkpoint is made.
+
+    Args:
+        path: the checkpoint.
+        settings: those of its model.
+        weights: its weights, to which the model's size is compared.
+
+    Raises:
+        ValueError: if the settings ask for more than the weights could fill, or make no model; the message names the
+            file and the setting.
+    """
+    tensors = _tensors(weights)
+    size = sum(tensor.numel() for tensor in tensors) * torch.float32.itemsize
+    numbers = dict(_numbers(settings))
+    for name, value in numbers.items():
+        if "layers" in name and value > max(_FEW, len(tensors)):
+            raise ValueError(f"{path} is refused: {name} is {value}, and it has {len(tensors)} weights")
+    try:
+        with _Limit(_TIMES * size + _MORE, _TENSORS * len(tensors) + _MORE_TENSORS):
+            yield
+    except _TooLargeError as error:
+        likely = _likely(numbers, error.shape)
+        raise ValueError(
+            f"{path} is refused: {likely}, and it asks for {error}; its weights have {size:,} bytes in float32"
+        ) from None
+    except (*_NO_MODEL, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+            raise
+        raise ValueError(f"{path}: its settings make no model: {_line(error)}; {_likely(numbers, ())}") from error
+
+
+def _numbers(settings: Any) -> Iterable[tuple[str, int]]:
+    """The whole numbers among settings, and the lengths of lists that are written as text, as fairseq has them."""
+    for name in settings if isinstance(settings, Mapping) else vars(settings):
+        try:
+            value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
+            if isinstance(value, str) and value.lstrip().startswith(("[", "(")):
+                value = literal(value)
+        except Exception:  # a reference to nothing; whoever uses it says so
+            continue
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield str(name), value
+        elif isinstance(value, (list, tuple)):
+            yield f"the length of {name}", len(value)
+
+
+def _likely(numbers: dict[str, int], shape: tuple[int, ...]) -> str:
+    """The settings that most likely made a tensor of this shape: those in it, or that divide it, or the largest."""
+
+    def rank(name: str) -> tuple[bool, bool, int]:
+        value = numbers[name]
+        return value in shape, value > 1 and any(size and size % value == 0 for size in shape), value
+
+    named = [f"{name} is {numbers[name]}" for name in sorted(numbers, key=rank, reverse=True) if numbers[name] > 1]
+    return (
+        " and ".join(named[: max(1, sum(numbers[name] in shape for name in numbers))][:2]) or "no setting is a number"
+    )
+
+
+def load_weights(model: nn.Module, path: str, weights: dict[str, Tensor], strict: bool, settings: Any) -> None:
+    """Loads the weights of a checkpoint into its model.
+
+    Raises:
+        ValueError: if they do not fit it, or are no numbers; the message names the file and a weight.
+    """
+    if reason := integrity.why_no_numbers(weights):
+        raise ValueError(f"{path} is refused: {reason}")
+    try:
+        model.load_state_dict(weights, strict=strict, model_cfg=settings)
+    except (*_NO_MODEL, RuntimeError) as error:
+        raise ValueError(f"{path}: {_line(error)}") from error
+
+
+def check_kinds(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for a weight of another kind of number than the model's of that name, as complex ones."""
+    own = model.state_dict()
+    for name, weight in weights.items():
+        if not isinstance(weight, Tensor):
+            raise ValueError(f"weight {name} is of type {type(weight).__name__}; it must be a tensor")
+        if name in own and own[name].is_floating_point() and not weight.is_floating_point() and weight.numel() > 1:
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise ValueError(f"weight {name} is {kind}; it must be floating-point, as that of the model")
+
+
+def check_score(path: str, loss: Any) -> None:
+    """Raises a `ValueError` for a loss that is not a number."""
+    if math.isnan(loss):
+        raise ValueError(
+            f"{path}: the loss is not a number (nan): an activation is too large for the type of the weights, as with "
+            "--fp16, or the model computes with none"
+        )
+
+
+def _line(error: BaseException) -> str:
+    """An error in one line of moderate length."""
+    text = " ".join(str(error).split())
+    return (text if isinstance(error, RuntimeError) else f"{type(error).__name__} {text}".strip())[:300]
