@@ -24,8 +24,10 @@ _TENSORS, _MORE_TENSORS = 100, 10_000
 """So many tensors may be made for each that the checkpoint holds, and so many more."""
 _FEW = 100
 """Layers that a model may have, however few tensors the checkpoint holds."""
-_NO_MODEL = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, TypeError)
-"""What settings raise that make no model, as damaged ones do; and `RuntimeError` itself, which is torch's."""
+_NO_SIZES = {"min_params_to_wrap", "seed"}
+"""Whole numbers among a model's settings that make nothing larger."""
+_NO_MODEL = (RuntimeError, RecursionError)
+"""Those of the errors of this kind that settings raise; others say what the machine lacks."""
 
 
 class _TooLargeError(Exception):
@@ -113,15 +115,17 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
         raise ValueError(
             f"{path} is refused: {likely}, and it asks for {error}; its weights have {size:,} bytes in float32"
         ) from None
-    except (*_NO_MODEL, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+    except Exception as error:
+        if isinstance(error, OSError) or (isinstance(error, RuntimeError) and type(error) not in _NO_MODEL):
             raise
-        raise ValueError(f"{path}: its settings make no model: {_line(error)}; {_likely(numbers, ())}") from error
+        if type(error) is not ValueError:
+            raise ValueError(f"{path}: its settings make no model ({_line(error)}); {_likely(numbers)}") from error
+        raise ValueError(f"{path}: {_line(error)}") from error
 
 
 def _numbers(settings: Any) -> Iterable[tuple[str, int]]:
     """The whole numbers among settings, and the lengths of lists that are written as text, as fairseq has them."""
-    for name in settings if isinstance(settings, Mapping) else vars(settings):
+    for name in set(settings if isinstance(settings, Mapping) else vars(settings)) - _NO_SIZES:
         try:
             value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
             if isinstance(value, str) and value.lstrip().startswith(("[", "(")):
@@ -134,17 +138,17 @@ def _numbers(settings: Any) -> Iterable[tuple[str, int]]:
             yield f"the length of {name}", len(value)
 
 
-def _likely(numbers: dict[str, int], shape: tuple[int, ...]) -> str:
-    """The settings that most likely made a tensor of this shape: those in it, or that divide it, or the largest."""
+def _likely(numbers: dict[str, int], shape: tuple[int, ...] = ()) -> str:
+    """The setting that most likely made a tensor of this shape: a large part of its size, or the largest; or two."""
+    size = max(shape, default=math.inf)
 
     def rank(name: str) -> tuple[bool, bool, int]:
         value = numbers[name]
-        return value in shape, value > 1 and any(size and size % value == 0 for size in shape), value
+        return value <= size, value * value >= size and size % value == 0, value
 
-    named = [f"{name} is {numbers[name]}" for name in sorted(numbers, key=rank, reverse=True) if numbers[name] > 1]
-    return (
-        " and ".join(named[: max(1, sum(numbers[name] in shape for name in numbers))][:2]) or "no setting is a number"
-    )
+    likeliest = sorted(numbers, key=rank, reverse=True)[:2]
+    named = [f"{name} is {numbers[name]}" for name in likeliest if name == likeliest[0] or numbers[name] in shape]
+    return " and ".join(named) or "no setting is a number"
 
 
 def load_weights(model: nn.Module, path: str, weights: dict[str, Tensor], strict: bool, settings: Any) -> None:
@@ -157,7 +161,7 @@ def load_weights(model: nn.Module, path: str, weights: dict[str, Tensor], strict
         raise ValueError(f"{path} is refused: {reason}")
     try:
         model.load_state_dict(weights, strict=strict, model_cfg=settings)
-    except (*_NO_MODEL, RuntimeError) as error:
+    except Exception as error:
         raise ValueError(f"{path}: {_line(error)}") from error
 
 
@@ -184,4 +188,4 @@ def check_score(path: str, loss: Any) -> None:
 def _line(error: BaseException) -> str:
     """An error in one line of moderate length."""
     text = " ".join(str(error).split())
-    return (text if isinstance(error, RuntimeError) else f"{type(error).__name__} {text}".strip())[:300]
+    return (text if isinstance(error, (RuntimeError, ValueError)) else f"{type(error).__name__} {text}".strip())[:400]
