@@ -30,6 +30,7 @@ ADDED = {
     "../fairseq_fastweights/bounded_loading.py": "bounded_loading.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
+    "../fairseq_fastweights/model_sizes.py": "model_sizes.py",
 }
 """Files, from this one's folder, and their names in fairseq."""
 

@@ -7,23 +7,19 @@ gigabytes: not by a parameter, not by a table of positions that no file holds, n
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fairseq import integrity
+from fairseq import integrity, model_sizes
 from fairseq.settings import literal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_TIMES, _MORE = 8, 2**26
-"""A model may have so many times the bytes of its weights in float32, and so many more: tables are in no file."""
 _TENSORS, _MORE_TENSORS = 100, 10_000
 """So many tensors may be made for each that the checkpoint holds, and so many more."""
-_FEW = 100
-"""Layers that a model may have, however few tensors the checkpoint holds."""
 _NO_SIZES = {"min_params_to_wrap", "seed"}
 """Whole numbers among a model's settings that make nothing larger."""
 _NO_MODEL = (RuntimeError, RecursionError)
@@ -42,7 +38,7 @@ class _Limit(TorchDispatchMode):
     """Counts tensors that are made, and the bytes of those that are kept; stops before there are too many."""
 
     def __init__(self, most: int, most_tensors: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.left, self.tensors_left, self.most_tensors = most, most_tensors, most_tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,15 +99,15 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
     """
     tensors = _tensors(weights)
     size = sum(tensor.numel() for tensor in tensors) * torch.float32.itemsize
-    numbers = dict(_numbers(settings))
+    numbers = _numbers(settings)
     for name, value in numbers.items():
-        if "layers" in name and value > max(_FEW, len(tensors)):
+        if "layers" in name and value > model_sizes.most_layers(len(tensors)):
             raise ValueError(f"{path} is refused: {name} is {value}, and it has {len(tensors)} weights")
     try:
-        with _Limit(_TIMES * size + _MORE, _TENSORS * len(tensors) + _MORE_TENSORS):
+        with _Limit(model_sizes.most_bytes(size), _TENSORS * len(tensors) + _MORE_TENSORS):
             yield
     except _TooLargeError as error:
-        likely = _likely(numbers, error.shape)
+        likely = model_sizes.likely(numbers, error.shape)
         raise ValueError(
             f"{path} is refused: {likely}, and it asks for {error}; its weights have {size:,} bytes in float32"
         ) from None
@@ -119,39 +115,28 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
         if isinstance(error, OSError) or (isinstance(error, RuntimeError) and type(error) not in _NO_MODEL):
             raise
         if type(error) is not ValueError:
-            raise ValueError(f"{path}: its settings make no model ({_line(error)}); {_likely(numbers)}") from error
+            raise ValueError(
+                f"{path}: its settings make no model ({_line(error)}); {model_sizes.likely(numbers)}"
+            ) from error
         raise ValueError(f"{path}: {_line(error)}") from error
 
 
-def _numbers(settings: Any) -> Iterable[tuple[str, int]]:
-    """The whole numbers among settings, and the lengths of lists that are written as text, as fairseq has them."""
-    for name in set(settings if isinstance(settings, Mapping) else vars(settings)) - _NO_SIZES:
-        try:
-            value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
-            if isinstance(value, str) and value.lstrip().startswith(("[", "(")):
-                value = literal(value)
-        except Exception:  # a reference to nothing; whoever uses it says so
-            continue
-        if isinstance(value, int) and not isinstance(value, bool):
-            yield str(name), value
-        elif isinstance(value, (list, tuple)):
-            yield f"the length of {name}", len(value)
+def _numbers(settings: Any) -> dict[str, int]:
+    """The whole numbers among settings, also in lists that are written as text, as fairseq has them."""
+    names = settings if isinstance(settings, Mapping) else vars(settings)
+    found: dict[str, int] = model_sizes.whole_numbers({name: _read(settings, name) for name in {*names} - _NO_SIZES})
+    return found
 
 
-def _likely(numbers: dict[str, int], shape: tuple[int, ...] = ()) -> str:
-    """The setting that most likely made a tensor of this shape: a large part of its size, or the largest; or two."""
-    size = max(shape, default=math.inf)
-
-    def rank(name: str) -> tuple[bool, bool, int]:
-        value = numbers[name]
-        return value <= size, value * value >= size and size % value == 0, value
-
-    likeliest = sorted(numbers, key=rank, reverse=True)[:2]
-    named = [f"{name} is {numbers[name]}" for name in likeliest if name == likeliest[0] or numbers[name] in shape]
-    return " and ".join(named) or "no setting is a number"
+def _read(settings: Any, name: str) -> Any:
+    try:
+        value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
+        return literal(value) if isinstance(value, str) and value.lstrip().startswith(("[", "(")) else value
+    except Exception:  # a reference to nothing, or no literal: what uses it says so
+        return None
 
 
-def load_weights(model: nn.Module, path: str, weights: dict[str, Tensor], strict: bool, settings: Any) -> None:
+def load_weights(model: Any, path: str, weights: dict[str, Tensor], strict: bool, settings: Any) -> None:
     """Loads the weights of a checkpoint into its model.
 
     Raises:

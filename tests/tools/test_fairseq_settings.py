@@ -31,7 +31,8 @@ def test_literals_sums_and_products_are_read(text, value):
     "text",
     ["__import__('os')", "x", "[0] * 10**9", "[0] * 1000 * 1000", "1000000 * 'a'", "{**{}}", "(lambda: 1)()", "[",
      "[[[0] * 99] * 99] * 99", "('ab' * 999,) * 999", "('a' * 99_999) + ('a' * 99_999)",
-     "[" + "'a' * 9_999, " * 99 + "]", "[{1: [2, 3], 4: {5}}] * 9_999", "1 + [1]", "[x for x in (1,)]", "(" * 5000, "f'{1}'", "1 / 2"],
+     "[" + "'a' * 9_999, " * 99 + "]", "[{1: [2, 3], 4: {5}}] * 9_999", "1 + [1]", "[x for x in (1,)]",
+     "(" * 5000, "f'{1}'", "1 / 2"],
 )  # fmt: skip
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="is no literal"):
