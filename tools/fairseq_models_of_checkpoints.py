@@ -112,7 +112,8 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
             f"{path} is refused: {likely}, and it asks for {error}; its weights have {size:,} bytes in float32"
         ) from None
     except Exception as error:
-        if isinstance(error, OSError) or (isinstance(error, RuntimeError) and type(error) not in _NO_MODEL):
+        lacks = isinstance(error, RuntimeError) and type(error) not in _NO_MODEL
+        if lacks or (isinstance(error, OSError) and error.filename is not None):
             raise
         if type(error) is not ValueError:
             raise ValueError(

@@ -13,14 +13,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fairseq_fastweights.conversion import whole_tokenizer
+from fairseq_fastweights.conversion.byte_level_files import PIECES, read_merges, read_pieces, read_settings
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 
 WORDS = "words"
 """In place of a tokenizer's folder, for a dictionary of words that are separated by spaces."""
-
-PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
-"""The files of a byte-level BPE; without the last it is the one of fairseq's `--bpe gpt2`."""
 
 WHOLE = (whole_tokenizer.FILE, whole_tokenizer.SETTINGS)
 """The files of any other tokenizer, which `from-huggingface` writes."""
@@ -105,7 +103,7 @@ def _has(folder: Path, names: Iterable[str]) -> bool:
 def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     """The tokenizer in `folder`, with its numbers replaced by those of the dictionary."""
     made = read_json(folder / WHOLE[0])
-    end = read_json(folder / WHOLE[1]).get("end_of_text")
+    end = whole_tokenizer.read_end_of_text(folder)
     whole_tokenizer.open_tokenizer(folder / WHOLE[0])  # from here on its parts are what they should be
 
     def number_of(own: int) -> int:
@@ -115,6 +113,7 @@ def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"{folder / WHOLE[0]}: model is {model.get('type')!r}; only 'BPE' is supported")
     model["vocab"] = {word: number_of(number) for word, number in model["vocab"].items()}
+    made["added_tokens"] = whole_tokenizer.read_added_tokens(folder / WHOLE[0], made)
     for entry in made["added_tokens"]:
         entry["id"] = number_of(entry["id"])
     lacking = [word for word, number in model["vocab"].items() if number == dictionary.unk()]
@@ -150,11 +149,11 @@ def _of_words(dictionary: Dictionary) -> dict[str, Any]:
 
 def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     """The byte-level BPE in `folder`, with its numbers replaced by those of the dictionary."""
-    numbers = read_json(folder / "encoder.json")
+    numbers = read_pieces(folder)
     settings: dict[str, Any] = {"normalizer": None, "end_of_text": None, "vocabulary": None, "added": []}
     if (folder / PIECES[2]).is_file():
-        settings |= read_json(folder / PIECES[2])
-    merges = _read_merges(folder / "vocab.bpe")
+        settings = read_settings(folder)
+    merges = read_merges(folder)
     end = settings["end_of_text"]
     if end is None and dictionary.index(str(numbers.get(_END_OF_TEXT))) == dictionary.unk():
         end = numbers.get(_END_OF_TEXT)  # which no text has, where fairseq has </s>
@@ -203,20 +202,6 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
         pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
         decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     )
-
-
-def _read_merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[1:-1]  # as fairseq reads it
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is not UTF-8 ({error})") from None
-    merges = []
-    for line in lines:
-        pair = line.split(" ")
-        if len(pair) != 2:
-            raise ValueError(f"{path}: it holds {line!r}; each line must be two pieces")
-        merges.append((pair[0], pair[1]))
-    return merges
 
 
 def _file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
