@@ -26,7 +26,9 @@ from typing import Any, NamedTuple, NoReturn
 
 _PACKAGE = Path(__file__).parent
 _FILES = ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError")
-_READERS = [("fairseq", f"{name}.py") for name in ("checkpoint_loader", "integrity")]
+_READERS = [
+    ("fairseq", f"{name}.py") for name in ("checkpoint_loader", "integrity", "models_of_checkpoints", "settings")
+]
 _NOISE: tuple[tuple[str, type[Warning], str], ...] = (
     ("", UserWarning, r"hydra\."),
     (r"\s*'config' is validated against ConfigStore", UserWarning, ""),

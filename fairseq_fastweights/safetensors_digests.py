@@ -58,6 +58,23 @@ def why_damaged(path: str | os.PathLike[str]) -> str | None:
     return "is damaged: its weights do not have the digest in its metadata; it must be downloaded or written again"
 
 
+def described_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The types and shapes of the weights in an undamaged file, by name.
+
+    Raises:
+        ValueError: if its header says something else.
+        OSError: if it cannot be read.
+    """
+    header, _ = _read_header(path)
+    try:
+        found = {
+            name: (tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items() if name != _METADATA
+        }
+    except (KeyError, TypeError):
+        raise ValueError(f"{path} is damaged: its header does not give each weight a type and a shape") from None
+    return found
+
+
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Reads a file's header: the description of its tensors, and the position of their bytes."""
     with path.open("rb") as file:

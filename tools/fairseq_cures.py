@@ -13,6 +13,7 @@ from fairseq_checkpoint_cures import CHECKPOINT_CURES
 from fairseq_command_cures import COMMAND_CURES
 from fairseq_data_cures import DATA_CURES
 from fairseq_library_cures import LIBRARY_CURES
+from fairseq_loading_cures import LOADING_CURES
 from fairseq_run_cures import RUN_CURES
 from fairseq_safety_cures import REWRITINGS, SAFETY_CURES
 from fairseq_speed_cures import SPEED_CURES
@@ -26,10 +27,9 @@ BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 
 ADDED = {
     "fairseq_archives.py": "archives.py",
+    "fairseq_bands.py": "modules/bands.py",
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
-    "../fairseq_fastweights/checkpoint_updates.py": "checkpoint_updates.py",
-    "fairseq_bands.py": "modules/bands.py",
     "fairseq_checkpoint_writer.py": "checkpoint_writer.py",
     "fairseq_data_files.py": "data_files.py",
     "fairseq_file_chunks.py": "file_chunker_utils.py",
@@ -37,11 +37,15 @@ ADDED = {
     "fairseq_host_copies.py": "host_copies.py",
     "fairseq_late_values.py": "logging/late_values.py",
     "fairseq_many_tensors.py": "many_tensors.py",
+    "fairseq_models_of_checkpoints.py": "models_of_checkpoints.py",
     "fairseq_one_line.py": "../fairseq_cli/__init__.py",
     "fairseq_settings.py": "settings.py",
     "fairseq_whole_folders.py": "whole_folders.py",
+    "../fairseq_fastweights/bounded_loading.py": "bounded_loading.py",
+    "../fairseq_fastweights/checkpoint_updates.py": "checkpoint_updates.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
+    "../fairseq_fastweights/model_sizes.py": "model_sizes.py",
     "../fairseq_fastweights/text_files.py": "text_files.py",
 }
 """Files, from this one's folder, and their names in fairseq."""
@@ -88,6 +92,7 @@ _BY_SUBJECT = (
     COMMAND_CURES,
     DATA_CURES,
     LIBRARY_CURES,
+    LOADING_CURES,
     RUN_CURES,
     SAFETY_CURES,
     SPEED_CURES,
@@ -178,26 +183,6 @@ def add_defaults(''',
         # False, which is no int to omegaconf.
         Edit("fairseq/models/transformer_lm.py", '"base_shuffle", False)', '"base_shuffle", 0)'),
     ],
-    # torch refuses the `argparse.Namespace` in checkpoints of fairseq. A loader that allows what such checkpoints need,
-    # and no more, takes its place; `apply_cures` puts it there.
-    "safe_checkpoints": [
-        Edit(
-            _CHECKPOINTS,
-            "\nfrom fairseq.data import data_utils\n",
-            "\nfrom fairseq.checkpoint_loader import load_checkpoint_file\nfrom fairseq.data import data_utils\n",
-        ),
-        Edit(_CHECKPOINTS, 'torch.load(f, map_location=torch.device("cpu"))', "load_checkpoint_file(f, path)"),
-        Edit(
-            _CHECKPOINTS,
-            """torch.load(
-            f,
-            map_location=(
-                lambda s, _: torch.serialization.default_restore_location(s, "cpu")
-            ),
-        )""",
-            'load_checkpoint_file(f, fpath, "extra_state")',  # a moving average alone has no model
-        ),
-    ],
     # The fused encoder layer of torch >= 2 asks what its mask is: 1 stands for padded keys, of shape (batch, time), and
     # 0 for an attention mask, of shape (time, time).
     "mask_type": [
@@ -271,16 +256,6 @@ def add_defaults(''',
         Edit("setup.py", '            "torch",\n', '            "isal",\n            "torch>=2.6",\n'),
         Edit("setup.py", "  install_requires=[\n", '  python_requires=">=3.10",\n        install_requires=[\n'),
         Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
-    ],
-    # A checkpoint with a flipped bit was loaded without a word, and a pipe in its place waited for. What is saved has
-    # digests (`fairseq_checkpoint_writer.py`), which the loader of `safe_checkpoints` compares.
-    "noticed_damage": [
-        Edit(
-            _CHECKPOINTS,
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.checkpoint_loader import open_checkpoint\nfrom fairseq.file_io import PathManager\n",
-        ),
-        Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
     ],
 }
 

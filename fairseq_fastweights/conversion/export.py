@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
+from fairseq_fastweights.conversion.byte_level_files import PIECES
 from fairseq_fastweights.conversion.checkpoints import read_state
 from fairseq_fastweights.conversion.fairseq_options import config_of
 from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
@@ -25,13 +26,7 @@ from fairseq_fastweights.conversion.groups import count_layers
 from fairseq_fastweights.conversion.huggingface import RECORD
 from fairseq_fastweights.conversion.kept_settings import find_kept, generation_config
 from fairseq_fastweights.conversion.originals import restore_original
-from fairseq_fastweights.conversion.tokenizers_of_runs import (
-    PIECES,
-    WHOLE,
-    find_pieces,
-    make_tokenizer,
-    source_numbers,
-)
+from fairseq_fastweights.conversion.tokenizers_of_runs import WHOLE, find_pieces, make_tokenizer, source_numbers
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
@@ -208,7 +203,9 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         config = config_of(decoder.args, names, task.dictionary, final_norm=decoder.layer_norm is not None)
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, AssertionError) as error:
         lines = str(error).split("\n")[:2]  # of torch's lists of weights that do not fit: what it is, and the first
-        raise ValueError(f"{run.checkpoint}: {' '.join(map(str.strip, lines)) or type(error).__name__}") from error
+        text = " ".join(map(str.strip, lines)) or type(error).__name__
+        named = text.startswith(str(run.checkpoint))  # as what our fairseq says
+        raise ValueError(text if named else f"{run.checkpoint}: {text}") from error
     with no_init_weights():
         ours = FastWeightForCausalLM(config)
     ours.tie_weights()  # which is a part of the initialisation

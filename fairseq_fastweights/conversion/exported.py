@@ -11,12 +11,13 @@ from fairseq.data import Dictionary
 from torch import Tensor
 
 from fairseq_fastweights.conversion import kept_settings
+from fairseq_fastweights.conversion.byte_level_files import PIECES
 from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.export import FOR_FAIRSEQ, new_name
 from fairseq_fastweights.conversion.fairseq_options import options_of
 from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
 from fairseq_fastweights.conversion.huggingface import ORIGINALS, check_weights
-from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE
+from fairseq_fastweights.conversion.tokenizers_of_runs import WHOLE
 from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.models import checkpoint_settings

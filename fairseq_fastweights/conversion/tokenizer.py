@@ -15,6 +15,7 @@ from typing import Any
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 
 from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.whole_tokenizer import is_number, read_added_tokens
 from fairseq_fastweights.text_files import read_text
 
 FILES = (
@@ -187,10 +188,8 @@ def _from_one_file(path: Path) -> Tokenizer:
         raise ValueError(f"{path}: merges of the model are missing")
     added: dict[str, int] = {}
     normalized, special = set(), set()
-    for entry in content.get("added_tokens") or []:
-        word, number = entry.get("content"), entry.get("id")
-        if not isinstance(word, str) or not word or not _is_number(number):
-            raise ValueError(f"{path}: added_tokens holds {entry!r}; it must have a content and an id")
+    for entry in read_added_tokens(path, content):
+        word, number = entry["content"], entry["id"]
         for name in ("lstrip", "rstrip", "single_word"):
             if entry.get(name):
                 raise ValueError(f"{path}: {name} of the added token {word!r} is set; it must not be")
@@ -237,7 +236,7 @@ def _from_two_files(folder: Path) -> Tokenizer:
 
 
 def _vocabulary(path: Path, content: Any) -> dict[str, int]:
-    if not isinstance(content, dict) or not all(_is_number(number) for number in content.values()):
+    if not isinstance(content, dict) or not all(is_number(number) for number in content.values()):
         raise ValueError(f"{path}: the vocabulary must give each piece its number")
     if len(set(content.values())) < len(content):
         raise ValueError(f"{path}: the vocabulary has several pieces with the same number")
@@ -276,10 +275,6 @@ def _check_pieces(tokenizer: Tokenizer) -> None:
             raise ValueError(
                 f"{tokenizer.source}: {number} is {words[number]!r} in the vocabulary and {word!r} in added_tokens"
             )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _kind(part: Any) -> str | None:

@@ -13,16 +13,14 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fairseq_fastweights.conversion import kept_settings, whole_tokenizer
+from fairseq_fastweights.conversion.byte_level_files import PIECES, read_merges, read_pieces, read_settings
 from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, original_files
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
-from fairseq_fastweights.text_files import open_text, read_text
+from fairseq_fastweights.text_files import open_text
 
 WORDS = "words"
 """In place of a tokenizer's folder, for a dictionary of words that are separated by spaces."""
-
-PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
-"""The files of a byte-level BPE; without the last it is the one of fairseq's `--bpe gpt2`."""
 
 WHOLE = (whole_tokenizer.FILE, whole_tokenizer.SETTINGS)
 """The files of any other tokenizer, which `from-huggingface` writes."""
@@ -121,7 +119,7 @@ def is_source(pieces: Path | None, config: FastWeightConfig) -> bool:
 
 def source_numbers(dictionary: Dictionary, path: Path) -> Callable[[int], int]:
     """The numbers in the dictionary of a source's word types, of which this file says which ends texts."""
-    end = read_json(path).get("end_of_text")
+    end = whole_tokenizer.read_end_of_text(path)
     return lambda own: dictionary.eos() if own == end else dictionary.index(str(own))
 
 
@@ -177,6 +175,7 @@ def _renumbered(
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"{path}: model is {model.get('type')!r}; only 'BPE' is supported")
     model["vocab"] = {word: number_of(number) for word, number in model["vocab"].items()}
+    made["added_tokens"] = whole_tokenizer.read_added_tokens(path, made)
     for entry in made["added_tokens"]:
         entry["id"] = number_of(entry["id"])
     lacking = [word for word, number in model["vocab"].items() if number == dictionary.unk()]
@@ -213,11 +212,11 @@ def _of_words(dictionary: Dictionary) -> dict[str, Any]:
 
 def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     """The byte-level BPE in `folder`, with its numbers replaced by those of the dictionary."""
-    numbers = read_json(folder / "encoder.json")
+    numbers = read_pieces(folder)
     settings: dict[str, Any] = {"normalizer": None, "end_of_text": None, "vocabulary": None, "added": []}
     if (folder / PIECES[2]).is_file():
-        settings |= read_json(folder / PIECES[2])
-    merges = _read_merges(folder / "vocab.bpe")
+        settings = read_settings(folder)
+    merges = read_merges(folder)
     end = settings["end_of_text"]
     if end is None and dictionary.index(str(numbers.get(_END_OF_TEXT))) == dictionary.unk():
         end = numbers.get(_END_OF_TEXT)  # which no text has, where fairseq has </s>
@@ -266,16 +265,6 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
         pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
         decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     )
-
-
-def _read_merges(path: Path) -> list[tuple[str, str]]:
-    merges = []
-    for line in read_text(path).split("\n")[1:-1]:  # as fairseq reads it
-        pair = line.split(" ")
-        if len(pair) != 2:
-            raise ValueError(f"{path}: it holds {line!r}; each line must be two pieces")
-        merges.append((pair[0], pair[1]))
-    return merges
 
 
 def _file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:

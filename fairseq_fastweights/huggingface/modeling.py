@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.huggingface.file_sizes import check_folder, check_model
 from fairseq_fastweights.huggingface.initialization import draw_weights
 from fairseq_fastweights.huggingface.layers import FastWeightDecoderLayer
 from fairseq_fastweights.huggingface.texts import check_takes_starts, read_texts
@@ -25,7 +26,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
 )
 from fairseq_fastweights.llama_layers import use_rms_norms
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.safetensors_digests import note_digest, why_damaged
+from fairseq_fastweights.safetensors_digests import note_digest
 
 MASKED_LOGIT = -1e4
 """The logit of a word type that is never predicted; `models.fast_weight_decoder` says why it is finite."""
@@ -67,16 +68,33 @@ class FastWeightPreTrainedModel(PreTrainedModel):
             for path in sorted(Path(save_directory).glob("model*.safetensors")):
                 note_digest(path)
 
-    @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *others: Any, **named: Any) -> Any:
-        """Checks the digests in the files, and loads them as transformers does.
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *others: Any, **options: Any) -> Any:
+        """Loads a model as transformers does; an error, before it is made, if a folder's files cannot be its weights.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a model's name on the hub.
+            others, options: the other arguments of transformers' method.
 
         Raises:
-            ValueError: if a file is damaged.
+            ValueError: if a file is damaged, or the configuration asks for more than its weights hold.
         """
-        for path in checkpoint_files or ():
-            if str(path).endswith(".safetensors") and (damage := why_damaged(path)):
-                raise ValueError(f"{path} {damage}")
+        folder = Path(pretrained_model_name_or_path or "") / (options.get("subfolder") or "")
+        if pretrained_model_name_or_path and folder.is_dir():
+            config = options.get("config")
+            check_folder(
+                folder, config if isinstance(config, FastWeightConfig) else FastWeightConfig.from_pretrained(folder)
+            )
+        return super().from_pretrained(pretrained_model_name_or_path, *others, **options)
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *others: Any, **named: Any) -> Any:
+        """Checks the files and the model's size, and loads the weights as transformers does.
+
+        Raises:
+            ValueError: if a file is damaged, or the model is too large for the weights in them.
+        """
+        check_model(model, checkpoint_files or (), model.config)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *others, **named)
 
 

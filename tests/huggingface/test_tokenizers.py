@@ -13,8 +13,8 @@ from fairseq.data import Dictionary
 
 from fairseq_fastweights.conversion import kept_settings
 from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.byte_level_files import PIECES
 from fairseq_fastweights.conversion.export import load_for_causal_lm
-from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
 from tests.conversion import llamas, sources
 from tests.conversion.test_tokenizer import byte_level

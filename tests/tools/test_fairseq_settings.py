@@ -16,6 +16,7 @@ from fairseq_settings import literal
         (" {'beam': -1, 'x': [None, True]} ", {"beam": -1, "x": [None, True]}),
         ("[(512, 3)] * 2 + [(8, 1 + 2 - 4)]", [(512, 3), (512, 3), (8, -1)]),
         ("2 * 'ab'", "abab"),
+        ("[" + "1," * 200_000 + "]", [1] * 200_000),  # a text of its own size may be long
     ],
 )
 def test_literals_sums_and_products_are_read(text, value):
@@ -25,7 +26,9 @@ def test_literals_sums_and_products_are_read(text, value):
 @pytest.mark.parametrize(
     "text",
     ["__import__('os')", "x", "[0] * 10**9", "[0] * 1000 * 1000", "1000000 * 'a'", "{**{}}", "(lambda: 1)()", "[",
-     "1 + [1]", "[x for x in (1,)]", "(" * 5000, "f'{1}'", "1 / 2"],
+     "[[[0] * 99] * 99] * 99", "('ab' * 999,) * 999", "('a' * 99_999) + ('a' * 99_999)",
+     "[" + "'a' * 9_999, " * 99 + "]", "[{1: [2, 3], 4: {5}}] * 9_999", "1 + [1]", "[x for x in (1,)]",
+     "(" * 5000, "f'{1}'", "1 / 2"],
 )  # fmt: skip
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="is no literal"):
