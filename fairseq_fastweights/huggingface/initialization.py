@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fairseq_fastweights.feature_maps import FavorMap, orthogonal_features
+from fairseq_fastweights.feature_maps import FavorMap
 from fairseq_fastweights.huggingface.vocabulary import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fastweights.mixers.mixer import Mixer
 
@@ -48,7 +48,7 @@ def _draw_mixer(mixer: Mixer, std: float | None) -> None:
     parts = list(mixer.modules())
     for part in parts:
         if isinstance(part, FavorMap):
-            part.features.copy_(orthogonal_features(part.num_features, part.key_dim, device=part.features.device))
+            part.features.copy_(part.draw(device=part.features.device))
     _reset(mixer)
     if std is not None:
         for part in parts:

@@ -12,6 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.feature_maps import is_favor
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def known_to_diverge(update_rule: str, feature_map: str, normalization: frozense
         return "without sum normalisation the delta rule diverged (Schlag et al. 2021, Table 3; Mao 2022, footnote 3)"
     if update_rule == "delta" and feature_map == "identity":
         return "the delta rule diverged without a feature map (Mao 2022, Table 1)"
-    if update_rule == "delta" and feature_map == "favor":
+    if update_rule == "delta" and is_favor(feature_map):
         return (
             "FAVOR+ with the delta rule gave not-a-number in synthetic setting 2 (Schlag et al. 2021, App. D.2), "
             "though it trained on WikiText-103 (Tables 2 and 5)"

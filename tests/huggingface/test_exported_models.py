@@ -21,6 +21,7 @@ BANDS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --adaptiv
 BANDS += " --adaptive-softmax-factor 2 --adaptive-input"
 SETTINGS = {
     "sum with FAVOR+": "--update-rule sum --feature-map favor --favor-features 6",
+    "FAVOR+ as in Schlag's program": "--update-rule sum --feature-map favor-schlag --favor-features 6",
     "decay with ReLU": "--update-rule decay --feature-map relu --feature-dim 5 --decoder-learned-pos",
     "delta with DPFP": "--feature-map dpfp --dpfp-nu 2 --normalization removal --scale-read-out --no-attention-bias",
     "heads": "--fast-weight-heads 4 --softmax-attention-layers 2 --decoder-normalize-before --no-scale-embedding",

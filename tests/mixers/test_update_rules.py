@@ -45,6 +45,7 @@ def test_normalisations_are_read_and_other_words_refused_by_name():
         ("delta", "elu", "attention removal", "Schlag et al. 2021, Table 3"),
         ("delta", "elu", "sum", None),
         ("delta", "favor", "sum", "Schlag et al. 2021, App. D.2"),
+        ("delta", "favor-schlag", "sum", "Schlag et al. 2021, App. D.2"),
         ("sum", "relu", "attention", None),
         ("sum", "relu", "", "Mao 2022, Table 1"),
         ("sum", "identity", "", None),
