@@ -154,7 +154,7 @@ def tied_bands(embeddings: AdaptiveInput, softmax: AdaptiveSoftmax, projections:
     tied = {words: "embeddings.0.0.weight"}
     for i in range(len(softmax.tail)):
         tied[f"tail.{i}.2.weight"] = f"embeddings.{i + 1}.0.weight"
-        if projections:
+        if projections and hasattr(softmax.tail[i][0], "weight"):
             tied[f"tail.{i}.0.weight"] = f"embeddings.{i + 1}.1.weight"
     return tied
 

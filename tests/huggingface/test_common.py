@@ -81,12 +81,13 @@ def test_the_configuration_says_everything(tmp_path):
     assert said(transformers.AutoConfig.from_pretrained(tmp_path)) == said(config)
 
 
+SQUARE = f"{FLAGS} --adaptive-input-factor 1 --adaptive-softmax-factor 1 --adaptive-softmax-bias --square-projections"
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
-        "--init-std 0.02",
-        FLAGS,
+        *("", "--init-std 0.02", FLAGS, f"{SQUARE} identity", f"{SQUARE} none --init-std 0.02"),
         *(f"--feature-map {name} --favor-features 32" for name in ("favor", "favor-schlag")),
     ],
 )

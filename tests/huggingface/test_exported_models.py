@@ -35,6 +35,10 @@ SETTINGS = {
     "bands": f"{BANDS} --adaptive-softmax-dropout 0.1",
     "tied bands": f"{BANDS} --tie-adaptive-weights",
     "tied bands and projections": f"{BANDS} --tie-adaptive-weights --tie-adaptive-proj",
+    "bands without square projections": f"{BANDS.replace('factor 2', 'factor 1')} --square-projections none"
+    " --tie-adaptive-weights --tie-adaptive-proj --adaptive-softmax-bias --adaptive-softmax-dropout 0.1",
+    "bands of the output with biases": "--adaptive-softmax-cutoff 10,25 --adaptive-softmax-bias",
+    "square projections that start as the identity": f"{BANDS} --square-projections identity",
     "bands of the output alone": "--adaptive-softmax-cutoff 10,25",
     "odd width": "--decoder-embed-dim 15 --decoder-input-dim 15 --decoder-output-dim 15 --decoder-attention-heads 3",
 }
