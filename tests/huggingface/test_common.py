@@ -87,7 +87,7 @@ SQUARE = f"{FLAGS} --adaptive-input-factor 1 --adaptive-softmax-factor 1 --adapt
 @pytest.mark.parametrize(
     "flags",
     [
-        *("", "--init-std 0.02", FLAGS, f"{SQUARE} identity", f"{SQUARE} none --init-std 0.02"),
+        *("", "--init-std 0.02", FLAGS, f"{SQUARE} identity", f"{SQUARE} none"),
         *(f"--feature-map {name} --favor-features 32" for name in ("favor", "favor-schlag")),
     ],
 )
