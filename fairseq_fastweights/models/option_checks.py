@@ -39,7 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         """base_layers head_dim kv_heads rms_norm_eps query_key_norm_eps lr max_update max_epoch warmup_updates
         weight_decay adam_eps save_interval_updates num_workers data_buffer_size shard_id context_window max_len_a
-        max_len_b min_len prefix_size no_repeat_ngram_size buffer_size iter_decode_max_iter""".split(),
+        max_len_b min_len prefix_size no_repeat_ngram_size buffer_size iter_decode_max_iter text_streams""".split(),
         (0, math.inf),
     ),
     # Probabilities and parts.
