@@ -72,8 +72,9 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         metadata={
             "help": "update rule of the memories: sum adds each value under its key (linear Transformer, Performer); "
             "gated decays the memory by one gate per head; decay by a gate per key and value dimension (Mao 2022); "
-            "delta corrects what the key retrieves (Delta Network); retention decays it by a constant per head, and "
-            "normalises and gates the output (RetNet)"
+            "delta corrects what the key retrieves (Delta Network); delta-mao does so as Mao's published kernel, which "
+            "reads before it writes; retention decays it by a constant per head, and normalises and gates the output "
+            "(RetNet)"
         },
     )
     feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
