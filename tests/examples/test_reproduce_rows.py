@@ -171,6 +171,26 @@ def test_a_row_that_starts_from_another_is_trained_after_it_and_scored(data: Pat
     assert 0 < distance < 1e-3  # two updates at a rate of 0.0001
 
 
+def test_rows_of_one_training_are_trained_once_and_scored_each_in_its_way(
+    data: Path, tmp_path: Path, reproduce
+) -> None:
+    """The Transformer-XL, with two of its memories."""
+    small = ["--", *tiny("schlag-table4", "transformer-xl-15"), *"--max-update 2 --warmup-updates 1".split()]
+    small += "--batch-size 2 --tokens-per-sample 16 --cpu --num-workers 0".split()
+    names = ["transformer-xl-64", "transformer-xl-384"]
+    call = ["run", "schlag-table4", data, tmp_path, "--rows", *names, "--seeds", "1", "--jobs", "1", *small]
+    status, said, err = reproduce(*call)
+    assert status == 0, err
+    assert said.count("--save-dir") == said.count("about 0.0 hours for each") == 1
+    found = {entry.row: entry for entry in ledger.read_ledger(tmp_path / "ledger.jsonl")}
+    assert [*found] == names
+    for name, entry in found.items():
+        mode = f"memory-{name.split('-')[-1]}-{name.split('-')[-1]}"
+        assert set(entry.scores) == {f"valid, {mode}", f"test, {mode}"}
+    assert found[names[0]].commands[0] == found[names[1]].commands[0]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["transformer-xl-15-1"]
+
+
 def test_a_language_model_is_scored_in_windows_and_as_one_stream_and_its_state_is_counted(
     data, tmp_path, reproduce, monkeypatch
 ):
