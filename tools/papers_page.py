@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,9 +14,8 @@ PAGE = ROOT / "docs" / "papers.md"
 def main() -> None:
     """Writes the page."""
     sys.path.insert(0, str(ROOT / "examples"))
-    from papers.overview import page
-
-    PAGE.write_text(page(), encoding="utf-8")
+    overview = import_module("papers.overview")
+    PAGE.write_text(overview.page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

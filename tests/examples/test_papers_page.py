@@ -20,7 +20,7 @@ NUMBERS = {
     "Schlag et al. 2021, Table 4": "> 260 > 260; 27.8 29.4; 65.7 65.5; 29.3 30.1; 26.4 27.4; 24.6 25.5",
     "Schlag et al. 2021, Table 5": "38.0 38.8; 36.0 37.0; 37.7 38.8; 33.9 35.0",
     "Schlag et al. 2021, Table 6": "d_dot 256; d_dot 384; d_dot 512",
-    "Schlag et al. 2021, Section 6.3": "66 K words/s; 63 K words/s",
+    "Schlag et al. 2021, Section 6.3": "66 K words/s; 63 K words/s; 63 K words/s; 33 K words/s; 57 K words/s",
     "Schlag et al. 2021, Figure 1": "DPFP-1",
     "Schlag et al. 2021, Figures 2 and 4": "softmax linear dpfp-1 dpfp-2 dpfp-3; favor-64 favor-128 favor-512",
     "Schlag et al. 2021, Figures 3 and 5": "sum-dpfp-1 delta-dpfp-1; tanh tanh-dpfp-1; delta-favor-128",
