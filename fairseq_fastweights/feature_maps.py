@@ -249,9 +249,16 @@ class FavorMap(FeatureMap):
     evaluation mode the buffer `features` (m, head_dim) is used: drawn once, at construction, and
     kept in the state dict.
 
+    The map "favor-schlag" is that of the program of Schlag et al.: x is not scaled, 1e-4 is added to
+    every exponential, and R's columns are orthogonal instead of its rows.
+
     Args:
         head_dim: numbers per head before the map.
         num_features: m; there are 2 m numbers per head after the map.
+        scaled: whether x is multiplied by head_dim^(-1/4), which Eq. 31-32 do not do.
+        epsilon: added to exp(-|x|^2 / 2) exp(R x) and exp(-|x|^2 / 2) exp(-R x), before the division.
+        orthogonal: "features", or "dimensions": R^T is what `orthogonal_features` draws, head_dim
+            vectors of m numbers.
 
     Examples:
         >>> phi = FavorMap(head_dim=4, num_features=2000).eval()
@@ -265,35 +272,57 @@ class FavorMap(FeatureMap):
     may_vanish = False
     features: Tensor
 
-    def __init__(self, head_dim: int, num_features: int) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int,
+        *,
+        scaled: bool = True,
+        epsilon: float = 0.0,
+        orthogonal: Literal["features", "dimensions"] = "features",
+    ) -> None:
         super().__init__(head_dim, 2 * num_features)
         self.num_features = num_features
-        self.register_buffer("features", orthogonal_features(num_features, head_dim))
+        self.scale = head_dim**-0.25 if scaled else 1.0
+        self.orthogonal = orthogonal
+        self._log_epsilon = math.log(epsilon / math.sqrt(self.output_dim)) if epsilon else -math.inf
+        self.register_buffer("features", self.draw())
+
+    def draw(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+        """Draw an R, (m, head_dim), from the global generator of a device."""
+        if self.orthogonal == "features":
+            return orthogonal_features(self.num_features, self.key_dim, dtype=dtype, device=device)
+        return orthogonal_features(self.key_dim, self.num_features, dtype=dtype, device=device).t().contiguous()
 
     def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
         q, k = _at_least_float32(q), _at_least_float32(k)
-        if self.training:
-            features = orthogonal_features(self.num_features, self.key_dim, dtype=q.dtype, device=q.device)
-        else:
-            features = self.features.to(q.dtype)
+        features = self.draw(q.dtype, q.device) if self.training else self.features.to(q.dtype)
         log_q, log_k = self._exponents(features, q), self._exponents(features, k)
         # The exponents of long vectors lie far below 0: their features would vanish, or leave quotients of numbers
-        # so small that gradients overflow. Whatever divides a factor out takes its gradient out too: hence detach().
-        if scales != "fixed":
-            log_q = log_q - log_q.detach().amax(dim=-1, keepdim=True)
-        if scales == "all":
-            log_k = log_k - log_k.detach().amax(dim=-1, keepdim=True)
-        elif scales == "queries and source" and k.shape[1]:
-            log_k = log_k - log_k.detach().amax(dim=(1, 3), keepdim=True)
-        return log_q.exp(), log_k.exp()
+        # so small that gradients overflow.
+        of_query = None if scales == "fixed" else (-1,)
+        of_key = {"all": (-1,), "queries and source": (1, 3)}.get(scales) if k.shape[1] else None
+        return self._exponentials(log_q, of_query), self._exponentials(log_k, of_key)
 
     def _exponents(self, features: Tensor, x: Tensor) -> Tensor:
-        x = x * self.key_dim**-0.25
+        x = x * self.scale
         projected = x @ features.t()
         # One exponential of the sum: exp(R x) alone overflows where its product with
         # exp(-|x|^2 / 2) does not.
         log_scale = -0.5 * (x.square().sum(-1, keepdim=True) + math.log(self.output_dim))
         return torch.cat([log_scale + projected, log_scale - projected], dim=-1)
+
+    def _exponentials(self, log: Tensor, over: tuple[int, ...] | None) -> Tensor:
+        """The features of these logarithms, divided by the largest over the dimensions `over`, if there are any."""
+        if over is None:
+            features = log.exp()
+            return features if math.isinf(self._log_epsilon) else features + math.exp(self._log_epsilon)
+        # Whatever divides a factor out takes its gradient out too: hence detach().
+        largest = log.detach().amax(dim=over, keepdim=True)
+        if math.isinf(self._log_epsilon):
+            return (log - largest).exp()
+        largest = largest.clamp(min=self._log_epsilon)
+        return (log - largest).exp() + (self._log_epsilon - largest).exp()
 
 
 class DpfpMap(FeatureMap):
@@ -330,9 +359,15 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "elu": EluMap,
     "relu": ReluMap,
     "favor": FavorMap,
+    "favor-schlag": FavorMap,
     "dpfp": DpfpMap,
     "tanh": TanhMap,
 }
+
+
+def is_favor(name: str) -> bool:
+    """Whether a key of `FEATURE_MAPS` is a form of FAVOR+."""
+    return FEATURE_MAPS.get(name) is FavorMap
 
 
 def build_feature_map(
@@ -350,7 +385,7 @@ def build_feature_map(
     | ------------------- | ---------- | --------------------------------------------------- |
     | identity, elu, tanh | output_dim | feature_dim, else head_dim                          |
     | relu                | head_dim   | feature_dim, else head_dim                          |
-    | favor               | head_dim   | 2 favor_features, else feature_dim, else 2 round(m) |
+    | favor, favor-schlag | head_dim   | 2 favor_features, else feature_dim, else 2 round(m) |
     | dpfp                | head_dim   | 2 head_dim dpfp_nu                                  |
 
     where m = head_dim ln(head_dim), as Choromanski et al. recommend, and round(m) is at least 1.
@@ -390,8 +425,10 @@ def build_feature_map(
         return TanhMap(dim)
     if name == "relu":
         return ReluMap(num_heads, head_dim, dim)
-    if name == "favor":
-        return FavorMap(head_dim, count_favor_features(head_dim, feature_dim, favor_features))
+    if is_favor(name):
+        how: dict[str, Any] = {"scaled": False, "epsilon": 1e-4, "orthogonal": "dimensions"}
+        how = how if name == "favor-schlag" else {}
+        return FavorMap(head_dim, count_favor_features(head_dim, feature_dim, favor_features), **how)
     check_dpfp(head_dim, feature_dim, dpfp_nu)
     return DpfpMap(head_dim, dpfp_nu)
 

@@ -6,9 +6,9 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +16,7 @@ from common.commands import one_thread
 from common.fairseq_logs import describe_training, parse_training
 from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
 
+from papers import SCALED, TABLES
 from papers.ledger import (
     Entry,
     append_entry,
@@ -119,8 +120,29 @@ def plan(
     runs: dict[tuple[str, int], Run] = {}
     for row, seed in sorted(found, key=found.__getitem__):
         first = runs.get((table.rows[row].source or "", 1))
-        runs[row, seed] = _run(name, row, table.rows[row], seed, places, options, checked, first, learned, inputs)
+        trained = {run.places.out: run.steps[0] for run in runs.values()}
+        runs[row, seed] = _run(
+            name, row, table.rows[row], seed, places, options, checked, first, trained, learned, inputs
+        )
     return list(runs.values())
+
+
+@cache
+def trained_as(table: str, name: str) -> str:
+    """The row whose training a row's is: the first of those of all tables that are trained by the same command.
+
+    A row that starts from another of its table's, and one of a table that is not among all, is trained as itself.
+    """
+
+    def training(row: Row) -> list[str] | None:
+        places = Places(Path("DATA"), Path("OUT"), Path("SOURCE"))
+        return None if row.source else row.recipe.training(row.options, places, [], {}).words
+
+    rows = TABLES | SCALED
+    own = training(rows[table].rows[name]) if table in rows and name in rows[table].rows else None
+    if own is None:
+        return name
+    return next(found for each in rows.values() for found, row in each.rows.items() if training(row) == own)
 
 
 def _run(
@@ -132,14 +154,16 @@ def _run(
     options: Sequence[str],
     checked: bool,
     source: Run | None,
+    trained: Mapping[Path, Step],
     learned: str,
     inputs: str,
 ) -> Run:
-    """`source`: the one that it starts from, if that is of the same table. `learned`, `inputs`: digests of what it is
-    trained on, and of what `Entry.inputs` is of.
+    """`source`: the one that it starts from, if that is of the same table. `trained`: the trainings of other runs by
+    their folders: one serves all rows that have the same. `learned`, `inputs`: digests of what it is trained on, and of
+    what `Entry.inputs` is of.
     """
     start = source.places.out / BEST if source else places.source
-    here = Places(places.data, places.out / f"{name}-{seed}", start)
+    here = Places(places.data, places.out / f"{trained_as(table, name)}-{seed}", start)
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
     evaluations = row.recipe.evaluations(here, [], env)
@@ -147,7 +171,7 @@ def _run(
         row.recipe.check("train", replace(here, source=None) if source else here, env)
     updates = _updates(training.words)
     title = f"{name}, seed {seed}"
-    first = Step(
+    first = trained.get(here.out) or Step(
         title=title,
         folder=here.out,
         command=training.words,
@@ -200,7 +224,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     used = [step for run in left for step in run.steps[0].after if step.result() is None]
     steps = [
         *(step for step in used if all(step not in run.steps for run in left)),
-        *(s for r in left for s in r.steps),
+        *dict.fromkeys(s for r in left for s in r.steps),
     ]
     for run in left:
         begun = read_json(run.places.out / BEGUN)
@@ -228,6 +252,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
 def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: TextIO) -> None:
     """Says how long it will take: by what the ledger has of a row, else by a few updates."""
     hours: dict[str, float] = {}
+    left = list({run.steps[0]: run for run in reversed(left)}.values())[::-1]  # of each training one
     for run in left:
         if run.name not in hours and run.updates is not None:
             before = [entry.seconds for entry in entries if (entry.table, entry.row) == (run.table, run.name)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from fairseq_fastweights.adaptive_bands import add_biases, leave_out_square_projections
 from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.file_sizes import check_folder, check_model
@@ -54,7 +55,8 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         super()._initialize_weights(module, is_custom_code=False)
 
     def _init_weights(self, module: nn.Module) -> None:
-        draw_weights(module, self.config.initializer_range, self.config.pad_token_id)
+        identity = self.config.square_projections == "identity"
+        draw_weights(module, self.config.initializer_range, self.config.pad_token_id, identity)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *others: Any, **options: Any) -> None:
         """Saves the model as transformers does, with a digest in each file of weights; `push_to_hub=True` sends none.
@@ -132,6 +134,8 @@ class FastWeightModel(FastWeightPreTrainedModel):
                 width,
                 list(config.adaptive_input_cutoffs),
             )
+            if config.square_projections == "none":
+                leave_out_square_projections(self.embed_tokens)
             size_in = width
         self.embed_scale = math.sqrt(width) if config.scale_embeddings else 1.0
         self.project_in_dim = nn.Linear(size_in, width, bias=False) if size_in != width else None
@@ -321,6 +325,10 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                 projections=config.tie_adaptive_projections,
                 hidden_size=config.hidden_size,
             )
+            if config.square_projections == "none":
+                leave_out_square_projections(softmax=self.lm_head)
+            if config.adaptive_softmax_bias:
+                add_biases(self.lm_head)
             if isinstance(embeddings, AdaptiveInput):
                 tied = tied_bands(embeddings, self.lm_head, config.tie_adaptive_projections)
                 self._tied_weights_keys = {f"lm_head.{a}": f"model.embed_tokens.{b}" for a, b in tied.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.feature_maps import Scales, build_feature_map
+from fairseq_fastweights.feature_maps import Scales, build_feature_map, is_favor
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 
@@ -32,7 +32,7 @@ class MemoryAttention(Mixer):
         feature_dim: size m of queries and keys after the feature map; the state is m x head_dim. None for the map's
             default.
         dpfp_nu: nu of the map "dpfp".
-        favor_features: number of random features of the map "favor"; None for its default.
+        favor_features: number of random features of the maps "favor" and "favor-schlag"; None for their default.
         normalization: a set of some of "sum", "attention" and "removal".
         bias: whether the projections have biases. Those of gates that decay the memory always have.
         scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
@@ -90,7 +90,7 @@ class MemoryAttention(Mixer):
         # Normalisers grow with time, their inverses shrink, and exp() of FAVOR+'s exponents is large unless sum
         # normalisation takes it back: float16 has not the range for them.
         self.needs_float32_range = bool(normalization & {"attention", "removal"}) or (
-            feature_map == "favor" and "sum" not in normalization
+            is_favor(feature_map) and "sum" not in normalization
         )
         self._scales: Scales = "fixed"
         if "sum" in normalization:
@@ -176,7 +176,7 @@ class MemoryAttention(Mixer):
 
     def concern_when_carried(self) -> str | None:
         """Returns a reason not to carry states from segment to segment in training, or None."""
-        if self.feature_map_name == "favor":
+        if is_favor(self.feature_map_name):
             return (
                 "FAVOR+ draws new features for every training batch, so that a carried state is read with other "
                 "features than it was written with"

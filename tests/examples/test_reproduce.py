@@ -64,20 +64,27 @@ WANTED = f"""
 --transformer-xl-memory: transformer-xl- = 384
 --fast-weight-attention: standard = none; schlag-table1 = encoder,decoder,cross
 --softmax-attention-layers: schlag-table1 = -; {SOFTMAX}|mha = all; 400m.*hybrid = 2,12; 1b.*hybrid = 2,8
---update-rule: {SOFTMAX}|{OTHERS}|choi = -; schlag-table3|delta = delta; mao.*(decay|gated) = \\1;  = sum
---feature-map: {SOFTMAX}|{OTHERS}|choi = -; performer = favor; dpfp = dpfp; schlag = elu
+--update-rule: {SOFTMAX}|{OTHERS}|choi = -; kernel = delta-mao; schlag-table3|delta = delta
+--update-rule: mao.*(decay|gated) = \\1;  = sum
+--feature-map: {SOFTMAX}|{OTHERS}|choi = -; performer = favor-schlag; dpfp = dpfp; schlag = elu
 --feature-map: baseline|no-normalization = relu;  = identity
 --normalization: {SOFTMAX}|{OTHERS}|choi = -; normalization-yes = sum,attention,removal; delta-baseline = sum,attention
---normalization: schlag-table3|delta|schlag.*no-normalization = sum; schlag|baseline = attention;  = none
+--normalization: schlag-table3|delta|schlag.*no-normalization = sum; schlag-table1|baseline = attention
+--normalization: schlag = sum,attention;  = none
 --feature-dim: {SOFTMAX}|{OTHERS} = -; mao-table1 = 4; mao.*-(\\d+) = \\1
---favor-features: schlag-table1 performer-64 = 32; schlag-table1 performer-256 = 128; schlag-table1 performer-512 = 256
+--favor-features: schlag-table1 performer-64 = 32; schlag-table1 performer-256 = 128; schlag-table1 performer-384 = 192
+--favor-features: schlag-table1 performer-512 = 256
 --favor-features: small-performer = 8; performer.*-m-32 = 32; performer = 16
---dpfp-nu: dpfp-256|-nu-2 = 2; dpfp-512 = 4; dpfp = 1
+--dpfp-nu: dpfp-256|-nu-2 = 2; dpfp-384 = 3; dpfp-512 = 4; dpfp = 1
 --transfer: choi.*embeddings = embeddings,output; choi.*ffn = embeddings,output,feed-forward
 --transfer: choi.*wo = embeddings,output,feed-forward,output-projection
 --transfer: choi.*attention = embeddings,output,feed-forward,attention
 --freeze: choi-table3 ffn = embeddings,output,feed-forward
 --freeze: choi-table3 wo = embeddings,output,feed-forward,output-projection
+--square-projections: schlag-table1|mao|choi = -;  = none
+--adaptive-softmax-dropout: schlag-table1|mao|choi = -;  = 0.1
+--projection-bias: (small|medium)-transformer = none
+--text-streams: schlag-table[14]|mao|choi = -; small|table5 = 96;  = 56
 --max-update: choi.*1b = 50000; choi = 75000
 """
 """What a row must ask for by its name and the papers: of an option's patterns the first that fits "TABLE ROW" counts; -
@@ -100,6 +107,7 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce) 
     assert ("--unfreeze-threshold" in asked) == (row == "wo-lit")
     assert ("--transfer-from" in asked) == (recipe.sources and "scratch" not in row)
     assert ("--carry-over-state" in asked) == (table == "schlag-table4")
+    assert ("--adaptive-softmax-bias" in asked) == ("--square-projections" in asked)
     given = [word for word in train if word.startswith("--")]
     assert len(given) == len(set(given))  # none overrides another
 

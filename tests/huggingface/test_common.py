@@ -81,7 +81,16 @@ def test_the_configuration_says_everything(tmp_path):
     assert said(transformers.AutoConfig.from_pretrained(tmp_path)) == said(config)
 
 
-@pytest.mark.parametrize("flags", ["", "--init-std 0.02", FLAGS, "--feature-map favor --favor-features 32"])
+SQUARE = f"{FLAGS} --adaptive-input-factor 1 --adaptive-softmax-factor 1 --adaptive-softmax-bias --square-projections"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("", "--init-std 0.02", FLAGS, f"{SQUARE} identity", f"{SQUARE} none"),
+        *(f"--feature-map {name} --favor-features 32" for name in ("favor", "favor-schlag")),
+    ],
+)
 def test_new_weights_start_as_fairseqs(flags, fairseq):
     """Drawn by `_init_weights` alone, as those of a model are that are not in a checkpoint."""
     for name in MIXERS if flags in ("", "--init-std 0.02") else ("sum",):

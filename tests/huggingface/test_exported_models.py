@@ -22,6 +22,7 @@ BANDS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --adaptiv
 BANDS += " --adaptive-softmax-factor 2 --adaptive-input"
 SETTINGS = {
     "sum with FAVOR+": "--update-rule sum --feature-map favor --favor-features 6",
+    "FAVOR+ as in Schlag's program": "--update-rule sum --feature-map favor-schlag --favor-features 6",
     "decay with ReLU": "--update-rule decay --feature-map relu --feature-dim 5 --decoder-learned-pos",
     "delta with DPFP": "--feature-map dpfp --dpfp-nu 2 --normalization removal --scale-read-out --no-attention-bias",
     "heads": "--fast-weight-heads 4 --softmax-attention-layers 2 --decoder-normalize-before --no-scale-embedding",
@@ -35,6 +36,10 @@ SETTINGS = {
     "bands": f"{BANDS} --adaptive-softmax-dropout 0.1",
     "tied bands": f"{BANDS} --tie-adaptive-weights",
     "tied bands and projections": f"{BANDS} --tie-adaptive-weights --tie-adaptive-proj",
+    "bands without square projections": f"{BANDS.replace('factor 2', 'factor 1')} --square-projections none"
+    " --tie-adaptive-weights --tie-adaptive-proj --adaptive-softmax-bias --adaptive-softmax-dropout 0.1",
+    "bands of the output with biases": "--adaptive-softmax-cutoff 10,25 --adaptive-softmax-bias",
+    "square projections that start as the identity": f"{BANDS} --square-projections identity",
     "bands of the output alone": "--adaptive-softmax-cutoff 10,25",
     "odd width": "--decoder-embed-dim 15 --decoder-input-dim 15 --decoder-output-dim 15 --decoder-attention-heads 3",
 }

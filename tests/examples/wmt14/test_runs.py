@@ -9,7 +9,7 @@ from pathlib import Path
 import papers
 import pytest
 from papers import drawing, ledger, report, rows
-from papers.grid import plan
+from papers.grid import plan, trained_as
 
 from tests.examples.conftest import TINY
 
@@ -102,6 +102,35 @@ def test_a_table_does_not_mix_runs_of_different_data() -> None:
     for change in ({"data": "x"}, {"inputs": "x"}):
         with pytest.raises(rows.RowError, match="multi30k: its runs are of different data, which no table may mix"):
             report.block("multi30k", papers.SCALED["multi30k"], [replace(one, inputs="y"), replace(other, **change)])
+
+
+def test_one_training_serves_all_rows_that_have_the_same(tmp_path: Path) -> None:
+    """Of one table, and of two in the same folder."""
+    places = rows.Places(tmp_path, tmp_path / "out")
+    names = [f"transformer-xl-{memory}" for memory in (64, 384)]
+    shared = plan("schlag-table4", papers.TABLES["schlag-table4"], [*names, "delta-network"], [1, 2], places, (), False)
+    first, second, other, *of_seed_2 = shared
+    assert first.steps[0] is second.steps[0] is not other.steps[0] and of_seed_2[0].steps[0] is of_seed_2[1].steps[0]
+    assert first.places.out == second.places.out == tmp_path / "out" / "transformer-xl-15-1" != of_seed_2[0].places.out
+    assert len({step.folder for run in (first, second) for step in run.steps}) == 1 + 2 * 2
+    assert first.key != second.key
+    of_two = [
+        plan(table, papers.TABLES[table], [row], [1], places, (), False)[0]
+        for table, row in (
+            ("schlag-table2", "medium-delta-network"),
+            ("schlag-table3", "positions-yes-normalization-no"),
+        )
+    ]
+    assert len({run.steps[0].key for run in of_two}) == len({run.places.out for run in of_two}) == 1
+    same = {
+        (table, row): trained_as(table, row)
+        for table, found in (papers.TABLES | papers.SCALED).items()
+        for row in found.rows
+        if trained_as(table, row) != row
+    }
+    assert len(same) == 4  # three of the Transformer-XL's, and one of Table 3
+    # A row that starts from another may be trained by the command of one from another model.
+    assert trained_as("conversion", "linear") == "linear" and trained_as("elsewhere", "row") == "row"
 
 
 def entry(row: str, seed: int, bleu: float) -> object:
