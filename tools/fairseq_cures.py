@@ -19,7 +19,7 @@ from fairseq_safety_cures import REWRITINGS, SAFETY_CURES
 from fairseq_speed_cures import SPEED_CURES
 from fairseq_text_cures import TEXT_CURES, TEXT_REWRITINGS
 
-VERSION = "0.12.2+fastweights.7"
+VERSION = "0.12.2+fastweights.8"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy
