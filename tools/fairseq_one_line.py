@@ -11,10 +11,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from fairseq.text_files import FileError
-
 
 def _end(otherwise: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    from fairseq.text_files import FileError  # not before: fairseq's commands set their log up before they import it
+
     if not isinstance(error, FileError):
         otherwise(kind, error, trace)
         return

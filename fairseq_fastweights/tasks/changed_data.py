@@ -40,6 +40,8 @@ class LastUpdate:
         self._former, following = (getattr(epoch_itr, f"_{which}_epoch_itr", None) for which in ("cur", "next"))
         self._batches = 0 if following is None else following.n
         self._complaint: str | None = None
+        while first_change():  # of data that something else in this process has open; reading it is still an error
+            pass
 
     def note(self, epoch_itr: Any) -> int:
         """After an update: `CHANGED` if the data has changed, otherwise 0."""

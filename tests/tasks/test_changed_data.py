@@ -5,13 +5,17 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils
 from fairseq.trainer import Trainer
 from faults import differences, trained
 
 from fairseq_fastweights import command_line
+from fairseq_fastweights.tasks import changed_data
 from tests.conftest import binarise, evaluate, train
 from tests.tasks.conftest import slow, train_in_two
 
@@ -82,6 +86,24 @@ def test_the_last_update_is_kept_and_the_run_goes_on_as_if_nothing_had_been(data
     train(data, tmp_path / "run", *flags)
     found = differences(trained(tmp_path / "undisturbed"), trained(tmp_path / "run"))
     assert not found, found
+
+
+def test_the_place_of_the_last_update_is_kept_where_the_next_has_been_read_in_part(data, monkeypatch):
+    """And what something else has open does not matter."""
+    saved: list[int] = []
+    monkeypatch.setattr(
+        checkpoint_utils, "save_checkpoint", lambda cfg, trainer, epochs, _: saved.append(epochs._cur_epoch_itr.n)
+    )
+    other = data_utils.load_indexed_dataset(str(data / "test"))
+    cut(data / "test.bin")
+    epochs = SimpleNamespace(_cur_epoch_itr=None, _next_epoch_itr=SimpleNamespace(n=2), iterations_in_epoch=4)
+    last = changed_data.LastUpdate(epochs)
+    last.keep(SimpleNamespace(checkpoint=None), None, epochs)  # nothing has been read
+    for updates in (0, 1):
+        epochs._cur_epoch_itr = SimpleNamespace(n=5)
+        assert updates == 0 or last.note(epochs) == 0
+        last.keep(SimpleNamespace(checkpoint=None), None, epochs)
+    assert saved == [2, 4] and len(other) > 0
 
 
 def test_both_of_two_processes_end_and_the_last_update_is_kept(data, tmp_path, change, capfd):

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -187,6 +188,9 @@ def test_a_command_without_a_plugin_ends_in_one_line(capsys, monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["bin/fairseq-preprocess"])
     monkeypatch.setattr(fairseq_cli.threading, "active_count", lambda: 1)
+    # Commands set their log up before they import fairseq, which would do it otherwise.
+    code = "import sys, fairseq_cli; sys.exit('fairseq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     shown: list[object] = []
     fairseq_cli._end(lambda *error: shown.append(error), ValueError, ValueError("x"), None)
     with pytest.raises(SystemExit, match="2"):
