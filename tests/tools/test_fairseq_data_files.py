@@ -3,6 +3,7 @@
 import os
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,12 @@ pytestmark = pytest.mark.usefixtures("our_fairseq")
 WORDS = Dictionary(extra_special_symbols=[f"w{number}" for number in range(36)])
 LINES = [torch.tensor(line, dtype=torch.int32) for line in ([4, 5, 39], [], [7] * 9)]
 IN_MEMORY = ("raw",)
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_open(monkeypatch):
+    """Other tests have left data that has changed."""
+    monkeypatch.setattr(data_files, "_opened", weakref.WeakSet())
 
 
 def written(folder: Path, impl: str) -> Path:
