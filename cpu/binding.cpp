@@ -457,6 +457,51 @@ Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A
     return out;
 }
 
+// Feature maps of x, (batch, time, heads, dim). `map` and `normalization` are numbers of the enumerations in kernels.h.
+Features features_of(const Tensor& x, int64_t map, int64_t nu, int64_t normalization, double eps, double scale) {
+    if (x.dim() != 4) fail("x has shape ", x.sizes(), "; it must be (batch, time, heads, dim)");
+    Features p;
+    p.batch = x.size(0), p.time = x.size(1), p.heads = x.size(2), p.dim = x.size(3);
+    if (map < 0 || map > int64_t(Map::dpfp)) fail("map is ", map, "; it must be from 0 to ", int64_t(Map::dpfp));
+    if (normalization < 0 || normalization > int64_t(Normalization::length)) {
+        fail("normalization is ", normalization, "; it must be from 0 to ", int64_t(Normalization::length));
+    }
+    p.map = Map(map), p.normalization = Normalization(normalization), p.eps = eps, p.scale = scale;
+    if (p.map == Map::dpfp && (nu < 1 || nu >= 2 * p.dim)) {
+        fail("nu is ", nu, "; it must be from 1 to ", 2 * p.dim - 1);
+    }
+    p.nu = p.map == Map::dpfp ? nu : 0;
+    p.x = sequence("x", x);
+    return p;
+}
+
+void run_features(void (*kernel)(const Features&, int64_t, int64_t), const Features& p) {
+    const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, p.heads * p.features()));
+    parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+Tensor map_features(const Tensor& x, int64_t map, int64_t nu, int64_t normalization, double eps, double scale,
+                    ScalarType dtype) {
+    Features p = features_of(x, map, nu, normalization, eps, scale);
+    const Tensor y = new_empty(x, {p.batch, p.time, p.heads, p.features()}, dtype);
+    p.y = sequence("y", y);
+    run_features(chosen_kernels().features_forward, p);
+    return y;
+}
+
+Tensor map_features_backward(const Tensor& d_out, const Tensor& x, int64_t map, int64_t nu, int64_t normalization,
+                             double eps, double scale) {
+    Features p = features_of(x, map, nu, normalization, eps, scale);
+    check_sizes("d_out", d_out, {p.batch, p.time, p.heads, p.features()});
+    const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
+    // Of x's layout, in which the gradient of a projection is no copy; but for one whose last dimension has gaps.
+    Tensor dx = new_like(x);
+    if (!last_is_contiguous(dx)) dx = new_empty(x, x.sizes(), x.scalar_type());
+    p.dy = sequence("d_out", dy), p.dx = sequence("dx", dx);
+    run_features(chosen_kernels().features_backward, p);
+    return dx;
+}
+
 std::string cpu_instruction_set() { return chosen_kernels().instruction_set; }
 
 FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CPU, m) {
@@ -466,6 +511,8 @@ FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CPU, m) {
     m.impl("selective_scan_forward", FAST_WEIGHTS_OPERATOR(selective_scan_forward));
     m.impl("selective_scan_backward", FAST_WEIGHTS_OPERATOR(selective_scan_backward));
     m.impl("selective_scan_step_", FAST_WEIGHTS_OPERATOR(selective_scan_step));
+    m.impl("map_features", FAST_WEIGHTS_OPERATOR(map_features));
+    m.impl("map_features_backward", FAST_WEIGHTS_OPERATOR(map_features_backward));
 }
 
 FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CompositeExplicitAutograd, m) {

@@ -2,6 +2,7 @@
 #include "choice.h"
 #include "chunked/delta.h"
 #include "chunked/diagonal.h"
+#include "features.h"
 #include "march.h"
 #include "recurrent/decay_backward.h"
 #include "recurrent/delta.h"
@@ -82,6 +83,16 @@ void scan_step(const Scan& p, index_t begin, index_t end) {
                               : scan_tasks<float, &ScanTask<float>::step>(p, begin, end, false, 1);
 }
 
+void features_forward(const Features& p, index_t begin, index_t end) {
+    p.x.type == Type::float64 ? feature_tasks<double, &FeatureTask<double>::forward>(p, begin, end, false)
+                              : feature_tasks<float, &FeatureTask<float>::forward>(p, begin, end, false);
+}
+
+void features_backward(const Features& p, index_t begin, index_t end) {
+    p.x.type == Type::float64 ? feature_tasks<double, &FeatureTask<double>::backward>(p, begin, end, true)
+                              : feature_tasks<float, &FeatureTask<float>::backward>(p, begin, end, true);
+}
+
 }  // namespace
 
 extern const Kernels table;
@@ -91,7 +102,9 @@ const Kernels table = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA),
                        rule_step_any,
                        scan_forward,
                        scan_backward,
-                       scan_step};
+                       scan_step,
+                       features_forward,
+                       features_backward};
 
 }  // namespace FAST_WEIGHTS_ISA
 }  // namespace fast_weights

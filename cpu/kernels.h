@@ -90,6 +90,21 @@ struct Scan {
     int64_t tasks() const { return batch * groups(); }
 };
 
+enum class Map : int { identity, elu, relu, dpfp };
+enum class Normalization : int { none, sum, length };
+
+// Feature maps, divided by a sum or a length: x is (batch, time, heads, dim), y (batch, time, heads, features()).
+struct Features {
+    int64_t batch = 0, time = 0, heads = 0, dim = 0, nu = 1;
+    Map map = Map::identity;
+    Normalization normalization = Normalization::none;
+    double eps = 0, scale = 1;
+    Sequence x, y, dy, dx;
+
+    int64_t features() const { return map == Map::dpfp ? 2 * nu * dim : dim; }
+    int64_t tasks() const { return batch * time; }
+};
+
 // Each runs the tasks [begin, end).
 struct Kernels {
     const char* instruction_set;
@@ -99,6 +114,8 @@ struct Kernels {
     void (*scan_forward)(const Scan&, int64_t begin, int64_t end);
     void (*scan_backward)(const Scan&, int64_t begin, int64_t end);
     void (*scan_step)(const Scan&, int64_t begin, int64_t end);
+    void (*features_forward)(const Features&, int64_t begin, int64_t end);
+    void (*features_backward)(const Features&, int64_t begin, int64_t end);
 };
 
 // Those for the processor at hand; the environment variable FASTWEIGHTS_CPU_ISA (baseline, avx2, avx512) may ask for

@@ -336,6 +336,61 @@ Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) {
     return corrects ? step(fastweights_delta_step, rule, state) : step(fastweights_diagonal_step, rule, state);
 }
 
+// Feature maps. `map` and `normalization` are numbers of the enumerations in kernels.h.
+Features features_of(const Tensor& x, int64_t map, int64_t nu, int64_t normalization, double eps, double scale) {
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK(x.dim() == 4, "x has shape ", x.sizes(), "; it must be (batch, time, heads, dim)");
+    TORCH_CHECK(map >= 0 && map <= kDpfp, "map is ", map, "; it must be from 0 to ", int(kDpfp));
+    TORCH_CHECK(normalization >= 0 && normalization <= kLength, "normalization is ", normalization,
+                "; it must be from 0 to ", int(kLength));
+    TORCH_CHECK(map != kDpfp || (nu >= 1 && nu < 2 * x.size(3)), "nu is ", nu, "; it must be from 1 to ",
+                2 * x.size(3) - 1);
+    TORCH_CHECK(x.size(3) >= 1 && x.numel() / x.size(3) <= most && 2 * x.size(3) * std::max<int64_t>(nu, 1) <= most,
+                "x has shape ", x.sizes(), ", which is too large, or has no dimensions");
+    Features p{};
+    p.batch = static_cast<int32_t>(x.size(0)), p.time = static_cast<int32_t>(x.size(1));
+    p.heads = static_cast<int32_t>(x.size(2)), p.dim = static_cast<int32_t>(x.size(3));
+    p.nu = map == kDpfp ? static_cast<int32_t>(nu) : 1;
+    p.map = static_cast<int32_t>(map), p.normalization = static_cast<int32_t>(normalization);
+    p.eps = eps, p.scale = scale;
+    p.x = sequence(x, "x");
+    return p;
+}
+
+std::array<int64_t, 4> mapped_sizes(const Features& p) {
+    return {p.batch, p.time, p.heads, int64_t{p.dim} * (p.map == kDpfp ? 2 * p.nu : 1)};
+}
+
+void run_features(cudaError_t (*launch)(const Features*, cudaStream_t), const Features& p, const Tensor& x) {
+    const cudaError_t error = launch(&p, c10::cuda::getCurrentCUDAStream(x.get_device()).stream());
+    TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::map_features: ", cudaGetErrorString(error));
+}
+
+Tensor map_features(const Tensor& x, int64_t map, int64_t nu, int64_t normalization, double eps, double scale,
+                    at::ScalarType dtype) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    Features p = features_of(x, map, nu, normalization, eps, scale);
+    Tensor y = at::empty(mapped_sizes(p), x.options().dtype(dtype));
+    p.y = sequence(y, "y");
+    run_features(fastweights_features_forward, p, x);
+    return y;
+}
+
+Tensor map_features_backward(const Tensor& d_out, const Tensor& x, int64_t map, int64_t nu, int64_t normalization,
+                             double eps, double scale) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    Features p = features_of(x, map, nu, normalization, eps, scale);
+    const auto sizes = mapped_sizes(p);
+    TORCH_CHECK(d_out.sizes() == at::IntArrayRef(sizes), "d_out has shape ", d_out.sizes(), "; it must be ",
+                at::IntArrayRef(sizes));
+    check_device(d_out, x, "d_out");
+    const Tensor dy = d_out.size(3) == 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous();
+    Tensor dx = output_like(x);
+    p.dy = sequence(dy, "d_out"), p.dx = sequence(dx, "dx");
+    run_features(fastweights_features_backward, p, x);
+    return dx;
+}
+
 std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, at::ScalarType dtype, bool gated,
                           bool separate_decays, int64_t capability) {
     constexpr std::array<const char*, 4> operations{"diagonal_forward", "diagonal_backward", "delta_forward",
@@ -369,6 +424,8 @@ TORCH_LIBRARY_IMPL(fairseq_fastweights, CUDA, m) {
     m.impl("rule_forward", &rule_forward);
     m.impl("rule_backward", &rule_backward);
     m.impl("rule_step_", &rule_step_);
+    m.impl("map_features", &map_features);
+    m.impl("map_features_backward", &map_features_backward);
 }
 
 }  // namespace fairseq_fastweights

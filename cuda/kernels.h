@@ -90,6 +90,17 @@ struct RuleStep {
     Sequence out;
 };
 
+enum FeatureMap : int32_t { kIdentity = 0, kElu = 1, kRelu = 2, kDpfp = 3 };
+enum Normalization : int32_t { kNone = 0, kSum = 1, kLength = 2 };
+
+// A feature map, whose vectors may be divided: x is (batch, time, heads, dim), y has 2 * nu * dim numbers for kDpfp in the
+// place of dim. Backwards y is not used, forwards dy and dx are not.
+struct Features {
+    int32_t batch, time, heads, dim, nu, map, normalization;
+    double eps, scale;
+    Sequence x, y, dy, dx;
+};
+
 // How a chunked launch divides the work: into chunks of so many steps, and a head's values into `blocks` of `columns`;
 // `segments` of the time are worked on side by side, as many as suit the current device; 0 for a batch of 0. `chunk` is 0
 // where the chunked kernels do not take the sizes.
@@ -117,6 +128,8 @@ cudaError_t fastweights_delta_backward_recurrent(const RuleBackward* params, cud
 cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream);
 cudaError_t fastweights_diagonal_step(const RuleStep* params, cudaStream_t stream);
 cudaError_t fastweights_delta_step(const RuleStep* params, cudaStream_t stream);
+cudaError_t fastweights_features_forward(const Features* params, cudaStream_t stream);
+cudaError_t fastweights_features_backward(const Features* params, cudaStream_t stream);
 
 // Bytes of scratch that the launch of the same name needs. They read sizes, dtypes and which tensors are present, and
 // never `data` of a tensor but for null.

@@ -2,7 +2,7 @@
 """Trains rows of the papers' tables, and scores them as the papers do.
 
     reproduce.py TABLE ROW train [SOURCE] DATA OUT [OPTION ...]    called again, it goes on where it stopped
-    reproduce.py TABLE ROW evaluate DATA OUT [OPTION ...]          what is scored is not scored again
+    reproduce.py TABLE ROW evaluate DATA OUT [OPTION ...]          what is scored so is not scored again
     reproduce.py --print TABLE ROW ...                             the commands that this would run, to copy
     reproduce.py --list [TABLE]                                    the tables and their rows, with the paper's numbers
     reproduce.py run TABLE DATA OUT [--rows ROW ...] ...           trains and scores rows with several seeds; run --help
@@ -29,6 +29,7 @@ import re
 import shlex
 import subprocess
 import sys
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,12 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common.command_line import positive, run_to_the_end
 from common.commands import cores
 from common.fairseq_logs import parse_training
-from common.files import write_whole
+from common.files import open_new, open_to_append, write_whole
+from common.identity import difference, first_line, identity, noted_in
 from common.tables import format_table
 from papers import SCALED, TABLES
 from papers.drawing import draw_table
 from papers.grid import plan, run_grid
-from papers.ledger import COMMITTED, code_digest, read_ledger
+from papers.ledger import COMMITTED, code_digest, command_lines, read_ledger
 from papers.report import PAGE, block, current, is_stale, page
 from papers.rows import Call, Places, RowError, Table
 
@@ -183,21 +185,22 @@ def _reproduce(words: list[str], only_print: bool) -> None:
     recipe.check(verb, places, os.environ)
     out.mkdir(parents=True, exist_ok=True)
     for call in calls:
-        _run(call, out)
+        _run(call, places)
     if verb == "train" and parse_training(calls[0].log.read_text(encoding="utf-8", errors="replace")).finished:
         recipe.finish(places)
 
 
-def _run(call: Call, out: Path) -> None:
+def _run(call: Call, places: Places) -> None:
     """Runs a program as its kind wants it. Raises RowError if it fails."""
-    terminal = sys.stdout.buffer
+    terminal, out = sys.stdout.buffer, places.out
     if call.log is None:
         status = stream(call.words, terminal)
     elif call.scored is None:
-        with call.log.open("ab") as log:
+        with open_to_append(call.log) as log:
             status = stream(call.words, terminal, log)
     else:
-        status = _score(call.words, call.log, call.scored, f"{out}: scoring {call.title}")
+        of = identity(*command_lines([call], places), call.scored, call.reads)
+        status = _score(call.words, call.log, of, f"{out}: scoring {call.title}")
         if not status:
             found = re.search(r"(?:Perplexity|State): .*", call.log.read_text(encoding="utf-8", errors="replace"))
             told = found[0] if found else f"no perplexity; delete {call.log} and run again"
@@ -206,13 +209,18 @@ def _run(call: Call, out: Path) -> None:
         raise RowError(f"{Path(call.words[0]).name} failed")
 
 
-def _score(words: list[str], log: Path, checkpoint: Path, title: str) -> int:
-    """An evaluation. One whose log is there is done, unless the checkpoint is newer."""
-    if log.exists() and log.stat().st_mtime_ns >= checkpoint.stat().st_mtime_ns:
-        return 0
+def _score(words: list[str], log: Path, of: dict[str, str], title: str) -> int:
+    """An evaluation. One whose log is there is done, if that says that it is `of` the same."""
+    if log.exists():
+        different = difference(noted_in(log), of)
+        if not different:
+            return 0
+        title += f" ({log.name} {different})"
     print(title, flush=True)
     unfinished = log.with_name(f"{log.name}.unfinished")
-    with unfinished.open("wb") as file:
+    with open_new(unfinished) as file:
+        file.write(first_line(of))
+        file.flush()
         status = stream(words, file)
     if not status:
         unfinished.replace(log)
@@ -222,7 +230,7 @@ def _score(words: list[str], log: Path, checkpoint: Path, title: str) -> int:
     return status
 
 
-def stream(words: list[str], *sinks: BinaryIO) -> int:
+def stream(words: list[str], *sinks: BinaryIO | FileIO) -> int:
     """Runs a program, whose output goes to each sink as it comes; returns its exit status."""
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None

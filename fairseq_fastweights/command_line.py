@@ -7,22 +7,28 @@ plugin.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import re
 import sys
 import textwrap
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 _PACKAGE = Path(__file__).parent
 _FILES = ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError")
-_READERS = [("fairseq", f"{name}.py") for name in ("binarised_data", "checkpoint_loader", "integrity")]
+_READERS = [
+    ("fairseq", f"{name}.py") for name in ("checkpoint_loader", "integrity", "models_of_checkpoints", "settings")
+]
 _NOISE: tuple[tuple[str, type[Warning], str], ...] = (
     ("", UserWarning, r"hydra\."),
     (r"\s*'config' is validated against ConfigStore", UserWarning, ""),
@@ -71,7 +77,20 @@ def _end(
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)  # of several processes that fail alike the first speaks: torchrun ends the others meanwhile
-    raise SystemExit(fail(os.path.basename(sys.argv[0]), error, textwrap.shorten(text, 600, placeholder=" ...")))
+    code = fail(os.path.basename(sys.argv[0]), error, textwrap.shorten(text, 600, placeholder=" ..."))
+    if threading.active_count() > 1:
+        _leave(code)
+    raise SystemExit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Skips Python's own shutdown, which would abort the process while a thread reads batches by PyTorch's code."""
+    logging.shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 class Raised(NamedTuple):
@@ -111,7 +130,9 @@ def _told(raised: Raised) -> str | None:
     file, on_purpose = Path(raised.file), raised.line.startswith("raise ") or raised.kind == "AssertionError"
     if raised.kind == "BackendUnavailable":
         return f"argument --fast-weight-backend: {raised.message}"
-    if raised.kind in _FILES or (raised.kind == "OSError" and raised.message.startswith("Model file not found")):
+    if raised.kind in (*_FILES, "FileError") or (
+        raised.kind == "OSError" and raised.message.startswith("Model file not found")
+    ):
         return raised.message
     # Of the readers of files that our fairseq has, and of torch about the weights of another model.
     unreadable = raised.kind == "ValueError" and on_purpose and file.parts[-2:] in _READERS

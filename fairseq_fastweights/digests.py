@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +28,9 @@ DIGESTS = "digests"
 
 THREADS = min(8, os.cpu_count() or 1)
 """How many CRCs are worked out at once: they let go of Python's lock."""
+
+_LONGEST = 200
+"""Characters of a tensor's name and of each of its parts: a file may nest keys of any length."""
 
 
 def with_digests(state: Any) -> Any:
@@ -134,11 +137,21 @@ def tensors_in(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             yield name, value
-        elif isinstance(value, (dict, argparse.Namespace)):
-            entries = value if isinstance(value, dict) else vars(value)
-            stack += [(f"{name}.{key}".lstrip("."), x) for key, x in entries.items()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            stack += [(f"{name}.{number}".lstrip("."), x) for number, x in enumerate(value)]
+        stack += [(name_within(name, key), x) for key, x in parts_of(value) or ()]
+
+
+def parts_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a plain value consists of, by keys or numbers; None if it is no collection."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, argparse.Namespace):
+        return vars(value).items()
+    return enumerate(value) if isinstance(value, (list, tuple, set, frozenset)) else None
+
+
+def name_within(name: str, key: Any) -> str:
+    """The name of a part of what is called `name`; as short as a message needs."""
+    return f"{name[:_LONGEST]}.{str(key)[:_LONGEST]}".lstrip(".")
 
 
 def changed_parts(state: Any) -> list[str] | None:

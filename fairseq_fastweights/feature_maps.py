@@ -1,4 +1,4 @@
-"""Feature maps phi for queries and keys, and their sum normalisation.
+"""Feature maps phi for queries and keys, with their sum normalisation.
 
 Equation numbers are those of Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast
 Weight Programmers" (ICML 2021), unless another paper is named.
@@ -10,11 +10,11 @@ import math
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fastweights.feature_map_sizes import check_dpfp, check_positive, count_favor_features
 from fairseq_fastweights.ops.autocast import without_autocast
+from fairseq_fastweights.ops.features import map_features
 from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features
 
 Scales = Literal["fixed", "queries", "queries and source", "all"]
@@ -31,8 +31,9 @@ class FeatureMap(nn.Module):
     Attributes:
         positive: whether every output is at least 0, as attention normalisation (Eq. 26-28) needs.
         may_vanish: whether an output vector can be all zero in exact arithmetic.
-        alike: whether every vector is mapped by itself, and queries and keys of all heads alike, so that
-            `map_alike` can map them in one tensor.
+        operation: the name in `ops.features.MAPS` of what is done, in one operation with the normalisation, to what
+            `_prepare` returns.
+        nu: that of the operation "dpfp".
 
     Examples:
         >>> phi = build_feature_map("dpfp", num_heads=2, head_dim=4)
@@ -42,7 +43,8 @@ class FeatureMap(nn.Module):
 
     positive: bool
     may_vanish: bool
-    alike = False
+    operation: str = "identity"
+    nu: int = 1
 
     def __init__(self, key_dim: int, output_dim: int) -> None:
         super().__init__()
@@ -51,10 +53,19 @@ class FeatureMap(nn.Module):
 
     @property
     def sum_eps(self) -> float:
-        """The `eps` for `sum_normalize`: 0 for maps that cannot vanish, 1e-5 for those that can."""
+        """The `eps` of the sum normalisation: 0 for maps that cannot vanish, 1e-5 for those that can."""
         return 1e-5 if self.may_vanish else 0.0
 
-    def forward(self, q: Tensor, k: Tensor, *, scales: Scales = "fixed") -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scales: Scales = "fixed",
+        normalize: bool = False,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
         """Return `(phi(q), phi(k))`.
 
         Both are mapped in one call because a random map has to use one draw for the two.
@@ -68,10 +79,14 @@ class FeatureMap(nn.Module):
                 source": also all keys of a row and head by one number (attention normalisation over
                 a whole source without padding). "all": each query and key by its own number (sum
                 normalisation).
+            normalize: whether each vector is divided by the sum of its components plus `sum_eps` (Eq. 29). One whose
+                sum has underflowed (FAVOR+ of a very long vector) becomes nearly zero, never NaN.
+            dtype: of the results; None for float32 for half and bfloat16 inputs, else that of the inputs. All is
+                computed in that precision.
+            backend: one of `ops.BACKENDS`, as for the update rules.
 
         Returns:
-            Two tensors (batch, time, heads, output_dim), float32 for half and bfloat16 inputs, else
-            of the inputs' dtype. `identity` returns its inputs.
+            Two tensors (batch, time, heads, output_dim).
 
         Raises:
             ValueError: if q or k does not have four dimensions, the last of size `key_dim`.
@@ -79,12 +94,24 @@ class FeatureMap(nn.Module):
         self._check_inputs(q, k)
         # Autocast would run the matrix products of float32 inputs in half precision again.
         with without_autocast(q):
-            return self._map_both(_at_least_float32(q), _at_least_float32(k), scales)
+            q, k = self._prepare(q, k, scales)
+            return self._finish(q, normalize, dtype, backend), self._finish(k, normalize, dtype, backend)
 
-    def map_alike(self, x: Tensor) -> Tensor:
-        """Return phi of every vector of x, (..., key_dim), as `forward` does; only if `alike`."""
-        with without_autocast(x):
-            return self._map(_at_least_float32(x))
+    @property
+    def alike(self) -> bool:
+        """Whether queries and keys of all heads are mapped alike, so that `map_alike` can map them in one tensor."""
+        return type(self)._prepare is FeatureMap._prepare
+
+    def map_alike(
+        self, x: Tensor, *, normalize: bool = False, dtype: torch.dtype | None = None, backend: str = "auto"
+    ) -> Tensor:
+        """Return phi of every vector of x, (batch, time, heads, key_dim), as `forward` does; only if `alike`."""
+        return self._finish(x, normalize, dtype, backend)
+
+    def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
+        """Applies the operation, with the normalisation."""
+        sums: dict[str, Any] = {"normalization": "sum", "eps": self.sum_eps} if normalize else {}
+        return map_features(x, self.operation, nu=self.nu, dtype=dtype, backend=backend, **sums)
 
     def _check_inputs(self, q: Tensor, k: Tensor) -> None:
         for name, x in (("q", q), ("k", k)):
@@ -92,11 +119,9 @@ class FeatureMap(nn.Module):
                 expected = f"(batch, time, heads, {self.key_dim})"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
 
-    def _map_both(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-        return self._map(q), self._map(k)
-
-    def _map(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+        """What the operation is applied to."""
+        return q, k
 
     def extra_repr(self) -> str:
         return f"key_dim={self.key_dim}, output_dim={self.output_dim}"
@@ -116,19 +141,13 @@ class IdentityMap(FeatureMap):
 
     positive = False
     may_vanish = True
-    alike = True
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
 
-    def forward(self, q: Tensor, k: Tensor, *, scales: Scales = "fixed") -> tuple[Tensor, Tensor]:
-        """Return q and k as they are."""
-        self._check_inputs(q, k)
-        return q, k
-
-    def map_alike(self, x: Tensor) -> Tensor:
-        """Return x as it is."""
-        return x
+    def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
+        """As of `FeatureMap`; without normalisation and dtype it returns x as it is."""
+        return super()._finish(x, normalize, dtype, backend) if normalize else x.to(dtype or x.dtype)
 
 
 class EluMap(FeatureMap):
@@ -145,14 +164,10 @@ class EluMap(FeatureMap):
 
     positive = True
     may_vanish = False
-    alike = True
+    operation = "elu"
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
-
-    def _map(self, x: Tensor) -> Tensor:
-        mapped: Tensor = _EluPlusOne.apply(x)  # type: ignore[no-untyped-call]
-        return mapped
 
 
 class TanhMap(FeatureMap):
@@ -169,13 +184,12 @@ class TanhMap(FeatureMap):
 
     positive = False
     may_vanish = True
-    alike = True
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
 
-    def _map(self, x: Tensor) -> Tensor:
-        return x.tanh()
+    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+        return _at_least_float32(q).tanh(), _at_least_float32(k).tanh()
 
 
 class ReluMap(FeatureMap):
@@ -197,6 +211,7 @@ class ReluMap(FeatureMap):
 
     positive = True
     may_vanish = True
+    operation = "relu"
 
     def __init__(self, num_heads: int, head_dim: int, output_dim: int) -> None:
         super().__init__(head_dim, output_dim)
@@ -215,9 +230,11 @@ class ReluMap(FeatureMap):
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.zeros_(self.bias)
 
-    def _map(self, x: Tensor) -> Tensor:
-        projected = torch.einsum("bthi,hoi->btho", x, self.weight.to(x.dtype))
-        return F.relu(projected + self.bias.to(x.dtype))
+    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+        return self._project(_at_least_float32(q)), self._project(_at_least_float32(k))
+
+    def _project(self, x: Tensor) -> Tensor:
+        return torch.einsum("bthi,hoi->btho", x, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
 
 
 class FavorMap(FeatureMap):
@@ -232,9 +249,16 @@ class FavorMap(FeatureMap):
     evaluation mode the buffer `features` (m, head_dim) is used: drawn once, at construction, and
     kept in the state dict.
 
+    The map "favor-schlag" is that of the program of Schlag et al.: x is not scaled, 1e-4 is added to
+    every exponential, and R's columns are orthogonal instead of its rows.
+
     Args:
         head_dim: numbers per head before the map.
         num_features: m; there are 2 m numbers per head after the map.
+        scaled: whether x is multiplied by head_dim^(-1/4), which Eq. 31-32 do not do.
+        epsilon: added to exp(-|x|^2 / 2) exp(R x) and exp(-|x|^2 / 2) exp(-R x), before the division.
+        orthogonal: "features", or "dimensions": R^T is what `orthogonal_features` draws, head_dim
+            vectors of m numbers.
 
     Examples:
         >>> phi = FavorMap(head_dim=4, num_features=2000).eval()
@@ -248,34 +272,57 @@ class FavorMap(FeatureMap):
     may_vanish = False
     features: Tensor
 
-    def __init__(self, head_dim: int, num_features: int) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int,
+        *,
+        scaled: bool = True,
+        epsilon: float = 0.0,
+        orthogonal: Literal["features", "dimensions"] = "features",
+    ) -> None:
         super().__init__(head_dim, 2 * num_features)
         self.num_features = num_features
-        self.register_buffer("features", orthogonal_features(num_features, head_dim))
+        self.scale = head_dim**-0.25 if scaled else 1.0
+        self.orthogonal = orthogonal
+        self._log_epsilon = math.log(epsilon / math.sqrt(self.output_dim)) if epsilon else -math.inf
+        self.register_buffer("features", self.draw())
 
-    def _map_both(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-        if self.training:
-            features = orthogonal_features(self.num_features, self.key_dim, dtype=q.dtype, device=q.device)
-        else:
-            features = self.features.to(q.dtype)
+    def draw(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+        """Draw an R, (m, head_dim), from the global generator of a device."""
+        if self.orthogonal == "features":
+            return orthogonal_features(self.num_features, self.key_dim, dtype=dtype, device=device)
+        return orthogonal_features(self.key_dim, self.num_features, dtype=dtype, device=device).t().contiguous()
+
+    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+        q, k = _at_least_float32(q), _at_least_float32(k)
+        features = self.draw(q.dtype, q.device) if self.training else self.features.to(q.dtype)
         log_q, log_k = self._exponents(features, q), self._exponents(features, k)
         # The exponents of long vectors lie far below 0: their features would vanish, or leave quotients of numbers
-        # so small that gradients overflow. Whatever divides a factor out takes its gradient out too: hence detach().
-        if scales != "fixed":
-            log_q = log_q - log_q.detach().amax(dim=-1, keepdim=True)
-        if scales == "all":
-            log_k = log_k - log_k.detach().amax(dim=-1, keepdim=True)
-        elif scales == "queries and source" and k.shape[1]:
-            log_k = log_k - log_k.detach().amax(dim=(1, 3), keepdim=True)
-        return log_q.exp(), log_k.exp()
+        # so small that gradients overflow.
+        of_query = None if scales == "fixed" else (-1,)
+        of_key = {"all": (-1,), "queries and source": (1, 3)}.get(scales) if k.shape[1] else None
+        return self._exponentials(log_q, of_query), self._exponentials(log_k, of_key)
 
     def _exponents(self, features: Tensor, x: Tensor) -> Tensor:
-        x = x * self.key_dim**-0.25
+        x = x * self.scale
         projected = x @ features.t()
         # One exponential of the sum: exp(R x) alone overflows where its product with
         # exp(-|x|^2 / 2) does not.
         log_scale = -0.5 * (x.square().sum(-1, keepdim=True) + math.log(self.output_dim))
         return torch.cat([log_scale + projected, log_scale - projected], dim=-1)
+
+    def _exponentials(self, log: Tensor, over: tuple[int, ...] | None) -> Tensor:
+        """The features of these logarithms, divided by the largest over the dimensions `over`, if there are any."""
+        if over is None:
+            features = log.exp()
+            return features if math.isinf(self._log_epsilon) else features + math.exp(self._log_epsilon)
+        # Whatever divides a factor out takes its gradient out too: hence detach().
+        largest = log.detach().amax(dim=over, keepdim=True)
+        if math.isinf(self._log_epsilon):
+            return (log - largest).exp()
+        largest = largest.clamp(min=self._log_epsilon)
+        return (log - largest).exp() + (self._log_epsilon - largest).exp()
 
 
 class DpfpMap(FeatureMap):
@@ -300,19 +347,11 @@ class DpfpMap(FeatureMap):
 
     positive = True
     may_vanish = True
-    alike = True
+    operation = "dpfp"
 
     def __init__(self, head_dim: int, nu: int) -> None:
         super().__init__(head_dim, 2 * head_dim * nu)
         self.nu = nu
-
-    def _map(self, x: Tensor) -> Tensor:
-        z = F.relu(torch.cat([x, -x], dim=-1))
-        # Every rotation is a view of this: the backward pass keeps z about twice, not nu + 1 times.
-        padded = torch.cat([z[..., -self.nu :], z], dim=-1)
-        size = z.shape[-1]
-        blocks = [z * padded.narrow(-1, self.nu - j, size) for j in range(1, self.nu + 1)]
-        return blocks[0] if self.nu == 1 else torch.cat(blocks, dim=-1)
 
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
@@ -320,9 +359,15 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "elu": EluMap,
     "relu": ReluMap,
     "favor": FavorMap,
+    "favor-schlag": FavorMap,
     "dpfp": DpfpMap,
     "tanh": TanhMap,
 }
+
+
+def is_favor(name: str) -> bool:
+    """Whether a key of `FEATURE_MAPS` is a form of FAVOR+."""
+    return FEATURE_MAPS.get(name) is FavorMap
 
 
 def build_feature_map(
@@ -340,7 +385,7 @@ def build_feature_map(
     | ------------------- | ---------- | --------------------------------------------------- |
     | identity, elu, tanh | output_dim | feature_dim, else head_dim                          |
     | relu                | head_dim   | feature_dim, else head_dim                          |
-    | favor               | head_dim   | 2 favor_features, else feature_dim, else 2 round(m) |
+    | favor, favor-schlag | head_dim   | 2 favor_features, else feature_dim, else 2 round(m) |
     | dpfp                | head_dim   | 2 head_dim dpfp_nu                                  |
 
     where m = head_dim ln(head_dim), as Choromanski et al. recommend, and round(m) is at least 1.
@@ -380,88 +425,12 @@ def build_feature_map(
         return TanhMap(dim)
     if name == "relu":
         return ReluMap(num_heads, head_dim, dim)
-    if name == "favor":
-        return FavorMap(head_dim, count_favor_features(head_dim, feature_dim, favor_features))
+    if is_favor(name):
+        how: dict[str, Any] = {"scaled": False, "epsilon": 1e-4, "orthogonal": "dimensions"}
+        how = how if name == "favor-schlag" else {}
+        return FavorMap(head_dim, count_favor_features(head_dim, feature_dim, favor_features), **how)
     check_dpfp(head_dim, feature_dim, dpfp_nu)
     return DpfpMap(head_dim, dpfp_nu)
-
-
-def sum_normalize(x: Tensor, *, eps: float, positive: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    """Divide each vector by the sum of its components plus `eps` (Eq. 29).
-
-    Args:
-        x: (..., output_dim), what a feature map returned.
-        eps: `FeatureMap.sum_eps` of that map.
-        positive: whether no component is below 0 (`FeatureMap.positive`), which takes fewer operators.
-        dtype: what the result is rounded to; None for float32 for half and bfloat16 x, else the dtype of x.
-
-    Returns:
-        The shape of x. A vector whose sum has underflowed (FAVOR+ of a very long vector) becomes nearly
-        zero, never NaN.
-
-    Examples:
-        >>> sum_normalize(torch.tensor([1.0, 3.0]), eps=0)
-        tensor([0.2500, 0.7500])
-    """
-    x = _at_least_float32(x)
-    normalized: Tensor
-    normalized, _ = _SumNormalized.apply(x, eps, positive, dtype or x.dtype)  # type: ignore[no-untyped-call]
-    return normalized
-
-
-class _EluPlusOne(torch.autograd.Function):
-    """ELU(x) + 1; its derivative is the smaller of the result, which is all that is kept, and 1."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        # Not F.elu(x) + 1: expm1(x) + 1 rounds to 0 below x = -17 in float32; the map would vanish.
-        return F.relu(x).add_(x.clamp(max=0).exp_())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (mapped,) = ctx.saved_tensors
-        return gradient * mapped.clamp(max=1)
-
-
-class _SumNormalized(torch.autograd.Function):
-    """y = x / d, rounded to `dtype`, and d, the sums of the vectors x plus eps; dx = (dy - dy . y) / d."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, eps: float, positive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        divisor = _divisor(x, eps, positive)
-        # One operator, which divides in float32 and then rounds.
-        return torch.div(x, divisor, out=torch.empty_like(x, dtype=dtype)), divisor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, *ctx.how, _ = inputs
-        ctx.save_for_backward(x, output[1])
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None, None]:
-        x, divisor = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated once more
-            divisor = _divisor(x, *ctx.how)
-        along = (gradient * x).sum(-1, keepdim=True)
-        return gradient.addcdiv(along, divisor, value=-1) / divisor, None, None, None
-
-
-def _divisor(x: Tensor, eps: float, positive: bool) -> Tensor:
-    total = x.sum(-1, keepdim=True)
-    if eps:
-        total = total + eps
-    tiny = torch.finfo(x.dtype).tiny
-    return F.threshold(total, tiny, 1.0) if positive else torch.where(total.abs() < tiny, 1.0, total)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import struct
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,14 +31,14 @@ from typing import Any, BinaryIO
 import torch
 
 # Relative, to be found in fairseq, too.
+from .bounded_loading import TooLargeError, is_archive, load, why_inflated
+from .checkpoint_updates import num_updates
 from .digests import DIGESTS, THREADS, changed_parts, crc32, digests, tensors_in
 
 logger = logging.getLogger(__name__)
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _ENCRYPTED, _FOLDER = 0x2061, 0x10  # among a record's flags, among its attributes
-_EXPANDED = 2**26
-"""Bytes that expanded tensors may claim in files of any size."""
 _KINDS = {
     stat.S_ISDIR: "a folder",
     stat.S_ISFIFO: "a pipe",
@@ -106,6 +106,8 @@ def damage_of(file: BinaryIO, loaded: Any = None) -> str | None:
 
 
 def _damage_of_archive(file: BinaryIO, loaded: Any) -> str | None:
+    if inflated := why_inflated(file):
+        return inflated
     try:
         torch._C.PyTorchFileReader(file)  # which minds other parts of the directory than Python does
         with zipfile.ZipFile(file) as archive:
@@ -138,8 +140,6 @@ def _are_loaded(records: list[zipfile.ZipInfo], loaded: Any, pool: Executor) -> 
 
 def _damage_of_record(view: memoryview, record: zipfile.ZipInfo, is_loaded: bool) -> str | None:
     """Looks where torch looks: after the record's header, whose lengths count, for the size that the directory says."""
-    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-        return "is compressed, which torch.save never does"
     if record.flag_bits & _ENCRYPTED or record.external_attr & _FOLDER:  # torch would read what memory holds by chance
         return "is encrypted or a folder, which torch.save never writes"
     header = bytes(view[record.header_offset : record.header_offset + 30])
@@ -163,7 +163,9 @@ def _damage_of_record(view: memoryview, record: zipfile.ZipInfo, is_loaded: bool
 
 def _damage_of_pickle(file: BinaryIO) -> str | None:
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = load(file)
+    except TooLargeError as error:
+        return str(error)
     except Exception as error:  # what a damaged file raises depends on where it is damaged
         if unknown := re.search(r"(?<=GLOBAL )\S+", str(error)):
             return f"is damaged, or holds something else than tensors and plain values ({unknown[0]})"
@@ -177,13 +179,15 @@ def _not_as_noted(parts: list[str]) -> str | None:
 
 
 def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """The checkpoints in a folder, `*.pt`, that are whole: the last that was written first.
+    """The checkpoints in a folder, `*.pt`, that are whole: that of the most updates first.
 
-    Each is read, once it is asked for, from beginning to end.
+    Those of as many, and those that do not tell, are in the order of their dates, the newest first. Each is read, once
+    it is asked for, from beginning to end.
     """
     with os.scandir(folder) as entries:
         found = [entry for entry in entries if entry.name.endswith(".pt") and entry.is_file()]
-    for entry in sorted(found, key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True):
+    keys = {entry: (num_updates(entry.path), entry.stat().st_mtime_ns, entry.name) for entry in found}
+    for entry in sorted(found, key=lambda entry: keys[entry], reverse=True):
         if why_damaged(entry.path) is None:
             yield Path(entry.path)
 
@@ -217,8 +221,6 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
     Raises:
         ValueError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
     """
-    if complaint := _why_absurd(os.fstat(file.fileno()).st_size, state):
-        raise ValueError(f"{path} is refused: {complaint}")
     changed = changed_parts(state)
     if isinstance(state, dict):
         state.pop(DIGESTS, None)
@@ -238,23 +240,14 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
         raise ValueError(complain(path, reason))
 
 
-def is_archive(file: BinaryIO) -> bool:
-    """Whether an open file begins as zip archives do; it is then where it was."""
-    at = file.tell()
-    file.seek(0)
-    start = file.read(len(_ZIP))
-    file.seek(at)
-    return start == _ZIP
-
-
-def _why_absurd(size: int, state: Any) -> str | None:
-    """A tensor whose numbers repeat those of a smaller storage may claim any size: most that are meant do not."""
-    claimed = 0
-    for name, tensor in tensors_in(state):
-        if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
-            claimed += tensor.nbytes
-            if claimed > max(size, _EXPANDED):
-                return f"{name} has shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes; the file has {size:,}"
+def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
+    """Says which of a model's weights holds NaN; None if none does."""
+    for name, weight in weights.items():
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            continue
+        # A sum takes a fraction of the time, and is NaN or infinite where a number is.
+        if not weight.sum(dtype=torch.float32).isfinite() and weight.isnan().any():
+            return f"its weight {name} holds NaN (not a number), as those of a training that diverged"
     return None
 
 
@@ -263,7 +256,10 @@ def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
     if damage := why_damaged(path):
         return False, complain(path, damage)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with open(path, "rb") as file:
+            state = load(file, mapped=path)
+    except TooLargeError as error:
+        return False, f"{path} {error}"
     except Exception as error:
         return True, f"{path} is whole; it cannot be read further: {str(error).splitlines()[0]}"
     if not isinstance(state, dict):

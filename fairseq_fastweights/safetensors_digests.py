@@ -32,7 +32,8 @@ def note_digest(path: Path) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at whole words
     beside = path.with_name(f"{path.name}.tmp")
-    with path.open("rb") as old, beside.open("wb") as new:
+    beside.unlink(missing_ok=True)  # a link, which would name a file elsewhere
+    with path.open("rb") as old, beside.open("xb") as new:
         new.write(struct.pack("<Q", len(text)) + text)
         old.seek(begin)
         shutil.copyfileobj(old, new, 2**20)
@@ -55,6 +56,23 @@ def why_damaged(path: str | os.PathLike[str]) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "is cut short or damaged: its header does not fit its size"
     return "is damaged: its weights do not have the digest in its metadata; it must be downloaded or written again"
+
+
+def described_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The types and shapes of the weights in an undamaged file, by name.
+
+    Raises:
+        ValueError: if its header says something else.
+        OSError: if it cannot be read.
+    """
+    header, _ = _read_header(path)
+    try:
+        found = {
+            name: (tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items() if name != _METADATA
+        }
+    except (KeyError, TypeError):
+        raise ValueError(f"{path} is damaged: its header does not give each weight a type and a shape") from None
+    return found
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -93,7 +93,7 @@ def binarise(folder: Path, *flags: str) -> Path:
 def import_plugin() -> None:
     """What --user-dir does, also where a test has imported a part of the plugin before.
 
-    fairseq takes a package that is there for one whose tasks and models are registered.
+    fairseq as released takes a package that is there for one whose tasks and models are registered.
     """
     from fairseq.utils import import_user_module
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_fastweights.feature_maps import FEATURE_MAPS, build_feature_map, orthogonal_features, sum_normalize
+from fairseq_fastweights.feature_maps import FEATURE_MAPS, build_feature_map, orthogonal_features
+from fairseq_fastweights.ops.features import map_features
 
 BATCH, TIME, HEADS, DIM = 2, 5, 3, 4
 FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}  # two ways to round a few operations
@@ -31,6 +32,13 @@ def favor(feature_map, head, x):
     return h * torch.exp(torch.cat([projected, -projected])) / math.sqrt(len(projected))
 
 
+def favor_schlag(feature_map, head, x):
+    """As their program computes it: R^T has a row for each number of x."""
+    projected = x @ feature_map.features.t()
+    exponentials = [torch.exp(sign * projected - (x**2).sum() / 2) for sign in (1, -1)]
+    return (torch.cat(exponentials) + 1e-4) / (2 * len(projected)) ** 0.5
+
+
 def dpfp(feature_map, head, x):
     z = torch.cat([x, -x]).clamp(min=0)
     return torch.stack([z[i] * z[i - j] for j in range(1, feature_map.nu + 1) for i in range(len(z))])
@@ -42,6 +50,7 @@ CASES = [  # a map, its options, and what it makes of a vector, in a head
     ("tanh", {}, lambda feature_map, head, x: 1 - 2 / (torch.exp(2 * x) + 1)),
     ("relu", {"feature_dim": 6}, lambda feature_map, h, x: F.relu(feature_map.weight[h] @ x + feature_map.bias[h])),
     *(("favor", {"favor_features": count}, favor) for count in (1, 9)),
+    *(("favor-schlag", {"favor_features": count}, favor_schlag) for count in (1, 9)),
     *(("dpfp", {"dpfp_nu": nu}, dpfp) for nu in (1, 2, 3, 2 * DIM - 1)),
 ]
 maps = pytest.mark.parametrize(("name", "options", "equation"), CASES, ids=lambda x: "" if callable(x) else str(x))
@@ -107,8 +116,26 @@ def test_favor_uses_features_that_are_orthogonal_in_blocks(training, count):
         assert block is first or (first @ block.t()).abs().max() > 0.1, "blocks are drawn independently"
 
 
-def test_favor_draws_anew_in_training_only_once_for_queries_keys_and_heads():
-    feature_map, other, inputs = build("favor"), build("favor").eval(), queries_and_keys(DIM)
+@pytest.mark.parametrize("training", [True, False])
+def test_favor_of_schlags_program_has_features_that_are_orthogonal_across_the_numbers_of_a_key(training):
+    """R^T, (head_dim, m), has orthogonal rows in blocks of m: here two, of 3 and 1 rows; their norms are chi's of m."""
+    torch.manual_seed(3)
+    count = 3
+    feature_map = build("favor-schlag", favor_features=count).train(training)
+    axes = torch.eye(DIM, dtype=torch.float64).view(1, DIM, 1, DIM)
+    exponentials = feature_map(axes, axes)[0].squeeze() * math.sqrt(2 * count) - 1e-4
+    positive, negative = exponentials.split(count, dim=-1)
+    rows = (positive / negative).log() / 2
+    block = F.normalize(rows[:count], dim=-1)
+    torch.testing.assert_close(block @ block.t(), torch.eye(count).double(), rtol=0, atol=1e-5)
+    assert (block @ rows[count]).abs().max() > 0.1, "blocks are drawn independently"
+    squares = torch.stack([feature_map.draw(torch.float64).square().sum(0) for _ in range(2000)])
+    assert (squares.mean(0) - count).abs().max() < STANDARD_ERRORS * math.sqrt(2 * count / len(squares))
+
+
+@pytest.mark.parametrize("name", ["favor", "favor-schlag"])
+def test_favor_draws_anew_in_training_only_once_for_queries_keys_and_heads(name):
+    feature_map, other, inputs = build(name), build(name).eval(), queries_and_keys(DIM)
     before = feature_map.features.clone()
     assert not torch.equal(feature_map.train()(*inputs)[0], feature_map(*inputs)[0])
     assert torch.equal(feature_map.eval()(*inputs)[0], feature_map(*inputs)[0])
@@ -146,6 +173,12 @@ def test_favor_of_long_vectors_neither_overflows_nor_vanishes_where_its_factor_i
     assert all(x.max() == 0 for x in feature_map(q, k))
     for scales in ("queries and source", "all"):
         assert all((x.amax(dim=(1, 3)) == 1).all() for x in feature_map(q, k, scales=scales))
+    # Where 1e-4 is added, it is what is left of them. And features of wide heads do not overflow.
+    other = build("favor-schlag", favor_features=64).eval()
+    assert all((x == 1).all() for x in other(q, k, scales="all"))
+    wide = build("favor-schlag", head_dim=256, favor_features=1).eval()
+    x = wide.features.view(1, 1, 1, 256)  # exp(|x|^2 / 2) is e^128, about
+    assert wide(x, x)[0].isinf().any() and wide(x, x, scales="all")[0].isfinite().all()
 
 
 @maps
@@ -172,16 +205,16 @@ def test_half_precision_inputs_are_mapped_in_float32_and_meta_tells_the_shapes(n
 @maps
 def test_sum_normalisation_makes_components_sum_to_one_or_less(name, options, equation):
     feature_map = build(name, **options).double().eval()
-    for phi in feature_map(*queries_and_keys(DIM)):
+    inputs = queries_and_keys(DIM)
+    for phi, normalized in zip(feature_map(*inputs), feature_map(*inputs, normalize=True), strict=True):
         total = phi.sum(-1)
-        normalized = sum_normalize(phi, eps=feature_map.sum_eps)
         expected = total / (total + (1e-5 if feature_map.may_vanish else 0))
         # Rounding is relative to the largest component; a sum of mixed signs is smaller, here by less than 1000.
         torch.testing.assert_close(normalized.sum(-1), expected, rtol=1e-11, atol=0)
     feature_map.float()
     for value in (0.0, -30.0, 30.0, -1000.0):  # finite where a map vanishes
         x = torch.full((1, 1, HEADS, DIM), value, requires_grad=True)
-        normalized = sum_normalize(feature_map(x, x)[0], eps=feature_map.sum_eps)
+        normalized, _ = feature_map(x, x, normalize=True)
         (gradient,) = torch.autograd.grad(normalized.square().sum(), x)
         assert normalized.isfinite().all() and gradient.isfinite().all()
         assert not feature_map.positive or (normalized.sum(-1) < 1 + 1e-6).all()
@@ -189,14 +222,14 @@ def test_sum_normalisation_makes_components_sum_to_one_or_less(name, options, eq
 
 def test_sum_normalisation_of_small_numbers():
     # 1e-5 is below the smallest normal float16: it is done in float32.
-    x = torch.tensor([[1.0, 2.0, 5.0], [0.0, 0.0, 0.0]], dtype=torch.float16)
-    normalized = sum_normalize(x, eps=1e-5)
+    x = torch.tensor([[1.0, 2.0, 5.0], [0.0, 0.0, 0.0]], dtype=torch.float16).view(1, 2, 1, 3)
+    normalized = map_features(x, normalization="sum", eps=1e-5)
     assert normalized.dtype == torch.float32
-    assert torch.equal(normalized, x.float() / (x.float().sum(-1, keepdim=True) + 1e-5))
+    torch.testing.assert_close(normalized, x.float() / (x.float().sum(-1, keepdim=True) + 1e-5), rtol=1e-6, atol=0)
     # ELU as exp(x) - 1 would lose these to rounding; Eq. 30 gives them as exp(x).
     x = torch.tensor([-20.0, -21.0]).view(1, 1, 1, 2)
-    phi, _ = build("elu", head_dim=2)(x, x)
-    torch.testing.assert_close(sum_normalize(phi, eps=0.0), torch.softmax(x, dim=-1), rtol=1e-6, atol=0)
+    phi, _ = build("elu", head_dim=2)(x, x, normalize=True)
+    torch.testing.assert_close(phi, torch.softmax(x, dim=-1), rtol=1e-6, atol=0)
 
 
 SIZES = [
@@ -205,6 +238,7 @@ SIZES = [
     ("dpfp", {"dpfp_nu": 3, "head_dim": 64}, 64, 384),  # Table 6
     *[("favor", {}, 4, 12), ("favor", {"head_dim": 64}, 64, 532)],  # 2 round(4 ln 4); the paper's m = 266, Sec. 6.2
     ("favor", {"head_dim": 1}, 1, 2),  # at least one feature, though ln 1 = 0
+    ("favor-schlag", {"head_dim": 64, "favor_features": 192}, 64, 384),  # Table 6
     *[("favor", {"feature_dim": 10}, 4, 10), ("favor", {"favor_features": 3, "feature_dim": 6}, 4, 6)],
 ]
 
@@ -220,7 +254,7 @@ def test_sizes_and_the_scale_that_relu_starts_with():
 
 
 IMPOSSIBLE = [
-    ("softmax", {}, r"feature map 'softmax'.* identity, elu, relu, favor, dpfp, tanh"),
+    ("softmax", {}, r"feature map 'softmax'.* identity, elu, relu, favor, favor-schlag, dpfp, tanh"),
     *[("elu", {"num_heads": 0}, "num_heads is 0; .*positive"), ("elu", {"head_dim": -4}, "head_dim is -4; .*positive")],
     ("elu", {"feature_dim": 2.5}, r"feature_dim is 2\.5; .*positive integer"),
     *(("dpfp", {"dpfp_nu": nu}, f"dpfp_nu is {nu}; .*head_dim 4 .*from 1 to 7") for nu in (0, 8)),
@@ -249,5 +283,8 @@ def test_favor_takes_out_the_largest_feature_and_the_others_nothing(name, option
     q, k = (3 * x for x in queries_and_keys(feature_map.key_dim))
     for scales, keys in (("queries", None), ("queries and source", (1, 3)), ("all", (3,))):
         for fixed, free, dims in zip(feature_map(q, k), feature_map(q, k, scales=scales), ((3,), keys), strict=True):
-            factor = torch.ones(()) if name != "favor" or dims is None else fixed.amax(dim=dims, keepdim=True)
+            factor = torch.ones(())
+            if name.startswith("favor") and dims is not None:  # of the exponentials, and of what is added to them
+                added = 1e-4 / math.sqrt(feature_map.output_dim) if name == "favor-schlag" else 0
+                factor = (fixed - added).amax(dim=dims, keepdim=True).clamp(min=added)
             torch.testing.assert_close(free * factor, fixed)

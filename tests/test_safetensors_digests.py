@@ -29,10 +29,15 @@ def digest(path: Path) -> str | None:
 
 def test_a_digest_is_noted_and_nothing_else_is_changed(path):
     assert why_damaged(path) is None and digest(path) is None  # as of other people's files
+    elsewhere = path.parents[1] / "elsewhere"
+    elsewhere.write_text("kept")
+    path.with_name("model.safetensors.tmp").symlink_to(elsewhere)
     note_digest(path)
+    assert elsewhere.read_text() == "kept"
     found = load_file(path)
     assert found.keys() == WEIGHTS.keys() and all(torch.equal(x, WEIGHTS[name]) for name, x in found.items())
     assert why_damaged(path) is None and [x.name for x in path.parent.iterdir()] == [path.name]
+    assert not elsewhere.exists()
     first = digest(path)
     assert first == "dadf97d118c3a509"  # another would refuse all files that were written before
     save_file(dict(reversed(WEIGHTS.items())), path, metadata={"format": "pt"})

@@ -14,11 +14,11 @@ import platform
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from fairseq_archives import extract
 from fairseq_cures import BUILD_REQUIREMENTS, VERSION, UnexpectedSourceError, apply_cures
 
 SDIST_SHA256 = "34f1b18426bf3844714534162f065ab733e049597476daa35fffb4d06a92b524"
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise BuildError(f"--constraint {options.constraint}: there is no such file")
         if options.force or must_install():
             build(options.constraint)
-    except (BuildError, UnexpectedSourceError, OSError) as error:
+    except (BuildError, UnexpectedSourceError, OSError, ValueError) as error:
         print(f"error: {error}; fairseq that is installed now: {installed_version()}", file=sys.stderr)
         return 1
     return 0
@@ -92,8 +92,7 @@ def build(constraint: Path | None) -> None:
         environment = {"PIP_CONSTRAINT": pins, "PIP_BUILD_CONSTRAINT": pins}
         flags = ["--no-deps", "--dest", folder, "--requirement", f"{folder}/fairseq.txt"]
         pip("download", *flags, doing="download the source of fairseq 0.12.2", environment=environment)
-        with tarfile.open(work / "fairseq-0.12.2.tar.gz") as archive:
-            archive.extractall(work)
+        extract(str(work / "fairseq-0.12.2.tar.gz"), folder)
         apply_cures(work / "fairseq-0.12.2")
         print(f"building and installing fairseq {VERSION} (about a minute)")
         # In isolation: where setup.py finds torch it asks for more C++ files than the sdist has.

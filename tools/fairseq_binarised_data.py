@@ -1,7 +1,7 @@
 """Looks at binarised data, and whether a dictionary is a file, before anything of it is read.
 
 `tools/fairseq_cures.py` puts this module into fairseq as `fairseq/binarised_data.py`; every load of an indexed data set
-and of a dictionary comes by it. It imports nothing of fairseq.
+and of a dictionary comes by it.
 
 fairseq believes what an index says: one that is cut short is an error of NumPy, or numbers that memory held by chance;
 one that says more than there is in the file with the tokens, and a token that the dictionary has not, are errors in the
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
+from fairseq.data_files import note, state_of
+from fairseq.text_files import FileError, open_text
 
 _MMAP, _CACHED = b"MMIDIDX\x00", b"TNTIDX\x00\x00"
 _TYPES = {
@@ -51,67 +53,73 @@ class _Index(NamedTuple):
 def check_split(prefix: str, dictionary: Sized | None) -> None:
     """Checks `prefix`.idx, `prefix`.bin and that the dictionary has all tokens, which fairseq reads at once anyway.
 
-    Splits of other formats, as text, are not looked at. Raises `ValueError`, one line that names the file.
+    Splits of other formats, as text, are only noted (`data_files.noted`). Raises `FileError`.
     """
     index, tokens = f"{prefix}.idx", f"{prefix}.bin"
     if not (os.path.exists(index) and os.path.exists(tokens)):
+        note(path for path in (prefix, f"{prefix}.fasta") if os.path.isfile(path))
         return
     for path in (index, tokens):
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError(f"{path} is no regular file; data must be what fairseq-preprocess wrote")
-    state = os.stat(index), os.stat(tokens)
-    _check(
-        prefix, None if dictionary is None else len(dictionary), *((x.st_ino, x.st_size, x.st_mtime_ns) for x in state)
-    )
+            raise FileError(f"{path} is no regular file; data must be what fairseq-preprocess wrote")
+    _check(prefix, None if dictionary is None else len(dictionary), state_of(index), state_of(tokens))
+    note((index, tokens))
 
 
 def open_dictionary(path: str) -> TextIO:
     """Opens a dictionary; a pipe alone that the shell made of a command's output, as in `--srcdict <(...)`.
 
-    Raises `ValueError`, one line that names the file, for what is no file: to open a pipe might wait forever.
+    Raises `FileError` for what is no file: to open a pipe might wait forever.
     """
     if not stat.S_ISREG(os.stat(path).st_mode) and not path.startswith("/dev/fd/"):
-        raise ValueError(f"{path} is no regular file; it must be a dictionary, as fairseq-preprocess writes it")
-    return open(path, encoding="utf-8")
+        raise FileError(f"{path} is no regular file; it must be a dictionary, as fairseq-preprocess writes it")
+    opened: TextIO = open_text(path, newline="\n")  # a word may have other line breaks in it
+    return opened
 
 
 @lru_cache(maxsize=64)  # a split may be loaded for its message, and again for each epoch
-def _check(prefix: str, types: int | None, *_: tuple[int, int, int]) -> None:
+def _check(prefix: str, types: int | None, *_: object) -> None:
     path = f"{prefix}.bin"
     index = _read_index(f"{prefix}.idx")
     if index is None:
         return
     size = os.path.getsize(path)
     if size < index.size:
-        raise ValueError(
+        raise FileError(
             f"{path} has {size:,} bytes; by {os.path.basename(prefix)}.idx it must have {index.size:,}: it is cut "
             "short, or the index is of other data"
         )
-    dtype = np.dtype(index.dtype)
-    if types is None or not size // dtype.itemsize:
+    if types is None:
         return
-    found: Any = np.memmap(path, dtype, "r", shape=(size // dtype.itemsize,))
-    smallest = 0 if dtype.kind == "u" and not index.first else found.min()
-    for token in (int(found.max()) - index.first, int(smallest) - index.first):
-        if not 0 <= token < types:
-            raise ValueError(
-                f"{path} has the token number {token}; the dictionary has {types:,} types, and numbers go from 0 to "
-                f"{types - 1}: the file is damaged, or dict.txt is of other data"
+    for token in _extremes(path, np.dtype(index.dtype)):
+        if not 0 <= token - index.first < types:
+            raise FileError(
+                f"{path} has the token number {token - index.first}; the dictionary has {types:,} types, and numbers "
+                f"go from 0 to {types - 1}: the file is damaged, or dict.txt is of other data"
             )
 
 
+def _extremes(path: str, dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """The largest and the smallest token of a file, if it has any; not by a memory map, as `data_files` says."""
+    found: list[int] = []
+    with open(path, "rb") as file:
+        while len(tokens := np.fromfile(file, dtype, 2**22)):
+            found += [int(tokens.max()), int(tokens.min())]
+    return (max(found), min(found)) if found else ()
+
+
 def _read_index(path: str) -> _Index | None:
-    """Raises `ValueError` if the index is damaged; None for one of another format."""
+    """Raises `FileError` if the index is damaged; None for one of another format."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         magic = file.read(8)
         if magic not in (_MMAP, _CACHED):
             if size < 8 or not any(magic):
-                raise ValueError(f"{path} is damaged: it begins with {magic!r}, as no index does")
+                raise FileError(f"{path} is damaged: it begins with {magic!r}, as no index does")
             return None
         head = file.read(18 if magic == _MMAP else 40)
         if len(head) < (18 if magic == _MMAP else 40):
-            raise ValueError(f"{path} is cut short: it has {size} bytes, fewer than an index begins with")
+            raise FileError(f"{path} is cut short: it has {size} bytes, fewer than an index begins with")
         if magic == _MMAP:
             more, version, code, entries = struct.unpack("<BQBQ", head)
             version += more << 64  # the first byte is still one of the magic number, which has nine
@@ -120,11 +128,11 @@ def _read_index(path: str) -> _Index | None:
             version, code, _, entries, numbers = struct.unpack("<QQQQQ", head)
             expected = 48 + 8 * (2 * (entries + 1) + numbers)
         if version != 1 or code not in _TYPES:
-            raise ValueError(
+            raise FileError(
                 f"{path} is damaged: version {version} and type {code}, where version is 1 and type 1 to 10"
             )
         if size != expected:
-            raise ValueError(
+            raise FileError(
                 f"{path} has {size:,} bytes; with the {entries:,} entries that it says it must have {expected:,}: it "
                 "is cut short or damaged"
             )
@@ -142,5 +150,5 @@ def _read_index(path: str) -> _Index | None:
                 wrong |= sizes != np.fromfile(file, np.int64, numbers)
             ends, first = begins * dtype.itemsize, 1  # the format is Lua's, which counts from 1
         if wrong.any():
-            raise ValueError(f"{path} is damaged: entry {int(wrong.argmax())} is where no entry can be")
+            raise FileError(f"{path} is damaged: entry {int(wrong.argmax())} is where no entry can be")
         return _Index(dtype, first, int(ends.max(initial=0)))

@@ -1,7 +1,8 @@
 """Loads checkpoint files without running code that they may contain.
 
 `tools/fairseq_cures.py` puts this module into fairseq as `fairseq/checkpoint_loader.py`, where every read of a
-checkpoint goes through it. Of fairseq it imports nothing but `integrity`, which notices damage, and is this project's.
+checkpoint goes through it. Of fairseq it imports only what is this project's: `integrity`, which notices damage, and
+`bounded_loading`.
 
 A checkpoint is a pickle, and a pickle may name any function for the unpickler to call. PyTorch's safe loader
 (`torch.load(..., weights_only=True)`) calls only what is on a list. Checkpoints of fairseq need a little more:
@@ -15,13 +16,16 @@ says about its data types, and with that about raw memory; the stand-ins accept 
 """
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from fairseq import integrity
+from fairseq.bounded_loading import TooLargeError, is_archive, load
 
 
 class _OldMeter:
@@ -52,6 +56,8 @@ class _PickledArray(np.ndarray[Any, Any]):
         _, shape, pickled_dtype, is_fortran, data = state
         if not isinstance(pickled_dtype, _PickledDtype) or not isinstance(data, bytes):
             raise ValueError("a NumPy array that does not consist of plain numbers")
+        if math.prod(shape) * pickled_dtype.dtype.itemsize != len(data) or min(shape, default=0) < 0:
+            raise ValueError(f"a NumPy array of shape {shape} with {len(data)} bytes")
         super().__setstate__((1, shape, pickled_dtype.dtype, is_fortran, data))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,6 +129,25 @@ def open_checkpoint(file: str, path: str) -> BinaryIO:
     return open(file, "rb")
 
 
+def names_the_file(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Lets a function that reads a checkpoint, its first argument, fail in one line that names it.
+
+    It converts what old versions of fairseq wrote, and fails wherever something else is found.
+    """
+
+    @wraps(load)
+    def named(path: str, *others: Any, **options: Any) -> dict[str, Any]:
+        try:
+            return load(path, *others, **options)
+        except Exception as error:
+            if isinstance(error, OSError) or str(path) in str(error):
+                raise
+            reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+            raise ValueError(f"checkpoint {path} is damaged, or none that fairseq wrote ({reason})") from error
+
+    return named
+
+
 def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict[str, Any]:
     """The content of the open checkpoint `file`, known to the user as `path`, tensors on the CPU.
 
@@ -134,11 +159,11 @@ def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict
     file.seek(0)
     try:
         with _only_allowing(_ALLOWED):
-            state = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
+            state = load(file)
+    except TooLargeError as error:
+        raise ValueError(integrity.complain(path, str(error))) from None
     except Exception as error:  # what a damaged file raises depends on where it is damaged
-        damage = integrity.damage_of(file) if integrity.is_archive(file) else None
+        damage = integrity.damage_of(file) if is_archive(file) else None
         raise ValueError(integrity.complain(path, damage or _complaint(error))) from None
     integrity.check_loaded(file, path, state)
     if not isinstance(state, dict) or part not in state:

@@ -5,6 +5,7 @@ Each row of a cure: a file, what stands there, and what takes its place (`fairse
 
 _OPTIONS = "fairseq/options.py"
 _INTERACTIVE = "fairseq_cli/interactive.py"
+_UTILS = "fairseq/utils.py"
 
 COMMAND_CURES: dict[str, list[tuple[str, str, str]]] = {
     # A command that names no plugin ended in errors of other names where it, or its checkpoint, needs one: KeyErrors
@@ -78,11 +79,71 @@ COMMAND_CURES: dict[str, list[tuple[str, str, str]]] = {
 """,
         ),
         ("fairseq/registry.py", '"{} is required!"', '"--{} is required"'),
+    ],
+    # An installed plugin was found by its name only where its folder lies beside fairseq's: that of an editable
+    # installation does not. A package that a program had imported before counted as registered, and was not.
+    "installed_plugins": [
         (
-            "fairseq/utils.py",
+            _UTILS,
             "                    raise FileNotFoundError(module_path)\n",
-            '                    raise FileNotFoundError(f"--user-dir: there is no folder {module_path}")\n',
+            """                    name = os.path.normpath(args.user_dir)
+                    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+                    if spec is None or not spec.submodule_search_locations:
+                        missing = f"--user-dir: there is no folder {module_path}"
+                        installed = f", and no package {name} is installed"
+                        raise FileNotFoundError(missing + (installed if name.isidentifier() else ""))
+                    module_path = list(spec.submodule_search_locations)[0]
+        module_path = os.path.abspath(module_path)
+""",
         ),
+        (
+            _UTILS,
+            """                importlib.import_module(module_name)
+
+                tasks_path = os.path.join(module_path, "tasks")
+                if os.path.exists(tasks_path):
+                    from fairseq.tasks import import_tasks
+
+                    import_tasks(tasks_path, f"{module_name}.tasks")
+
+                models_path = os.path.join(module_path, "models")
+                if os.path.exists(models_path):
+                    from fairseq.models import import_models
+
+                    import_models(models_path, f"{module_name}.models")
+            elif module_path in sys.modules[module_name].__path__:
+                logger.info(f"--user-dir={module_path} has already been imported.")
+            else:
+""",
+            """                importlib.import_module(module_name)
+            elif os.path.realpath(module_path) not in map(
+                os.path.realpath, getattr(sys.modules[module_name], "__path__", [])
+            ):
+""",
+        ),
+        (
+            _UTILS,
+            """"something unique and try again.".format(module_path, module_name)
+                )
+""",
+            """"something unique and try again.".format(module_path, module_name)
+                )
+
+            # What is imported already registers nothing once more.
+            tasks_path = os.path.join(module_path, "tasks")
+            if os.path.exists(tasks_path):
+                from fairseq.tasks import import_tasks
+
+                import_tasks(tasks_path, f"{module_name}.tasks")
+
+            models_path = os.path.join(module_path, "models")
+            if os.path.exists(models_path):
+                from fairseq.models import import_models
+
+                import_models(models_path, f"{module_name}.models")
+""",
+        ),
+        (_UTILS, "import importlib\n", "import importlib\nimport importlib.util\n"),
     ],
     # --help ended the reading of options before those of the model and of the task were known. Usage was a hundred
     # lines, which hid the line below it that says what is wrong.

@@ -5,33 +5,48 @@ finds what it expects: a cure that silently did nothing would be noticed long af
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from fairseq_checkpoint_cures import CHECKPOINT_CURES
 from fairseq_command_cures import COMMAND_CURES
+from fairseq_data_cures import DATA_CURES
 from fairseq_library_cures import LIBRARY_CURES
+from fairseq_loading_cures import LOADING_CURES
 from fairseq_run_cures import RUN_CURES
+from fairseq_safety_cures import REWRITINGS, SAFETY_CURES
 from fairseq_speed_cures import SPEED_CURES
+from fairseq_text_cures import TEXT_CURES, TEXT_REWRITINGS
 
-VERSION = "0.12.2+fastweights.7"
+VERSION = "0.12.2+fastweights.8"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy
 2 also runs with NumPy 1; the converse does not hold."""
 
 ADDED = {
+    "fairseq_archives.py": "archives.py",
+    "fairseq_bands.py": "modules/bands.py",
     "fairseq_binarised_data.py": "binarised_data.py",
     "fairseq_checkpoint_loader.py": "checkpoint_loader.py",
+    "fairseq_checkpoint_writer.py": "checkpoint_writer.py",
+    "fairseq_data_files.py": "data_files.py",
+    "fairseq_file_chunks.py": "file_chunker_utils.py",
     "fairseq_fully_sharded.py": "distributed/fully_sharded_data_parallel.py",
-    "fairseq_bands.py": "modules/bands.py",
     "fairseq_host_copies.py": "host_copies.py",
     "fairseq_late_values.py": "logging/late_values.py",
     "fairseq_many_tensors.py": "many_tensors.py",
+    "fairseq_models_of_checkpoints.py": "models_of_checkpoints.py",
+    "fairseq_one_line.py": "../fairseq_cli/__init__.py",
     "fairseq_settings.py": "settings.py",
+    "fairseq_whole_folders.py": "whole_folders.py",
+    "../fairseq_fastweights/bounded_loading.py": "bounded_loading.py",
+    "../fairseq_fastweights/checkpoint_updates.py": "checkpoint_updates.py",
     "../fairseq_fastweights/digests.py": "digests.py",
     "../fairseq_fastweights/integrity.py": "integrity.py",
+    "../fairseq_fastweights/model_sizes.py": "model_sizes.py",
+    "../fairseq_fastweights/text_files.py": "text_files.py",
 }
 """Files, from this one's folder, and their names in fairseq."""
 
@@ -65,13 +80,24 @@ def _factory(file: str, field: str, config: str, default: str = "{}()") -> Edit:
     return Edit(file, f"{start}{default.format(config)}\n", f"{start}field(default_factory={config})\n")
 
 
-_EVAL = re.compile(r"(?<![\w.])eval\(")
 _CONFIGS = "fairseq/dataclass/configs.py"
 _TRANSFORMER = "fairseq/models/transformer/transformer_config.py"
 _INITIALIZE = "fairseq/dataclass/initialize.py"
 _CHECKPOINTS = "fairseq/checkpoint_utils.py"
 _NGRAMS = "fairseq/ngram_repeat_block.py"
 _MASK = "                encoder_padding_mask if encoder_padding_mask is not None else attn_mask,\n"
+
+_BY_SUBJECT = (
+    CHECKPOINT_CURES,
+    COMMAND_CURES,
+    DATA_CURES,
+    LIBRARY_CURES,
+    LOADING_CURES,
+    RUN_CURES,
+    SAFETY_CURES,
+    SPEED_CURES,
+    TEXT_CURES,
+)
 
 CURES: dict[str, list[Edit]] = {
     # fairseq pins omegaconf 2.0, whose metadata pip >= 24.1 rejects, and hydra-core 1.0, which Python >= 3.11 cannot
@@ -157,57 +183,6 @@ def add_defaults(''',
         # False, which is no int to omegaconf.
         Edit("fairseq/models/transformer_lm.py", '"base_shuffle", False)', '"base_shuffle", 0)'),
     ],
-    # torch refuses the `argparse.Namespace` in checkpoints of fairseq. A loader that allows what such checkpoints need,
-    # and no more, takes its place; `apply_cures` puts it there.
-    "safe_checkpoints": [
-        Edit(
-            _CHECKPOINTS,
-            "\nfrom fairseq.data import data_utils\n",
-            "\nfrom fairseq.checkpoint_loader import load_checkpoint_file\nfrom fairseq.data import data_utils\n",
-        ),
-        Edit(_CHECKPOINTS, 'torch.load(f, map_location=torch.device("cpu"))', "load_checkpoint_file(f, path)"),
-        Edit(
-            _CHECKPOINTS,
-            """torch.load(
-            f,
-            map_location=(
-                lambda s, _: torch.serialization.default_restore_location(s, "cpu")
-            ),
-        )""",
-            'load_checkpoint_file(f, fpath, "extra_state")',  # a moving average alone has no model
-        ),
-    ],
-    # A checkpoint is written beside the last one and renamed, but its copies, checkpoint_last.pt mostly, are written
-    # over the last ones: a training that is killed meanwhile leaves part of a file, from which it cannot go on.
-    "whole_copies": [
-        Edit(
-            _CHECKPOINTS,
-            """                assert PathManager.copy(
-                    checkpoints[0], cp, overwrite=True
-                ), f"Failed to copy {checkpoints[0]} to {cp}"
-""",
-            """                renames = PathManager.supports_rename(cp)
-                copy = cp + ".tmp" if renames else cp
-                assert PathManager.copy(
-                    checkpoints[0], copy, overwrite=True
-                ), f"Failed to copy {checkpoints[0]} to {copy}"
-                if renames:
-                    PathManager.rename(copy, cp)
-""",
-        )
-    ],
-    # A finished command that was given once more trained an update beyond --max-update, and wrote its checkpoint over
-    # checkpoint_last.pt.
-    "finished_runs": [
-        Edit(
-            "fairseq_cli/train.py",
-            "    while epoch_itr.next_epoch_idx <= max_epoch:\n",
-            "    max_update = cfg.optimization.max_update or math.inf\n"
-            "    if trainer.get_num_updates() >= max_update:\n"
-            '        logger.info(f"nothing to train: {trainer.get_num_updates()} updates are done of {max_update}")\n'
-            "    while epoch_itr.next_epoch_idx <= max_epoch and trainer.get_num_updates() < max_update:\n",
-        )
-    ],
     # The fused encoder layer of torch >= 2 asks what its mask is: 1 stands for padded keys, of shape (batch, time), and
     # 0 for an attention mask, of shape (time, time).
     "mask_type": [
@@ -272,10 +247,7 @@ def add_defaults(''',
     "half_precision_without_cuda": [
         Edit("fairseq/optim/fp16_optimizer.py", "[torch.cuda.current_device()]", "[params[0].device.index]")
     ],
-    **{
-        name: [Edit(*edit) for edit in edits]
-        for name, edits in (RUN_CURES | COMMAND_CURES | LIBRARY_CURES | SPEED_CURES).items()
-    },
+    **{name: [Edit(*edit) for edit in edits] for cures in _BY_SUBJECT for name, edits in cures.items()},
     # A changed fairseq must not pass for the released one. It requires what it imports, and is built by what was tried.
     "honest_metadata": [
         Edit("fairseq/version.txt", "0.12.2", f"{VERSION}\n"),
@@ -285,64 +257,19 @@ def add_defaults(''',
         Edit("setup.py", "  install_requires=[\n", '  python_requires=">=3.10",\n        install_requires=[\n'),
         Edit("pyproject.toml", '"setuptools", "wheel", "cython"', json.dumps(BUILD_REQUIREMENTS)[1:-1]),
     ],
-    # A checkpoint with a flipped bit was loaded without a word, and a pipe in its place waited for. What is saved has
-    # digests, which the loader of `safe_checkpoints` compares.
-    "noticed_damage": [
-        Edit(
-            _CHECKPOINTS,
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.checkpoint_loader import open_checkpoint\n"
-            "from fairseq.digests import with_digests\n"
-            "from fairseq.file_io import PathManager\n",
-        ),
-        Edit(_CHECKPOINTS, 'with open(local_path, "rb") as f:', "with open_checkpoint(local_path, path) as f:"),
-        Edit(_CHECKPOINTS, "torch.save(obj, f)", "torch.save(with_digests(obj), f)"),
-    ],
-    # Binarised data that is cut short, or of another dictionary, was an error of NumPy's or PyTorch's, often after an
-    # hour of training. What there is of it is looked at first.
-    "checked_data": [
-        Edit(
-            "fairseq/data/data_utils.py",
-            "        dataset_impl_k = dataset_impl\n",
-            "        check_split(path_k, dictionary)\n        dataset_impl_k = dataset_impl\n",
-        ),
-        Edit(
-            "fairseq/data/data_utils.py",
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.binarised_data import check_split\nfrom fairseq.file_io import PathManager\n",
-        ),
-        # A folder or a pipe in the place of dict.txt.
-        Edit(
-            "fairseq/data/dictionary.py",
-            'with open(PathManager.get_local_path(f), "r", encoding="utf-8") as fd:',
-            "with open_dictionary(PathManager.get_local_path(f)) as fd:",
-        ),
-        Edit(
-            "fairseq/data/dictionary.py",
-            "from fairseq.file_io import PathManager\n",
-            "from fairseq.binarised_data import open_dictionary\nfrom fairseq.file_io import PathManager\n",
-        ),
-    ],
 }
 
 
-def read_settings_safely(root: Path) -> None:
-    """Puts `fairseq.settings.literal` in the place of every `eval`.
-
-    fairseq runs strings of a model's settings as Python. They come from the checkpoint, so that whoever wrote it could
-    run anything on the machine of whoever scores it.
-    """
+def rewrite(root: Path) -> None:
+    """Changes all files in which a rewriting finds something; there must be one for each."""
     paths = [path for folder in ("fairseq", "fairseq_cli") for path in sorted((root / folder).rglob("*.py"))]
-    evaluated = {path: text for path in paths if _EVAL.search(text := path.read_text(encoding="utf-8"))}
-    if not evaluated:
-        raise UnexpectedSourceError("fairseq/: no file reads a setting by eval; is this the source of fairseq 0.12.2?")
-    for path, text in evaluated.items():
-        first = re.search(r"^(?!from __future__)(import|from) ", text, re.MULTILINE)
-        if first is None:
-            raise UnexpectedSourceError(f"{path.relative_to(root).as_posix()}: it reads a setting and imports nothing")
-        start = first.start()
-        imports = "from fairseq.settings import literal\n"
-        path.write_text(text[:start] + imports + _EVAL.sub("literal(", text[start:]), encoding="utf-8")
+    for found, changed in (REWRITINGS | TEXT_REWRITINGS).items():
+        before = {path: path.read_text(encoding="utf-8") for path in paths}
+        after = {path: new for path, text in before.items() if (new := changed(text)) != text}
+        if not after:
+            raise UnexpectedSourceError(f"fairseq/: no file {found}; is this the source of fairseq 0.12.2?")
+        for path, text in after.items():
+            path.write_text(text, encoding="utf-8")
 
 
 def apply_cures(root: Path) -> None:
@@ -350,6 +277,6 @@ def apply_cures(root: Path) -> None:
     for number, (name, edits) in enumerate(CURES.items(), start=1):
         for edit in edits:
             edit.apply(root, f"cure {number} ({name})")
-    read_settings_safely(root)
+    rewrite(root)
     for file, added in ADDED.items():
         shutil.copyfile(Path(__file__).parent / file, root / "fairseq" / added)

@@ -42,7 +42,8 @@ LIBRARY_CURES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     # On a CPU torch makes a draw of random bits for each number that dropout may take out: a seventh of the time in
-    # which a small model trains. 16 bits are enough, and one draw has those of four numbers.
+    # which a small model trains. 16 bits are enough, and one draw has those of four numbers. Compiled layers draw their
+    # own.
     "dropout_of_16_bits": [
         (_DROPOUT, "\nimport torch.nn as nn\n", "\nimport torch\nimport torch.nn as nn\n"),
         (
@@ -68,7 +69,7 @@ class FairseqDropout(''',
             _DROPOUT,
             "            return F.dropout(",
             """            if not torch.jit.is_scripting():
-                if x.device.type == "cpu":
+                if x.device.type == "cpu" and not torch.compiler.is_compiling():
                     return drop_out(x, self.p)
             return F.dropout(""",
         ),

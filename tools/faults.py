@@ -9,8 +9,6 @@ data as the undisturbed one, and how many updates had to be done again at most. 
 """
 
 import argparse
-import atexit
-import multiprocessing
 import os
 import random
 import resource
@@ -18,130 +16,32 @@ import signal
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from fault_logs import LOGS
+from fault_training import INTERVAL, ROOT, UPDATES, Training, differences, outcome, trained, write_corpus
 
-ROOT = Path(__file__).resolve().parents[1]
-UPDATES, INTERVAL = 24, 4
-MODEL = f"""--user-dir {ROOT}/fairseq_fastweights --task fast_weight_language_modeling --arch fast_weight_lm
-    --decoder-layers 1 --decoder-embed-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
-    --share-decoder-input-output-embed --no-token-positional-embeddings --carry-over-state --dropout 0.1
-    --tokens-per-sample 16 --optimizer adam --lr 0.001 --max-update {UPDATES} --save-interval-updates {INTERVAL}
-    --keep-interval-updates 2 --no-epoch-checkpoints --disable-validation --cpu --num-workers 0 --no-progress-bar
-    --log-interval 1 --log-format json""".split()
 NOBODY = 65534
 
 
-class Training:
-    """The command, in a folder for its checkpoints, in one process or two."""
-
-    def __init__(self, data: Path, folder: Path, processes: int) -> None:
-        self.data, self.folder, self.processes = data, folder, processes
-        self.save_dir = folder / "checkpoints"
-        self.save_dir.mkdir(parents=True)
-        self.last = self.save_dir / "checkpoint_last.pt"
-        self.starts, self.rank = 0, 0
-
-    def start(self, prepare: Callable[["Training"], None] | None = None) -> list[Any]:
-        """Processes that train, once they have done what `prepare` says; forked, so that fairseq is imported once."""
-        self.starts += 1
-        started = [
-            multiprocessing.get_context("fork").Process(target=self._run, args=(rank, prepare))
-            for rank in range(self.processes)
-        ]
-        for process in started:
-            process.start()
-        return started
-
-    def finish(self) -> list[int | None]:
-        """Goes on to the end; the exit codes."""
-        started = self.start()
-        for process in started:
-            process.join(300)
-            process.kill()
-        return [process.exitcode for process in started]
-
-    def _run(self, rank: int, prepare: Callable[["Training"], None] | None) -> None:
-        self.rank = rank
-        log = os.open(self.folder / f"{self.starts}-{rank}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (they may have gone elsewhere)
-        atexit._clear()  # the parent's, one of which removes its folder; the plugin runs what there is after a signal
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
-        arguments = [str(self.data), *MODEL, "--save-dir", str(self.save_dir)]
-        if self.processes > 1:
-            arguments += "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn".split()
-            arguments += ["--distributed-init-method", f"file://{self.folder}/meeting-{self.starts}"]
-            arguments += ["--distributed-world-size", str(self.processes), "--distributed-rank", str(rank)]
-        sys.argv = ["fairseq-train", *arguments, "--batch-size", str(4 // self.processes)]
-        updates = os.open(self.folder / "updates", os.O_WRONLY | os.O_CREAT)
-        if rank == 0:
-            self.after_update(lambda number: os.pwrite(updates, str(number).encode(), 0))
-        if prepare is not None:
-            prepare(self)
-        try:
-            import_module("fairseq_cli.train").cli_main()
-        except KeyboardInterrupt:  # multiprocessing would make 1 of it, and Python makes 130
-            os._exit(128 + signal.SIGINT)
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
-
-    def after_update(self, act: Callable[[int], object]) -> None:
-        """Has `act` done, in this process, after each update."""
-        trainer = import_module("fairseq.trainer").Trainer
-        original = trainer.train_step
-
-        def train_step(self: Any, *arguments: Any, **named: Any) -> Any:
-            result = original(self, *arguments, **named)
-            act(self.get_num_updates())
-            return result
-
-        trainer.train_step = train_step
-
-    def updates_lost(self) -> int:
-        """How many updates that were done are not in the last checkpoint."""
-        done = self.folder / "updates"
-        kept = trained(self.save_dir)["num_updates"] if self.last.exists() else 0
-        return max(0, int(done.read_bytes() or 0) - kept) if done.exists() else 0
-
-
-def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """Where two checkpoints, or parts of them, are not the same bits."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [found for key in one for found in differences(one[key], other[key], f"{name}.{key}")]
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        return [x for i, pair in enumerate(zip(one, other, strict=True)) for x in differences(*pair, f"{name}.{i}")]
-    if torch.is_tensor(one) and torch.is_tensor(other):
-        return [] if one.dtype == other.dtype and torch.equal(one, other) else [name]
-    return [] if type(one) is type(other) and one == other else [name]
-
-
-def trained(save_dir: Path) -> dict[str, Any]:
-    """What the last checkpoint says of how training goes on, without times."""
-    state = torch.load(save_dir / "checkpoint_last.pt", weights_only=True)
-    extra = state["extra_state"]
-    kept = {name: extra[name] for name in ("train_iterator", "ema", "ema_fp32_params") if name in extra}
-    # A number whose type fairseq looks at, and whose value it never sets.
-    model: dict[str, Any] = {name: x for name, x in state["model"].items() if not name.endswith("_float_tensor")}
-    # The history has a row for each time that the run was taken up.
-    history: dict[str, Any] = state["optimizer_history"][-1]
-    return {"model": model, "optimizer": state["last_optimizer_state"], **kept, **history}
-
-
-def _signalled(number: signal.Signals, training: Training, draw: random.Random) -> int:
+def _signalled(number: signal.Signals, training: Training, draw: random.Random, log: str | None = None) -> int:
     last, delay = draw.randrange(INTERVAL, UPDATES // 2), draw.uniform(0, 0.05)
 
     def prepare(training: Training) -> None:
+        spoil = int if log is None else LOGS[log]()
+
+        def act() -> None:
+            spoil()
+            if log != "terminal":  # where the system sends it
+                os.kill(os.getpid(), number)
+
         def after(done: int) -> None:
             if done == last:
-                threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+                threading.Timer(delay, act).start()
 
         if training.rank == 0:
             training.after_update(after)
@@ -209,6 +109,104 @@ def terminated(training: Training, draw: random.Random) -> int:
     return _signalled(signal.SIGTERM, training, draw)
 
 
+def unread(training: Training, draw: random.Random) -> int:
+    """SIGINT at a random time, when what reads the log ends, too (`tee`, and Ctrl-C)"""
+    return _signalled(signal.SIGINT, training, draw, "reader")
+
+
+def not_read(training: Training, draw: random.Random) -> int:
+    """SIGTERM at a random time, when the log is a full pipe that nobody reads"""
+    return _signalled(signal.SIGTERM, training, draw, "full")
+
+
+def hung_up(training: Training, draw: random.Random) -> int:
+    """a terminal is closed at a random time (SIGHUP)"""
+    return _signalled(signal.SIGHUP, training, draw, "terminal")
+
+
+def patient(training: Training, draw: random.Random) -> int:
+    """SIGTERM at a random time, of a training that `--patience` ends"""
+    lost = _signalled(signal.SIGTERM, training, draw)
+    assert training.run() == [0], "it did not go on to the end"
+    return lost  # and then the same command once more changes nothing
+
+
+def not_a_number(training: Training, draw: random.Random) -> int:
+    """a random validation's loss is NaN, and SIGTERM after it"""
+    at = draw.randrange(2 * INTERVAL, UPDATES, INTERVAL)
+
+    def prepare(training: Training) -> None:
+        program: Any = import_module("fairseq_cli.train")
+        original = program.validate
+
+        def validate(cfg: Any, trainer: Any, *others: Any) -> Any:
+            if trainer.get_num_updates() != at:
+                return original(cfg, trainer, *others)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return [float("nan")]
+
+        program.validate = validate
+
+    assert training.run(prepare) == [128 + signal.SIGTERM]
+    return training.updates_lost()
+
+
+def fails_once(training: Training, draw: random.Random) -> int:
+    """a random save fails once, at a random byte"""
+    number, size, calls = draw.randrange(1, UPDATES // INTERVAL), draw.randrange(1, 20_000), 0
+
+    def prepare(training: Training) -> None:
+        original = torch.save
+
+        def save(state: Any, file: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                file.write(b"PK\3\4" * size)
+                raise OSError(28, "No space left on device")
+            original(state, file)
+
+        torch.save = save  # type: ignore[assignment]
+
+    assert training.run(prepare) == [0]
+    why_damaged = import_module("fairseq.integrity").why_damaged
+    damaged = [path.name for path in training.save_dir.glob("*.pt") if why_damaged(path)]
+    assert not damaged, f"{damaged} are damaged"
+    return training.updates_lost()
+
+
+def wrong_dates(training: Training, draw: random.Random) -> int:
+    """a random bit of the last checkpoint flipped, when all files have random dates"""
+    lost = bit_flipped(training, draw)
+    found = list(training.save_dir.glob("*.pt"))
+    for path in found:
+        os.utime(path, (draw.randrange(10**9),) * 2)
+    damaged = training.last.exists() and import_module("fairseq.integrity").why_damaged(training.last)
+    numbers = [trained(path.parent, path.name)["num_updates"] for path in found if path != training.last]
+    assert training.run() == [0], "it did not go on to the end"
+    if damaged:  # the bit may have been one of those between the records, which mean nothing
+        *_, taken_up, _ = torch.load(training.last, weights_only=True)["optimizer_history"]
+        assert taken_up["num_updates"] == max(numbers), f"it went on from update {taken_up['num_updates']}"
+    return lost
+
+
+def links(training: Training, draw: random.Random) -> int:
+    """links in the folder to a file elsewhere, under names that a training writes"""
+    precious, lock = training.folder / "precious", training.save_dir / ".training.lock"
+    precious.write_text("precious")
+    lock.symlink_to(precious)
+    assert training.run() == [1], "it did not refuse a lock that is a link"
+    lock.unlink()
+    names = [f"checkpoint_1_{number}.pt" for number in range(INTERVAL, UPDATES + 1, INTERVAL)]
+    for name in draw.sample([*names, "checkpoint_last.pt"], 4):
+        (training.save_dir / f"{name}.tmp").symlink_to(precious)
+    lost = bit_flipped(training, draw)
+    (training.save_dir / "checkpoint_last.pt.damaged").symlink_to(precious)
+    assert training.run() == [0], "it did not go on to the end"
+    assert precious.read_text() == "precious", "it has written to the file elsewhere"
+    return lost
+
+
 def disk_full(training: Training, draw: random.Random) -> int:
     """disk full after a random update, at a random byte of the next checkpoint"""
     number, size = draw.randrange(1, UPDATES), draw.randrange(100, 20_000)
@@ -273,10 +271,11 @@ def bit_flipped(training: Training, draw: random.Random) -> int:
 
 
 class Fault(NamedTuple):
-    """What happens, and to a training of how many processes."""
+    """What happens, and to a training of how many processes, with which options."""
 
     happen: Callable[[Training, random.Random], int]
     processes: int = 1
+    flags: str = "--disable-validation"
 
     @property
     def title(self) -> str:
@@ -293,24 +292,15 @@ FAULTS = {
     "disk-full": Fault(disk_full),
     "read-only": Fault(read_only),
     "bit": Fault(bit_flipped),
+    "unread": Fault(unread),
+    "full-log": Fault(not_read),
+    "hang-up": Fault(hung_up),
+    "save-once": Fault(fails_once),
+    "nan": Fault(not_a_number, flags="--maximize-best-checkpoint-metric"),
+    "patience": Fault(patient, flags="--patience 2 --lr 1e-30 --stop-min-lr -1"),
+    "dates": Fault(wrong_dates),
+    "links": Fault(links),
 }
-
-
-def write_corpus(folder: Path) -> Path:
-    """Random words, binarised."""
-    draw, data = random.Random(0), folder / "data"
-    text = folder / "text"
-    text.write_text("".join(f"{' '.join(f'w{draw.randrange(40)}' for _ in range(9))}\n" for _ in range(200)))
-    arguments = ["--only-source", "--trainpref", str(text), "--validpref", str(text), "--destdir", str(data)]
-
-    def run() -> None:
-        sys.argv = ["fairseq-preprocess", *arguments]
-        import_module("fairseq_cli.preprocess").cli_main()
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    process.join()
-    return data
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -338,22 +328,23 @@ def try_all(options: argparse.Namespace, folder: Path) -> int:
     import_module("fairseq.utils").import_user_module(argparse.Namespace(user_dir=f"{ROOT}/fairseq_fastweights"))
     folder.mkdir(parents=True, exist_ok=True)
     data, failed = write_corpus(folder), 0
-    undisturbed: dict[int, dict[str, Any]] = {}
+    undisturbed: dict[tuple[int, str], dict[str, Any]] = {}
     print("| fault | tried | survived | updates done again, at most |\n| --- | --- | --- | --- |")
     for name in options.faults or FAULTS:
         fault = FAULTS[name]
-        if fault.processes not in undisturbed:
-            whole = Training(data, folder / f"whole-{fault.processes}", fault.processes)
+        kind = fault.processes, fault.flags
+        if kind not in undisturbed:
+            whole = Training(data, folder / f"whole-{len(undisturbed)}", *kind)
             assert set(whole.finish()) == {0}, f"the undisturbed training failed; its logs are in {whole.folder}"
-            undisturbed[fault.processes] = trained(whole.save_dir)
-        wanted = undisturbed[fault.processes]
+            undisturbed[kind] = outcome(whole)
+        wanted = undisturbed[kind]
         survived, most = 0, 0
         for number in range(options.count):
-            training = Training(data, folder / f"{name}-{number}", fault.processes)
+            training = Training(data, folder / f"{name}-{number}", *kind)
             try:
                 lost = fault.happen(training, random.Random(f"{options.seed} {name} {number}"))
                 assert set(training.finish()) == {0}, "it did not go on to the end"
-                found = differences(wanted, trained(training.save_dir))
+                found = differences(wanted, outcome(training))
                 assert not found, f"other bits in {', '.join(found[:3])}"
                 survived, most = survived + 1, max(most, lost)
             except AssertionError as error:

@@ -182,9 +182,26 @@ CPU = (
     without("cpu/scan.h", "                g *= load(kept_a + at_kept);\n"),
     # Heads that threads share
     without("cpu/binding.cpp", "            advance(*x, start);\n"),
+    # Feature maps
+    Fault("cpu/features.h", "block[i] = z[i] * z[i - j]", "block[i] = z[i] * z[i - j + 1]"),
+    without(
+        "cpu/features.h",
+        "if (total < SMALLEST_NORMAL<real> && -total < SMALLEST_NORMAL<real>) return {whole, 1, false};",
+    ),
+    without("cpu/features.h", "for (index_t i = p_.dim; i < ld_; ++i) y[i] = 0;"),
+    Fault("cpu/features.h", "-f.r * shared * f.inverse * f.inverse", "-f.r * shared * f.inverse"),
+    without("cpu/features.h", "for (index_t i = -p_.nu; i < 0; ++i) dz[i + 2 * p_.dim] += dz[i];"),
+    Fault("cpu/features.h", "at > 0 ? from : from * exponential(at)", "from * exponential(at)"),
 )
 
 CUDA = (
+    # Feature maps
+    Fault("cuda/features.cu", "other = at - block - 1", "other = at - block"),
+    Fault("cuda/features.cu", "other < 0 ? other + size : other", "other < 0 ? 0 : other"),
+    Fault("cuda/features.cu", "other = lanes / 2; other > 0", "other = lanes / 2; other > 1"),
+    Fault("cuda/features.cu", "if (!inside) return;", ""),
+    Fault("cuda/features.cu", "r * shared * inverse * inverse", "r * shared * inverse"),
+    Fault("cuda/features.cu", "at + j < size ? at + j : at + j - size", "at + j < size ? at + j : at + j - size + 1"),
     # Recurrent kernels
     Fault("cuda/recurrent/forward.cuh", "if constexpr (M == kScalar) old *= x.gate;", ""),
     Fault(

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import runpy
-import shlex
 import shutil
 import subprocess
 import sys
@@ -199,8 +198,11 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def output(command: list[str]) -> str:
     """What a command prints, on either stream; nothing if it cannot be run or fails."""
-    status, text = subprocess.getstatusoutput(shlex.join(command))
-    return "" if status else text
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    except OSError:
+        return ""
+    return "" if done.returncode else done.stdout.removesuffix("\n")
 
 
 def first_line(command: list[str]) -> str:

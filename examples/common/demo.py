@@ -13,6 +13,7 @@ from typing import Any
 from common.commands import ROOT, command, cores, shown
 from common.fairseq_logs import describe_training, read_nothing, read_training
 from common.figures import draw_trainings
+from common.files import write_whole
 from common.steps import Runner, Step, write_json
 
 SPLITS = ("train", "valid", "test")
@@ -102,7 +103,7 @@ class Demo:
         perplexities = {title: (curve["train_ppl"], curve["valid_ppl"]) for title, curve in curves.items()}
         draw_trainings(perplexities, self.out / "curves.png", top=top, levels=levels)
         table = self.out / "table.md"
-        table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_whole(table, "\n".join(lines) + "\n")
         self.runner.say("\n" + "\n".join(lines))
         self.runner.say(f"\ntable:  {shown(table)}\ncurves: {shown(self.out / 'curves.png')}")
         self.runner.say(f"done in {time.monotonic() - self.started:.0f} s")

@@ -6,10 +6,13 @@ room; `draw_curves` or `draw_points`, once for each of its axes; `save_figure`.
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from common.files import write_whole
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#D98E00", "#3FA3DC", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#7F7F7F"
@@ -193,11 +196,11 @@ def save_figure(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
+    drawn = io.BytesIO()
     # Without the version of matplotlib in it, the same numbers give the same file.
-    figure.savefig(new, format="png", dpi=180, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    figure.savefig(drawn, format="png", dpi=180, metadata={"Software": None}, pil_kwargs={"optimize": True})
     pyplot.close(figure)
-    new.replace(path)
+    write_whole(path, drawn.getvalue())
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:

@@ -8,25 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.files import open_to_append
+
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Appends a line, which is on the disk when this returns. A half line that a crash left is removed first."""
+    """Appends a line, which is on the disk when this returns. A half line that a crash left is removed first. Raises
+    OSError if it cannot be written, or the file is a link.
+    """
     drop_half_line(path)
     line = (json.dumps(value) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        if os.write(descriptor, line) != len(line):
+    with open_to_append(path) as file:
+        if file.write(line) != len(line):
             raise OSError(f"{path} could not be written whole: is the disk full?")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.fsync(file.fileno())
 
 
 def drop_half_line(path: Path) -> bool:
     """Cuts off what comes after the last end of line; returns whether there was something."""
     if not path.exists():
         return False
-    with path.open("r+b") as file:
+    with open_to_append(path) as file:
+        file.seek(0)
         text = file.read()
         whole = text.rfind(b"\n") + 1
         if whole == len(text):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.files import write_whole
+from common.files import open_to_append, write_whole
 from common.interruptions import undisturbed
 
 BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
@@ -146,7 +146,7 @@ class _Process:
         self.started = time.monotonic()
         # A pipe that nobody writes to: it ends when the last of the processes that the command started is gone.
         self.alive, held = os.pipe()
-        with step.log.open("a") as log:
+        with open_to_append(step.log) as log:
             # In a session of its own, so that Ctrl-C reaches this program only, which ends the others in order.
             self.popen = subprocess.Popen(
                 step.command,

@@ -20,7 +20,7 @@ from common.command_line import add_options, run_to_the_end
 from common.commands import require_packages
 from common.demo import SPLITS, Demo, Model
 from common.fairseq_logs import find_in
-from common.files import TextError
+from common.files import TextError, write_whole
 from common.steps import Step, claim, read_json, write_json
 
 from demo.comparison import Row, Unigram, format_rows
@@ -165,7 +165,7 @@ class LanguageDemo(Demo):
 
     def sample(self, name: str, prompt: str, trained: Step) -> Step:
         file = self.out / "prompt.txt"
-        file.write_text(f"{prompt}\n", encoding="utf-8")
+        write_whole(file, f"{prompt}\n")
         drawn = f"--sampling --sampling-topk {min(MOST_LIKELY, count_entries(self.out / 'bin' / 'dict.txt'))}"
         options = [TASK, drawn, SAMPLING, f"--seed {self.seed} --input", file]
         title, folder = f"sampling from the {self.label(name, False)}", self.out / name / "sample"

@@ -76,6 +76,5 @@ def count_copies(checkpoint: Path) -> int:
     """Parameters that fairseq's own encoder layers have twice, which it counts and training leaves alone."""
     import torch
 
-    # Weights are not all that a checkpoint of fairseq holds; this one was made here.
-    state = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"]
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)["model"]
     return sum(value.numel() for name, value in state.items() if _COPY.search(name))

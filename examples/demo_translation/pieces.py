@@ -19,7 +19,7 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.files import refuse_to_overwrite, write_whole
+from common.files import read_lines, refuse_to_overwrite, write_whole
 
 PIECES = 200
 """By default: the words of small numbers and of tens are pieces then, but hardly any German compound is."""
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 def train(files: Sequence[Path], model: Path, pieces: int) -> None:
     """Learns pieces, by byte pair encoding, from several texts together."""
     refuse_to_overwrite(model)
-    lines = [line for file in files for line in _read_lines(file)]
+    lines = [line for file in files for line, _ in read_lines(file)]
     result = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
@@ -79,15 +79,8 @@ def encode(model: Path, files: Sequence[Path], folder: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
-        lines = [" ".join(processor.encode(line, out_type=str)) for line in _read_lines(file)]
+        lines = [" ".join(processor.encode(line, out_type=str)) for line, _ in read_lines(file)]
         write_whole(folder / file.name, "".join(f"{line}\n" for line in lines))
-
-
-def _read_lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 if __name__ == "__main__":

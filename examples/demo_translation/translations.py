@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import files
 from common.files import refuse_to_overwrite, write_whole
 
 _BEST = re.compile(r"^D-(\d+)\t\S+\t(.*)$", re.MULTILINE)
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         refuse_to_overwrite(options.out)
         lines = len(read_lines(options.source))
         try:
-            translations = order(options.generated.read_text(encoding="utf-8"), lines)
+            translations = order("\n".join(read_lines(options.generated)), lines)
         except ValueError as error:
             raise ValueError(f"{options.generated} does not fit {options.source}: {error}") from None
         write_whole(options.out, "".join(f"{line}\n" for line in translations))
@@ -60,7 +61,7 @@ def order(generated: str, lines: int) -> list[str]:
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a text, the last one ended or not."""
-    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    return [text for text, _ in files.read_lines(path)]
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import positive
-from common.files import TextError
+from common.files import TextError, decode_lines
 from common.processes import pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,24 +147,25 @@ def _without_end(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def _decoded(path: Path, lines: Iterable[bytes]) -> Iterator[str]:
+    return (text for text, _ in decode_lines(path, lines))
+
+
 @contextmanager
-def _open_text(path: Path) -> Iterator[TextIO]:
-    """The text in a file, which may be packed; lines end at line feeds and nowhere else."""
-    how: dict[str, Any] = {"encoding": "utf-8", "newline": "\n"}
+def _open_text(path: Path) -> Iterator[Iterator[str]]:
+    """The lines of a file, which may be packed; they end at line feeds and nowhere else."""
     with ExitStack() as stack:
         try:
             if path.suffix == ".zst":
                 process = stack.enter_context(subprocess.Popen(["zstd", "-dcq", path], stdout=subprocess.PIPE))
                 assert process.stdout is not None
-                yield stack.enter_context(open(process.stdout.fileno(), closefd=False, **how))
+                yield _decoded(path, process.stdout)
                 if process.wait():
                     raise TextError(f"{path} is damaged, or not what its name says")
             elif path.suffix == ".gz":
-                yield stack.enter_context(gzip.open(path, "rt", **how))
+                yield _decoded(path, stack.enter_context(gzip.open(path)))
             else:
-                yield stack.enter_context(path.open(**how))
-        except UnicodeDecodeError:
-            raise TextError(f"{path} is not text in UTF-8") from None
+                yield _decoded(path, stack.enter_context(path.open("rb")))
         except FileNotFoundError:
             raise TextError(f"{path} cannot be read: there is no file, or no program zstd to unpack it") from None
         except (EOFError, OSError) as error:

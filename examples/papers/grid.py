@@ -6,9 +6,9 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +16,16 @@ from common.commands import one_thread
 from common.fairseq_logs import describe_training, parse_training
 from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
 
-from papers.ledger import Entry, append_entry, circumstances, command_lines, read_ledger
+from papers import SCALED, TABLES
+from papers.ledger import (
+    Entry,
+    append_entry,
+    circumstances,
+    command_lines,
+    data_digest,
+    inputs_digest,
+    read_ledger,
+)
 from papers.rows import BEST, Call, Places, Row, Table
 
 MARK = "made-by-reproduce"
@@ -29,7 +38,7 @@ _POINTS = 100
 class Run:
     """A row with a seed.
 
-    `training`, `evaluations`: its calls. `steps`: the same, as they are run.
+    `training`, `evaluations`: its calls. `steps`: the same, as they are run. `inputs`: as in `Entry`.
     """
 
     table: str
@@ -40,6 +49,7 @@ class Run:
     training: Call
     evaluations: list[Call]
     steps: list[Step]
+    inputs: str
 
     @property
     def commands(self) -> list[str]:
@@ -49,6 +59,10 @@ class Run:
     def key(self) -> tuple[str, str, int, tuple[str, ...]]:
         """What tells it from others."""
         return self.table, self.name, self.seed, tuple(self.commands)
+
+    def is_in(self, entry: Entry, data: str) -> bool:
+        """Whether the ledger's entry is of this run, on data of this digest."""
+        return entry.key == self.key and entry.data == data and entry.inputs in ("", self.inputs)
 
     @property
     def updates(self) -> int | None:
@@ -68,6 +82,7 @@ class Run:
             **told,
             seconds=train["seconds"],
             parameters=train["parameters"],
+            inputs=self.inputs,
             scores={name: value for scores in evaluations for name, value in scores.items()},
             valid=train["valid"],
             train=curve[every - 1 :: every],
@@ -99,11 +114,35 @@ def plan(
         while source := table.rows[row].source:
             row, before = source, before - 1
             found[row, 1] = min(before, found.get((row, 1), 0))
+    data, start = places.data, places.checkpoint
+    learned = f"{data_digest(data)} {inputs_digest(data, start, 'valid')}" if checked else ""
+    inputs = inputs_digest(data, start, "valid", "test") if checked else ""
     runs: dict[tuple[str, int], Run] = {}
     for row, seed in sorted(found, key=found.__getitem__):
         first = runs.get((table.rows[row].source or "", 1))
-        runs[row, seed] = _run(name, row, table.rows[row], seed, places, options, checked, first)
+        trained = {run.places.out: run.steps[0] for run in runs.values()}
+        runs[row, seed] = _run(
+            name, row, table.rows[row], seed, places, options, checked, first, trained, learned, inputs
+        )
     return list(runs.values())
+
+
+@cache
+def trained_as(table: str, name: str) -> str:
+    """The row whose training a row's is: the first of those of all tables that are trained by the same command.
+
+    A row that starts from another of its table's, and one of a table that is not among all, is trained as itself.
+    """
+
+    def training(row: Row) -> list[str] | None:
+        places = Places(Path("DATA"), Path("OUT"), Path("SOURCE"))
+        return None if row.source else row.recipe.training(row.options, places, [], {}).words
+
+    rows = TABLES | SCALED
+    own = training(rows[table].rows[name]) if table in rows and name in rows[table].rows else None
+    if own is None:
+        return name
+    return next(found for each in rows.values() for found, row in each.rows.items() if training(row) == own)
 
 
 def _run(
@@ -115,10 +154,16 @@ def _run(
     options: Sequence[str],
     checked: bool,
     source: Run | None,
+    trained: Mapping[Path, Step],
+    learned: str,
+    inputs: str,
 ) -> Run:
-    """`source`: the one that it starts from, if that is of the same table."""
+    """`source`: the one that it starts from, if that is of the same table. `trained`: the trainings of other runs by
+    their folders: one serves all rows that have the same. `learned`, `inputs`: digests of what it is trained on, and of
+    what `Entry.inputs` is of.
+    """
     start = source.places.out / BEST if source else places.source
-    here = Places(places.data, places.out / f"{name}-{seed}", start)
+    here = Places(places.data, places.out / f"{trained_as(table, name)}-{seed}", start)
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
     evaluations = row.recipe.evaluations(here, [], env)
@@ -126,13 +171,14 @@ def _run(
         row.recipe.check("train", replace(here, source=None) if source else here, env)
     updates = _updates(training.words)
     title = f"{name}, seed {seed}"
-    first = Step(
+    first = trained.get(here.out) or Step(
         title=title,
         folder=here.out,
         command=training.words,
         read_result=partial(_read_training, row, here),
         describe_progress=lambda log: describe_training(log, updates) if updates else "",
         after=source.steps[:1] if source else (),
+        depends_on=learned,
         resumes=True,
     )
     others = [
@@ -142,10 +188,11 @@ def _run(
             command=call.words,
             read_result=partial(row.recipe.scores, call, here),
             after=[first],
+            depends_on=inputs,
         )
         for call in evaluations
     ]
-    return Run(table, name, row, seed, here, training, evaluations, [first, *others])
+    return Run(table, name, row, seed, here, training, evaluations, [first, *others], inputs)
 
 
 def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:
@@ -170,20 +217,19 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     """
     entries = read_ledger(ledger)
     told = circumstances(runs[0].places.data)
-    done = {entry.key for entry in entries}
-    left = [run for run in runs if run.key not in done]
+    left = [run for run in runs if not any(run.is_in(entry, told["data"]) for entry in entries)]
     if len(left) < len(runs):
         print(f"{len(runs) - len(left)} of {len(runs)} runs are in {ledger}", file=output)
     # What the ledger has of another folder must be made again where others start from it.
     used = [step for run in left for step in run.steps[0].after if step.result() is None]
     steps = [
         *(step for step in used if all(step not in run.steps for run in left)),
-        *(s for r in left for s in r.steps),
+        *dict.fromkeys(s for r in left for s in r.steps),
     ]
     for run in left:
         begun = read_json(run.places.out / BEGUN)
         if begun and begun.get("key") != run.steps[0].key:
-            raise StepError(f"{run.places.out} was begun with another command; name another OUT, or delete it")
+            raise StepError(f"{run.places.out} was begun with another command or data; name another OUT, or delete it")
     _estimate(left, entries, jobs, output)
     if only_estimate or not left:
         return
@@ -197,15 +243,16 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
     with claim(out, MARK) as claimed:
         runner = Runner(Path.cwd(), jobs, output, one_thread(), keep_open=[claimed], finished=keep)
         runner.run(steps)
-        written = {entry.key for entry in read_ledger(ledger)}
+        written = read_ledger(ledger)
         for run in left:  # what an earlier call finished, and was ended before it wrote it down
-            if run.key not in written:
+            if not any(run.is_in(entry, told["data"]) for entry in written):
                 append_entry(ledger, run.entry(told))
 
 
 def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: TextIO) -> None:
     """Says how long it will take: by what the ledger has of a row, else by a few updates."""
     hours: dict[str, float] = {}
+    left = list({run.steps[0]: run for run in reversed(left)}.values())[::-1]  # of each training one
     for run in left:
         if run.name not in hours and run.updates is not None:
             before = [entry.seconds for entry in entries if (entry.table, entry.row) == (run.table, run.name)]

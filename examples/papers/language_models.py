@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.fairseq_logs import find_in
+from common.files import write_whole
+from common.identity import split_files
 
-from papers.rows import BEST, PACKAGE, ROOT, Call, Places, RowError, positive, program, require, shown, training
+from papers.rows import BEST, ROOT, Call, Places, RowError, plugin, positive, program, require, shown, training
 
 TASK = "fast_weight_language_modeling"
 STATE_SIZE = ROOT / "examples" / "wikitext103" / "state_size.py"
@@ -25,11 +27,12 @@ class LanguageModel:
     Attributes:
         options: of fairseq-train, for all rows.
         batch: segments of an update; they are divided among GPUs and accumulated batches.
+        in_order: whether these are segments of as many streams, in the order of the text.
         length: tokens of a segment.
         modes: of evaluation. sliding: a window of `length` tokens that moves on by one token, the only one that is
             scored; carried: segments, each starting with the state that the one before left; context-N: windows, of
             which the first N tokens are only read, but for the text's first window; memory-M-N: segments of N, with a
-            Transformer-XL's memory of M positions.
+            Transformer-XL's memory of M positions, in which longer distances than `length` count as `length`.
         splits: what is scored.
         checkpoint: which of OUT is scored.
         precisions: options by precision; the first is the default.
@@ -44,6 +47,7 @@ class LanguageModel:
     batch: int
     length: int
     modes: tuple[str, ...]
+    in_order: bool = False
     splits: str = "valid test"
     checkpoint: str = BEST
     precisions: dict[str, str] = field(default_factory=dict)
@@ -64,6 +68,7 @@ class LanguageModel:
             )
         # Without --required-batch-size-multiple fairseq cuts a batch that is no multiple of 8, as 28 to 24.
         batch = f"--batch-size {self.batch // gpus // update_freq} --required-batch-size-multiple 1"
+        batch += f" --text-streams {self.batch}" if self.in_order else ""
         shared = f"{self._precision(env)} --tokens-per-sample {self.length} {batch} {self.options}"
         return training(places, TASK, f"{row} {shared}", options, gpus, update_freq)
 
@@ -83,15 +88,17 @@ class LanguageModel:
         for mode in modes:
             for split in (env.get("SPLITS") or self.splits).split():
                 words = [program("fairseq-eval-lm"), str(places.data), "--path", str(checkpoint), "--gen-subset", split]
-                words += ["--user-dir", shown(PACKAGE), "--task", TASK]
+                words += ["--user-dir", shown(plugin()), "--task", TASK]
                 # One process: with several, fairseq reports the perplexity of each one's share.
                 words += [*self._mode(mode), *"--distributed-world-size 1 --no-progress-bar".split()]
                 words += [*self.evaluate.split(), *options]
                 name = f"{mode}-{split}" + ("" if checkpoint.name == BEST else f".{checkpoint.stem}")
-                calls.append(Call(words, places.out / f"{name}.log", checkpoint, f"{split}, {mode}"))
+                reads = split_files(places.data, split)
+                calls.append(Call(words, places.out / f"{name}.log", checkpoint, f"{split}, {mode}", reads))
         if self.counts_state and not env.get("MODE"):
             words = [shown(STATE_SIZE), str(places.data), str(checkpoint)]
-            calls.append(Call(words, places.out / "state.log", checkpoint, STATE))
+            reads = split_files(places.data, "test")
+            calls.append(Call(words, places.out / "state.log", checkpoint, STATE, reads))
         return calls
 
     def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
@@ -120,7 +127,7 @@ class LanguageModel:
         if name == "context" and len(numbers) == len(texts) == 1 and numbers[0] < self.length:
             return [*words, "--context-window", str(numbers[0])]
         if name == "memory" and len(numbers) == len(texts) == 2 and numbers[1] > 0:
-            overrides = f"{{'transformer_xl_memory': {numbers[0]}}}"
+            overrides = f"{{'transformer_xl_memory': {numbers[0]}, 'transformer_xl_clamp_len': {self.length}}}"
             return ["--tokens-per-sample", texts[1], "--carry-over-state", "--model-overrides", overrides]
         raise RowError(
             f"MODE is {mode}; it must be sliding, carried, context-N, N a number below the length, {self.length}, or "
@@ -159,32 +166,41 @@ class LanguageModel:
     def finish(self, places: Places) -> None:
         # A model can be SOURCE once its dictionary is beside it.
         if self.becomes_source:
-            (places.out / "dict.txt").write_bytes((places.data / "dict.txt").read_bytes())
+            write_whole(places.out / "dict.txt", (places.data / "dict.txt").read_bytes())
 
 
 # adaptive_loss leaves the weights of bands that a batch does not touch without a gradient: only legacy_ddp takes that.
 _ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --optimizer adam"
-_WIKITEXT103 = f"{_ADAPTIVE} --clip-norm 0.25 --lr 0.00025 --lr-scheduler cosine --warmup-updates 2000"
+# The input and the softmax as the authors' program has them, which grew out of Transformer-XL's.
+_WIKITEXT103 = (
+    f"{_ADAPTIVE} --clip-norm 0.25 --square-projections none --adaptive-softmax-bias --adaptive-softmax-dropout 0.1"
+    " --lr 0.00025 --lr-scheduler cosine"
+)
 
 # Schlag et al. 2021, Sec. 6.3 and App. F.
 SMALL = LanguageModel(
-    f"--arch fast_weight_lm_wiki103_small {_WIKITEXT103} --max-update 500000", batch=96, length=256, modes=("sliding",)
+    f"--arch fast_weight_lm_wiki103_small {_WIKITEXT103} --warmup-updates 2000 --max-update 500000",
+    batch=96,
+    length=256,
+    modes=("sliding",),
+    in_order=True,
 )
+_MEDIUM = f"--arch fast_weight_lm_wiki103_medium {_WIKITEXT103}"
 MEDIUM = LanguageModel(
-    f"--arch fast_weight_lm_wiki103_medium {_WIKITEXT103} --max-update 400000", batch=56, length=384, modes=("sliding",)
+    f"{_MEDIUM} --warmup-updates 2000 --max-update 400000", batch=56, length=384, modes=("sliding",), in_order=True
 )
 # State that is carried over is validated as it is evaluated: as one stream.
+_CARRIED = "--carry-over-state --batch-size-valid 1"
 MEDIUM_CARRIED = LanguageModel(
-    f"{MEDIUM.options} --carry-over-state --batch-size-valid 1",
-    batch=MEDIUM.batch,
-    length=MEDIUM.length,
-    modes=("carried",),
+    f"{MEDIUM.options} {_CARRIED}", batch=MEDIUM.batch, length=MEDIUM.length, modes=("carried",)
 )
 
 
 def transformer_xl(memory: int, target: int) -> LanguageModel:
-    """App. F: a Transformer-XL, trained with memory and segments of 384, scored with others."""
-    return replace(MEDIUM_CARRIED, modes=(f"memory-{memory}-{target}",))
+    """App. F: a Transformer-XL, trained with memory and segments of 384, scored with others; the schedule is that of
+    the authors' script."""
+    options = f"{_MEDIUM} --warmup-updates 1000 --max-update 200000 {_CARRIED}"
+    return replace(MEDIUM_CARRIED, options=options, modes=(f"memory-{memory}-{target}",))
 
 
 # Mao 2022, Sec. 5 and App. B: the checkpoint of Baevski and Auli on WikiText-103. "At the end of the training", says

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from common import matrix_products
+from common.identity import digest_of, split_files
 from common.json_lines import append_line, whole_lines
 
-from papers.rows import PACKAGE, ROOT, Call, Places, RowError, shown
+from papers.rows import PACKAGE, ROOT, Call, Places, RowError, plugin, shown
 
 COMMITTED = Path(__file__).with_name("ledger.jsonl")
 """The runs that docs/results.md is made of."""
@@ -38,6 +39,8 @@ class Entry:
         versions: of Python and of the packages that compute.
         processor: as the system calls it, and whether MKL was told to use AVX-512 on it (`matrix_products`).
         data: a digest of the dictionary and the binarised training text.
+        inputs: a digest of what else was read: the text that is scored, and the model that the training started from;
+            empty in lines that were written before it was noted.
         seconds: that the training took.
         parameters: of the model.
         train, valid: perplexity by update; of training text at most 100 of them.
@@ -56,6 +59,7 @@ class Entry:
     seconds: float
     parameters: int
     scores: dict[str, float]
+    inputs: str = ""
     valid: list[tuple[int, float]] = field(default_factory=list)
     train: list[tuple[int, float]] = field(default_factory=list)
 
@@ -93,7 +97,7 @@ def command_lines(calls: list[Call], places: Places) -> list[str]:
         (places.out, "OUT"),
         (places.data, "DATA"),
         (places.checkpoint, "SOURCE"),
-        (shown(PACKAGE), PACKAGE.name),
+        (shown(plugin()), PACKAGE.name),
     ]
     # One may lie in another.
     inner_first = sorted(((str(path), name) for path, name in folders if path), key=lambda pair: -len(pair[0]))
@@ -134,6 +138,12 @@ def data_digest(data: Path) -> str:
     for path in sorted([*data.glob("dict*.txt"), *data.glob("train*.bin")]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def inputs_digest(data: Path, source: Path | None, *splits: str) -> str:
+    """Of splits of a folder's text, and of the checkpoint that a training starts from."""
+    files = {path for split in splits for path in split_files(data, split)}
+    return digest_of(files | ({source} if source is not None and source.is_file() else set()))
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -59,10 +59,15 @@ def is_stale(entry: Entry, tables: Mapping[str, Table] = SCALED) -> bool:
 
 
 def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = False) -> str:
-    """What a ledger has of a table: a row for each of its rows, the verdicts on its claims, and links to `pictures`."""
+    """What a ledger has of a table: a row for each of its rows, the verdicts on its claims, and links to `pictures`.
+
+    Raises RowError if its runs are of different data.
+    """
     found = [entry for entry in entries if entry.table == name]
     if not found:
         return "Nothing was run yet.\n"
+    if len({entry.data for entry in found}) > 1 or len({entry.inputs for entry in found if entry.inputs}) > 1:
+        raise RowError(f"{name}: its runs are of different data, which no table may mix; give each a ledger of its own")
     measures = sorted(dict.fromkeys(name for entry in found for name in entry.scores), key=lambda name: name == STATE)
     header = ["model", "seeds", "parameters", "hours", "valid perplexity", *measures, *table.measures]
     rows = []

@@ -6,13 +6,16 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fairseq_fastweights"
+_KERNELS = "_native_*.so"
 BEST = "checkpoint_best.pt"
 CONVERTED = "model.pt"
 
@@ -47,13 +50,14 @@ class Call:
     """A program that is to be run. People see its output, unless it scores a checkpoint.
 
     `words`: its name and arguments. `log`: what gets its output; None if it keeps logs of its own. `scored`: the
-    checkpoint that it scores. `title`: what it scores, for people.
+    checkpoint that it scores. `title`: what it scores, for people. `reads`: the files of the data that it scores.
     """
 
     words: list[str]
     log: Path | None = None
     scored: Path | None = None
     title: str = ""
+    reads: Sequence[Path] = ()
 
 
 class Recipe(Protocol):
@@ -135,11 +139,24 @@ def training(places: Places, task: str, row: str, options: list[str], gpus: int,
     command line, which override the others.
     """
     words = [program("fairseq-train"), str(places.data), "--save-dir", str(places.out)]
-    words += ["--user-dir", shown(PACKAGE), "--task", task]
+    words += ["--user-dir", shown(plugin()), "--task", task]
     words += [str(places.checkpoint) if word == "SOURCE" else word for word in shlex.split(row)]
     words += ["--distributed-world-size", str(gpus), "--update-freq", str(update_freq)]
     words += ["--no-epoch-checkpoints", "--log-format", "json", "--log-interval", "100", *options]
     return Call(words, places.out / "train.log")
+
+
+@cache
+def plugin() -> Path:
+    """What --user-dir names: the sources, or an installed copy of them if that has compiled kernels and they do not."""
+    spec = find_spec(PACKAGE.name)
+    installed = Path(spec.origin).parent if spec is not None and spec.origin is not None else PACKAGE
+    needed = not any(PACKAGE.glob(_KERNELS)) and any(installed.glob(_KERNELS))
+    return installed if needed and _code(installed) == _code(PACKAGE) else PACKAGE
+
+
+def _code(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.py")}
 
 
 def positive(env: Mapping[str, str], name: str, default: int = 1) -> int:

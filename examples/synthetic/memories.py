@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import FeatureMap, sum_normalize
+from fairseq_fastweights.feature_maps import FeatureMap
 
 SMALLEST_DIVISOR = 1e-30
 """Sums of attention weights below it are not divided by: nothing was found, and gradients would overflow."""
@@ -108,9 +108,8 @@ class DeltaMemory(MappedMemory):
 
     def coefficients(self, k: Tensor, q: Tensor, beta: Tensor | None) -> Tensor:
         assert beta is not None
-        phi_q, phi_k = self.feature_map(q[:, :, None], k[:, :, None], scales="all")
-        eps = self.feature_map.sum_eps
-        return delta_coefficients(sum_normalize(phi_k, eps=eps), sum_normalize(phi_q, eps=eps), beta)
+        phi_q, phi_k = self.feature_map(q[:, :, None], k[:, :, None], scales="all", normalize=True)
+        return delta_coefficients(phi_k, phi_q, beta)
 
 
 def delta_coefficients(k: Tensor, q: Tensor, beta: Tensor, *, backend: str = "auto") -> Tensor:

@@ -60,6 +60,8 @@ MODELS: dict[int, dict[str, Model]] = {
         "delta-dpfp-2": Model("delta rule, DPFP-2", "delta", "dpfp", dpfp_nu=2),
         "delta-linear": Model("delta rule, ELU + 1", "delta", "elu"),
         "delta-favor-64": Model("delta rule, FAVOR+, 64 features", "delta", "favor", favor_features=64),
+        # Of the authors' list of commands; the paper has no result of it.
+        "delta-favor-128": Model("delta rule, FAVOR+, 128 features", "delta", "favor", favor_features=128),
         "tanh": Model("Schlag (2021)", "capped", "tanh", layer_norm=True),
         "tanh-dpfp-1": Model("Schlag (2021) with DPFP-1", "capped", "dpfp", layer_norm=True),
         "tanh-bare": Model("Schlag (2021), no layer norm", "capped", "tanh"),

@@ -21,6 +21,7 @@ from common.command_line import add_jobs, add_out, positive, run_to_the_end
 from common.commands import require_packages, shown
 from common.steps import StepError, claim
 
+from synthetic.feature_figure import draw_features
 from synthetic.figures import draw_figures
 from synthetic.grid import Grid
 from synthetic.models import MODELS
@@ -47,7 +48,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     names = {setting: ", ".join(models) for setting, models in MODELS.items()}
     parser = argparse.ArgumentParser(
         description="Trains models to retrieve values by their keys (Schlag et al. 2021, Sec. 6.1), a point for each "
-        "model and each number S of keys, and draws the paper's Figures 2 to 5. The same call again goes on where one "
+        "model and each number S of keys, and draws the paper's Figures 1 to 5. The same call again goes on where one "
         "was interrupted.",
         epilog="; ".join(f"models of setting {setting}: {models}" for setting, models in names.items()),
     )
@@ -111,7 +112,7 @@ def draw(folder: Path, figures: Path) -> list[Path]:
         raise StepError(f"{folder} has no finished points to draw")
     results = {setting: one_of_each_seed(points) for setting, points in found.items()}
     figures.mkdir(parents=True, exist_ok=True)
-    drawn = draw_figures(results, figures)
+    drawn = [draw_features(figures), *draw_figures(results, figures)]
     for setting, finished in results.items():
         if finished:
             print(f"Setting {setting}, lowest evaluation losses:\n\n{loss_table(finished)}\n")

@@ -69,23 +69,27 @@ folder=$(cd "$folder" && pwd)
 # Counts as fairseq does: not with wc, which takes a word of bytes above 127 for none at all in the C locale.
 count='
 import sys
-lines = words = 0
-for line in open(sys.argv[1], encoding="utf-8"):
-    lines += 1
-    words += len(line.split())
-print(lines + words)'
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from common.files import TextError, read_lines
+try:
+    print(sum(1 + len(line.split()) for line, _ in read_lines(Path(sys.argv[2]))))
+except TextError as error:
+    sys.exit(f"prepare.sh: {error}")'
 counts=()
 for split in train valid test; do
     name=wiki.$split.tokens
     if [ -e "$folder/$name" ]; then
-        ln -s "$folder/$name" "$work/text/$name"
+        given=$folder/$name
+        ln -s "$given" "$work/text/$name"
     elif [ -e "$folder/$name.gz" ]; then
-        gzip --decompress --stdout "$folder/$name.gz" > "$work/text/$name"
+        given=$folder/$name.gz
+        gzip --decompress --stdout "$given" > "$work/text/$name"
     else
         die "$folder holds neither $name nor $name.gz"
     fi
     [ -s "$work/text/$name" ] || die "$folder/$name is empty"
-    counts+=("$(python -c "$count" "$work/text/$name" 2> /dev/null)") || die "$folder/$name is not text in UTF-8"
+    counts+=("$(python -c "$count" "$here/.." "$given")") || exit 1
 done
 case ${counts[*]} in
     "103227021 217646 245569") corpus=WikiText-103 types=267735 ;;

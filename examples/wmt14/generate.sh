@@ -11,7 +11,8 @@
 #                             tokens with compounds split; seconds, tokens per second, options
 # OPTION  of fairseq-generate (--fp16, --cpu, --max-tokens N, ...); it overrides what this script sets
 #
-# SUBSETS (default "valid test") in the environment are the sets. A result that is there already is kept.
+# SUBSETS (default "valid test") in the environment are the sets. A result that is there already is kept, unless it is of
+# another model or other data.
 set -euo pipefail
 
 here=$(dirname "$0")
@@ -39,16 +40,18 @@ for subset in ${SUBSETS:-valid test}; do
         *) die "SUBSETS is $SUBSETS; it must be valid, test or both" ;;
     esac
     name=$out/generate-$subset
+    of=$(python "$here/score.py" identify "$data" "$subset" "$out/checkpoint_best.pt")
     if [ -e "$name.json" ]; then
-        [ "$out/checkpoint_best.pt" -ot "$name.json" ] \
-            || echo "$out: the model is newer than $name.json; delete that to generate again"
         echo -n "$out: "
-        python "$here/score.py" report "$name.json" "${options[@]}"
-        continue
+        status=0
+        python "$here/score.py" report "$name.json" "$of" "${options[@]}" || status=$?
+        [ $status != 0 ] || continue
+        [ $status = 3 ] || exit $status
     fi
     echo "$out: translating $subset"
     # One process: fairseq would give each of several GPUs its share of the sentences. Unbuffered, so that no message on
     # stderr lands within a translation.
+    rm -f "$name.log.unfinished" # or it could be a link
     PYTHONUNBUFFERED=1 fairseq-generate "$data" --path "$out/checkpoint_best.pt" --gen-subset "$subset" \
         --user-dir fairseq_fastweights --task translation --distributed-world-size 1 --no-progress-bar \
         "${options[@]}" > "$name.log.unfinished" 2>&1 || {
@@ -57,5 +60,5 @@ for subset in ${SUBSETS:-valid test}; do
     }
     mv "$name.log.unfinished" "$name.log"
     echo -n "$out: "
-    python "$here/score.py" make "$name.log" "$data" "$subset" "$name.hyp" "$name.json" "${options[@]}"
+    python "$here/score.py" make "$name.log" "$data" "$subset" "$name.hyp" "$name.json" "$of" "${options[@]}"
 done

@@ -1,8 +1,10 @@
 #!/usr/bin/env python
 """Scores what fairseq-generate logged: generate.sh calls it.
 
-score.py make LOG DATA SUBSET HYPOTHESES RESULT [OPTION ...]     writes HYPOTHESES and RESULT
-score.py report RESULT [OPTION ...]                              tells a RESULT that is there, made with OPTIONs
+score.py identify DATA SUBSET CHECKPOINT                         prints in one line what a RESULT would be OF
+score.py make LOG DATA SUBSET HYPOTHESES RESULT OF [OPTION ...]  writes HYPOTHESES and RESULT
+score.py report RESULT OF [OPTION ...]                           tells a RESULT that is there, made with OPTIONs; exit
+                                                                 status 3 if it is of something else
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.files import TextError, write_whole
+from common.identity import difference, identity, split_files
 from corpus import read_text
 from preparation import RECORD
 from subwords import load_subwords, model_file
 
+OTHER = 3
+"""The exit status where a result is there, of another model or other data."""
 _SKIP = "--skip-invalid-size-inputs-valid-test"
 
 
@@ -28,19 +33,29 @@ def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     try:
         verb, *rest = arguments
+        if verb == "identify":
+            data, subset, checkpoint = rest
+            print(json.dumps(identity("", Path(checkpoint), split_files(Path(data), subset))))
+            return 0
         if verb == "make":
-            log, data, subset, hypotheses, result, *options = rest
-            make(Path(log), Path(data), subset, Path(hypotheses), Path(result), options)
+            log, data, subset, hypotheses, result, of, *options = rest
+            make(Path(log), Path(data), subset, Path(hypotheses), Path(result), json.loads(of), options)
         else:
-            result, *options = rest
-        report(Path(result), options)
+            result, of, *options = rest
+        values = json.loads(Path(result).read_text(encoding="utf-8"))
+        if different := difference(values.get("of"), json.loads(of)):
+            print(f"{result} {different}")
+            return OTHER
+        report(Path(result), values, options)
     except TextError as error:
         print(f"generate.sh: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def make(log: Path, data: Path, subset: str, hypotheses: Path, result: Path, options: list[str]) -> None:
+def make(
+    log: Path, data: Path, subset: str, hypotheses: Path, result: Path, of: dict[str, str], options: list[str]
+) -> None:
     """Decodes and scores the hypotheses in a log. Raises TextError if the log lacks a sentence that was not to be
     skipped, or its own summary.
     """
@@ -57,7 +72,7 @@ def make(log: Path, data: Path, subset: str, hypotheses: Path, result: Path, opt
     texts = [subwords.decode(found.get(number, "")) for number in range(len(references))]
     scores = score(texts, references, target)
     values = {"subset": subset, **scores, "sentences": len(references), "skipped": len(missing), **speed}
-    values |= {"options": options, "data": origin}
+    values |= {"options": options, "data": origin, "of": of}
     write_whole(hypotheses, "".join(f"{line}\n" for line in texts))
     write_whole(result, json.dumps(values, indent=2) + "\n")
 
@@ -107,9 +122,8 @@ def split_compounds(line: str) -> str:
     return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
 
 
-def report(result: Path, options: list[str]) -> None:
+def report(result: Path, values: dict[str, Any], options: list[str]) -> None:
     """Prints one line. Raises TextError if the result was made with other options."""
-    values = json.loads(result.read_text(encoding="utf-8"))
     if values["options"] != options:
         raise TextError(
             f"{result} was made with the options {' '.join(values['options'])}, and these are {' '.join(options)}; "

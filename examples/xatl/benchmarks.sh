@@ -12,7 +12,7 @@
 #   DATA                            a folder with the data, as README.md says; those of the hub, or of its cache
 #
 # The result is RUN/benchmarks.json; of another checkpoint, as checkpoint_1_5000.pt, RUN/benchmarks.checkpoint_1_5000.json.
-# One that is there stands for a test that is done, unless it is older than the checkpoint, or DATA or options are others.
+# One that is there stands for a test that is done, unless the checkpoint, DATA, what is in it, or options are others.
 set -euo pipefail
 
 here=$(dirname "$0")
@@ -29,8 +29,11 @@ shift
 
 name=benchmarks
 [ "$checkpoint" = checkpoint_best.pt ] || name=benchmarks.${checkpoint%.pt}
-result=$run/$name.json call=$(printf '%q ' "DATA=${DATA:-}" "$@")
-if [ -f "$result" ] && [ ! "$run/$checkpoint" -nt "$result" ] && [ "$(cat "$run/$name.call" 2> /dev/null)" = "$call" ]; then
+result=$run/$name.json
+# What is scored, by what is in the files.
+call=$(printf '%q ' "DATA=${DATA:-}" "$@")$(sha256sum < "$run/$checkpoint")
+[ -z "${DATA:-}" ] || call+=$(shopt -s nullglob && cat /dev/null "$DATA"/*.jsonl | sha256sum)
+if [ -f "$result" ] && [ "$(cat "$run/$name.call" 2> /dev/null)" = "$call" ]; then
     echo "$result is finished"
     exit
 fi
@@ -46,6 +49,7 @@ python -m fairseq_fastweights.lm_eval --model fairseq-fastweights --batch_size a
     --tasks lambada_openai hellaswag piqa arc_easy arc_challenge winogrande \
     ${DATA:+--include_path "$work/tasks"} --output_path "$work/result.json" "$@"
 mv "$work"/result_*.json "$work/result" || die "there is no result; what is above says why"
+rm -f "$result" "$run/$name.call" # the former result must not pass for this one's
 echo "$call" > "$run/$name.call"
 mv "$work/result" "$result"
 echo "$result: finished"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,16 +15,18 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
+from fairseq_fastweights.conversion.byte_level_files import PIECES
 from fairseq_fastweights.conversion.checkpoints import read_state
 from fairseq_fastweights.conversion.fairseq_options import config_of
-from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
 from fairseq_fastweights.conversion.groups import count_layers
 from fairseq_fastweights.conversion.huggingface import RECORD
+from fairseq_fastweights.conversion.kept_settings import find_kept, generation_config
 from fairseq_fastweights.conversion.originals import restore_original
-from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE, find_pieces, make_tokenizer
+from fairseq_fastweights.conversion.tokenizers_of_runs import WHOLE, find_pieces, make_tokenizer, source_numbers
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
@@ -47,6 +49,7 @@ class Run:
         checkpoint: the file.
         dictionary: the file dict.txt.
         pieces: the folder of the byte-level BPE whose numbers are the words of the dictionary; None if they are words.
+        kept: the folder with the settings of a tokenizer and of generation from a Hugging Face folder; None for none.
         types: the dtypes of the checkpoint's weights.
         updates: number of updates after which it was written; None if unknown.
     """
@@ -54,6 +57,7 @@ class Run:
     checkpoint: Path
     dictionary: Path
     pieces: Path | None
+    kept: Path | None
     types: frozenset[Any]
     updates: int | None
 
@@ -92,7 +96,7 @@ def load_run(run: Run) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast]:
         ValueError: if a file cannot be used; the message names it and says why.
     """
     model, dictionary = read_model(run)
-    return model, make_tokenizer(dictionary, run.pieces, model.config)
+    return model, make_tokenizer(dictionary, run.pieces, model.config, run.kept)
 
 
 def to_huggingface(
@@ -126,19 +130,19 @@ def to_huggingface(
     if data is None and checkpoint is not None and (source / "dict.txt").is_file():
         data = source
     run = find_run(source if checkpoint is None else checkpoint, data, tokenizer)
+    places = {"dict.txt": run.dictionary.parent}
+    if run.pieces is not None:
+        places |= dict.fromkeys((*PIECES, *WHOLE), run.pieces)
+    copied = {name: path for name, place in places.items() if (path := file_in(place, name))}
     model, dictionary = read_model(run)
-    made = make_tokenizer(dictionary, run.pieces, model.config)
+    made = make_tokenizer(dictionary, run.pieces, model.config, run.kept)
     with new_folder(target) as folder:
         try:
             model.save_pretrained(folder)
         except SafetensorError as error:
             raise OSError(f"model.safetensors: {error}") from error
         made.save_pretrained(folder)
-        (folder / FOR_FAIRSEQ).mkdir()
-        shutil.copyfile(run.dictionary, folder / FOR_FAIRSEQ / "dict.txt")
-        for file in () if run.pieces is None else map(run.pieces.joinpath, (*PIECES, *WHOLE)):
-            if file.is_file():
-                shutil.copyfile(file, folder / FOR_FAIRSEQ / file.name)
+        copy_files(copied, folder / FOR_FAIRSEQ)
 
 
 def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:
@@ -169,10 +173,12 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
     if task.get("transfer_from"):
         nearby.append(Path(task["transfer_from"]))
     history = state.get("optimizer_history")
+    pieces = find_pieces(dictionary, nearby, tokenizer)
     return Run(
         checkpoint,
         dictionary,
-        find_pieces(dictionary, nearby, tokenizer),
+        pieces,
+        find_kept(nearby if pieces is None else [pieces, *nearby]),
         frozenset(weight.dtype for weight in state["model"].values() if weight.is_floating_point()),
         history[-1].get("num_updates") if history else None,
     )
@@ -197,21 +203,27 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         config = config_of(decoder.args, names, task.dictionary, final_norm=decoder.layer_norm is not None)
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, AssertionError) as error:
         lines = str(error).split("\n")[:2]  # of torch's lists of weights that do not fit: what it is, and the first
-        raise ValueError(f"{run.checkpoint}: {' '.join(map(str.strip, lines)) or type(error).__name__}") from error
+        text = " ".join(map(str.strip, lines)) or type(error).__name__
+        named = text.startswith(str(run.checkpoint))  # as what our fairseq says
+        raise ValueError(text if named else f"{run.checkpoint}: {text}") from error
     with no_init_weights():
         ours = FastWeightForCausalLM(config)
+    ours.tie_weights()  # which is a part of the initialisation
     ours.load_state_dict(weights_of(theirs), strict=False)
     check_all_loaded(run.checkpoint, ours, weights_of(theirs))
     if len(run.types) == 1:
         ours.to(next(iter(run.types)))
         config.dtype = next(iter(run.types))
-    ours.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
-        suppress_tokens=[config.pad_token_id],  # as fairseq's generator never writes it
-    )
+    ours.generation_config = generation_config(run.kept, config, _numbers(run, task.dictionary))
     return ours.eval(), task.dictionary
+
+
+def _numbers(run: Run, dictionary: Dictionary) -> Callable[[int], int | None]:
+    """The numbers in the dictionary of the word types in the run's kept settings."""
+    if run.kept is None or not (run.kept.parent / RECORD).is_file():  # an exported model's own
+        return lambda number: number if number < len(dictionary) else None
+    number_of = source_numbers(dictionary, run.kept.parent / RECORD)
+    return lambda number: None if number_of(number) == dictionary.unk() else number_of(number)
 
 
 def weights_of(model: TransformerLanguageModel) -> dict[str, Tensor]:

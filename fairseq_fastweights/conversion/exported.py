@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,14 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
+from fairseq_fastweights.conversion import kept_settings
+from fairseq_fastweights.conversion.byte_level_files import PIECES
 from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.export import FOR_FAIRSEQ, new_name
 from fairseq_fastweights.conversion.fairseq_options import options_of
-from fairseq_fastweights.conversion.folders import check_target, new_folder
-from fairseq_fastweights.conversion.huggingface import check_weights
-from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES, WHOLE
+from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, check_weights
+from fairseq_fastweights.conversion.tokenizers_of_runs import WHOLE
 from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.models import checkpoint_settings
@@ -26,6 +27,8 @@ from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 def from_exported(source: Path, target: Path) -> bool:
     """Makes a folder for fairseq: `model.pt`, `dict.txt` and the files of a byte-level BPE, if there is one.
+
+    The settings of the tokenizer and of generation, with chat templates, go to its folder `huggingface`.
 
     Args:
         source: the folder, with `fairseq/dict.txt`.
@@ -39,6 +42,9 @@ def from_exported(source: Path, target: Path) -> bool:
         OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
+    names = ("dict.txt", *PIECES, *WHOLE)
+    copied = {name: path for name in names if (path := file_in(source, f"{FOR_FAIRSEQ}/{name}"))}
+    copied |= {f"{ORIGINALS}/{name}": path for name, path in kept_settings.files_of(source).items()}
     config = read_config(source / "config.json")
     dictionary = _read_dictionary(source / FOR_FAIRSEQ / "dict.txt", config)
     files = WeightFiles(source)
@@ -59,10 +65,8 @@ def from_exported(source: Path, target: Path) -> bool:
 
     with new_folder(target) as folder:
         write_checkpoint(folder / "model.pt", cfg, weights)
-        for name in ("dict.txt", *PIECES, *WHOLE):
-            if (source / FOR_FAIRSEQ / name).is_file():
-                shutil.copyfile(source / FOR_FAIRSEQ / name, folder / name)
-    return (source / FOR_FAIRSEQ / PIECES[0]).is_file()
+        copy_files(copied, folder)
+    return PIECES[0] in copied
 
 
 def read_config(path: Path) -> FastWeightConfig:

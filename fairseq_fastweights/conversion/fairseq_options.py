@@ -30,6 +30,8 @@ _SAME = {
     "adaptive_input_factor": "adaptive_input_factor",
     "adaptive_softmax_factor": "adaptive_softmax_factor",
     "adaptive_softmax_dropout": "adaptive_softmax_dropout",
+    "adaptive_softmax_bias": "adaptive_softmax_bias",
+    "square_projections": "square_projections",
     "dropout": "dropout",
     "attention_dropout": "attention_dropout",
     "layerdrop": "decoder_layerdrop",

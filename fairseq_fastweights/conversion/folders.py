@@ -1,4 +1,4 @@
-"""Creates a folder completely or not at all."""
+"""Creates a folder completely or not at all, and finds files in a folder that came from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from fairseq_fastweights.integrity import why_not_regular
 
 
 def check_target(target: Path) -> None:
@@ -43,3 +45,44 @@ def new_folder(target: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise OSError(f"{target}: TARGET cannot be written: {error}") from error
         raise
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    """Finds a file that is to be copied as it is, in a folder that may come from elsewhere; None if it is not there.
+
+    A link there could bring any file of this machine into what is then published. One within the folder is followed,
+    and one of the hub's cache, whose folders of a model hold links to its blobs.
+
+    Args:
+        folder: the folder.
+        name: the file's path in it.
+
+    Raises:
+        ValueError: if it is a link that leads elsewhere or nowhere, or no regular file.
+    """
+    path = folder / name
+    if not os.path.lexists(path):
+        return None
+    root, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    blobs = [root.parents[1] / "blobs"] if root.parent.name == "snapshots" else []
+    if not any(real.is_relative_to(place) for place in (root, *blobs)):
+        raise ValueError(f"{path} is a link to {real}; it must be a file in {folder}, so copy it there if it is yours")
+    try:
+        kind = why_not_regular(real)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    if kind:
+        raise ValueError(f"{path} {kind}")
+    return real
+
+
+def copy_files(files: dict[str, Path], target: Path) -> None:
+    """Copies files to these names in a folder, which is made, and so are its subfolders.
+
+    Raises:
+        OSError: if one cannot be read or written.
+    """
+    target.mkdir(exist_ok=True)
+    for name, path in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target / name)

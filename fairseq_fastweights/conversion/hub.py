@@ -58,7 +58,8 @@ def list_files(name: str, revision: str | None) -> Files:
     except Exception as error:
         raise _explained(name, revision, error) from None
     sizes = {file.rfilename: file.size for file in info.siblings or []}
-    chosen = [file for file in _BESIDE_WEIGHTS if file in sizes] + _weights(sizes)
+    beside = [*_BESIDE_WEIGHTS, *sorted(filter(tokenizer.is_template, sizes))]
+    chosen = [file for file in beside if file in sizes] + _weights(sizes)
     cached = {file for file in chosen if _cached(name, file, info.sha)}
     return Files(name, info.sha, {file: sizes[file] for file in chosen}, frozenset(cached))
 

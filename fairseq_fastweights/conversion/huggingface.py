@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from fairseq_fastweights.conversion import tokenizer as tokenizers
 from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.families import Family, buffers, read_family
-from fairseq_fastweights.conversion.folders import check_target, new_folder
+from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
 from fairseq_fastweights.conversion.text_tables import text_table
 from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
 from fairseq_fastweights.conversion.whole_tokenizer import read_whole_tokenizer
@@ -43,6 +42,7 @@ def from_huggingface(source: Path, target: Path) -> str:
     if not source.is_dir():
         raise ValueError(f"{source}: SOURCE must be a folder, or a model's name on the hub")
     config = read_json(source / "config.json")
+    originals = original_files(source)
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
     tokenizer = tokenizers.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
     files = WeightFiles(source)
@@ -78,11 +78,22 @@ def from_huggingface(source: Path, target: Path) -> str:
         flags = family.flags(without=("softmax-attention-layers", "tokens-per-sample"))
         (folder / "options.txt").write_text(f"--arch=fast_weight_lm {' '.join(flags)}\n", encoding="ascii")
         (folder / RECORD).write_text(json.dumps({"weights": sorted(names), "end_of_text": family.end_of_text}))
-        (folder / ORIGINALS).mkdir()
-        for name in ("config.json", "generation_config.json", *tokenizers.FILES):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / ORIGINALS / name)
+        copy_files(originals, folder / ORIGINALS)
     return tokenizer.options(target, family.end_of_text)
+
+
+def original_files(source: Path, within: str = ".") -> dict[str, Path]:
+    """The files of a model that are kept for the conversion back, which alone are copied then.
+
+    Args:
+        source: a folder that may come from elsewhere.
+        within: the subfolder with the files.
+
+    Raises:
+        ValueError: if one of them is a link out of `source`, or no regular file.
+    """
+    names = ("config.json", "generation_config.json", *tokenizers.FILES, *tokenizers.template_names(source / within))
+    return {name: path for name in names if (path := file_in(source, f"{within}/{name}"))}
 
 
 def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:

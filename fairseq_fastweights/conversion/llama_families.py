@@ -147,9 +147,15 @@ def _rotary(config: dict[str, Any], positions: int) -> tuple[float, str]:
     if kind not in needed:
         raise ValueError(f"config.json: rope_type is {kind!r}; it must be one of default, {', '.join(needed)}")
     values = (positive(parameters, name, positions if "max" in name else None) for name in needed[kind])
-    scaling = f"{kind}:{','.join(f'{value:g}' for value in values)}"
+    scaling = f"{kind}:{','.join(map(_digits, values))}"
     try:
         parse_scaling(scaling)
     except ValueError as error:
         raise ValueError(f"config.json: {str(error).replace('rotary_scaling', 'rope_parameters', 1)}") from None
     return base, scaling
+
+
+def _digits(value: float) -> str:
+    """The shortest text of a number that is read as the same number."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)

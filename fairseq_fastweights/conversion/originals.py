@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from fairseq_fastweights.conversion.checkpoints import read_state
 from fairseq_fastweights.conversion.families import Family, read_family
-from fairseq_fastweights.conversion.folders import new_folder
-from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, check_weights, settings_of
+from fairseq_fastweights.conversion.folders import copy_files, new_folder
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, check_weights, original_files, settings_of
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.safetensors_digests import note_digest
@@ -25,11 +24,12 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
     Args:
         source: the folder, with its `conversion.json`.
         target: the new folder, which gets `model.safetensors` in the checkpoint's dtypes, `config.json` and the
-            original files of the tokenizer.
+            original files of the tokenizer; of other files in the source's folder nothing is taken.
         checkpoint: a checkpoint of the same model, trained further; None for the folder's `model.pt`.
 
     Raises:
-        ValueError: if a file is missing or cannot be used, or the checkpoint has fast weights, which the class lacks.
+        ValueError: if a file is missing, cannot be used or is a link out of the folder, or the checkpoint has fast
+            weights, which the class lacks.
         OSError: if the target cannot be written; nothing is left of it.
     """
     try:
@@ -42,6 +42,7 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
     names = record.get("weights")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{source / RECORD}: weights must be a list of names")
+    originals = original_files(source, ORIGINALS)
     config = read_json(source / ORIGINALS / "config.json")
     family = read_family(config, set(names), record.get("end_of_text"))
     path = source / "model.pt" if checkpoint is None else checkpoint
@@ -58,8 +59,7 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
             note_digest(folder / "model.safetensors")
         except SafetensorError as error:
             raise OSError(f"model.safetensors: {error}") from error
-        for original in sorted((source / ORIGINALS).iterdir()):
-            shutil.copyfile(original, folder / original.name)
+        copy_files(originals, folder)
         _note_type(folder / "config.json", config, {weight.dtype for weight in weights.values()})
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import shared
+from fairseq_fastweights.mixers.update_rules import DELTA_RULES
 
 ADDITIVE_SCALE = 1 / 512
 """The factor of values for the additive rule without normalisation (footnote 4)."""
@@ -47,7 +48,7 @@ def check_swap(attention: Mixer) -> None:
             f"feature_dim is {attention.feature_map.key_dim}; with query_key_norm_eps it must be the "
             f"{attention.head_dim} numbers that are normalised in each head"
         )
-    if attention.update_rule == "delta" and _gate(attention, "beta").bias is None:
+    if attention.update_rule in DELTA_RULES and _gate(attention, "beta").bias is None:
         raise ValueError(
             f"no_attention_bias is set; the delta rule in place of a trained attention starts at a write strength of "
             f"{WRITE_STRENGTH}, which is kept in a bias: it must not be set"
@@ -99,7 +100,7 @@ def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
             if name in weights:
                 tensor = weights[name].to(scale.dtype)
                 starts[name] = Start(tensor * scale.view(-1, *[1] * (tensor.dim() - 1)), "rescaled")
-    if attention.update_rule == "delta":
+    if attention.update_rule in DELTA_RULES:
         projection = _gate(attention, "beta")
         bias = torch.full_like(projection.bias.detach(), math.log(WRITE_STRENGTH / (1 - WRITE_STRENGTH)))
         starts["beta_proj.weight"] = Start(torch.zeros_like(projection.weight.detach()), "new")

@@ -7,6 +7,7 @@ does anything else is refused, with an error that names it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 
 from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.whole_tokenizer import is_number, read_added_tokens
+from fairseq_fastweights.text_files import read_text
 
 FILES = (
     "tokenizer.json",
@@ -22,10 +25,26 @@ FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "chat_template.jinja",
 )
-"""The possible files of a tokenizer."""
+"""The possible files of a tokenizer, besides those of `template_names`."""
+
+TEMPLATE = FILES[-1]
+TEMPLATES = "additional_chat_templates"
+_TEMPLATE = re.compile(rf"{TEMPLATES}/\w[\w.-]*\.jinja", re.ASCII)
 
 _END_OF_TEXT = "<|endoftext|>"
+
+
+def is_template(name: str) -> bool:
+    """Whether this is the name, in its folder, of a chat template beside the first."""
+    return _TEMPLATE.fullmatch(name) is not None
+
+
+def template_names(folder: Path) -> list[str]:
+    """The names of the chat templates beside the first that are in a folder."""
+    files = (folder / TEMPLATES).iterdir() if (folder / TEMPLATES).is_dir() else ()
+    return sorted(name for file in files if is_template(name := f"{TEMPLATES}/{file.name}"))
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,7 @@ class Tokenizer:
         merges: pairs of pieces to join, in order.
         added: numbers of words that are separated from a text before the BPE.
         normalized: those of them that are searched after normalisation instead of before it.
+        special: those of them that are no text.
         normalizer: "NFC", or None.
         source: name of the file.
     """
@@ -45,6 +65,7 @@ class Tokenizer:
     merges: list[tuple[str, str]]
     added: dict[str, int]
     normalized: frozenset[str]
+    special: frozenset[str]
     normalizer: str | None
     source: str
 
@@ -111,7 +132,8 @@ class Tokenizer:
             "end_of_text": end_of_text,
             "vocabulary": sorted(self.vocabulary.values()),
             "added": [
-                {"word": word, "number": number, "normalized": word in self.normalized}
+                {"word": word, "number": number}
+                | {"normalized": word in self.normalized, "special": word in self.special}
                 for word, number in self.added.items()
             ],
         }
@@ -165,22 +187,23 @@ def _from_one_file(path: Path) -> Tokenizer:
     if not isinstance(merges, list):
         raise ValueError(f"{path}: merges of the model are missing")
     added: dict[str, int] = {}
-    normalized = set()
-    for entry in content.get("added_tokens") or []:
-        word, number = entry.get("content"), entry.get("id")
-        if not isinstance(word, str) or not word or not _is_number(number):
-            raise ValueError(f"{path}: added_tokens holds {entry!r}; it must have a content and an id")
+    normalized, special = set(), set()
+    for entry in read_added_tokens(path, content):
+        word, number = entry["content"], entry["id"]
         for name in ("lstrip", "rstrip", "single_word"):
             if entry.get(name):
                 raise ValueError(f"{path}: {name} of the added token {word!r} is set; it must not be")
         added[word] = number
         if entry.get("normalized"):
             normalized.add(word)
+        if entry.get("special"):
+            special.add(word)
     return Tokenizer(
         vocabulary=_vocabulary(path, model.get("vocab")),
         merges=[_merge(path, pair.split(" ") if isinstance(pair, str) else pair) for pair in merges],
         added=added,
         normalized=frozenset(normalized),
+        special=frozenset(special),
         normalizer=_kind(normalizer),
         source=path.name,
     )
@@ -188,10 +211,7 @@ def _from_one_file(path: Path) -> Tokenizer:
 
 def _from_two_files(folder: Path) -> Tokenizer:
     path = folder / "merges.txt"
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is not UTF-8 ({error})") from None
+    lines = read_text(path).split("\n")
     lines = [line for line in lines[lines[0].startswith("#version") :] if line.strip()]
     if (folder / "tokenizer_config.json").is_file():
         config = read_json(folder / "tokenizer_config.json")
@@ -209,13 +229,14 @@ def _from_two_files(folder: Path) -> Tokenizer:
         merges=[_merge(path, line.rstrip("\r").split(" ")) for line in lines],
         added=added,
         normalized=frozenset(),
+        special=frozenset(),
         normalizer=None,
         source="vocab.json",
     )
 
 
 def _vocabulary(path: Path, content: Any) -> dict[str, int]:
-    if not isinstance(content, dict) or not all(_is_number(number) for number in content.values()):
+    if not isinstance(content, dict) or not all(is_number(number) for number in content.values()):
         raise ValueError(f"{path}: the vocabulary must give each piece its number")
     if len(set(content.values())) < len(content):
         raise ValueError(f"{path}: the vocabulary has several pieces with the same number")
@@ -254,10 +275,6 @@ def _check_pieces(tokenizer: Tokenizer) -> None:
             raise ValueError(
                 f"{tokenizer.source}: {number} is {words[number]!r} in the vocabulary and {word!r} in added_tokens"
             )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _kind(part: Any) -> str | None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from fairseq.data import Dictionary
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fairseq_fastweights.conversion import whole_tokenizer
+from fairseq_fastweights.conversion import kept_settings, whole_tokenizer
+from fairseq_fastweights.conversion.byte_level_files import PIECES, read_merges, read_pieces, read_settings
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, original_files
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.text_files import open_text
 
 WORDS = "words"
 """In place of a tokenizer's folder, for a dictionary of words that are separated by spaces."""
-
-PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
-"""The files of a byte-level BPE; without the last it is the one of fairseq's `--bpe gpt2`."""
 
 WHOLE = (whole_tokenizer.FILE, whole_tokenizer.SETTINGS)
 """The files of any other tokenizer, which `from-huggingface` writes."""
@@ -58,7 +58,7 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
     for folder in nearby:
         if _has(folder, PIECES[:2]) or _has(folder, WHOLE):
             return folder
-    with dictionary.open(encoding="utf-8") as lines:
+    with open_text(dictionary) as lines:
         numbers = [line.split(" ")[0].isdecimal() for line, _ in zip(lines, range(1000), strict=False)]
     if numbers and sum(numbers) > 0.9 * len(numbers):
         raise ValueError(
@@ -68,34 +68,59 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
     return None
 
 
-def make_tokenizer(dictionary: Dictionary, pieces: Path | None, config: FastWeightConfig) -> PreTrainedTokenizerFast:
-    """Makes the tokenizer of a model; a text begins as in fairseq, with the end of another text.
+def make_tokenizer(
+    dictionary: Dictionary, pieces: Path | None, config: FastWeightConfig, kept: Path | None = None
+) -> PreTrainedTokenizerFast:
+    """Makes the tokenizer of a model.
+
+    A text begins as in fairseq, with the end of another text; of a model that `from-huggingface` made and that still
+    has softmax attention in all layers, it is what the source's tokenizer makes of it, in other numbers.
 
     Args:
         dictionary: the model's dictionary.
         pieces: the result of `find_pieces`.
         config: the model's configuration.
+        kept: the folder with the settings of the tokenizer that it came from; None if there is none.
 
     Raises:
-        ValueError: if the BPE's pieces are not those of the dictionary; the message names the file.
+        ValueError: if the BPE's pieces are not those of the dictionary, or a setting cannot be used; the message names
+            the file.
     """
+    named: dict[str, str] = {}
     if pieces is None:
         made = _of_words(dictionary)
+    elif is_source(pieces, config):
+        made, named = _of_source(dictionary, pieces)
     else:
         made = (_of_whole if _has(pieces, WHOLE) else _of_pieces)(dictionary, pieces)
-    names = {kind: _name(made, number) for kind, number in (("bos", config.bos_token_id), ("eos", dictionary.eos()))}
-    made["post_processor"] = _begin_with(names["bos"], config.bos_token_id)
+    if not named:
+        numbers = {"bos_token": config.bos_token_id, "eos_token": dictionary.eos()}
+        named = {name: _name(made, number) for name, number in numbers.items()}
+        made["post_processor"] = _begin_with(named["bos_token"], config.bos_token_id)
+    settings: dict[str, Any] = {"padding_side": "left", "clean_up_tokenization_spaces": False}
+    if kept is not None:
+        words = {*made["model"]["vocab"], *(entry["content"] for entry in made["added_tokens"])}
+        settings |= kept_settings.tokenizer_arguments(kept, words, named)
     tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(made)),
-        bos_token=names["bos"],
-        eos_token=names["eos"],
         pad_token=_name(made, dictionary.pad()),
         unk_token=_name(made, dictionary.unk()),
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
+        **named,
+        **settings,
     )
     return tokenizer
+
+
+def is_source(pieces: Path | None, config: FastWeightConfig) -> bool:
+    """Whether a model is still the one that `from-huggingface` made, in the folder with its pieces, by its layers."""
+    return pieces is not None and (pieces / RECORD).is_file() and set(config.mixers or ()) == {"softmax"}
+
+
+def source_numbers(dictionary: Dictionary, path: Path) -> Callable[[int], int]:
+    """The numbers in the dictionary of a source's word types, of which this file says which ends texts."""
+    end = whole_tokenizer.read_end_of_text(path)
+    return lambda own: dictionary.eos() if own == end else dictionary.index(str(own))
 
 
 def _has(folder: Path, names: Iterable[str]) -> bool:
@@ -105,29 +130,66 @@ def _has(folder: Path, names: Iterable[str]) -> bool:
 def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     """The tokenizer in `folder`, with its numbers replaced by those of the dictionary."""
     made = read_json(folder / WHOLE[0])
-    end = read_json(folder / WHOLE[1]).get("end_of_text")
     whole_tokenizer.open_tokenizer(folder / WHOLE[0])  # from here on its parts are what they should be
+    return _renumbered(made, dictionary, source_numbers(dictionary, folder / WHOLE[1]), folder / WHOLE[0])
 
-    def number_of(own: int) -> int:
-        return dictionary.eos() if own == end else dictionary.index(str(own))
 
+def _of_source(dictionary: Dictionary, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tokenizer of the source in `folder`, as transformers reads it, with the dictionary's numbers.
+
+    Also returns its special tokens at the beginning and the end of texts.
+    """
+    path = folder / ORIGINALS
+    original_files(folder, ORIGINALS)  # none is a link to elsewhere
+    try:
+        source = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # of many libraries
+        raise ValueError(f"{path}: transformers cannot read this tokenizer ({str(error).splitlines()[0]})") from error
+    made = json.loads(source.backend_tokenizer.to_str())
+    number_of = source_numbers(dictionary, folder / RECORD)
+    made["added_tokens"] = [x for x in made["added_tokens"] if number_of(x["id"]) != dictionary.unk()]
+    _renumber_processor(made["post_processor"], number_of)
+    made = _renumbered(made, dictionary, number_of, path)
+    words = {name: getattr(source, name) for name in ("bos_token", "eos_token")}
+    known = {entry["content"] for entry in made["added_tokens"]} | set(made["model"]["vocab"])
+    named = {name: word for name, word in words.items() if word in known}
+    return made, named or {"eos_token": _name(made, dictionary.eos())}
+
+
+def _renumber_processor(part: Any, number_of: Callable[[int], int]) -> None:
+    """Replaces the numbers of the words that are put around texts."""
+    for inner in (part or {}).get("processors", ()):
+        _renumber_processor(inner, number_of)
+    for word in (part or {}).get("special_tokens", {}).values():
+        word["ids"] = [number_of(number) for number in word["ids"]]
+    for name in ("sep", "cls"):
+        if name in (part or {}):
+            part[name] = [part[name][0], number_of(part[name][1])]
+
+
+def _renumbered(
+    made: dict[str, Any], dictionary: Dictionary, number_of: Callable[[int], int], path: Path
+) -> dict[str, Any]:
+    """The tokenizer with other numbers, and words for padding and what is unknown."""
     model = made["model"]
     if model.get("type", "BPE") != "BPE":
-        raise ValueError(f"{folder / WHOLE[0]}: model is {model.get('type')!r}; only 'BPE' is supported")
+        raise ValueError(f"{path}: model is {model.get('type')!r}; only 'BPE' is supported")
     model["vocab"] = {word: number_of(number) for word, number in model["vocab"].items()}
+    made["added_tokens"] = whole_tokenizer.read_added_tokens(path, made)
     for entry in made["added_tokens"]:
         entry["id"] = number_of(entry["id"])
     lacking = [word for word, number in model["vocab"].items() if number == dictionary.unk()]
     if lacking:  # transformers' tokenizers cannot make <unk> of a piece
         raise ValueError(
-            f"{folder / WHOLE[0]}: dict.txt lacks {len(lacking)} of its words, {lacking[0]!r} for one; it must have "
-            "all, as by fairseq-preprocess --srcdict"
+            f"{path}: dict.txt lacks {len(lacking)} of its words, {lacking[0]!r} for one; it must have all, as by "
+            "fairseq-preprocess --srcdict"
         )
     special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}
     made |= {"truncation": None, "padding": None}
     made["added_tokens"] += [_added(number, name, special=True) for name, number in special.items()]
     made["added_tokens"].sort(key=lambda entry: entry["id"])
-    model["vocab"] |= special
+    # A word that is in the list of added ones alone would get the next number.
+    model["vocab"] = {entry["content"]: entry["id"] for entry in made["added_tokens"]} | model["vocab"]
     return made
 
 
@@ -150,11 +212,11 @@ def _of_words(dictionary: Dictionary) -> dict[str, Any]:
 
 def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     """The byte-level BPE in `folder`, with its numbers replaced by those of the dictionary."""
-    numbers = read_json(folder / "encoder.json")
+    numbers = read_pieces(folder)
     settings: dict[str, Any] = {"normalizer": None, "end_of_text": None, "vocabulary": None, "added": []}
     if (folder / PIECES[2]).is_file():
-        settings |= read_json(folder / PIECES[2])
-    merges = _read_merges(folder / "vocab.bpe")
+        settings = read_settings(folder)
+    merges = read_merges(folder)
     end = settings["end_of_text"]
     if end is None and dictionary.index(str(numbers.get(_END_OF_TEXT))) == dictionary.unk():
         end = numbers.get(_END_OF_TEXT)  # which no text has, where fairseq has </s>
@@ -188,7 +250,7 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     ending = ending or next((piece for piece, number in vocabulary.items() if number == dictionary.eos()), "</s>")
     added.append(_added(dictionary.eos(), ending, special=True))
     added += [
-        _added(number_of(entry["number"]), word, normalized=entry["normalized"])
+        _added(number_of(entry["number"]), word, special=entry.get("special", False), normalized=entry["normalized"])
         for word, entry in words.items()
         if word != ending
     ]
@@ -203,20 +265,6 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
         pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
         decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     )
-
-
-def _read_merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[1:-1]  # as fairseq reads it
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is not UTF-8 ({error})") from None
-    merges = []
-    for line in lines:
-        pair = line.split(" ")
-        if len(pair) != 2:
-            raise ValueError(f"{path}: it holds {line!r}; each line must be two pieces")
-        merges.append((pair[0], pair[1]))
-    return merges
 
 
 def _file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import integrity, safetensors_digests
+from fairseq_fastweights.bounded_loading import TooLargeError, is_archive, load
+from fairseq_fastweights.text_files import FileError, read_text
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of files of weights, in the order in which they are searched."""
@@ -69,10 +71,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if kind := integrity.why_not_regular(path):
             raise ValueError(f"{path} {kind}")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except FileError:
+        raise
+    except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
         raise ValueError(f"{path}: this is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: this must hold a JSON object, not {type(content).__name__}")
@@ -95,11 +99,12 @@ def load_safely(path: Path) -> Any:
     except OSError as error:
         raise ValueError(f"{path}: the file cannot be read ({error.strerror})") from None
     with file:
-        archive = integrity.is_archive(file)
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+            state = load(file, mapped=path)
+        except TooLargeError as error:
+            raise ValueError(integrity.complain(path, str(error))) from None
         except Exception as error:  # what a damaged file raises depends on where it is damaged
-            if archive and (damage := integrity.damage_of(file)):
+            if is_archive(file) and (damage := integrity.damage_of(file)):
                 raise ValueError(integrity.complain(path, damage)) from None
             raise ValueError(f"{path}: {_complaint(error)}") from None
         integrity.check_loaded(file, path, state)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.text_files import read_text
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
 """The files: the tokenizer, and the number of its end-of-text token, {"end_of_text": number}."""
@@ -72,7 +73,7 @@ def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
     numbers = tokenizer.get_vocab(with_added_tokens=True)
     if not numbers:
         raise ValueError(f"{path}: the tokenizer has no words")
-    added = content.get("added_tokens") or []
+    added = read_added_tokens(path, content)
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     end = config.get("eos_token")
     word = end.get("content") if isinstance(end, dict) else end  # older files say how it is cut out, too
@@ -82,6 +83,39 @@ def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
         special=frozenset(entry["id"] for entry in added),
         end_of_text=numbers.get(word) if isinstance(word, str) else None,
     )
+
+
+def read_end_of_text(path: Path) -> int:
+    """Reads the number of the end-of-text token in a file that `from-huggingface` wrote.
+
+    Raises:
+        ValueError: if the file is missing or holds something else; the message names it.
+    """
+    number: Any = read_json(path).get("end_of_text")
+    if not is_number(number):
+        raise ValueError(f"{path}: end_of_text is {str(number)[:200]}; it must be a whole number")
+    return int(number)
+
+
+def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Reads the added tokens of a tokenizer.json, each with its word and number.
+
+    Raises:
+        ValueError: if they are something else; the message names the file.
+    """
+    entries = content.get("added_tokens") or []
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: added_tokens is {str(entries)[:200]}; it must be a list")
+    for entry in entries:
+        word, number = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(word, str) or not word or not is_number(number):
+            raise ValueError(f"{path}: added_tokens holds {str(entry)[:200]}; it must have a content and an id")
+    return entries
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file can be the number of a word type."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def open_tokenizer(path: Path) -> Any:
@@ -94,10 +128,13 @@ def open_tokenizer(path: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise ValueError(f"{path}: reading it needs the package tokenizers: pip install tokenizers") from None
+    content = read_text(path)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # of Rust, which has no type of its own
-        raise ValueError(f"{path}: this is no tokenizer ({str(error).splitlines()[0]})") from None
+        tokenizer = Tokenizer.from_str(content)
+    except BaseException as error:  # of Rust, which has no type of its own, and whose panics are no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ValueError(f"{path}: this is no tokenizer ({' '.join(str(error).split())[:200]})") from None
     tokenizer.no_truncation()  # some files still say how they were last used
     tokenizer.no_padding()
     return tokenizer

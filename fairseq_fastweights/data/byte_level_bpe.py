@@ -6,7 +6,6 @@ before the BPE.
 
 # No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
 
-import json
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fairseq.data.encoders import register_bpe
-from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
 from fairseq.dataclass import FairseqDataclass
+
+from fairseq_fastweights.conversion.byte_level_files import PIECES, read_merges, read_pieces, read_settings
 
 
 @dataclass
@@ -37,18 +38,21 @@ class ByteLevelBPE:
         cfg: its `byte_level_folder` holds encoder.json, vocab.bpe and byte_level.json.
 
     Raises:
-        ValueError: if one of these files is missing.
+        ValueError: if one of these files is missing or cannot be read.
     """
 
     def __init__(self, cfg: Any) -> None:
         folder = Path(cfg.byte_level_folder)
-        names = ("encoder.json", "vocab.bpe", "byte_level.json")
-        missing = [name for name in names if not (folder / name).is_file()]
+        missing = [name for name in PIECES if not (folder / name).is_file()]
         if not cfg.byte_level_folder or missing:
             raise ValueError(
-                f"byte_level_folder is {cfg.byte_level_folder!r}; it must be a folder with {', '.join(names)}"
+                f"byte_level_folder is {cfg.byte_level_folder!r}; it must be a folder with {', '.join(PIECES)}"
             )
-        settings = json.loads((folder / "byte_level.json").read_text(encoding="utf-8"))
+        settings = read_settings(folder)
+        known, merges = read_pieces(folder), read_merges(folder)  # fairseq reads them as they are
+        made = (*bytes_to_unicode().values(), *(first + second for first, second in merges))
+        if lacking := next((piece for piece in made if piece not in known), None):
+            raise ValueError(f"{folder / PIECES[0]}: it lacks the piece {lacking!r}, which {PIECES[1]} makes")
         self._bpe = get_encoder(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
         self._normalize = settings["normalizer"] == "NFC"
         self._end_of_text = settings["end_of_text"]

@@ -34,11 +34,12 @@ class SegmentIterator(iterators.EpochBatchIterator):
     """fairseq's iterator over `SegmentStreams`; within an epoch, its state for checkpoints includes the model's states.
 
     Checkpoints keep, for every stream, the text that is left and its states. A run with another number of streams or of
-    processes, or with other segments, continues from there (`deal_out`).
+    processes, or with other segments, continues from there (`deal_out`). Without states they keep how many segments
+    were read, of all streams together.
 
     Args:
         streams: the segments.
-        carrier: the model that reads them in training; None in evaluation.
+        carrier: the model that reads them in training; None in evaluation, and where no state is carried over.
         others: the arguments of fairseq's iterator.
     """
 
@@ -62,7 +63,9 @@ class SegmentIterator(iterators.EpochBatchIterator):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        if self._carrier is None or state["iterations_in_epoch"] == 0:
+        if self._carrier is None:
+            return state | {"segments_read": state["iterations_in_epoch"] * self._together}
+        if state["iterations_in_epoch"] == 0:
             return state
         states = self._carrier.carried_states() if self.num_shards == 1 else self._gathered
         self._gathered = None  # as large as all processes' states
@@ -79,7 +82,14 @@ class SegmentIterator(iterators.EpochBatchIterator):
             carried = self._find_states(state_dict)
             if carried is not None and carried["states"]:
                 self._take_up(self._carrier, carried["rest"], carried["states"], state_dict["iterations_in_epoch"])
+        elif self._carrier is None and "segments_read" in state_dict:
+            state_dict = state_dict | {"iterations_in_epoch": state_dict["segments_read"] // self._together}
         super().load_state_dict(state_dict)
+
+    @property
+    def _together(self) -> int:
+        """How many segments all processes read at a time."""
+        return self.num_shards * len(self.frozen_batches[0])
 
     def _find_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """The states in a checkpoint; none if they belong to another text."""

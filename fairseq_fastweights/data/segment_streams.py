@@ -1,4 +1,4 @@
-"""A corpus as parallel streams, each read segment after segment, for models with carried-over states."""
+"""A corpus as parallel streams, each read segment after segment, with states carried over or without."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SegmentStreams(FairseqDataset):
     """Divides a corpus into `streams` contiguous parts of equal length (up to one token), and these into segments.
 
     Batch i holds segment i of every stream, so that row b of a batch continues row b of the batch before, from the
-    second batch on; ``net_input["continues"]`` says so. Over all streams every token is predicted once. With
-    `documents`, ``net_input["starts"]``, (batch, time), is true where a document begins.
+    second batch on; ``net_input["continues"]`` says so if states are carried over. Over all streams every token is
+    predicted once. With `documents`, ``net_input["starts"]``, (batch, time), is true where a document begins.
 
     Args:
         corpus: the text.
@@ -33,6 +33,7 @@ class SegmentStreams(FairseqDataset):
         documents: those of the corpus, to be kept apart; None if they are not.
         rows: the stretches that each stream reads instead of its part of the corpus; none continues another.
         begun: for each stream, whether its first segment continues one that was read before.
+        carried: whether states are carried over. If not, every segment starts in an empty state.
 
     Raises:
         ValueError: if there are more streams than tokens, or the segment length is not positive.
@@ -47,6 +48,7 @@ class SegmentStreams(FairseqDataset):
         documents: Documents | None = None,
         rows: list[list[Stretch]] | None = None,
         begun: list[bool] | None = None,
+        carried: bool = True,
     ) -> None:
         if segment_length < 1:
             raise ValueError(f"tokens_per_sample is {segment_length}; it must be at least 1")
@@ -61,6 +63,7 @@ class SegmentStreams(FairseqDataset):
         self.segment_length = segment_length
         self.pad = pad
         self.documents = documents
+        self.carried = carried
         bounds = [len(corpus) * i // streams for i in range(streams + 1)]
         self.rows = rows or [[stretch] for stretch in pairwise(bounds)]
         self.begun = begun or [False] * streams
@@ -96,9 +99,12 @@ class SegmentStreams(FairseqDataset):
             segments -= self._segments(stretch)
         return []
 
-    def batches(self, shards: int) -> list[list[int]]:
-        """The batches of all processes, in the order in which fairseq distributes them to `shards` processes."""
-        rows = self.streams // shards
+    def batches(self, parts: int) -> list[list[int]]:
+        """The batches, each with a part of a segment of all streams, in the order in which fairseq distributes them.
+
+        `parts` is the number of processes, times that of batches that each adds up for an update.
+        """
+        rows = self.streams // parts
         return [list(range(first, first + rows)) for first in range(0, len(self), rows)]
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,8 +114,9 @@ class SegmentStreams(FairseqDataset):
         net_input = {
             "src_tokens": self._pad(sources, self.pad),
             "src_lengths": torch.tensor([len(source) for source in sources]),
-            "continues": torch.tensor([sample["continues"] for sample in samples]),
         }
+        if self.carried:
+            net_input["continues"] = torch.tensor([sample["continues"] for sample in samples])
         if self.documents is not None:
             net_input["starts"] = self._pad([sample["starts"] for sample in samples], False)
         return {

@@ -13,8 +13,7 @@ from typing import Any
 from fairseq.data.encoders import register_bpe
 from fairseq.dataclass import FairseqDataclass
 
-from fairseq_fastweights.conversion.weight_files import read_json
-from fairseq_fastweights.conversion.whole_tokenizer import FILE, SETTINGS, open_tokenizer
+from fairseq_fastweights.conversion.whole_tokenizer import FILE, SETTINGS, open_tokenizer, read_end_of_text
 
 
 @dataclass
@@ -48,7 +47,7 @@ class TokenizerJson:
                 f"tokenizer_json_folder is {cfg.tokenizer_json_folder!r}; it must hold {FILE} and {SETTINGS}"
             )
         self._tokenizer = open_tokenizer(folder / FILE)
-        self._end_of_text = read_json(folder / SETTINGS)["end_of_text"]
+        self._end_of_text = read_end_of_text(folder / SETTINGS)
 
     def encode(self, x: str) -> str:
         """Returns numbers, joined by spaces; an end-of-text token in the text becomes fairseq's </s>."""

@@ -15,6 +15,8 @@ try:
 except ImportError as error:
     raise ImportError(f"{__name__} needs transformers: pip install transformers") from error
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from fairseq_fastweights.huggingface.cache import FastWeightCache
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM, FastWeightModel
@@ -24,3 +26,5 @@ __all__ = ["FastWeightCache", "FastWeightConfig", "FastWeightForCausalLM", "Fast
 transformers.AutoConfig.register(FastWeightConfig.model_type, FastWeightConfig, exist_ok=True)
 transformers.AutoModel.register(FastWeightConfig, FastWeightModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(FastWeightConfig, FastWeightForCausalLM, exist_ok=True)
+# By this list the Trainer knows that the labels that it smooths are those of the next tokens.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FastWeightConfig.model_type] = FastWeightForCausalLM.__name__

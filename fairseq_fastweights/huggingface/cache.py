@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -52,7 +51,8 @@ class FastWeightCache(Cache):
         num_layers: number of layers of the model.
 
     Attributes:
-        read: (batch,), number of tokens of each row that were read, without padding; None before the first.
+        read: (batch,), the place of the next token in the text of each row: the number of its tokens that were read,
+            without padding; None before the first.
 
     Examples:
         >>> cache = FastWeightCache(2)
@@ -72,7 +72,7 @@ class FastWeightCache(Cache):
         return self._length
 
     def advance(self, time: int, read: Tensor) -> None:
-        """Adds `time` tokens, and sets the numbers of tokens of each row so far, (batch,), without padding."""
+        """Adds `time` tokens, and sets the places of the rows' next tokens, (batch,)."""
         self._length += time
         self.read = read
 
@@ -139,27 +139,3 @@ def check_cache(cache: Any, layers: int, rows: int) -> FastWeightCache:
     if cache.batch_size not in (-1, rows):
         raise ValueError(f"past_key_values has {cache.batch_size} rows; the batch has {rows}")
     return cache
-
-
-def count_tokens(
-    cache: FastWeightCache | None, rows: int, padding: Tensor | None, time: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Counts tokens without padding.
-
-    Args:
-        cache: the cache before this call.
-        rows, time: of the batch.
-        padding: (rows, time), true at padding; None for none.
-        device: of the result.
-
-    Returns:
-        the places of tokens in their texts, (rows, time), or (1, time) if rows are alike, undefined at padding; and the
-        lengths of the texts after them, (rows,).
-    """
-    before = torch.zeros(rows, dtype=torch.long, device=device)
-    if cache is not None and cache.read is not None:
-        before = cache.read
-    if padding is not None:
-        places = (~padding).cumsum(dim=1) - 1
-        return (before[:, None] + places).clamp(min=0), before + (~padding).sum(dim=1)
-    return before[:, None] + torch.arange(time, device=device), before + time

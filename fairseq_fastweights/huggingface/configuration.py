@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from fairseq_fastweights.adaptive_bands import check_square_projections
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
 
@@ -78,6 +79,9 @@ class FastWeightConfig(PreTrainedConfig):
             for one matrix.
         adaptive_softmax_factor: ratio of the sizes of successive bands of the output layer.
         adaptive_softmax_dropout: probability of dropout in them.
+        adaptive_softmax_bias: whether the adaptive softmax has a bias for each word type and each band.
+        square_projections: of bands, those that change no size: "keep", "identity" (new ones start as the identity) or
+            "none" (left out).
         tie_word_embeddings: whether output layer and embeddings share their weights, band by band if they have bands.
         tie_adaptive_projections: whether bands share their projections too.
         masked_tokens: numbers of the word types that the model never predicts.
@@ -101,7 +105,7 @@ class FastWeightConfig(PreTrainedConfig):
     """
 
     model_type = "fast_weight"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # to which the Trainer adds
 
     format_version: int = FORMAT
     vocab_size: int = 50260
@@ -128,6 +132,8 @@ class FastWeightConfig(PreTrainedConfig):
     adaptive_softmax_cutoffs: list[int] | None = None
     adaptive_softmax_factor: float = 4.0
     adaptive_softmax_dropout: float = 0.0
+    adaptive_softmax_bias: bool = False
+    square_projections: str = "keep"
     tie_word_embeddings: bool = True
     tie_adaptive_projections: bool = False
     masked_tokens: list[int] | None = None
@@ -254,7 +260,12 @@ class FastWeightConfig(PreTrainedConfig):
         for name in ("adaptive_input_factor", "adaptive_softmax_factor"):
             if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be positive")
+        check_square_projections(self.square_projections)
         adaptive = self.adaptive_input_cutoffs, self.adaptive_softmax_cutoffs
+        if self.square_projections != "keep" and adaptive == (None, None):
+            raise ValueError(f"square_projections is {self.square_projections!r}; it needs cut-offs")
+        if self.adaptive_softmax_bias and self.adaptive_softmax_cutoffs is None:
+            raise ValueError("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoffs")
         if self.tie_word_embeddings and adaptive != (None, None):
             same = adaptive[0] == adaptive[1] and self.adaptive_input_factor == self.adaptive_softmax_factor
             if not same or self.input_size != self.output_size:

@@ -9,18 +9,20 @@ from typing import Any
 
 from torch import nn
 
-from fairseq_fastweights.feature_maps import FavorMap, orthogonal_features
+from fairseq_fastweights.adaptive_bands import start_as_identity
+from fairseq_fastweights.feature_maps import FavorMap
 from fairseq_fastweights.huggingface.vocabulary import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fastweights.mixers.mixer import Mixer
 
 
-def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None) -> None:
+def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None, identity: bool = False) -> None:
     """Draws the weights of a module that were not loaded, after those of its submodules.
 
     Args:
         module: a module of a model.
         std: of the normal distribution of projections and embeddings; None for fairseq's distributions.
         padding_idx: the row of embeddings that is zero.
+        identity: whether projections of bands that change no size start as the identity.
     """
     with _loaded_stay(module):
         if isinstance(module, Mixer):
@@ -34,6 +36,11 @@ def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None) 
         elif isinstance(module, (AdaptiveInput, AdaptiveSoftmax)):
             if std is None:
                 _draw_bands(module, padding_idx)
+            for part in module.modules():
+                if isinstance(bias := getattr(part, "bias", None), nn.Parameter):
+                    nn.init.zeros_(bias)
+            if identity:
+                start_as_identity(**{"embeddings" if isinstance(module, AdaptiveInput) else "softmax": module})
         else:
             _reset(module)
 
@@ -48,7 +55,7 @@ def _draw_mixer(mixer: Mixer, std: float | None) -> None:
     parts = list(mixer.modules())
     for part in parts:
         if isinstance(part, FavorMap):
-            part.features.copy_(orthogonal_features(part.num_features, part.key_dim, device=part.features.device))
+            part.features.copy_(part.draw(device=part.features.device))
     _reset(mixer)
     if std is not None:
         for part in parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +62,25 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
         self.dropout_module = nn.Dropout(config.dropout)
         self.activation_dropout_module = nn.Dropout(config.activation_dropout)
 
+    def __call__(self, *arguments: Any, past_key_values: FastWeightCache | None = None, **options: Any) -> Any:
+        """Calls `forward`; a layer whose state is kept is not checkpointed, as that would compute it again from it."""
+        if past_key_values is None:
+            return super().__call__(*arguments, **options)
+        return nn.Module.__call__(self, *arguments, past_key_values=past_key_values, **options)
+
     def forward(
-        self, hidden_states: Tensor, padding: Tensor | None = None, past_key_values: FastWeightCache | None = None
+        self,
+        hidden_states: Tensor,
+        padding: Tensor | None = None,
+        starts: Tensor | None = None,
+        past_key_values: FastWeightCache | None = None,
     ) -> Tensor:
         """Mixes positions, and then works on each.
 
         Args:
             hidden_states: (batch, time, hidden_size).
             padding: (batch, time), true at padding; None for none.
+            starts: (batch, time), true where a text begins, for mixers that take it; None for nowhere.
             past_key_values: the cache, in which the mixer's state is read and written.
 
         Returns:
@@ -76,17 +88,18 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
         """
         x = hidden_states
         if self.parallel_residual:
-            mixed = self._mix(self.self_attn_layer_norm(x), padding, past_key_values)
+            mixed = self._mix(self.self_attn_layer_norm(x), padding, starts, past_key_values)
             return x + mixed + self._feed_forward(self.final_layer_norm(x))
-        mixed = self._mix(self.self_attn_layer_norm(x) if self.pre_norm else x, padding, past_key_values)
+        mixed = self._mix(self.self_attn_layer_norm(x) if self.pre_norm else x, padding, starts, past_key_values)
         x = x + mixed if self.pre_norm else self.self_attn_layer_norm(x + mixed)
         changed = self._feed_forward(self.final_layer_norm(x) if self.pre_norm else x)
         return x + changed if self.pre_norm else self.final_layer_norm(x + changed)
 
-    def _mix(self, x: Tensor, padding: Tensor | None, cache: FastWeightCache | None) -> Tensor:
+    def _mix(self, x: Tensor, padding: Tensor | None, starts: Tensor | None, cache: FastWeightCache | None) -> Tensor:
         state = None if cache is None else cache.layers[self.index].state
+        options = {} if starts is None else {"starts": starts}
         # What a graph of gradients goes through must stay as it is; the mixers look after that.
-        mixed, state = self.self_attn(x.transpose(0, 1), state, padding, overwrite=True)
+        mixed, state = self.self_attn(x.transpose(0, 1), state, padding, overwrite=True, **options)
         if cache is not None:
             cache.layers[self.index].state = state
         return self.dropout_module(mixed.transpose(0, 1))

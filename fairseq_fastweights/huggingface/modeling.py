@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache, count_tokens
+from fairseq_fastweights.adaptive_bands import add_biases, leave_out_square_projections
+from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.huggingface.file_sizes import check_folder, check_model
 from fairseq_fastweights.huggingface.initialization import draw_weights
 from fairseq_fastweights.huggingface.layers import FastWeightDecoderLayer
+from fairseq_fastweights.huggingface.texts import check_takes_starts, read_texts
 from fairseq_fastweights.huggingface.vocabulary import (
     AdaptiveInput,
     AdaptiveSoftmax,
@@ -24,7 +27,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
 )
 from fairseq_fastweights.llama_layers import use_rms_norms
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.safetensors_digests import note_digest, why_damaged
+from fairseq_fastweights.safetensors_digests import note_digest
 
 MASKED_LOGIT = -1e4
 """The logit of a word type that is never predicted; `models.fast_weight_decoder` says why it is finite."""
@@ -33,6 +36,7 @@ _OFFSET = 2
 """Rows before those of learned positions, as in fairseq, where positions start after the number of padding."""
 
 _LOSS_OPTIONS = {"num_items_in_batch", "shift_labels", "ignore_index"}
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class FastWeightPreTrainedModel(PreTrainedModel):
@@ -51,7 +55,8 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         super()._initialize_weights(module, is_custom_code=False)
 
     def _init_weights(self, module: nn.Module) -> None:
-        draw_weights(module, self.config.initializer_range, self.config.pad_token_id)
+        identity = self.config.square_projections == "identity"
+        draw_weights(module, self.config.initializer_range, self.config.pad_token_id, identity)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *others: Any, **options: Any) -> None:
         """Saves the model as transformers does, with a digest in each file of weights; `push_to_hub=True` sends none.
@@ -65,16 +70,33 @@ class FastWeightPreTrainedModel(PreTrainedModel):
             for path in sorted(Path(save_directory).glob("model*.safetensors")):
                 note_digest(path)
 
-    @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *others: Any, **named: Any) -> Any:
-        """Checks the digests in the files, and loads them as transformers does.
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *others: Any, **options: Any) -> Any:
+        """Loads a model as transformers does; an error, before it is made, if a folder's files cannot be its weights.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a model's name on the hub.
+            others, options: the other arguments of transformers' method.
 
         Raises:
-            ValueError: if a file is damaged.
+            ValueError: if a file is damaged, or the configuration asks for more than its weights hold.
         """
-        for path in checkpoint_files or ():
-            if str(path).endswith(".safetensors") and (damage := why_damaged(path)):
-                raise ValueError(f"{path} {damage}")
+        folder = Path(pretrained_model_name_or_path or "") / (options.get("subfolder") or "")
+        if pretrained_model_name_or_path and folder.is_dir():
+            config = options.get("config")
+            check_folder(
+                folder, config if isinstance(config, FastWeightConfig) else FastWeightConfig.from_pretrained(folder)
+            )
+        return super().from_pretrained(pretrained_model_name_or_path, *others, **options)
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *others: Any, **named: Any) -> Any:
+        """Checks the files and the model's size, and loads the weights as transformers does.
+
+        Raises:
+            ValueError: if a file is damaged, or the model is too large for the weights in them.
+        """
+        check_model(model, checkpoint_files or (), model.config)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *others, **named)
 
 
@@ -112,6 +134,8 @@ class FastWeightModel(FastWeightPreTrainedModel):
                 width,
                 list(config.adaptive_input_cutoffs),
             )
+            if config.square_projections == "none":
+                leave_out_square_projections(self.embed_tokens)
             size_in = width
         self.embed_scale = math.sqrt(width) if config.scale_embeddings else 1.0
         self.project_in_dim = nn.Linear(size_in, width, bias=False) if size_in != width else None
@@ -127,6 +151,9 @@ class FastWeightModel(FastWeightPreTrainedModel):
         tied_adaptively = config.adaptive_softmax_cutoffs is not None and config.tie_word_embeddings
         projected = config.output_size != width and not tied_adaptively
         self.project_out_dim = nn.Linear(width, config.output_size, bias=False) if projected else None
+        # Rotary embeddings count positions by themselves.
+        rotary = any(getattr(mixer, "rotary_dim", 0) for mixer in self.mixers)
+        self._follows_places = config.position_embeddings != "none" and not rotary
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -154,32 +181,43 @@ class FastWeightModel(FastWeightPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Reads texts, or the next parts of texts.
+        """Reads texts, or the next parts of texts. A row may hold several texts, which do not see each other.
 
         Args:
             input_ids: (batch, time).
             attention_mask: (batch, time), 0 at padding, on either side; or (batch, length so far), whose end is used.
                 Padding is seen by no other position, and takes no position.
-            position_ids: (batch, time), places in the texts, from 0; None to count them.
-            past_key_values: the cache that the call for the part before returned.
+            position_ids: (batch, time), places in the texts, from 0; None to count them. Where they begin again,
+                another text begins, as in rows of transformers' `DataCollatorWithFlattening`.
+            past_key_values: the cache that the call for the part before returned. Layers are not checkpointed then.
             inputs_embeds: (batch, time, size), in place of `input_ids`.
-            use_cache: whether to return the cache; None for the configuration's value, and in training for False.
+            use_cache: whether to return the cache, and then not to checkpoint layers; None for the configuration's
+                value, and in training for False.
             output_attentions: ignored; there are no attention weights to return.
             output_hidden_states: whether to return the input of each layer and the output of the last.
             return_dict: whether to return fields by name instead of a tuple.
+            seq_idx: (batch, time), the number of each position's text in its row.
+            cu_seq_lens_q, cu_seq_lens_k: the sums of the lengths of texts before each text, and of all, if the texts of
+                all rows stood in one; they are the same.
+            max_length_q, max_length_k: ignored; the length of the longest text.
 
         Returns:
             `last_hidden_state`, (batch, time, output_size); `past_key_values`; `hidden_states`.
 
         Raises:
-            ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+            ValueError: if an argument is not allowed; the message names it, its value and what is allowed; also if a
+                row holds several texts, and a mixer cannot keep them apart.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         by_name = self.config.return_dict if return_dict is None else return_dict
-        checkpointing = self.gradient_checkpointing and self.training
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cache = past_key_values
@@ -187,28 +225,40 @@ class FastWeightModel(FastWeightPreTrainedModel):
         rows, time = x.shape[:2]
         if cache is not None:
             cache = check_cache(cache, len(self.layers), rows)
-        elif use_cache and not checkpointing:
+        elif use_cache:
             cache = FastWeightCache(len(self.layers))
-        padding = read_padding(attention_mask, rows, time)
-        places, read = count_tokens(cache, rows, padding, time, x.device)
+        if cu_seq_lens_k is not None and (cu_seq_lens_q is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k)):
+            raise ValueError("cu_seq_lens_k is not cu_seq_lens_q; they must be the same, as a text is read whole")
+        texts = read_texts(
+            (rows, time),
+            x.device,
+            cache,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            cu_seq_lens=cu_seq_lens_q,
+            skips=self._follows_places,
+        )
+        if texts.starts is not None:
+            check_takes_starts(self.config.mixers, self.mixers)
 
         x = self.embed_scale * x
         if self.project_in_dim is not None:
             x = self.project_in_dim(x)
-        x = self._add_positions(x, places if position_ids is None else position_ids, cache)
+        x = self._add_positions(x, texts.places, whole=position_ids is not None, cache=cache)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x)
         states: tuple[Any, ...] = ()
-        drop = self.config.layerdrop if self.training else 0.0
+        drop = self.config.layerdrop if self.training and cache is None else 0.0  # a state must have read all
         for layer in self.layers:
             if keep_states:
                 states += (x,)
             if drop and torch.rand(()) <= drop:
                 continue
-            x = layer(x, padding=padding, past_key_values=cache)
+            x = layer(x, padding=texts.padding, starts=texts.starts, past_key_values=cache)
         if cache is not None:
-            cache.advance(time, read)
+            cache.advance(time, texts.read)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         if self.project_out_dim is not None:
@@ -220,7 +270,8 @@ class FastWeightModel(FastWeightPreTrainedModel):
         )
         return out if by_name else out.to_tuple()
 
-    def _add_positions(self, x: Tensor, places: Tensor, cache: FastWeightCache | None) -> Tensor:
+    def _add_positions(self, x: Tensor, places: Tensor, *, whole: bool, cache: FastWeightCache | None) -> Tensor:
+        """Adds positional embeddings; `whole`: whether places may be larger than the number of tokens so far."""
         if self.config.position_embeddings == "none":
             return x
         if self.embed_positions is None:
@@ -228,8 +279,8 @@ class FastWeightModel(FastWeightPreTrainedModel):
         else:
             most = self.config.max_position_embeddings
             # Only where it may be too long does the CPU wait for a GPU, to say so.
-            end = x.shape[1] + (0 if cache is None else cache.get_seq_length())
-            if end > most and not places.is_meta and (end := int(places.max()) + 1) > most:
+            whole = whole or x.shape[1] + (0 if cache is None else cache.get_seq_length()) > most
+            if whole and not places.is_meta and (end := int(places.max()) + 1) > most:
                 raise ValueError(f"input_ids ends at position {end} of a text; max_position_embeddings is {most}")
             encoded = self.embed_positions(places + _OFFSET)
         return x + encoded
@@ -274,6 +325,10 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                 projections=config.tie_adaptive_projections,
                 hidden_size=config.hidden_size,
             )
+            if config.square_projections == "none":
+                leave_out_square_projections(softmax=self.lm_head)
+            if config.adaptive_softmax_bias:
+                add_biases(self.lm_head)
             if isinstance(embeddings, AdaptiveInput):
                 tied = tied_bands(embeddings, self.lm_head, config.tie_adaptive_projections)
                 self._tied_weights_keys = {f"lm_head.{a}": f"model.embed_tokens.{b}" for a, b in tied.items()}
@@ -316,7 +371,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **loss_options: Any,
+        seq_idx: Tensor | None = None,
+        **options: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Computes logits, and the loss if labels are given.
 
@@ -324,8 +380,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             labels: (batch, time), a copy of `input_ids` with -100 where nothing is to be predicted: each position
                 predicts the label of the next.
             logits_to_keep: number of positions at the end to compute logits for, 0 for all; or the positions, a tensor.
-            loss_options: options of transformers' loss for language models, from its Trainer.
-            others: the arguments of `FastWeightModel.forward`.
+            options: those of transformers' loss for language models, from its Trainer; and the other arguments of
+                `FastWeightModel.forward`, as the rest of those above.
 
         Returns:
             `loss`; `logits`, (batch, positions, vocab_size); `past_key_values`; `hidden_states`.
@@ -334,7 +390,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
             TypeError: for an unknown argument.
         """
-        if unknown := set(loss_options) - _LOSS_OPTIONS:
+        lengths = {name: options.pop(name) for name in _LENGTHS if name in options}
+        if unknown := set(options) - _LOSS_OPTIONS:
             raise TypeError(f"forward() got an unexpected keyword argument {min(unknown)!r}")
         by_name = self.config.return_dict if return_dict is None else return_dict
         outputs = self.model(
@@ -347,6 +404,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            seq_idx=seq_idx,
+            **lengths,
         )
         features = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -356,7 +415,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             logits = logits.index_fill(-1, masked, MASKED_LOGIT)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_options)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -364,22 +423,3 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
         return out if by_name else out.to_tuple()
-
-
-def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor | None:
-    """Reads a mask as (rows, time), true at padding; None if there is no padding.
-
-    Raises:
-        ValueError: if the mask does not fit the numbers of rows and tokens.
-    """
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < time:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be ({rows}, {time}), or longer by what "
-            "was read before"
-        )
-    padding = attention_mask[:, attention_mask.shape[1] - time :] == 0
-    if torch.compiler.is_compiling() or padding.is_meta:
-        return padding
-    return padding if bool(padding.any()) else None

@@ -152,9 +152,9 @@ def tied_bands(embeddings: AdaptiveInput, softmax: AdaptiveSoftmax, projections:
     """The names of the softmax's weights that are weights of the embeddings, with their names there."""
     words = "head.word_proj.1.weight" if isinstance(softmax.head.word_proj, nn.Sequential) else "head.word_proj.weight"
     tied = {words: "embeddings.0.0.weight"}
-    for i in range(len(softmax.tail)):
+    for i, band in enumerate(softmax.tail):
         tied[f"tail.{i}.2.weight"] = f"embeddings.{i + 1}.0.weight"
-        if projections:
+        if projections and hasattr(next(band.children()), "weight"):
             tied[f"tail.{i}.0.weight"] = f"embeddings.{i + 1}.1.weight"
     return tied
 

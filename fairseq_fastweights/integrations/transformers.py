@@ -156,7 +156,9 @@ def _rule(
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule with decays per head or per key, in float32, with queries divided by sqrt(key_dim)."""
-    q, k, v, g, beta = (x.to(torch.float32) for x in (query, key, value, g, beta))
+    # Of prompts shorter than the convolution's reach, and of parts of prompts, time is contiguous instead of channels.
+    q, k, v = (x.to(torch.float32).contiguous() for x in (query, key, value))
+    g, beta = g.to(torch.float32), beta.to(torch.float32)
     scale = q.shape[-1] ** -0.5
     if use_qk_l2norm_in_kernel:
         q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * scale)

@@ -10,6 +10,7 @@ classes for a FOLDER that `to-huggingface` wrote.
 
 from __future__ import annotations
 
+import logging
 import sys
 import textwrap
 
@@ -28,6 +29,8 @@ def main() -> int:
     except ModuleNotFoundError as error:
         told = f"there is no package {error.name}; pip install 'fairseq-fastweights[eval]'"
         return fail(PROGRAM, error, told)
+    logging.basicConfig(format="%(asctime)s %(levelname)-8s %(message)s", datefmt="%Y-%m-%d:%H:%M:%S")
+    logging.getLogger("fairseq_fastweights").setLevel(logging.INFO)  # which backend runs; lm_eval shows its own alone
     try:
         cli_evaluate()
     except (OSError, ValueError) as error:

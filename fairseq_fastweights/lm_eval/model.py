@@ -93,7 +93,9 @@ class FastWeightLM(HFLM):
         segment: number of tokens of a row that are read at a time.
         dtype: of the weights; "auto" for that of the checkpoint.
         options: the other arguments of lm_eval's `hf`, except those for loading a model. With `add_bos_token=False` a
-            text begins with nothing; otherwise with the end of another text, as in fairseq.
+            text begins with nothing; otherwise with what the tokenizer of `to-huggingface` puts there: the end of
+            another text, as in fairseq, or, for a model that `from-huggingface` made and that still has softmax
+            attention in all layers, what its source's tokenizer puts there. Scores are those of `hf` for that folder.
 
     Raises:
         ValueError: if an argument is not allowed, or the checkpoint cannot be used; the message says why.
@@ -121,8 +123,10 @@ class FastWeightLM(HFLM):
     def _get_config(self, *arguments: Any, **options: Any) -> None:
         self._config = self._model.config
 
-    def _create_tokenizer(self, *arguments: Any, **options: Any) -> None:
-        """Does nothing: the tokenizer came with the model."""
+    def _create_tokenizer(self, *arguments: Any, add_bos_token: bool | None = None, **options: Any) -> None:
+        """Sets what a text begins with, if that is said; the tokenizer came with the model."""
+        if add_bos_token is not None:
+            self.tokenizer.add_bos_token = add_bos_token
 
     def _create_model(self, pretrained: str, *, dtype: str | torch.dtype, **options: Any) -> None:
         known = signature(HFLM._create_model).parameters
@@ -207,7 +211,7 @@ class FastWeightLM(HFLM):
             [
                 (None, *utils.make_disjoint_window(window))
                 for window in utils.get_rolling_token_windows(
-                    self.tok_encode(text, add_special_tokens=False),
+                    self.tok_encode(text),
                     self.prefix_token_id,
                     self.max_length,
                     context_len=1,

@@ -15,6 +15,7 @@ from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
+from fairseq_fastweights.ops.features import map_features
 
 SMALLEST_RATE, LARGEST_RATE = 0.01, 16
 """The range of the initial exp(A_log), uniform; in Kimi delta attention it begins at 1, as in its authors' code."""
@@ -187,8 +188,10 @@ class GatedDelta(Mixer):
         precise = ops.state_dtype(mixed.dtype)
         keys = self.key_heads * self.key_dim
         q, k, v = mixed.split([keys, self.writes * keys, mixed.shape[-1] - (1 + self.writes) * keys], -1)
-        q = _normalised(_heads(q, self.key_heads)) * self.key_dim**-0.5
-        k = _normalised(_heads(k, self.writes * self.key_heads))
+        # q / |q| / sqrt(key_dim) and k / |k|, with 1e-6 added to the square, as in flash-linear-attention.
+        unit = partial(map_features, normalization="length", eps=1e-6, dtype=q.dtype, backend=self.backend)
+        q = unit(_heads(q, self.key_heads), scale=self.key_dim**-0.5)
+        k = unit(_heads(k, self.writes * self.key_heads))
         v = _heads(v, self.writes * self.num_heads)
         beta = self.b_proj(text).to(precise).sigmoid().transpose(0, 1)
         if self.negative_eigenvalues:
@@ -323,9 +326,3 @@ class DeltaProduct(GatedDelta):
 def _heads(x: Tensor, heads: int) -> Tensor:
     """(time, batch, channels) -> (batch, time, heads, dim)."""
     return x.unflatten(-1, (heads, -1)).transpose(0, 1)
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """x / |x|, with 1e-6 added to the square, as in flash-linear-attention."""
-    precise = x.to(ops.state_dtype(x.dtype))
-    return (precise * torch.rsqrt(precise.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.feature_maps import Scales, build_feature_map, sum_normalize
+from fairseq_fastweights.feature_maps import Scales, build_feature_map, is_favor
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 
@@ -32,7 +32,7 @@ class MemoryAttention(Mixer):
         feature_dim: size m of queries and keys after the feature map; the state is m x head_dim. None for the map's
             default.
         dpfp_nu: nu of the map "dpfp".
-        favor_features: number of random features of the map "favor"; None for its default.
+        favor_features: number of random features of the maps "favor" and "favor-schlag"; None for their default.
         normalization: a set of some of "sum", "attention" and "removal".
         bias: whether the projections have biases. Those of gates that decay the memory always have.
         scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
@@ -49,6 +49,9 @@ class MemoryAttention(Mixer):
         >>> layer.feature_map
         DpfpMap(key_dim=8, output_dim=32)
     """
+
+    backend: str = "auto"
+    """What computes feature maps and, of subclasses, the rule: one of `ops.BACKENDS`."""
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class MemoryAttention(Mixer):
         # Normalisers grow with time, their inverses shrink, and exp() of FAVOR+'s exponents is large unless sum
         # normalisation takes it back: float16 has not the range for them.
         self.needs_float32_range = bool(normalization & {"attention", "removal"}) or (
-            feature_map == "favor" and "sum" not in normalization
+            is_favor(feature_map) and "sum" not in normalization
         )
         self._scales: Scales = "fixed"
         if "sum" in normalization:
@@ -129,21 +132,18 @@ class MemoryAttention(Mixer):
             return *self._features(q, k, self._heads(v, self.head_dim)), logits
         both, v, *logits = project(x, modules, together=2)
         v = self._in_float32_range(self._heads(v, self.head_dim))
-        both = self.feature_map.map_alike(both.unflatten(-1, (-1, dim)).transpose(0, 1))
-        q, k = self._normalize(both, v.dtype).chunk(2, dim=2)
+        both = self.feature_map.map_alike(both.unflatten(-1, (-1, dim)).transpose(0, 1), **self._mapping(v))
+        q, k = both.chunk(2, dim=2)
         return q, k, v, logits
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps and normalises queries and keys, and converts all three to a dtype with a large enough range."""
-        q, k = self.feature_map(q, k, scales=self._scales)
         v = self._in_float32_range(v)
-        return self._normalize(q, v.dtype), self._normalize(k, v.dtype), v
+        q, k = self.feature_map(q, k, scales=self._scales, **self._mapping(v))
+        return q, k, v
 
-    def _normalize(self, mapped: Tensor, dtype: torch.dtype) -> Tensor:
-        if "sum" not in self.normalization:
-            return mapped.to(dtype)
-        phi = self.feature_map
-        return sum_normalize(mapped, eps=phi.sum_eps, positive=phi.positive, dtype=dtype)
+    def _mapping(self, v: Tensor) -> dict[str, Any]:
+        return {"normalize": "sum" in self.normalization, "dtype": v.dtype, "backend": self.backend}
 
     def _in_float32_range(self, v: Tensor) -> Tensor:
         return v.float() if v.dtype == torch.float16 and self.needs_float32_range else v
@@ -176,7 +176,7 @@ class MemoryAttention(Mixer):
 
     def concern_when_carried(self) -> str | None:
         """Returns a reason not to carry states from segment to segment in training, or None."""
-        if self.feature_map_name == "favor":
+        if is_favor(self.feature_map_name):
             return (
                 "FAVOR+ draws new features for every training batch, so that a carried state is read with other "
                 "features than it was written with"

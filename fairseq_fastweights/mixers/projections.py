@@ -77,13 +77,15 @@ def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor
     pays where x has more rows than columns. Modules that may do more than multiply, as those with hooks, stay alone.
     """
     alone = [module for module in modules if not _is_plain(module, like=modules[0])]
-    if alone or not torch.is_grad_enabled() or x.shape[:-1].numel() < x.shape[-1]:
+    if alone or not modules[0].training or x.shape[:-1].numel() < x.shape[-1]:
         parts = [module(x) for module in modules]
         return [torch.cat(parts[:together], dim=-1), *parts[together:]] if together > 1 else parts
     weight = torch.cat([module.weight for module in modules])
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     sizes = [module.out_features for module in modules]
-    return list(F.linear(x, weight, bias).split([sum(sizes[:together]), *sizes[together:]], dim=-1))
+    # A matrix, as torch multiplies tensors of more dimensions in one way with gradients and in another one without.
+    projected = F.linear(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
+    return list(projected.split([sum(sizes[:together]), *sizes[together:]], dim=-1))
 
 
 def _is_plain(module: Any, like: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_NUMBER = r"(\d+(?:\.\d+)?)"
+_NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"  # as Python and C write them
 _LINEAR = re.compile(f"linear:{_NUMBER}")
 _LLAMA3 = re.compile(f"llama3:{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}")
 
@@ -49,8 +49,9 @@ def parse_scaling(text: str) -> RotaryScaling | None:
     if not text:
         return None
     match = _LINEAR.fullmatch(text) or _LLAMA3.fullmatch(text)
-    if match is not None:
-        scaling = RotaryScaling(*map(float, match.groups()))
+    numbers = [] if match is None else [float(number) for number in match.groups()]
+    if numbers and all(map(math.isfinite, numbers)):
+        scaling = RotaryScaling(*numbers)
         if scaling.factor and scaling.positions and (math.isinf(scaling.low) or scaling.low < scaling.high):
             return scaling
     raise ValueError(

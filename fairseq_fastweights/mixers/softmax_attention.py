@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_fastweights.mixers.documents import check_starts
+from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling, rotate, turns
@@ -20,9 +20,9 @@ class SoftmaxAttention(ReadsBySoftmax):
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v
 
-    With `rotary_dim` queries and keys are rotated by their positions (Su et al. 2021), as in GPT-NeoX. Position 0 is
-    the first token of a row, padding or not, as the output depends on differences of positions alone. The state, which
-    grows with the text, holds rotated keys. Parameters have fairseq's names.
+    With `rotary_dim` queries and keys are rotated by their positions in their documents (Su et al. 2021), as in
+    GPT-NeoX; padding takes no position. The state, which grows with the text, holds rotated keys. Parameters have
+    fairseq's names.
 
     Args:
         embed_dim: width of the input and of the output.
@@ -94,10 +94,8 @@ class SoftmaxAttention(ReadsBySoftmax):
         q, k = self.q_norm(q), self.k_norm(k)
         before = 0 if state is None else state["keys"].shape[2]
         if self.rotary_dim:
-            # A document's angles are the larger the later it lies in its row, and their differences should not show it.
-            precise = torch.float32 if starts is None else torch.float64
-            positions = torch.arange(before, before + time, device=x.device, dtype=precise)
-            turned = turns(positions, self.rotary_dim, self.rotary_base, x.dtype, self._scaling)
+            positions = _positions(state, padding, starts, x)
+            turned = turns(positions.float(), self.rotary_dim, self.rotary_base, x.dtype, self._scaling)
             q, k = rotate(q, *turned), rotate(k, *turned)
         if state is not None:
             k, v = torch.cat([state["keys"], k], dim=2), torch.cat([state["values"], v], dim=2)
@@ -131,6 +129,19 @@ class SoftmaxAttention(ReadsBySoftmax):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, rotary_dim={self.rotary_dim}, rotary_base={self.rotary_base:g}"
+
+
+def _positions(state: State | None, padding: Tensor | None, starts: Tensor | None, x: Tensor) -> Tensor:
+    """The positions of a call's steps in their documents: (time,), or (batch, 1, time) if rows may differ."""
+    time, batch, _ = x.shape
+    before: Any = 0 if state is None else state["keys"].shape[2]
+    earlier = None if state is None else state.get("padding")
+    if padding is None and starts is None and earlier is None:
+        return torch.arange(before, before + time, device=x.device)
+    if earlier is not None:  # which marks earlier documents too
+        before = (~earlier).sum(dim=1)
+    real = torch.ones(batch, time, dtype=torch.bool, device=x.device) if padding is None else ~padding
+    return within_documents(starts, real.cumsum(dim=1) - 1, 0, before)[0][:, None]
 
 
 def _visible(

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.feature_maps import is_favor
+from fairseq_fastweights.ops.autocast import without_autocast
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,37 @@ class UpdateRule:
     ordered: bool = True
 
 
+def delta_rule_of_mao(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule as Mao's published kernel computes it, which reads before it writes, with beta in the key.
+
+        k'_t = beta_t k_t;  y_t = S_{t-1} q_t;  S_t = S_{t-1} + (v_t - S_{t-1} k'_t) k'_t^T
+
+    Eq. 6 of Mao (2022) removes beta_t S_{t-1} k_t k_t^T, this beta_t times as much. Arguments and results are those of
+    `ops.delta_rule`, which computes it: what a step reads after it has written is what the next reads before that.
+    """
+    if initial_state is None:
+        first = torch.zeros_like(v[:, :1])
+    else:
+        with without_autocast(q):
+            first = torch.einsum("bthm,bhmv->bthv", q[:, :1].to(initial_state.dtype), initial_state).to(v.dtype)
+    options = how if starts is None else how | {"starts": starts}
+    key = k * beta[..., None].to(k.dtype)
+    out, state = ops.delta_rule(q.roll(-1, 1), key, v, torch.ones_like(beta), initial_state=initial_state, **options)
+    out = torch.cat([first, out[:, :-1]], dim=1)
+    if starts is not None:  # a document begins with an empty memory
+        out = out.masked_fill(starts[..., None, None], 0)
+    return out, state
+
+
 UPDATE_RULES: dict[str, UpdateRule] = {
     "sum": UpdateRule(ops.sum_rule, (), "elu", frozenset({"attention"}), ordered=False),
     "gated": UpdateRule(ops.gated_rule, (Gate("gate", per="head", log=True),), "identity", frozenset()),
@@ -68,7 +102,16 @@ UPDATE_RULES: dict[str, UpdateRule] = {
         frozenset({"sum"}),
         corrects=True,
     ),
+    "delta-mao": UpdateRule(
+        delta_rule_of_mao,
+        (Gate("beta", per="head", log=False),),
+        "elu",
+        frozenset({"sum"}),
+        corrects=True,
+    ),
 }
+DELTA_RULES = ("delta", "delta-mao")
+"""The forms of the delta rule."""
 
 NORMALIZATIONS = ("sum", "attention", "removal")
 
@@ -116,11 +159,11 @@ def lookup(argument: str, name: str) -> UpdateRule:
 def known_to_diverge(update_rule: str, feature_map: str, normalization: frozenset[str]) -> str | None:
     """Returns what a paper reports of this combination diverging, or None."""
     normalized = bool(normalization & {"sum", "attention"})
-    if update_rule == "delta" and "sum" not in normalization:
+    if update_rule in DELTA_RULES and "sum" not in normalization:
         return "without sum normalisation the delta rule diverged (Schlag et al. 2021, Table 3; Mao 2022, footnote 3)"
-    if update_rule == "delta" and feature_map == "identity":
+    if update_rule in DELTA_RULES and feature_map == "identity":
         return "the delta rule diverged without a feature map (Mao 2022, Table 1)"
-    if update_rule == "delta" and feature_map == "favor":
+    if update_rule in DELTA_RULES and is_favor(feature_map):
         return (
             "FAVOR+ with the delta rule gave not-a-number in synthetic setting 2 (Schlag et al. 2021, App. D.2), "
             "though it trained on WikiText-103 (Tables 2 and 5)"
@@ -139,7 +182,7 @@ def known_to_diverge(update_rule: str, feature_map: str, normalization: frozense
 
 def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) -> str | None:
     """Returns a reason not to carry states of this combination from segment to segment in training, or None."""
-    if update_rule in ("sum", "delta") and normalization & {"attention", "removal"}:
+    if update_rule in ("sum", *DELTA_RULES) and normalization & {"attention", "removal"}:
         return (
             "the normaliser of attention normalisation grows without bound; perplexities were above 260 "
             "(Schlag et al. 2021, Table 4 and Sec. 6.3)"

@@ -17,9 +17,11 @@ from fairseq.models.transformer_lm import (
     base_lm_architecture,
     transformer_lm_baevski_wiki103,
 )
+from fairseq.modules import AdaptiveInput
 from fairseq.utils import safe_getattr
 from torch import nn
 
+from fairseq_fastweights.adaptive_bands import SQUARE_PROJECTIONS
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings
@@ -33,7 +35,8 @@ from fairseq_fastweights.models.fast_weight_options import (
     parse_mixers,
     set_defaults,
 )
-from fairseq_fastweights.models.input_embeddings import build_embeddings
+from fairseq_fastweights.models.input_embeddings import build_embeddings, change_bands
+from fairseq_fastweights.models.mixer_layers import compile_layers
 from fairseq_fastweights.models.option_checks import (
     check_inference,
     check_model_itself,
@@ -41,6 +44,7 @@ from fairseq_fastweights.models.option_checks import (
     read_cutoffs,
     register_architecture,
 )
+from fairseq_fastweights.ops.choice import say_again
 
 
 @defaults_in_help
@@ -72,6 +76,17 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
             "help": "standard deviation of the normal distribution that all projections and embeddings are drawn from "
             "(default: fairseq's initial distributions)"
         },
+    )
+    square_projections: ChoiceEnum(list(SQUARE_PROJECTIONS)) = field(  # type: ignore[valid-type]
+        default="keep",
+        metadata={
+            "help": "projections of the adaptive input and softmax that change no size: keep (fairseq's), identity "
+            "(they start as the identity) or none (left out, with the dropout after them, as in Transformer-XL's "
+            "program)"
+        },
+    )
+    adaptive_softmax_bias: bool = field(
+        default=False, metadata={"help": "give the adaptive softmax a bias for each word type and each band"}
     )
     rotary_dim: int = field(
         default=0,
@@ -165,6 +180,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             ValueError: for options that contradict each other, before anything is built.
         """
         check_ranges(args)
+        say_again()  # which backend runs
         names = _layer_mixers(args)
         if args.decoder_layers_to_keep:
             kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)
@@ -204,6 +220,10 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         )
         if args.init_std is not None:
             _draw_weights(decoder, args.init_std)
+        adaptive = isinstance(decoder.embed_tokens, AdaptiveInput)
+        change_bands(args, decoder.embed_tokens if adaptive else None, decoder.adaptive_softmax)
+        if args.compile:
+            compile_layers(decoder)
         return cls(decoder)
 
     @classmethod

@@ -72,15 +72,17 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         metadata={
             "help": "update rule of the memories: sum adds each value under its key (linear Transformer, Performer); "
             "gated decays the memory by one gate per head; decay by a gate per key and value dimension (Mao 2022); "
-            "delta corrects what the key retrieves (Delta Network); retention decays it by a constant per head, and "
-            "normalises and gates the output (RetNet)"
+            "delta corrects what the key retrieves (Delta Network); delta-mao does so as Mao's published kernel, which "
+            "reads before it writes; retention decays it by a constant per head, and normalises and gates the output "
+            "(RetNet)"
         },
     )
     feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
         default="auto",
         metadata={
-            "help": "feature map of queries and keys; auto is what the rule's paper uses: elu for sum and delta, "
-            "identity for gated, decay and retention"
+            "help": "feature map of queries and keys; favor-schlag is FAVOR+ as in the program of Schlag et al. 2021, "
+            "without the scale head dimension^(-1/4) and with 1e-4 added to every exponential; auto is what the rule's "
+            "paper uses: elu for sum and delta, identity for gated, decay and retention"
         },
     )
     feature_dim: Optional[int] = field(
@@ -95,8 +97,8 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     favor_features: Optional[int] = field(
         default=None,
         metadata={
-            "help": "number of random features m of the feature map favor, whose output has 2 m dimensions (default: "
-            "half of --feature-dim, or head dimension x log head dimension)"
+            "help": "number of random features m of the maps favor and favor-schlag, whose output has 2 m dimensions "
+            "(default: half of --feature-dim, or head dimension x log head dimension)"
         },
     )
     normalization: str = field(
@@ -114,6 +116,13 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     fast_weight_backend: ChoiceEnum(list(ops.BACKENDS)) = field(  # type: ignore[valid-type]
         default="auto",
         metadata={"help": "implementation of the update rules; auto takes compiled kernels where there are some"},
+    )
+    compile: bool = field(
+        default=False,
+        metadata={
+            "help": "in training, let torch.compile make one graph of all layers of a kind; the first updates take as "
+            "long as it compiles. Layers without a mixer, as those of fairseq's own attention, stay as they are"
+        },
     )
 
 

@@ -35,13 +35,14 @@ from fairseq_fastweights.models.fast_weight_options import (
 )
 from fairseq_fastweights.models.fast_weight_transformer_decoder import FastWeightTransformerDecoder
 from fairseq_fastweights.models.fast_weight_transformer_encoder import FastWeightTransformerEncoder
-from fairseq_fastweights.models.mixer_layers import MixerBuilder
+from fairseq_fastweights.models.mixer_layers import MixerBuilder, compile_layers
 from fairseq_fastweights.models.option_checks import (
     check_inference,
     check_ranges,
     read_cutoffs,
     register_architecture,
 )
+from fairseq_fastweights.ops.choice import say_again
 
 PLACES = ("encoder", "decoder", "cross")
 """The places of attention in the Transformer: within encoder and decoder, and from decoder to encoder ("cross")."""
@@ -109,6 +110,7 @@ class FastWeightTransformerModel(TransformerModel):
         """
         set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
         check_ranges(args)
+        say_again()  # which backend runs
         _check_shape(args, len(task.target_dictionary))
         places = parse_places(args.fast_weight_attention)
         names = _decoder_mixers(args)
@@ -127,7 +129,10 @@ class FastWeightTransformerModel(TransformerModel):
         aligns = safe_getattr(args, "criterion", None) == "label_smoothed_cross_entropy_with_alignment"
         if "cross" in places and aligns and getattr(getattr(task, "cfg", None), "load_alignments", False):
             raise _no_alignments("load_alignments", True)
-        return super().build_model(args, task)
+        model: FastWeightTransformerModel = super().build_model(args, task)
+        if args.compile:
+            compile_layers(model)
+        return model
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Dictionary, embed_tokens: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""The input embeddings of `fast_weight_lm`: of words, of characters, or adaptive."""
+"""The input embeddings of `fast_weight_lm`: of words, of characters, or adaptive, with the softmax that is adaptive."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
+from fairseq_fastweights.adaptive_bands import (
+    add_biases,
+    check_square_projections,
+    leave_out_square_projections,
+    start_as_identity,
+)
 from fairseq_fastweights.models.option_checks import read_cutoffs
 
 
@@ -18,6 +24,7 @@ def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
     Raises:
         ValueError: for options that contradict each other.
     """
+    _check_bands(args)
     if args.character_embeddings:
         return CharacterTokenEmbedder(
             dictionary,
@@ -47,6 +54,31 @@ def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
         args.quant_noise_pq,
         args.quant_noise_pq_block_size,
     )
+
+
+def change_bands(args: Any, embeddings: Any, softmax: Any) -> None:
+    """Gives an adaptive input and an adaptive softmax, or None, the form that the options choose.
+
+    It is done last: what starts as the identity must not be drawn again.
+    """
+    if args.square_projections == "none":
+        leave_out_square_projections(embeddings, softmax)
+    elif args.square_projections == "identity":
+        start_as_identity(embeddings, softmax)
+    if args.adaptive_softmax_bias:
+        add_biases(softmax)
+
+
+def _check_bands(args: Any) -> None:
+    check_square_projections(args.square_projections)
+    adaptive_input = args.adaptive_input and not args.character_embeddings
+    if args.square_projections != "keep" and not adaptive_input and args.adaptive_softmax_cutoff is None:
+        raise ValueError(
+            f"square_projections is {args.square_projections}; it needs adaptive_input or adaptive_softmax_cutoff, "
+            "which are not set"
+        )
+    if args.adaptive_softmax_bias and args.adaptive_softmax_cutoff is None:
+        raise ValueError("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoff, which is not")
 
 
 def _read_filters(text: str) -> list[Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
+import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules import FairseqDropout
@@ -13,7 +15,7 @@ from fairseq.modules.quant_noise import quant_noise
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.models.segment_state import SegmentState
 
 MixerBuilder = Callable[[int], Mixer]
@@ -34,10 +36,16 @@ _FUSED = (
 
 
 class _Attention:
-    """Calls a mixer in the way in which fairseq's layers call their attention; `starts` marks documents or is None."""
+    """Calls a mixer in the way in which fairseq's layers call their attention.
 
-    def __init__(self, mixer: Mixer, starts: Tensor | None) -> None:
-        self._mixer = mixer
+    Args:
+        mixer: the mixer.
+        starts: marks documents, or is None.
+        name: what its state is found by in a layer that is compiled; None for the mixer itself.
+    """
+
+    def __init__(self, mixer: Mixer, starts: Tensor | None, name: str | None) -> None:
+        self._mixer, self._key = mixer, mixer if name is None else name
         self._options = {} if starts is None else {"starts": starts}
 
     def __call__(
@@ -51,13 +59,13 @@ class _Attention:
     ) -> tuple[Tensor, None]:
         """Mixes `query`, (time, batch, embed_dim). The state is read from `incremental_state` and written there."""
         options: dict[str, Any] = self._options if key is None or key is query else {"source": key}
-        state = None if incremental_state is None else incremental_state.get(self._mixer)
+        state = None if incremental_state is None else incremental_state.get(self._key)
         # A segment may be computed twice from the same state; the state of a text that is being written is read once.
-        overwrite = not isinstance(incremental_state, SegmentState)
+        overwrite = self._key is self._mixer and not isinstance(incremental_state, SegmentState)
         padding = None if key_padding_mask is None else key_padding_mask.bool()
         x, state = self._mixer(query, state, padding, overwrite=overwrite, **options)
         if incremental_state is not None:
-            incremental_state[self._mixer] = state
+            incremental_state[self._key] = state
         return x, None
 
     def _get_input_buffer(self, incremental_state: Any) -> None:
@@ -67,17 +75,61 @@ class _Attention:
 class _AsFairseqs:
     """Presents a layer to the code of fairseq's layers, with its mixers as attention."""
 
-    def __init__(self, layer: nn.Module, starts: Tensor | None = None) -> None:
-        self._layer = layer
-        self._starts = starts
+    def __init__(self, layer: nn.Module, starts: Tensor | None, by_name: bool = False) -> None:
+        self._layer, self._starts, self._by_name = layer, starts, by_name
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._layer, name)
-        return _Attention(found, self._starts) if isinstance(found, Mixer) else found
+        return _Attention(found, self._starts, name if self._by_name else None) if isinstance(found, Mixer) else found
+
+
+def _run_with_states(
+    forward: Callable[..., Any],
+    layer: nn.Module,
+    starts: Tensor | None,
+    states: dict[str, State | None] | None,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[Any, dict[str, State | None] | None]:
+    """What `forward` makes of a layer, and its mixers' states after it, by name: what is compiled.
+
+    By name, as a graph that knows states by their mixers would be one for each layer.
+    """
+    if states is not None:
+        states = dict(states)
+        options = options | {"incremental_state": states}
+    return forward(_AsFairseqs(layer, starts, by_name=True), *arguments, **options), states
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    # All layers share this function, and may be of several kinds, with and without padding, states and documents.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(_run_with_states)
 
 
 class MixerLayer(nn.Module):
-    """Base class that adds mixers to fairseq's layers."""
+    """Base class that adds mixers to fairseq's layers.
+
+    Attributes:
+        compiles: whether torch.compile makes one graph of the layer in training, the same for all layers of a kind.
+    """
+
+    compiles = False
+
+    def run(
+        self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], starts: Any = None
+    ) -> Any:
+        """Runs a layer's forward pass in fairseq's form, in which mixers are its attention."""
+        if not (self.compiles and self.training):
+            return forward(_AsFairseqs(self, starts), *arguments, **options)
+        segment, names = options.pop("incremental_state", None), dict(self.mixers())
+        states = None if segment is None else {name: segment.get(mixer) for name, mixer in names.items()}
+        x, *others = arguments  # contiguous, as the layers before give it: another layout would be another graph
+        result, states = _compiled()(forward, self, starts, states, (x.contiguous(), *others), options)
+        for name, state in (states or {}).items():
+            segment[names[name]] = state
+        return result
 
     def mixers(self) -> Iterator[tuple[str, Mixer]]:
         """Its mixers, with their names."""
@@ -114,7 +166,7 @@ class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Runs fairseq's layer."""
-        return TransformerEncoderLayerBase.forward(_AsFairseqs(self), *arguments, **options)
+        return self.run(TransformerEncoderLayerBase.forward, arguments, options)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Accepts a state of fairseq's layer too, and drops its second copies of weights."""
@@ -160,8 +212,8 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Runs fairseq's layer; `starts`, which needs a layer without a source, goes to the mixer."""
-        own = _AsFairseqs(self, options.pop("starts", None))
-        return TransformerDecoderLayerBase.forward(own, *arguments, **options)
+        starts = options.pop("starts", None)
+        return self.run(TransformerDecoderLayerBase.forward, arguments, options, starts)
 
 
 class ParallelDecoderLayer(MixerDecoderLayer):
@@ -179,17 +231,21 @@ class ParallelDecoderLayer(MixerDecoderLayer):
                 raise ValueError(f"{name} is set; with parallel_residual it must not be")
         super().__init__(cfg, build_mixer, no_encoder_attn=True)
 
-    def forward(
-        self,
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None, None]:
+        """Computes the layer."""
+        starts = options.pop("starts", None)
+        computed: tuple[Tensor, None, None] = self.run(self._compute, arguments, options, starts)
+        return computed
+
+    @staticmethod
+    def _compute(
+        own: Any,
         x: Tensor,
         *,
         incremental_state: dict[Any, Any] | None = None,
         self_attn_padding_mask: Tensor | None = None,
-        starts: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None, None]:
-        """Computes the layer; x is (time, batch, embed_dim)."""
-        own: Any = _AsFairseqs(self, starts)
         mixed, _ = own.self_attn(own.self_attn_layer_norm(x), None, None, self_attn_padding_mask, incremental_state)
         hidden = own.activation_dropout_module(own.activation_fn(own.fc1(own.final_layer_norm(x))))
         return x + own.dropout_module(mixed) + own.dropout_module(own.fc2(hidden)), None, None
@@ -201,6 +257,13 @@ def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     # As in fairseq: a layer whose activations are checkpointed is always wrapped.
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Lets torch.compile make a graph of each kind of layer that has a mixer, when it is first trained."""
+    for module in model.modules():
+        if isinstance(module, MixerLayer):
+            module.compiles = True
 
 
 def project(output_layer: Callable[..., Tensor], features: Tensor, **options: Any) -> Tensor:

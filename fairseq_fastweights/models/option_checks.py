@@ -20,6 +20,7 @@ from fairseq.models import (
 )
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 
+from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.mixers.registry import MIXERS, option_name
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -38,7 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         """base_layers head_dim kv_heads rms_norm_eps query_key_norm_eps lr max_update max_epoch warmup_updates
         weight_decay adam_eps save_interval_updates num_workers data_buffer_size shard_id context_window max_len_a
-        max_len_b min_len prefix_size no_repeat_ngram_size buffer_size iter_decode_max_iter""".split(),
+        max_len_b min_len prefix_size no_repeat_ngram_size buffer_size iter_decode_max_iter text_streams""".split(),
         (0, math.inf),
     ),
     # Probabilities and parts.
@@ -165,9 +166,13 @@ def _check_training(args: Any) -> None:
 def _check_unused(args: Any, model: Any) -> None:
     """Checks that no option was given that has no effect on the model."""
     options, names = model.complete(args)
-    for option, default, needed in (("favor_features", None, "favor"), ("dpfp_nu", 1, "dpfp")):
-        value, given = getattr(options, option), str(options.feature_map)
-        if value != default and given != needed:
+    given = str(options.feature_map)
+    for option, default, needed, fits in (
+        ("favor_features", None, "favor", is_favor(given)),
+        ("dpfp_nu", 1, "dpfp", given == "dpfp"),
+    ):
+        value = getattr(options, option)
+        if value != default and not fits:
             raise ValueError(f"{option} is {value}; it needs feature_map {needed}, and feature_map is {given}")
     for mixer, kind in MIXERS.items():
         for option, row in kind.options.items():

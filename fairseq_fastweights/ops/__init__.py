@@ -13,7 +13,8 @@ raises `BackendUnavailable`; none silently takes another's place. All have backw
 gradient passes. If v has more heads than q and k, as many of its heads in turn share one of theirs.
 
 With `in_place` the final state is written into `initial_state`, which is returned as the final state: generation, one
-token at a time, then moves no more than the state. Nothing of such a call can be differentiated.
+token at a time, then moves no more than the state. Nothing of such a call can be differentiated. A state that shares
+memory with an input, or some of whose elements share memory, is refused.
 
 `selective_scan`, the recurrence of Mamba, is no update rule: it has no queries and keys, but the same three forms.
 """
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops.checks import BackendUnavailable, GateInput, check_values, state_dtype
-from fairseq_fastweights.ops.operations import BACKENDS, OPERATIONS, Operation
+from fairseq_fastweights.ops.choice import BACKENDS
+from fairseq_fastweights.ops.operations import OPERATIONS, Operation
 from fairseq_fastweights.ops.scan import selective_scan
 
 __all__ = [
@@ -74,8 +76,9 @@ def sum_rule(
         out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
-            gradient is wanted; the message names the argument, what it was and what it may be.
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
+            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
+            what it may be.
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
@@ -122,8 +125,9 @@ def gated_rule(
         out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
-            gradient is wanted; the message names the argument, what it was and what it may be.
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
+            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
+            what it may be.
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
@@ -171,8 +175,9 @@ def decay_rule(
         out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
-            gradient is wanted; the message names the argument, what it was and what it may be.
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
+            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
+            what it may be.
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
@@ -228,8 +233,9 @@ def delta_rule(
         out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
-            gradient is wanted; the message names the argument, what it was and what it may be.
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
+            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
+            what it may be.
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
@@ -281,8 +287,9 @@ def gated_delta_rule(
         out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
-            gradient is wanted; the message names the argument, what it was and what it may be.
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
+            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
+            what it may be.
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
@@ -339,8 +346,9 @@ def fast_weight_rule(
         out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state or where a
-            gradient is wanted; the message names the argument, what it was and what it may be.
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
+            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
+            what it may be.
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 

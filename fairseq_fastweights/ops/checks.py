@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.ops.overlaps import first_overlap, overlaps_itself
+
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALLOWED = frozenset(FLOAT_TYPES)
 
@@ -172,8 +174,17 @@ def check_inputs(
     return batch, time, heads, key_heads, key_dim, value_dim
 
 
-def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tensor:
-    """Returns the state that is to be changed in place, or raises `ValueError` if it cannot be."""
+def check_in_place(
+    initial_state: Tensor | None, names: Sequence[str], inputs: Sequence[Tensor | None], starts: Tensor | None = None
+) -> Tensor:
+    """Returns the state that is to be changed in place, or raises `ValueError` if it cannot be.
+
+    Args:
+        initial_state: it must share no memory with what is read.
+        names: of `inputs`.
+        inputs: what is read besides, which must not want a gradient.
+        starts: as `check_inputs` takes it.
+    """
     if initial_state is None:
         raise ValueError("initial_state is None and in_place is True; there must be a state to write into")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (initial_state, *inputs)):
@@ -181,15 +192,23 @@ def check_in_place(initial_state: Tensor | None, *inputs: Tensor | None) -> Tens
             "in_place is True, but initial_state or an input requires a gradient; what changes in place cannot be "
             "differentiated: call it under torch.no_grad()"
         )
-    if not torch.compiler.is_compiling() and initial_state.is_neg():
+    if overlaps_itself(initial_state):
+        raise ValueError(
+            f"initial_state has strides {initial_state.stride()} and in_place is True; its elements must not share "
+            "memory"
+        )
+    if torch.compiler.is_compiling():
+        return initial_state  # compiled code reads everything before it writes
+    if initial_state.is_neg():
         raise ValueError(
             "initial_state is a negative view, as the imaginary part of a conjugate, and in_place is True; it must be "
             "a tensor of its own, as resolve_neg() makes it"
         )
-    strides = initial_state.stride()
-    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(initial_state.shape, strides, strict=True)):
+    shared = first_overlap(initial_state, (*inputs, starts))
+    if shared is not None:
         raise ValueError(
-            f"initial_state has strides {strides} and in_place is True; its elements must not share memory"
+            f"{(*names, 'starts')[shared]} shares memory with initial_state and in_place is True, which writes there; "
+            "it must have memory of its own, as clone() makes it"
         )
     return initial_state
 

@@ -223,7 +223,8 @@ class Kernel:
                     decay = given.log_gate[..., None].expand(*k.shape)
                     given = given._replace(log_gate=None, log_key_decay=decay)
         erase, corrects, beta, log_gate, complement, f, z = given
-        q, k, v, erase, f, z = (_last_contiguous(x) for x in (q, k, v, erase, f, z))
+        q, k, v, erase = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v), _last_contiguous(erase)
+        f, z = _last_contiguous(f), _last_contiguous(z)
         return q, k, v, erase, corrects, beta, log_gate, complement, f, z, starts
 
 

@@ -7,7 +7,7 @@ divided, and what `python -m fairseq_fastweights.env` lists. An operation of one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,9 @@ from fairseq_fastweights.ops.checks import (
     state_dtype,
     values_are_checked,
 )
+from fairseq_fastweights.ops.choice import choose_backend, say_backend
 from fairseq_fastweights.ops.divided import KEYS, VALUES, Divided
 from fairseq_fastweights.ops.native import Kernel
-
-BACKENDS = ("auto", "reference", "chunkwise", "native")
 
 Implementation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -44,6 +43,7 @@ class Operation:
         keys_apart: whether the rows of a state, one for each key, have nothing to do with one another, so that calls
             can be divided over keys. The columns, one for each value, never have.
         takes_starts: whether its implementations take `starts`, and q and k of fewer heads than v.
+        inputs: the names of what it takes, in order.
 
     Examples:
         >>> def last_value(q, k, v, *, initial_state=None):  # S_t = v_t k_t^T, y_t = S_t q_t
@@ -62,6 +62,11 @@ class Operation:
     kernel: Kernel | None = None
     keys_apart: bool = True
     takes_starts: bool = False
+    inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once: a step, which takes microseconds, gives them to its checks.
+        object.__setattr__(self, "inputs", ("q", "k", "v", *(gate.name for gate in self.gates)))
 
     def __call__(
         self,
@@ -77,8 +82,7 @@ class Operation:
             TypeError: for more or fewer tensors than that, None for a gate that is optional counted.
         """
         if len(inputs) != 3 + len(self.gates):
-            names = ", ".join(["q", "k", "v", *(gate.name for gate in self.gates)])
-            raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {names}")
+            raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {', '.join(self.inputs)}")
         q, k, v, *gates = inputs
         if in_place and self._may_take_step(v, backend):
             out = self._step(q, k, v, gates, initial_state, starts)
@@ -96,7 +100,7 @@ class Operation:
         options = {} if starts is None else {"starts": starts}
         if kernel is not None:
             native.refuse_tangents(initial_state, *inputs)
-        state = check_in_place(initial_state, *inputs) if in_place else None
+        state = check_in_place(initial_state, self.inputs, inputs, starts) if in_place else None
         if time == 0:
             if state is not None:
                 return torch.zeros_like(v), state
@@ -154,9 +158,9 @@ class Operation:
     def _step(self, q: Any, k: Any, v: Any, gates: list[Any], state: Any, starts: Any) -> Tensor | None:
         """`out` of one step in place, or None if the kernels refuse it.
 
-        The operator checks shapes and types before it changes anything. Checked here are devices, strides, and that q
-        is shaped as k. `check_inputs`, which names what is wrong, takes as long as the operator: it is left for what is
-        refused.
+        The operator checks shapes and types before it changes anything. Checked here are devices, strides, memory that
+        is shared, and that q is shaped as k. `check_inputs`, which names what is wrong, takes as long as the operator:
+        it is left for what is refused.
         """
         assert self.kernel is not None
         try:
@@ -171,7 +175,7 @@ class Operation:
             if starts is not None and not starts.is_cpu:
                 return None
             native.refuse_tangents(state, q, k, v, *gates)
-            check_in_place(state, q, k, v, *gates)
+            check_in_place(state, self.inputs, (q, k, v, *gates), starts)
             return self.kernel.step_(q, k, v, *gates, state=state, starts=starts)
         except (RuntimeError, ValueError, AttributeError, TypeError, IndexError):
             return None
@@ -184,7 +188,9 @@ class Operation:
         reason = self.why_not_native(kind, v.dtype, key_dim)
         if reason is None and self.kernel is not None and self.kernel.why_not_these is not None:
             reason = self.kernel.why_not_these(*gates)
-        backend = choose_backend(backend, time, reason, self.chunkwise is not None)
+        asked, in_chunks = backend, self.chunkwise is not None
+        backend = choose_backend(asked, time, reason, in_chunks)
+        say_backend(kind, asked, reason, in_chunks)
         if backend == "native":
             assert self.kernel is not None
             kernel = self.kernel if native.fits(kind, max(key_dim, v.shape[-1])) else self.divided
@@ -197,34 +203,6 @@ class Operation:
                 "backend='reference'"
             )
         return None, self.chunkwise
-
-
-def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunks: bool) -> str:
-    """What computes a call of so many steps: `backend`, or what "auto" takes.
-
-    Args:
-        backend: one of `BACKENDS`.
-        time: how many steps there are.
-        why_not_native: why there is no kernel for the call; None if there is one.
-        in_chunks: whether there is a form that is parallel in time.
-
-    Raises:
-        ValueError: for what is no backend.
-        BackendUnavailable: if kernels are asked for and there are none.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if backend == "auto":
-        if why_not_native is None:
-            return "native"
-        # A single step has nothing to chunk: the reference's loop over time is that step.
-        return "chunkwise" if in_chunks and time > 1 else "reference"
-    if backend == "native" and why_not_native is not None:
-        other = "chunkwise" if in_chunks else "reference"
-        raise BackendUnavailable(
-            f"backend='native' was asked for: {why_not_native}; or use backend={other!r} (which 'auto' takes then)"
-        )
-    return backend
 
 
 def no_steps(

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from fairseq_fastweights.ops import checks, chunkwise, native
 from fairseq_fastweights.ops.checks import state_dtype
-from fairseq_fastweights.ops.operations import choose_backend, no_steps
+from fairseq_fastweights.ops.choice import choose_backend, say_backend
+from fairseq_fastweights.ops.operations import no_steps
+
+INPUTS = ("u", "delta", "A", "B", "C", "D")
 
 
 def selective_scan(
@@ -48,8 +51,8 @@ def selective_scan(
         out (batch, time, channels), in the dtype of `u`, and the final state, as `initial_state`.
 
     Raises:
-        ValueError: for a shape, dtype or device that does not fit, or `in_place` without a state or where a gradient is
-            wanted; the message names the argument.
+        ValueError: for a shape, dtype or device that does not fit, or `in_place` without a state, with one that shares
+            memory with an input, or where a gradient is wanted; the message names the argument.
         BackendUnavailable: if the backend cannot do it.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
@@ -61,11 +64,13 @@ def selective_scan(
     """
     _check(u, delta, A, B, C, D, initial_state)
     inputs = (u, delta, A, B, C, D)
-    backend = choose_backend(backend, u.shape[1], _why_not_native(u), in_chunks=True)
+    asked, reason = backend, _why_not_native(u)
+    backend = choose_backend(asked, u.shape[1], reason, in_chunks=True)
+    say_backend(u.device.type, asked, reason, in_chunks=True)
     run = {"native": native.selective_scan, "chunkwise": chunkwise.selective_scan, "reference": reference}[backend]
     if backend == "native":
         native.refuse_tangents(initial_state, *inputs)
-    state = checks.check_in_place(initial_state, *inputs) if in_place else None
+    state = checks.check_in_place(initial_state, INPUTS, inputs) if in_place else None
     if u.shape[1] == 0:
         return (
             no_steps(u, (u.shape[0], *A.shape), initial_state, inputs)

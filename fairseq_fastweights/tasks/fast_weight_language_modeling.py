@@ -1,4 +1,4 @@
-"""The task `fast_weight_language_modeling`: carried-over states, documents, sliding windows, transferred weights."""
+"""The task `fast_weight_language_modeling`: streams, carried-over states, documents, windows, transferred weights."""
 
 # No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
 
@@ -14,6 +14,7 @@ from fairseq.data import FairseqDataset, data_utils, indexed_dataset, iterators
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+from omegaconf import II
 
 from fairseq_fastweights.conversion.freezing import Freezing, LossImprovement, freeze_for_good
 from fairseq_fastweights.conversion.groups import parse_groups
@@ -53,6 +54,15 @@ class FastWeightTaskOptions(TransferOptions):
             "one stream unless --batch-size is given (default: off)"
         },
     )
+    text_streams: int = field(
+        default=0,
+        metadata={
+            "help": "read the training text as this many contiguous streams, a segment of each at a time, as "
+            "Transformer-XL's program does, though every segment starts in an empty state; it must be a multiple of "
+            "--batch-size times the number of processes, and is to be that times --update-freq. 0 is segments in "
+            "random order (default: 0)"
+        },
+    )
     separate_documents: bool = field(
         default=False,
         metadata={
@@ -66,6 +76,8 @@ class FastWeightTaskOptions(TransferOptions):
 @dataclass
 class FastWeightLanguageModelingConfig(LanguageModelingConfig, FastWeightTaskOptions):
     """Options of the task: those of fairseq's `language_modeling`, and its own."""
+
+    train_subset: str = II("dataset.train_subset")
 
 
 @register_task("fast_weight_language_modeling", dataclass=FastWeightLanguageModelingConfig)
@@ -92,9 +104,14 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         self._freezing: Freezing | None = None
         # The model in training, whose states checkpoints keep.
         self._carrier: Carrier | None = None
-        for option in ("carry_over_state", "separate_documents"):
+        for option in ("carry_over_state", "separate_documents", "text_streams"):
             if getattr(args, option):
                 self._check_text(args, option)
+        if args.text_streams and args.carry_over_state:
+            raise ValueError(
+                f"text_streams is {args.text_streams}; with carry_over_state it must be 0: the streams are "
+                "--batch-size times the processes then"
+            )
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -115,7 +132,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             "past_target": (False,),
         }
         why = "segments are filled with text as it stands, document after document"
-        if option == "carry_over_state":
+        if option in ("carry_over_state", "text_streams"):
             wanted_of["sample_break_mode"] = ("none", None)
             wanted_of |= {"pad_to_fixed_length": (False, None), "pad_to_fixed_bsz": (False, None)}
             why = "streams are contiguous text, neither shuffled nor padded"
@@ -224,7 +241,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         documents = self._documents_of(corpus)
         if documents is not None:
             logger.info("split %r has %s documents", split, f"{len(documents):,}")
-        if self.args.carry_over_state:
+        if self.args.carry_over_state or (self.args.text_streams and split == self.args.train_subset):
             self.datasets[split] = corpus
             return
         super().load_dataset(split, epoch=epoch, combine=combine, **others)
@@ -266,7 +283,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         data_buffer_size: int = 0,
         **others: Any,
     ) -> iterators.EpochBatchIterating:
-        """fairseq's iterator; with --carry-over-state, one over the streams of the corpus, in order."""
+        """fairseq's iterator; with --carry-over-state or --text-streams, one over streams of the corpus, in order."""
         if not isinstance(dataset, TokenCorpus):
             return super().get_batch_iterator(
                 dataset,
@@ -279,19 +296,29 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 data_buffer_size=data_buffer_size,
                 **others,
             )
+        carried = self.args.carry_over_state
         if max_sentences is None:
-            raise ValueError("batch_size is not set; with carry_over_state it must be the number of parallel streams")
+            option = "carry_over_state" if carried else "text_streams"
+            raise ValueError(f"batch_size is not set; with {option} it must be the number of parallel streams")
+        together = max_sentences * num_shards
+        number = together if carried else self.args.text_streams
+        if number % together:
+            raise ValueError(
+                f"text_streams is {number}; it must be a multiple of batch_size times the number of processes, "
+                f"{together}"
+            )
         streams = SegmentStreams(
             dataset,
-            max_sentences * num_shards,
+            number,
             self.args.tokens_per_sample,
             self.dictionary.pad(),
             self._documents_of(dataset),
+            carried=carried,
         )
         return SegmentIterator(
             streams,
             self._carrier,
-            batch_sampler=streams.batches(num_shards),
+            batch_sampler=streams.batches(number // max_sentences),
             num_shards=num_shards,
             shard_id=shard_id,
             # The text is in memory. A worker would save nothing and, each time that a checkpoint ends a pass over the
@@ -336,6 +363,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             ValueError: for a window or a segment that is longer than the model's positions, and for a sliding window
                 together with carried-over states, or with --separate-documents over samples of whole lines.
         """
+        if self.args.text_streams:
+            raise ValueError(f"text_streams is {self.args.text_streams}; in evaluation it must be 0")
         length = self.args.tokens_per_sample + context_window
         one_text = self.args.sample_break_mode in ("none", None)
         # Samples that end with a line may be shorter; fairseq leaves out those that are too long.

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in training: the current update ends, a checkpoint is written, and then the process ends."""
+"""SIGINT, SIGTERM and SIGHUP in training: the current update ends, a checkpoint is written, then the process ends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+from fairseq_fastweights.tasks.log_outlets import LogOutlets
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruption:
@@ -19,15 +22,17 @@ class Interruption:
 
     def __init__(self) -> None:
         self.number = 0
+        self.log = LogOutlets()
         self._former: dict[int, Any] = {}
         self._pid = 0
 
     def begin(self) -> None:
-        """Starts to note signals, except those that were ignored, as SIGINT in a shell's background job."""
+        """Starts to note signals, except those that were ignored: in a shell's background SIGINT, by nohup SIGHUP."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._pid != os.getpid():  # forked, perhaps, from a process that had noted one of its own
-            self._pid, self.number = os.getpid(), 0
+            self._pid, self.number, self.log = os.getpid(), 0, LogOutlets()
+        self.log.begin()
         for number in _NUMBERS:
             if signal.getsignal(number) not in (signal.SIG_IGN, self._note):
                 self._former[number] = signal.signal(number, self._note)
@@ -37,31 +42,36 @@ class Interruption:
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former, self.number = {}, 0
+        self.log.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A data worker, forked from it. Ctrl-C reaches all processes of a terminal: it must not end before the
-            # update that is waiting for its batch, and ends with the process that it works for.
+            # A data worker, forked from it. Ctrl-C and a closed terminal reach all processes of that terminal: it must
+            # not end before the update that is waiting for its batch, and ends with the process that it works for.
             if number == signal.SIGTERM:
                 os._exit(128 + number)
         elif number == self.number == signal.SIGINT:
             os._exit(128 + number)
         else:
             self.number = number
-            # No logger: what it does may just have been interrupted.
+            self.log.open()
             again = "; once more: ends at once" if number == signal.SIGINT else ""
             name = signal.Signals(number).name
-            os.write(2, f"{name}: ends after this update, when its checkpoint is written{again}\n".encode())
+            self.log.say(f"{name}: ends after this update, when its checkpoint is written{again}")
 
+    def leave(self, number: int) -> NoReturn:
+        """Ends this process with the exit code that shells give to a process that the signal ended.
 
-def leave(number: int) -> NoReturn:
-    """Ends this process with the exit code that shells give to a process that the signal ended.
-
-    It skips Python's own shutdown, which would abort the process (SIGABRT) if a thread that reads batches is running
-    PyTorch's code.
-    """
-    logging.shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(128 + number)
+        It skips Python's own shutdown, which would abort the process (SIGABRT) if a thread that reads batches is
+        running PyTorch's code.
+        """
+        try:
+            logging.shutdown()
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # closed since the process began
+                    with suppress(OSError, ValueError):
+                        stream.flush()
+            self.log.close()
+        finally:
+            os._exit(128 + number)

@@ -18,13 +18,17 @@ from fairseq import checkpoint_utils
 from fairseq.distributed import fully_sharded_data_parallel
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.logging import progress_bar
 
-from fairseq_fastweights.tasks.interruptions import Interruption, leave
+from fairseq_fastweights.tasks.changed_data import CHANGED, FileError, LastUpdate
+from fairseq_fastweights.tasks.interruptions import Interruption
 from fairseq_fastweights.tasks.save_dir import claim, replace_damaged
 
 logger = logging.getLogger(__name__)
 
 _interruption = Interruption()
+_last_update: LastUpdate
+"""Of the epoch that is trained."""
 _saved = 0
 """How many checkpoints this process has written, or helped to."""
 _looked_after: dict[str, Any] = {}
@@ -74,6 +78,8 @@ def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 def _train(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(cfg: Any, trainer: Any, task: Any, epoch_itr: Any) -> Any:
         """fairseq's, of one epoch. Signals are noted until the last one's end."""
+        global _last_update
+        _last_update = LastUpdate(epoch_itr)
         _interruption.begin()
         goes_on = False
         try:
@@ -81,6 +87,11 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
             updates, epochs = (getattr(cfg.optimization, name) or math.inf for name in ("max_update", "max_epoch"))
             goes_on = not should_stop and trainer.get_num_updates() < updates and epoch_itr.next_epoch_idx <= epochs
             return losses, should_stop
+        except FileError:
+            if trainer.data_parallel_world_size == 1 or _last_update.all_end:
+                _last_update.keep(cfg, trainer, epoch_itr)
+                _largest(trainer, 0)  # all wait for the one that writes
+            raise
         finally:
             if not goes_on:
                 _interruption.end()
@@ -91,22 +102,49 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
 def _validate_and_save(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_and_save(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *others: Any) -> Any:
         """fairseq's, after every update; the last one if a process has been interrupted."""
-        before = _saved
+        _interruption.log.open_if_unread()
+        before, changed = _saved, _last_update.note(epoch_itr)
         results = original(cfg, trainer, task, epoch_itr, *others)
-        number = _largest(trainer, _interruption.number)
+        number = _largest(trainer, changed or _interruption.number)
+        if number == CHANGED:
+            _last_update.end()
         if number:
+            _interruption.log.open()  # that of the other processes
             if _saved == before:
                 checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
             if cfg.checkpoint.write_checkpoints_asynchronously:
                 PathManager.async_close()  # waits for them, as fairseq does at a training's end
             # torchrun ends the others as soon as one has ended: all wait for the one that writes.
             _largest(trainer, number)
-            outcome = "no_save is set" if cfg.checkpoint.no_save else "the same command continues from there"
+            unsaved = [name for name in ("no_save", "no_last_checkpoints") if getattr(cfg.checkpoint, name)]
+            outcome = f"{unsaved[0]} is set" if unsaved else "the same command continues from there"
             logger.info("interrupted after %s updates; %s", trainer.get_num_updates(), outcome)
-            leave(number)
+            _interruption.leave(number)
         return results
 
     return validate_and_save
+
+
+def _progress_bar(original: Callable[..., Any]) -> Callable[..., Any]:
+    def bar(*arguments: Any, **options: Any) -> Any:
+        """fairseq's; what it writes elsewhere, as to tensorboard, does not keep an interrupted run from ending."""
+        made = original(*arguments, **options)
+        made.log, made.print = _unless_interrupted(made.log), _unless_interrupted(made.print)
+        return made
+
+    return bar
+
+
+def _unless_interrupted(tell: Callable[..., None]) -> Callable[..., None]:
+    def tell_or_not(*arguments: Any, **options: Any) -> None:
+        try:
+            tell(*arguments, **options)
+        except Exception as error:
+            if not _interruption.number:
+                raise
+            logger.warning("not logged: %s", error)
+
+    return tell_or_not
 
 
 def _put_around(module: ModuleType, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -144,3 +182,4 @@ def _look_after_sharding() -> None:
 _look_after_sharding()
 for _wrapper in (_verify_checkpoint_directory, _load_checkpoint, _save_checkpoint):
     _put_around(checkpoint_utils, _wrapper)
+_put_around(progress_bar, _progress_bar)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
 from typing import IO
 
-from fairseq_fastweights.integrity import whole_checkpoints, why_damaged
+from fairseq_fastweights.integrity import whole_checkpoints, why_damaged, why_not_regular
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".training.lock"
+
+_UNFINISHED = ("checkpoint*.pt.tmp", "crash.pt.tmp")
+_KEPT = r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)"
+"""Names of checkpoints that a training writes beside the last one, which is no more than one of these."""
 
 _held: dict[str, IO[str]] = {}
 """The locks of this process, by folder. The system releases them when the process ends."""
@@ -27,8 +32,7 @@ def claim(save_dir: str) -> None:
     """
     try:
         os.makedirs(save_dir, exist_ok=True)
-        # Beside what another process is reading.
-        file = open(os.path.join(save_dir, LOCK), "a+")  # noqa: SIM115 (it stays open: that is the lock)
+        file = _open_lock(os.path.join(save_dir, LOCK))
     except OSError as error:
         raise SystemExit(_unwritable(save_dir, error)) from None
     key = os.path.realpath(save_dir)
@@ -45,17 +49,28 @@ def claim(save_dir: str) -> None:
             "or that training must end"
         ) from None
     try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        for unfinished in Path(save_dir).glob("checkpoint*.pt.tmp"):  # by a training that was killed
-            unfinished.unlink()
+        if os.fstat(file.fileno()).st_nlink == 1:  # otherwise it is another file, too
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        for pattern in _UNFINISHED:
+            for unfinished in Path(save_dir).glob(pattern):  # by a training that was killed
+                unfinished.unlink()
     except OSError as error:
         raise SystemExit(_unwritable(save_dir, error)) from None
 
 
+def _open_lock(path: str) -> IO[str]:
+    """Opens it beside what another process is reading; never a file elsewhere, which a link would name."""
+    if os.path.islink(path):
+        raise SystemExit(f"{path} is a link; it must be a regular file")
+    if os.path.exists(path) and (complaint := why_not_regular(path)):
+        raise SystemExit(f"{path} {complaint}")
+    return open(path, "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
+
+
 def replace_damaged(save_dir: str, suffix: str) -> None:
-    """Replaces a damaged last checkpoint by a copy of the newest undamaged one; the damaged file is kept beside it.
+    """Replaces a damaged last checkpoint by a copy of the undamaged one with the most updates; keeps the damaged file.
 
     Ends the process with one line if all are damaged.
     """
@@ -63,16 +78,18 @@ def replace_damaged(save_dir: str, suffix: str) -> None:
     complaint = why_damaged(last) if last.is_file() else None
     if complaint is None:
         return
-    pattern = f"checkpoint*{suffix}.pt"
-    whole = next((path for path in whole_checkpoints(save_dir) if path.match(pattern)), None)
+    names = re.compile(_KEPT + re.escape(f"{suffix}.pt"))
+    whole = next((path for path in whole_checkpoints(save_dir) if names.fullmatch(path.name)), None)
     if whole is None:
         raise SystemExit(
             f"{last} {complaint}, and there is no undamaged checkpoint beside it; remove it to start from the beginning"
         )
     copy, kept = last.with_suffix(".pt.tmp"), last.with_suffix(".pt.damaged")
-    shutil.copyfile(whole, copy)
-    kept.unlink(missing_ok=True)
-    os.link(last, kept)
+    for path in (copy, kept):
+        path.unlink(missing_ok=True)
+    with whole.open("rb") as source, copy.open("xb") as target:
+        shutil.copyfileobj(source, target, 2**20)
+    os.link(last, kept, follow_symlinks=False)
     os.replace(copy, last)
     logger.warning("%s %s; training continues from %s; %s is the damaged file", last, complaint, whole.name, kept.name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ def model(kind: str, **settings: Any) -> nn.Module:
         for name, parameter in made.named_parameters():
             parameter.normal_(mean=float("norm" in name), std=0.3)
     return made.eval()
+
+
+def describe(folder: Path, config: dict[str, Any], *, begins: bool = False) -> None:
+    """Writes a tokenizer_config.json; `begins`: whether the tokenizer puts its first word before texts, as Llama's."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if begins:
+        first, text = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+        words = {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}}
+        after = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text], "special_tokens": words}
+        made = json.loads((folder / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps(made | {"post_processor": after}))
 
 
 def save(folder: Path, made: nn.Module, *, pieces: bool = False, shards: int = 1) -> Path:

@@ -39,6 +39,17 @@ def gone(name: str) -> Spoil:
     return lambda folder: min(folder.glob(name)).unlink()
 
 
+def link(name: str, target: str) -> Spoil:
+    """With a link in the place of a file, to one beside the folder or to a device."""
+
+    def spoil(folder: Path) -> None:
+        (folder.parent / "secret").write_text("{}")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return spoil
+
+
 def setting(**changes: object) -> Spoil:
     return lambda folder: sources.set_config(folder, **changes)
 
@@ -123,6 +134,22 @@ BAD: list[tuple[str, Spoil, str]] = [
     ("bin", weights(lambda s: s | {LAYER: s[LAYER].to(torch.int8)}), f"weight '{LAYER}' is int8; it must be float16"),
     ("bin", weights(lambda s: s | {HEAD: s[HEAD] + 1}), f"is true in config.json, but {HEAD} is not transformer.wte.w"),
     ("bin", weights(lambda s: {n: x for n, x in s.items() if n != "transformer.ln_f.bias"} | OTHERS), MISFITS),
+    # Links, of which the contents would be published with the model.
+    (
+        "gpt2",
+        link("special_tokens_map.json", "../secret"),
+        "special_tokens_map.json is a link to .*/secret; it must be",
+    ),
+    ("neox", link("generation_config.json", "/dev/zero"), "config.json is a link to /dev/zero; it must be a file in"),
+    ("neox", link("chat_template.jinja", "nowhere"), "chat_template.jinja cannot be read"),
+    ("neox", lambda f: (f / "vocab.json").mkdir(), "vocab.json is a folder; it must be a regular file"),
+    ("converted", link("huggingface/tokenizer_config.json", "../../secret"), "config.json is a link to .*/secret; it"),
+    ("converted", link("huggingface/chat_template.jinja", "/dev/zero"), "jinja is a link to /dev/zero; it must be"),
+    (
+        "converted",
+        lambda f: [shutil.move(f / "huggingface", f.parent), link("huggingface", "../huggingface")(f)],
+        "huggingface/config.json is a link to ",
+    ),
     # On the way back.
     ("converted", edit("conversion.json", lambda _: b"{}"), "conversion.json: weights must be a list of names"),
     ("converted", gone("model.pt"), "model.pt: there is no such checkpoint"),
@@ -146,6 +173,22 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     assert f"{command}: error: " in error and "Traceback" not in error
     assert re.search(message, error), error
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_of_the_original_files_those_of_known_names_come_back(folders, tmp_path):
+    """Whatever else somebody put beside them."""
+    shutil.copytree(folders["converted"], tmp_path / "ours")
+    kept = tmp_path / "ours" / "huggingface"
+    (kept / "chat_template.jinja").symlink_to("config.json")  # within the folder
+    assert main(["to-huggingface", str(tmp_path / "ours"), str(tmp_path / "plain")]) == 0
+    for name in (SAFETENSORS, INDEX, BIN, "modeling_mine.py", "note.txt"):
+        (kept / name).write_bytes(b"other")
+    (kept / "link").symlink_to("/dev/zero")
+    (kept / "folder").mkdir()
+    assert main(["to-huggingface", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    plain, back = ({x.name: x.read_bytes() for x in (tmp_path / name).iterdir()} for name in ("plain", "back"))
+    assert back == plain and plain["chat_template.jinja"] == plain["config.json"]
+    assert not any(path.is_symlink() for path in (tmp_path / "back").iterdir())
 
 
 @pytest.mark.parametrize("base", COMMANDS)

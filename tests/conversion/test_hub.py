@@ -32,7 +32,8 @@ class Hub:
         self.calls.append(("info", name, revision))
         if self.fails is not None:
             raise self.fails
-        files = [SimpleNamespace(rfilename=path.name, size=path.stat().st_size) for path in self.folder.iterdir()]
+        paths = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*") if path.is_file()}
+        files = [SimpleNamespace(rfilename=name, size=path.stat().st_size) for name, path in paths.items()]
         return SimpleNamespace(sha=COMMIT, siblings=files)
 
     def snapshot_download(self, name: str, *, revision: str, allow_patterns=None, local_files_only=False) -> str:
@@ -40,7 +41,11 @@ class Hub:
         if not local_files_only:
             self.snapshot().mkdir(parents=True, exist_ok=True)
             for file in allow_patterns:
-                shutil.copy(self.folder / file, self.snapshot())
+                blob = self.snapshot().parents[1] / "blobs" / file.replace(".", "").replace("/", "")
+                blob.parent.mkdir(exist_ok=True)
+                shutil.copy(self.folder / file, blob)
+                (self.snapshot() / file).parent.mkdir(exist_ok=True)
+                (self.snapshot() / file).symlink_to(blob)
         if not self.snapshot().is_dir():
             raise errors.LocalEntryNotFoundError("nothing of it is there")
         return str(self.snapshot())
@@ -52,14 +57,18 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return llamas.save(tmp_path_factory.mktemp("hub") / "model", llamas.model("Llama"), shards=2)
+    made = llamas.save(tmp_path_factory.mktemp("hub") / "model", llamas.model("Llama"), shards=2)
+    (made / "additional_chat_templates").mkdir()
+    for name in ("chat_template", "additional_chat_templates/tool_use"):
+        (made / f"{name}.jinja").write_text("{{ messages }}")
+    return made
 
 
 @pytest.fixture
 def hub(folder, tmp_path, monkeypatch) -> Hub:
     there = tmp_path / "there"
     shutil.copytree(folder, there)
-    for other in ("pytorch_model.bin", "model-00001-of-00002.gguf", "README.md", "consolidated.safetensors"):
+    for other in ("pytorch_model.bin", "model-00001-of-00002.gguf", "README.md", "consolidated.safetensors", "a.jinja"):
         (there / other).write_bytes(b"not to be fetched")
     made = Hub(there, tmp_path / "cache")
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: made)
@@ -70,7 +79,8 @@ def hub(folder, tmp_path, monkeypatch) -> Hub:
 
 
 def test_a_name_is_listed_fetched_and_found_again_without_a_network(hub, folder, capsys):
-    needed = {path.name: path.stat().st_size for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    needed = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     assert sum("of-0000" in name for name in needed) > 1
     assert main(["from-huggingface", NAME, "ours", "--revision", "v1", "--dry-run"]) == 0
     head, *rows, total = capsys.readouterr().out.splitlines()
@@ -83,7 +93,8 @@ def test_a_name_is_listed_fetched_and_found_again_without_a_network(hub, folder,
     # That commit and nothing else: the branch may have moved since it was listed.
     assert hub.calls[-1][1] == COMMIT and set(hub.calls[-1][2]) == set(needed)
     assert main(["from-huggingface", str(folder), "from-folder"]) == 0
-    assert (Path("ours") / "dict.txt").read_bytes() == (Path("from-folder") / "dict.txt").read_bytes()
+    for name in ("dict.txt", "huggingface/additional_chat_templates/tool_use.jinja"):
+        assert (Path("ours") / name).read_bytes() == (Path("from-folder") / name).read_bytes()
 
     assert main(["from-huggingface", NAME, "again", "--dry-run"]) == 0
     assert "to be fetched: 0 B" in capsys.readouterr().out

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from fairseq.data import encoders
+from fairseq.options import get_parser
 
 import fairseq_fastweights.data.tokenizer_json  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.families import read_family
 from fairseq_fastweights.conversion.weight_files import WeightFiles
+from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
+from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 from tests.conversion import llamas, sources
 from tests.conversion.test_bad_input import edit, setting
 
@@ -145,3 +149,24 @@ def test_older_files_say_the_same(folders, tmp_path):
     assert main(["from-huggingface", str(tmp_path / "source"), str(tmp_path / "old")]) == 0
     new, old = (torch.load(tmp_path / name / "model.pt")["cfg"]["model"] for name in ("new", "old"))
     assert new == old and new["rotary_scaling"] == "llama3:8,1,4,32" and new["rotary_base"] == 99
+
+
+NUMBERS = [8 / 3, 1048576.0, 1e-7, 1e16, 0.1 + 0.2, 32.0]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_digit_of_a_number_is_kept(folders, number):
+    """In options, whose text names scalings, and in the words of a command."""
+    config = json.loads((folders["Llama"] / "config.json").read_text()) | {"rms_norm_eps": number}
+    config["rope_parameters"] = LLAMA3 | {"rope_theta": number, "factor": number, "high_freq_factor": 1 + number}
+    config["rope_parameters"]["original_max_position_embeddings"] = number
+    options = read_family(config, set(), 1).options
+    scaling = parse_scaling(options["rotary-scaling"])
+    assert (scaling.factor, scaling.low, scaling.high, scaling.positions) == (number, 1, 1 + number, number)
+    parser = get_parser("", "language_modeling")
+    FastWeightLanguageModel.add_args(parser)
+    args = parser.parse_args(
+        [word for word in read_family(config, set(), 1).flags() if "rotary" in word or "eps" in word]
+    )
+    assert (args.rotary_base, args.rms_norm_eps) == (number, number)
+    assert args.rotary_scaling == options["rotary-scaling"]

@@ -116,16 +116,19 @@ def test_values_of_the_decay_rule_are_multiplied_by_what_their_gates_let_in_and_
     weights = {name: p for name, p in source.named_parameters() if name.startswith(PROJECTIONS) and "weight" in name}
     assert swap(memory(update_rule="decay", feature_dim=4, bias=False), weights).keys() == weights.keys()
     # The delta rule starts to write with little strength.
-    new, how = swapped(source, update_rule="delta")
-    strength = new.beta_proj(X).sigmoid()
-    assert torch.allclose(strength, torch.full_like(strength, 0.007), rtol=1e-5)
-    assert how["beta_proj.weight"] == how["beta_proj.bias"] == "new"
+    for rule in ("delta", "delta-mao"):
+        new, how = swapped(source, update_rule=rule)
+        strength = new.beta_proj(X).sigmoid()
+        assert torch.allclose(strength, torch.full_like(strength, 0.007), rtol=1e-5)
+        assert how["beta_proj.weight"] == how["beta_proj.bias"] == "new"
 
 
 def test_longer_keys_of_a_linear_map_and_a_delta_rule_without_biases_are_refused():
     for name in ("identity", "elu", "tanh"):
         with pytest.raises(ValueError, match=rf"feature_dim is 9; with the feature map {name} .* at most the 8"):
             check_swap(memory(update_rule="gated", feature_map=name, feature_dim=9))
+    with pytest.raises(ValueError, match=r"no_attention_bias is set.*0.007"):
+        check_swap(memory(update_rule="delta-mao", bias=False))
     with pytest.raises(ValueError, match=r"no_attention_bias is set.*0.007"):
         check_swap(memory(update_rule="delta", bias=False))
     check_swap(memory(update_rule="decay", bias=False))

@@ -149,7 +149,7 @@ def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, place, value, me
         ("vocab.json", {"   ": 300}, r"vocab.json: 1 pieces, '   ' for one, are not written in characters for byt"),
         ("tokenizer_config.json", {"add_bos_token": True}, "tokenizer_config.json: add_bos_token is set"),
         ("added_tokens.json", {"<pad>": "0"}, "added_tokens.json: the vocabulary must give each piece its number"),
-        ("merges.txt", b"\xff", "merges.txt: this is not UTF-8"),
+        ("merges.txt", b"\xff", "merges.txt, line 1: not UTF-8"),
     ],
 )
 def test_two_files_that_say_too_little_or_more_are_refused(tmp_path, name, content, message):

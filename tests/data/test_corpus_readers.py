@@ -72,6 +72,22 @@ def test_what_cannot_be_read_is_refused_by_name(make, message):
         make()
 
 
+@pytest.mark.parametrize(("processes", "rows", "added"), [(1, 6, 1), (3, 1, 2), (1, 2, 3), (2, 1, 3)])
+def test_an_update_without_carried_states_reads_a_segment_of_every_stream(processes, rows, added):
+    """However it is divided among processes and batches that are added up."""
+    data = SegmentStreams(corpus_of(60), 6, 4, PAD, carried=False)
+    batches = data.batches(processes * added)
+    assert {len(batch) for batch in batches} == {rows}
+    updates = []
+    for process in range(processes):
+        own = [data.collater([data[i] for i in batch]) for batch in batches[process::processes]]
+        assert not any("continues" in sample["net_input"] for sample in own)
+        updates.append([[s["target"].tolist() for s in own[i : i + added]] for i in range(0, len(own), added)])
+    for number, update in enumerate(zip(*updates, strict=True)):
+        found = sorted(row[0] for samples in update for sample in samples for row in sample)
+        assert found == [10 + 10 * stream + 4 * number for stream in range(6)]
+
+
 @pytest.mark.parametrize("tokens", [6, 23, 24, 25, 100])
 @pytest.mark.parametrize(("processes", "rows"), [(1, 1), (1, 2), (2, 1), (3, 2)])
 @pytest.mark.parametrize("length", [1, 4, 200])

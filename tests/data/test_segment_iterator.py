@@ -39,6 +39,24 @@ def test_states_are_kept_in_mid_epoch_alone():
     assert "carried_states" not in state_after(2, iterate(carrier, shards=2, rows=1))
 
 
+def test_without_states_a_run_goes_on_after_as_many_segments_in_batches_of_another_size():
+    """Four streams: rows of one process, or one row of each of two processes at a time."""
+
+    def of(rows: int, shards: int, shard: int = 0) -> SegmentIterator:
+        data = SegmentStreams(corpus_of(40), 4, 4, PAD, carried=False)
+        sampler = data.batches(4 // rows)
+        return SegmentIterator(data, None, batch_sampler=sampler, num_shards=shards, shard_id=shard)
+
+    state = state_after(2, of(rows=4, shards=1))
+    assert state["segments_read"] == 8
+    found = []
+    for shard in range(2):
+        iterator = of(rows=1, shards=2, shard=shard)
+        iterator.load_state_dict(state)
+        found += [x for batch in iterator.next_epoch_itr(shuffle=False) for x in batch["target"].flatten().tolist()]
+    assert sorted(found) == [10 + 10 * stream + place for stream in range(4) for place in (8, 9)]
+
+
 def read_on(carriers: list[Mock], state: dict[str, object], stop: int | None = None, **layout: int) -> list[list[int]]:
     """The tokens that each stream predicts next, in the order of the streams; where it continues, what comes first."""
     shards, rows = len(carriers), []

@@ -61,9 +61,16 @@ def test_each_checkpoint_is_scored_once_for_its_data_and_options(programs: Progr
     assert len(first) == 3 and "--include_path" not in second
     assert len(calls(CHECKPOINT="checkpoint_1_50.pt")) == 2
     assert {file.name for file in run.glob("*.json")} == {"benchmarks.json", "benchmarks.checkpoint_1_50.json"}
+    os.utime(run / "checkpoint_best.pt", (2e9, 2e9))  # a date says nothing
     assert calls() == []
-    os.utime(run / "benchmarks.json", (1, 1))
-    assert len(calls()) == 2
+    (run / "checkpoint_best.pt").write_text("other weights")
+    assert len(calls()) == 2 and calls() == []
+    assert len(calls(**data)) == 2 and calls(**data) == []
+    (tmp_path / "piqa.jsonl").write_text("{}\n")
+    assert len(calls(**data)) == 2 and calls(**data) == []
+    (run / "benchmarks.call").unlink()
+    (run / "benchmarks.call").symlink_to(tmp_path / "elsewhere")
+    assert len(calls(**data)) == 2 and not (tmp_path / "elsewhere").exists()
 
 
 # lm_eval fails; or it says that all is well, and writes nothing.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common import fairseq_logs, matrix_products, steps
+from common import fairseq_logs, files, matrix_products, steps
 
 from .conftest import ROOT
 
@@ -25,6 +25,15 @@ def test_a_folder_belongs_to_one_run_of_one_demo(tmp_path: Path) -> None:
         with pytest.raises(steps.StepError, match=message), steps.claim(folder, mark):
             pass
     assert [path.name for path in out.iterdir()] == [MARK]
+
+
+def test_a_file_takes_the_place_of_a_link_and_is_not_written_through_it(tmp_path: Path) -> None:
+    elsewhere, file = tmp_path / "elsewhere", tmp_path / "file"
+    elsewhere.write_text("kept")
+    for name in ("file", "file.new"):
+        (tmp_path / name).symlink_to(elsewhere)
+    files.write_whole(file, "text")
+    assert file.read_text() == "text" and elsewhere.read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
 
 
 def make_step(folder: Path, code: str, **others: Any) -> Any:

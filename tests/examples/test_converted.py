@@ -82,7 +82,7 @@ def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Pa
     for name, content, message in (
         ("train.jsonl", b'{"text": "a"}\n{"texts": "b"}\n', "train.jsonl: line 2 is no JSON object with a text in it"),
         *(("train.jsonl", line, "line 1 is no JSON object") for line in (b'{"text": "b"\n', b'{"text": 1}\n')),
-        ("train.txt", b"a\n\xff\n", "train.txt is not text in UTF-8"),
+        ("train.txt", b"a\n\xff\n", "train.txt, line 2: not UTF-8, byte 1 of the line is 0xff"),
         ("train.txt", b" \n<|endoftext|>\n", "there is no text"),
         ("train.txt.gz", b"no such thing", damaged),
         ("train.txt.gz", gzip.compress(b"a\n" * 99, mtime=0)[:-9], damaged),

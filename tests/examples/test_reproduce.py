@@ -3,12 +3,15 @@
 import os
 import re
 import shlex
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import BinaryIO
 
 import papers
 import pytest
+from common import json_lines
+from papers import rows
 
 from .conftest import EXAMPLES, options, refused, reproduce_command, shell_words
 
@@ -61,20 +64,27 @@ WANTED = f"""
 --transformer-xl-memory: transformer-xl- = 384
 --fast-weight-attention: standard = none; schlag-table1 = encoder,decoder,cross
 --softmax-attention-layers: schlag-table1 = -; {SOFTMAX}|mha = all; 400m.*hybrid = 2,12; 1b.*hybrid = 2,8
---update-rule: {SOFTMAX}|{OTHERS}|choi = -; schlag-table3|delta = delta; mao.*(decay|gated) = \\1;  = sum
---feature-map: {SOFTMAX}|{OTHERS}|choi = -; performer = favor; dpfp = dpfp; schlag = elu
+--update-rule: {SOFTMAX}|{OTHERS}|choi = -; kernel = delta-mao; schlag-table3|delta = delta
+--update-rule: mao.*(decay|gated) = \\1;  = sum
+--feature-map: {SOFTMAX}|{OTHERS}|choi = -; performer = favor-schlag; dpfp = dpfp; schlag = elu
 --feature-map: baseline|no-normalization = relu;  = identity
 --normalization: {SOFTMAX}|{OTHERS}|choi = -; normalization-yes = sum,attention,removal; delta-baseline = sum,attention
---normalization: schlag-table3|delta|schlag.*no-normalization = sum; schlag|baseline = attention;  = none
+--normalization: schlag-table3|delta|schlag.*no-normalization = sum; schlag-table1|baseline = attention
+--normalization: schlag = sum,attention;  = none
 --feature-dim: {SOFTMAX}|{OTHERS} = -; mao-table1 = 4; mao.*-(\\d+) = \\1
---favor-features: schlag-table1 performer-64 = 32; schlag-table1 performer-256 = 128; schlag-table1 performer-512 = 256
+--favor-features: schlag-table1 performer-64 = 32; schlag-table1 performer-256 = 128; schlag-table1 performer-384 = 192
+--favor-features: schlag-table1 performer-512 = 256
 --favor-features: small-performer = 8; performer.*-m-32 = 32; performer = 16
---dpfp-nu: dpfp-256|-nu-2 = 2; dpfp-512 = 4; dpfp = 1
+--dpfp-nu: dpfp-256|-nu-2 = 2; dpfp-384 = 3; dpfp-512 = 4; dpfp = 1
 --transfer: choi.*embeddings = embeddings,output; choi.*ffn = embeddings,output,feed-forward
 --transfer: choi.*wo = embeddings,output,feed-forward,output-projection
 --transfer: choi.*attention = embeddings,output,feed-forward,attention
 --freeze: choi-table3 ffn = embeddings,output,feed-forward
 --freeze: choi-table3 wo = embeddings,output,feed-forward,output-projection
+--square-projections: schlag-table1|mao|choi = -;  = none
+--adaptive-softmax-dropout: schlag-table1|mao|choi = -;  = 0.1
+--projection-bias: (small|medium)-transformer = none
+--text-streams: schlag-table[14]|mao|choi = -; small|table5 = 96;  = 56
 --max-update: choi.*1b = 50000; choi = 75000
 """
 """What a row must ask for by its name and the papers: of an option's patterns the first that fits "TABLE ROW" counts; -
@@ -97,6 +107,7 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce) 
     assert ("--unfreeze-threshold" in asked) == (row == "wo-lit")
     assert ("--transfer-from" in asked) == (recipe.sources and "scratch" not in row)
     assert ("--carry-over-state" in asked) == (table == "schlag-table4")
+    assert ("--adaptive-softmax-bias" in asked) == ("--square-projections" in asked)
     given = [word for word in train if word.startswith("--")]
     assert len(given) == len(set(given))  # none overrides another
 
@@ -166,7 +177,89 @@ def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(places
     for env, name in (({}, "best"), ({"CHECKPOINT": "checkpoint_last.pt"}, "last")):
         assert scored(**env) == [(f"checkpoint_{name}.pt", "valid"), (f"checkpoint_{name}.pt", "test")]
         assert scored(**env) == scored(**env, SPLITS="test") == []
-    os.utime(out / "checkpoint_best.pt", (2e9, 2e9))  # as more training would
+    (out / "checkpoint_best.pt").write_text("after more training")
+    os.utime(out / "checkpoint_best.pt", (1, 1))
     assert scored(CHECKPOINT="checkpoint_last.pt") == []
     assert scored(SPLITS="valid") == [("checkpoint_best.pt", "valid")]
     assert not list(out.glob("*.unfinished"))
+
+
+def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, monkeypatch, reproduce, tmp_path) -> None:
+    """What was scored otherwise is scored again, and not shown."""
+    data, out, runs = places["DATA"], places["TRAINED"], []
+    for name in ("valid.bin", "valid.idx", "test.bin"):
+        (data / name).write_text(name)
+
+    def stream(words: list[str], log: BinaryIO) -> int:
+        runs.append(words)
+        log.write(f"x | Loss (base 2): 5.0, Perplexity: {len(runs)}.00\n".encode())
+        return 0
+
+    def score(*given: str, data: Path = data, **env: str) -> str:
+        status, said, err = reproduce(*SMALL, "evaluate", data, out, *given, SPLITS="valid", MODE="context-0", **env)
+        assert status == 0, err
+        return said.replace(f"{out}: ", "").replace("valid, context-0", "V").removesuffix("00\n")
+
+    monkeypatch.setattr(reproduce_command, "stream", stream)
+    again = "scoring V (context-0-valid.log is of other"
+    assert score() == "scoring V\nV: Perplexity: 1." and score() == "V: Perplexity: 1."
+    assert score("--context-window", "9") == f"{again} options)\nV: Perplexity: 2."
+    assert score("--context-window", "9") == "V: Perplexity: 2."
+    assert score("--context-window", "9", "--fp16") == f"{again} options)\nV: Perplexity: 3."
+    kernels = {"FASTWEIGHTS_CPU_ISA": "scalar"}
+    assert score(**kernels) == f"{again} options and kernels)\nV: Perplexity: 4."
+    assert score() == f"{again} kernels)\nV: Perplexity: 5."
+    (data / "test.bin").write_text("another test set")
+    os.utime(data / "valid.bin", (2e9, 2e9))
+    shutil.copytree(data, tmp_path / "copy")
+    assert score() == score(data=tmp_path / "copy") == "V: Perplexity: 5."
+    for number, name in enumerate(("valid.bin", "valid.idx", "dict.txt", "words.json"), 6):
+        (data / name).write_text('{"valid": {"subwords": 1, "words": 1}}')
+        assert score() == f"{again} data)\nV: Perplexity: {number}."
+    (out / "checkpoint_best.pt").write_text("other weights")
+    assert score(data=tmp_path / "copy") == f"{again} model and data)\nV: Perplexity: 10."
+    for said in (b"", b"scored: \n", b"scored: []\n", b"x | Loss (base 2): 5.0, Perplexity: 32.00\n"):  # as before
+        (out / "context-0-valid.log").write_bytes(said)
+        assert score().startswith("scoring V (context-0-valid.log does not say what it is of)\nV: Perplexity: 1")
+
+
+def test_a_link_among_the_results_is_not_written_through(places, monkeypatch, reproduce, tmp_path) -> None:
+    out, mine = places["TRAINED"], tmp_path / "mine"
+    mine.write_text("half a line")
+    monkeypatch.setattr(reproduce_command, "stream", lambda words, *sinks: bool(sinks[-1].write(b"x\n")) - 1)
+    for name in ("sliding-valid.log.unfinished", "train.log", "ledger.jsonl"):
+        (out / name).symlink_to(mine)
+    status, _, err = reproduce(*SMALL, "evaluate", places["DATA"], out, SPLITS="valid")
+    assert status == 0, err
+    for call in (lambda: reproduce(*SMALL, "train", places["DATA"], out)[2], lambda: append(out / "ledger.jsonl")):
+        assert re.search(r"(train.log|ledger.jsonl) is a link; it must be a file", call())
+    assert mine.read_text() == "half a line" and not (out / "sliding-valid.log").is_symlink()
+
+
+def append(path: Path) -> str:
+    with pytest.raises(OSError) as error:
+        json_lines.append_line(path, {})
+    return str(error.value)
+
+
+def test_an_installed_copy_with_kernels_is_taken_where_the_sources_have_none(tmp_path, monkeypatch) -> None:
+    """As after `pip install .`; not one of other code."""
+    sources, installed = tmp_path / "sources", tmp_path / "installed"
+    for folder in (sources, installed):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    monkeypatch.setattr(rows, "PACKAGE", sources)
+    monkeypatch.setattr(rows, "find_spec", lambda name: Namespace(origin=str(installed / "__init__.py")))
+    library, module = "_native_cpu.so", "changed.py"
+    for made, taken in (
+        (None, sources),
+        (installed / library, installed),
+        (sources / module, sources),
+        (installed / module, installed),
+        (sources / library, sources),
+    ):
+        if made is not None:
+            made.touch()
+        rows.plugin.cache_clear()
+        assert rows.plugin() == taken, made
+    rows.plugin.cache_clear()

@@ -29,6 +29,21 @@ PLACES = {
 }
 # Those that start from another row of their table are run with it, below.
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows if table.rows[row].source is None]
+SCORED = {
+    "schlag-table2 small-delta-network --context-window 15": 2,
+    "schlag-table3 positions-yes-normalization-yes": 0,
+    "schlag-table4 delta-network": 2,
+    "schlag-table5 dpfp-sum": 0,
+    "mao-table1 delta-baseline": 0,
+    "mao-table2 local-32": 0,
+    "mao-table3 decay-32 --context-window 12": 4,
+    "mao-table3 linformer-64": 0,
+    "mao-table3 abc-32": 0,
+    "choi-table2 400m-ffn-retnet": 1,
+}
+"""Rows that are trained, with options of their evaluation, and how often each is scored."""
+CHOI = ("400m-scratch-retnet", "400m-ffn-mamba", "1b-attention-hybrid", "ffn-frozen")
+SHARED = ("transformer-xl-64", "transformer-xl-384")
 Train = Callable[..., None]
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
@@ -101,21 +116,7 @@ def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduc
         assert model.decoder.layers[0].self_attn.k_proj.weight.shape == (2 * size, 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("schlag-table2 small-delta-network --context-window 15", 2),
-        ("schlag-table3 positions-no-normalization-yes", 0),
-        ("schlag-table4 delta-network", 2),
-        ("schlag-table5 dpfp-sum", 0),
-        ("mao-table1 delta-baseline", 0),
-        ("mao-table2 local-32", 0),
-        ("mao-table3 decay-32 --context-window 12", 4),
-        ("mao-table3 linformer-64", 0),
-        ("mao-table3 abc-32", 0),
-        ("choi-table2 400m-ffn-retnet", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "count"), SCORED.items())
 def test_a_row_of_each_table_trains_and_is_scored_once(name, count: int, train, reproduce, request, tmp_path):
     """Scored, where `count` says how often, in segments as short as a model of this size was trained on."""
     (table, row, *options), out = name.split(), tmp_path / "out"
@@ -132,7 +133,7 @@ def test_a_row_of_each_table_trains_and_is_scored_once(name, count: int, train, 
         assert status == 0 and again == "".join(line for line in first.splitlines(True) if "Perplexity: " in line)
 
 
-@pytest.mark.parametrize("row", ["400m-scratch-retnet", "400m-ffn-mamba", "1b-attention-hybrid", "ffn-frozen"])
+@pytest.mark.parametrize("row", CHOI)
 def test_a_row_of_each_kind_of_choi_trains_what_it_says(row: str, pythia: Path, train: Train, tmp_path: Path) -> None:
     """One of each kind: from scratch, transferred, transferred into a hybrid, frozen."""
     train("choi-table3" if "frozen" in row else "choi-table2", row, tmp_path / "out")
@@ -169,6 +170,25 @@ def test_a_row_that_starts_from_another_is_trained_after_it_and_scored(data: Pat
     assert kept and all(torch.equal(transferred[name], source[name]) for name in kept)
     distance = (trained["decoder.layers.0.fc1.weight"] - transferred["decoder.layers.0.fc1.weight"]).abs().max()
     assert 0 < distance < 1e-3  # two updates at a rate of 0.0001
+
+
+def test_rows_of_one_training_are_trained_once_and_scored_each_in_its_way(
+    data: Path, tmp_path: Path, reproduce
+) -> None:
+    """The Transformer-XL, with two of its memories."""
+    small = ["--", *tiny("schlag-table4", "transformer-xl-15"), *"--max-update 2 --warmup-updates 1".split()]
+    small += "--batch-size 2 --tokens-per-sample 16 --cpu --num-workers 0".split()
+    call = ["run", "schlag-table4", data, tmp_path, "--rows", *SHARED, "--seeds", "1", "--jobs", "1", *small]
+    status, said, err = reproduce(*call)
+    assert status == 0, err
+    assert said.count("--save-dir") == said.count("about 0.0 hours for each") == 1
+    found = {entry.row: entry for entry in ledger.read_ledger(tmp_path / "ledger.jsonl")}
+    assert tuple(found) == SHARED
+    for name, entry in found.items():
+        mode = f"memory-{name.split('-')[-1]}-{name.split('-')[-1]}"
+        assert set(entry.scores) == {f"valid, {mode}", f"test, {mode}"}
+    assert found[SHARED[0]].commands[0] == found[SHARED[1]].commands[0]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["transformer-xl-15-1"]
 
 
 def test_a_language_model_is_scored_in_windows_and_as_one_stream_and_its_state_is_counted(

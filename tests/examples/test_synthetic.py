@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from common import json_lines, steps
 from synthetic import demo, figures, grid, memories, models, report, results, retrieval, training
 from synthetic import run as program
+from synthetic.feature_figure import dpfp_surfaces
 from torch import Tensor
 
 from tests.conftest import DEVICE
@@ -236,6 +237,14 @@ def test_learning_curves_have_the_seeds_median_and_range_and_the_last_losses_of_
     assert drawn == {"tanh": [(100, 0.4, 0.3, 0.5), (200, 0.2, 0.1, 0.4), (300, 0.1, figures.SMALLEST, 0.4)]}
 
 
+def test_of_four_features_of_two_numbers_one_is_above_zero() -> None:
+    """Eq. 33 to 36 of the paper, r(+-k_1) r(+-k_2)."""
+    k, n, found = dpfp_surfaces()
+    products = [a.relu() * b.relu() for a, b in ((k, -n), (n, k), (-k, n), (-n, -k))]
+    assert torch.equal(found, torch.stack(products))
+    assert ((found > 0).sum(0) == ((k != 0) & (n != 0))).all()
+
+
 @pytest.mark.slow
 def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go_on_longest_counts(tmp_path, capsys):
     """A quick look with --max-steps, or the same seed on a GPU, is not to move the median."""
@@ -250,7 +259,7 @@ def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go
             "Setting 1" in shown and "0.1000 to 0.2000" in shown and "0.3000" in shown and ": 3 of the points" in shown
         )
     assert "Setting 2" in shown and "| FAVOR+, 64 features |" in shown
-    assert [path.name for path in drawn] == [f"synthetic-figure{number}.png" for number in (2, 3, 4, 5)]
+    assert [path.name for path in drawn] == [f"synthetic-figure{number}.png" for number in (1, 2, 3, 4, 5)]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 

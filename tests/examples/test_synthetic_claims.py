@@ -37,7 +37,8 @@ def losses(request: pytest.FixtureRequest) -> Losses:
 
 def test_all_models_were_trained_at_all_sizes_to_the_end_that_the_paper_names() -> None:
     """Below the target, or without progress: not at the limit of steps, and with numbers."""
-    required = {(s, model, size) for s in REQUIRED for model in models.MODELS[s] for size in REQUIRED[s]}
+    of_the_paper = {setting: models.MODELS[setting].keys() - {"delta-favor-128"} for setting in REQUIRED}
+    required = {(s, model, size) for s in REQUIRED for model in of_the_paper[s] for size in REQUIRED[s]}
     assert {(seed, *point) for seed in SEEDS for point in required} <= POINTS.keys()
     assert {result.stopped for result in FINISHED} == {"solved", "no progress"}
     assert len(results.one_of_each_seed(FINISHED)) == len(FINISHED)

@@ -77,7 +77,7 @@ def test_prepare_leaves_something_that_looks_finished_only_where_it_is(tmp_path:
     for name, content, message in (
         ("wiki.test.tokens", b" a b \n", "have 7 3 3 tokens with line ends, which is neither WikiText-103"),
         ("wiki.test.tokens", b"", "wiki.test.tokens is empty"),
-        ("wiki.test.tokens", b"\x1f\x8b\xff\n", "is not text in UTF-8"),
+        ("wiki.test.tokens", b"\x1f\x8b\xff\n", "wiki.test.tokens, line 1: not UTF-8, byte 2 of the line is 0x8b"),
     ):
         (small / name).write_bytes(content)
         result = prepare(SKIP_COUNTS="0")

@@ -69,6 +69,16 @@ def weights(change: Callable[[dict], Any]) -> Change:
     return spoil
 
 
+def link(name: str) -> Change:
+    """With a link to a file beside the folder, of the same contents."""
+
+    def spoil(folder: Path) -> None:
+        shutil.move(folder / name, folder.parent / "elsewhere")
+        (folder / name).symlink_to((folder.parent / "elsewhere").absolute())
+
+    return spoil
+
+
 def without_dictionary(folder: Path) -> None:
     (folder / "dict.txt").unlink()
     checkpoint(lambda state: state["cfg"]["task"].update(data="nowhere") or state)(folder)
@@ -83,6 +93,8 @@ BAD: list[tuple[str, Change, str]] = [
     ),
     ("run", shutil.rmtree, "source: there is no such checkpoint"),
     ("run", without_dictionary, "checkpoint_best.pt: there is no dict.txt in source or nowhere; the option data"),
+    ("run", link("dict.txt"), "dict.txt is a link to .*/elsewhere; it must be a file in source, so copy it there"),
+    ("exported", link("fairseq/dict.txt"), "fairseq/dict.txt is a link to .*/elsewhere; it must be a file in source"),
     ("run", cut("checkpoint_best.pt"), "checkpoint_best.pt is cut short"),
     ("run", checkpoint(lambda s: s | {"x": Harmful()}), "checkpoint_best.pt: refused: it holds something else"),
     ("run", checkpoint(lambda s: {"model": [1]}), "checkpoint_best.pt: this is not a checkpoint of fairseq's"),
@@ -157,6 +169,9 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
         ({"adaptive_input_factor": 0}, "adaptive_input_factor is 0; it must be positive"),
         ({"adaptive_input_cutoffs": [10]}, "tie_word_embeddings is set; it needs the cut-offs"),
         ({"input_size": 8}, "tie_word_embeddings is set; it needs input_size, 8, to be output_size, 512"),
+        ({"square_projections": "none"}, "square_projections is 'none'; it needs cut-offs"),
+        ({"square_projections": True}, "square_projections is True; it must be one of keep, identity, none"),
+        ({"adaptive_softmax_bias": True}, "adaptive_softmax_bias is set; it needs adaptive_softmax_cutoffs"),
         ({"tie_adaptive_projections": True}, "tie_adaptive_projections is set; it needs"),
         ({"masked_tokens": [-1]}, r"masked_tokens is \[-1\]; it must be a list of numbers below"),
         ({"eos_token_id": [2, 99999999]}, "eos_token_id is 99999999; it must be a number below vocab_size"),

@@ -81,7 +81,16 @@ def test_the_configuration_says_everything(tmp_path):
     assert said(transformers.AutoConfig.from_pretrained(tmp_path)) == said(config)
 
 
-@pytest.mark.parametrize("flags", ["", "--init-std 0.02", FLAGS, "--feature-map favor --favor-features 32"])
+SQUARE = f"{FLAGS} --adaptive-input-factor 1 --adaptive-softmax-factor 1 --adaptive-softmax-bias --square-projections"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("", "--init-std 0.02", FLAGS, f"{SQUARE} identity", f"{SQUARE} none"),
+        *(f"--feature-map {name} --favor-features 32" for name in ("favor", "favor-schlag")),
+    ],
+)
 def test_new_weights_start_as_fairseqs(flags, fairseq):
     """Drawn by `_init_weights` alone, as those of a model are that are not in a checkpoint."""
     for name in MIXERS if flags in ("", "--init-std 0.02") else ("sum",):
@@ -127,11 +136,17 @@ def test_gradient_checkpointing_changes_no_gradient(mixers):
         if options is not None:
             model.gradient_checkpointing_enable(options)
             model.enable_input_require_grads()
-        model.zero_grad()
-        out = model(tokens, labels=tokens, use_cache=True)
-        assert (out.past_key_values is None) == (options is not None)
-        out.loss.backward()
-        gradients.append({name: x.grad.clone() for name, x in model.named_parameters()})
+        # With a cache, which must hold the states, layers are not checkpointed.
+        for use_cache in (None, True):
+            model.zero_grad()
+            out = model(tokens, labels=tokens, use_cache=use_cache)
+            assert (out.past_key_values is None) == (use_cache is None)
+            out.loss.backward()
+            gradients.append({name: x.grad.clone() for name, x in model.named_parameters()})
+    # Nor in the part of a text after a cache.
+    cache = model(tokens[:, :4], use_cache=True).past_key_values
+    after, whole = model(tokens[:, 4:], past_key_values=cache).logits, model(tokens).logits
+    assert torch.allclose(after, whole[:, 4:], atol=1e-5)
     for other in gradients[1:]:
         for name, gradient in gradients[0].items():
             assert torch.allclose(gradient, other[name], atol=1e-7), name

@@ -13,6 +13,7 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
 import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.export import load_for_causal_lm
 from fairseq_fastweights.conversion.fairseq_options import config_of
 from fairseq_fastweights.mixers.registry import MIXERS, parse_pattern
 from tests.huggingface.conftest import LOGITS, said
@@ -21,6 +22,7 @@ BANDS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --adaptiv
 BANDS += " --adaptive-softmax-factor 2 --adaptive-input"
 SETTINGS = {
     "sum with FAVOR+": "--update-rule sum --feature-map favor --favor-features 6",
+    "FAVOR+ as in Schlag's program": "--update-rule sum --feature-map favor-schlag --favor-features 6",
     "decay with ReLU": "--update-rule decay --feature-map relu --feature-dim 5 --decoder-learned-pos",
     "delta with DPFP": "--feature-map dpfp --dpfp-nu 2 --normalization removal --scale-read-out --no-attention-bias",
     "heads": "--fast-weight-heads 4 --softmax-attention-layers 2 --decoder-normalize-before --no-scale-embedding",
@@ -34,6 +36,10 @@ SETTINGS = {
     "bands": f"{BANDS} --adaptive-softmax-dropout 0.1",
     "tied bands": f"{BANDS} --tie-adaptive-weights",
     "tied bands and projections": f"{BANDS} --tie-adaptive-weights --tie-adaptive-proj",
+    "bands without square projections": f"{BANDS.replace('factor 2', 'factor 1')} --square-projections none"
+    " --tie-adaptive-weights --tie-adaptive-proj --adaptive-softmax-bias --adaptive-softmax-dropout 0.1",
+    "bands of the output with biases": "--adaptive-softmax-cutoff 10,25 --adaptive-softmax-bias",
+    "square projections that start as the identity": f"{BANDS} --square-projections identity",
     "bands of the output alone": "--adaptive-softmax-cutoff 10,25",
     "odd width": "--decoder-embed-dim 15 --decoder-input-dim 15 --decoder-output-dim 15 --decoder-attention-heads 3",
 }
@@ -72,7 +78,10 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     theirs = save(tmp_path / "run", flags, arch)
     assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    assert ours.num_parameters() == sum(x.numel() for x in theirs.parameters())  # what is tied stays tied
+    directly, _ = load_for_causal_lm(tmp_path / "run")
+    for made in (ours, directly):  # what is tied stays tied
+        assert made.num_parameters() == sum(x.numel() for x in theirs.parameters())
+        assert set(dict(made.named_parameters())) == set(dict(ours.named_parameters()))
 
     tokens = torch.randint(4, 44, (2, 12), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 2

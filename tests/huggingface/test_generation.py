@@ -10,6 +10,8 @@ import transformers
 
 from fairseq_fastweights.huggingface import FastWeightCache, FastWeightConfig, FastWeightForCausalLM
 from fairseq_fastweights.mixers.registry import MIXERS
+from fairseq_fastweights.ops import libraries
+from fairseq_fastweights.ops.choice import say_again
 
 SIZES = {"vocab_size": 44, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 32, "max_position_embeddings": 64}
@@ -34,6 +36,15 @@ def draw(rows: int, time: int, seed: int = 1) -> torch.Tensor:
 CASES = [*MIXERS, "delta,softmax:2", "mamba,local:2"]
 LEARNED = {"position_embeddings": "learned"}
 cases = pytest.mark.parametrize("mixers", CASES)
+
+
+def test_missing_kernels_are_a_warning_once(monkeypatch, caplog):
+    monkeypatch.setitem(libraries._outcomes, "cpu", "the kernels were lost; build them with care")
+    say_again()
+    build("delta,mamba:2").generate(draw(2, 3), max_new_tokens=3)
+    say_again()
+    told = "fast weight rules run by chunkwise on the CPU: the kernels were lost; build them with care"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [told]
 
 
 @cases
@@ -91,6 +102,19 @@ def test_generate_gives_with_a_cache_what_it_gives_without(mixers):
     greedy = model.generate(tokens, **options, do_sample=False)
     alone = model.generate(tokens[:1, 2:], max_new_tokens=7, do_sample=False)
     assert torch.equal(alone[0], greedy[0, 2:])
+
+
+@cases
+def test_generation_in_training_reads_the_prompt(mixers):
+    """Also with gradient checkpointing and gradients; and no layer is dropped whose state is kept."""
+    model, tokens = build(mixers, dropout=0.0, layerdrop=0.9), draw(2, 6)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(tokens, **options)
+    model.train()
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens, **options), expected)
+        assert torch.equal(type(model).generate.__wrapped__(model, tokens, **options), expected)
+        model.gradient_checkpointing_enable()
 
 
 def test_a_memory_has_one_size_and_beams_take_its_rows():

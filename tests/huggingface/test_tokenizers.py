@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers
 from fairseq.data import Dictionary
 
+from fairseq_fastweights.conversion import kept_settings
 from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.byte_level_files import PIECES
 from fairseq_fastweights.conversion.export import load_for_causal_lm
-from fairseq_fastweights.conversion.tokenizers_of_runs import PIECES
-from fairseq_fastweights.huggingface import FastWeightForCausalLM
-from tests.conversion import sources
+from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
+from tests.conversion import llamas, sources
 from tests.conversion.test_tokenizer import byte_level
 from tests.models.conftest import WORDS
 
@@ -113,3 +118,118 @@ def test_the_pieces_must_be_those_of_the_dictionary(save, tmp_path):
         ValueError, match=r"encoder.json: of \d+ pieces dict.txt lacks \d+, '.*' for one; it must have all"
     ):
         load_for_causal_lm(tmp_path / "run", tokenizer=tmp_path / "converted")
+
+
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+TOKENIZER = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "model_max_length": 33, "padding_side": "right"}
+TOKENIZER |= {"truncation_side": "left", "clean_up_tokenization_spaces": True, "cls_token": "th", "mask_token": "none"}
+GENERATION = {"eos_token_id": [1, 5], "do_sample": True, "temperature": 0.6, "top_p": 0.25, "max_new_tokens": 7}
+GENERATION |= {"repetition_penalty": 1 + 1 / 3, "bad_words_ids": [[6, 7], [8]], "suppress_tokens": [9, 5000]}
+
+
+def templates(folder: Path, how: str) -> Any:
+    """Writes a folder's chat templates in one of the forms that they have had; returns what the tokenizer then has."""
+    if how == "file":
+        (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+        return {"chat_template": "not this one"}
+    if how == "setting":
+        return {"chat_template": CHAT}
+    if how == "files":
+        (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("é" + CHAT, encoding="utf-8")
+        return {}
+    return {"chat_template": [{"name": "default", "template": CHAT}, {"name": "tool_use", "template": "é" + CHAT}]}
+
+
+@pytest.mark.parametrize("how", ["file", "setting", "files", "settings"])
+def test_chat_templates_and_settings_go_in_and_out(how, tmp_path):
+    """Of a model that stays what it was, of one that became a memory, and of that one on the way back."""
+    theirs, converted, run, out = (tmp_path / name for name in ("theirs", "converted", "run", "out"))
+    llamas.save(theirs, llamas.model("Llama"))
+    llamas.describe(theirs, TOKENIZER | templates(theirs, how) | {"extra_special_tokens": ["the", "none"]})
+    (theirs / "generation_config.json").write_text(json.dumps(GENERATION))
+    assert main(["from-huggingface", str(theirs), str(converted)]) == 0
+    assert main(["to-huggingface", str(converted), str(tmp_path / "same")]) == 0
+    source = transformers.AutoTokenizer.from_pretrained(theirs)
+    chat = [{"role": "user", "content": "the cat"}]
+    names = [None, "tool_use"] if how in ("files", "settings") else [None]
+    expected = {name: source.apply_chat_template(chat, tokenize=False, chat_template=name) for name in names}
+    assert expected[None] == "<|begin|>[user] the cat<|end|>\n"
+    same = transformers.AutoTokenizer.from_pretrained(tmp_path / "same")
+    assert same.chat_template == source.chat_template and same.model_max_length == 33
+    assert json.loads((tmp_path / "same" / "generation_config.json").read_text()) == GENERATION
+
+    state = torch.load(converted / "model.pt", weights_only=True)
+    state["cfg"]["model"] |= {"softmax_attention_layers": "", "mixers": "sum:1,softmax:2"}
+    del state["model"]["decoder.settings_version"]
+    run.mkdir()
+    (run / "dict.txt").write_bytes((converted / "dict.txt").read_bytes())
+    torch.save(state, run / "model.pt")
+    memory, words, _ = sources.load(run, llamas.model("Llama"))
+    state["model"]["decoder.settings_version"] = memory.decoder.settings_version
+    torch.save(state, run / "checkpoint_best.pt")
+    assert main(["to-huggingface", str(converted), str(out), "--checkpoint", str(run / "checkpoint_best.pt")]) == 0
+    assert main(["from-huggingface", str(out), str(tmp_path / "back")]) == 0
+    assert main(["to-huggingface", str(tmp_path / "back"), str(tmp_path / "again")]) == 0
+    for folder in (out, tmp_path / "again"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        for name, text in expected.items():
+            assert tokenizer.apply_chat_template(chat, tokenize=False, chat_template=name) == text
+        # It begins texts as fairseq does, so that its own words there are not the template's.
+        assert tokenizer("x").input_ids[0] == tokenizer.bos_token_id == tokenizer.eos_token_id == 2
+        assert tokenizer.convert_tokens_to_ids("<|end|>") == 2 and tokenizer.bos_token == "<|end|>"
+        assert tokenizer.convert_tokens_to_ids("<|begin|>") == words.index("0")
+        for name in ("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces"):
+            assert getattr(tokenizer, name) == TOKENIZER[name], name
+        assert tokenizer.cls_token == "th" and tokenizer.mask_token is None  # none is no word
+        assert tokenizer.extra_special_tokens == ["the"] and tokenizer.pad_token_id == 1
+        made = transformers.GenerationConfig.from_pretrained(folder).to_dict()
+        assert made["eos_token_id"] == [2, words.index("5")] and made["suppress_tokens"] == [1, words.index("9")]
+        assert made["bad_words_ids"] == [[words.index("6"), words.index("7")], [words.index("8")]]
+        for name in set(GENERATION) - {*kept_settings.NUMBERS, "eos_token_id"}:
+            assert made[name] == GENERATION[name], name
+
+
+def test_special_words_of_a_byte_level_bpe_stay_special(save, tmp_path):
+    sources.save(tmp_path / "theirs", sources.model(True))
+    assert main(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0
+    words = tuple(Dictionary.load(str(tmp_path / "converted" / "dict.txt")).symbols[4:])
+    save(tmp_path / "run", words=words)
+    _, tokenizer = load_for_causal_lm(tmp_path / "run", tokenizer=tmp_path / "converted")
+    numbers = tokenizer("the<|padding|> cat<|endoftext|>    x").input_ids
+    assert tokenizer.decode(numbers, skip_special_tokens=True) == "the cat    x"
+
+
+BAD = [
+    ({"padding_side": "up"}, {}, "tokenizer_config.json: padding_side is 'up'; this is no value of this setting"),
+    ({"model_max_length": "9"}, {}, "tokenizer_config.json: model_max_length is '9'"),
+    ({"chat_template": 3}, {}, "tokenizer_config.json: chat_template must be a text, or a list of names and texts"),
+    ({"chat_template": [{"name": "a"}]}, {}, "tokenizer_config.json: chat_template must be"),
+    ({}, {"max_new_tokens": -1}, "generation_config.json: .*max_new_tokens"),
+]
+
+
+@pytest.mark.parametrize(("tokenizer", "generation", "message"), BAD)
+def test_settings_that_cannot_be_are_named(tokenizer, generation, message, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(ValueError, match=message):
+        kept_settings.tokenizer_arguments(tmp_path, [], {})
+        kept_settings.generation_config(tmp_path, FastWeightConfig(), lambda number: number)
+
+
+def test_templates_are_files_of_the_folder(tmp_path):
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "theirs" / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "theirs" / "additional_chat_templates" / ".hidden.jinja").write_text("x")
+    assert kept_settings.read_templates(tmp_path / "theirs", {}) == {}
+    for name in ("chat_template.jinja", "additional_chat_templates/a.jinja"):
+        (tmp_path / "theirs" / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(ValueError, match=f"{name} is a link to .*secret; it must be a file in"):
+            kept_settings.read_templates(tmp_path / "theirs", {})
+        (tmp_path / "theirs" / name).unlink()
+    (tmp_path / "theirs" / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: this is not UTF-8"):
+        kept_settings.read_templates(tmp_path / "theirs", {})

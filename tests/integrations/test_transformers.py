@@ -89,6 +89,71 @@ def test_logits_gradients_and_greedy_generation_are_theirs(name):
     assert ours.dtype == torch.bfloat16 and (ours - theirs).norm() <= 2e-2 * theirs.norm()
 
 
+def read_in_parts(model, lengths, rows, padded):
+    """The logits of a text whose parts have these lengths, each read with the cache of those before."""
+    text = torch.randint(2, 50, (rows, sum(lengths)), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(text)
+    mask[0, :padded] = 0
+    cache, logits, end = None, [], 0
+    for length in lengths:
+        start, end = end, end + length
+        given = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+        found = model(text[:, start:end], **given)
+        cache = found.past_key_values
+        logits.append(found.logits[:, -1])  # the end of each part has seen a token that is no padding
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_short_prompts_and_parts_of_prompts_with_a_cache(name):
+    """Of texts shorter than the convolution's reach, and where a cache is joined to a part, time is contiguous."""
+    model = build(name)
+    cases = [((length, 1, 4, 1), rows, 0) for length in range(1, 10) for rows in (1, 3)]
+    cases += [((5, 2, 1), 2, 3), ((3, 8), 2, 1)]
+    for case in cases:
+        theirs = read_in_parts(model, *case)
+        with fast.install(model):
+            ours = read_in_parts(model, *case)
+        assert (ours - theirs).abs().max() <= 1e-4, case
+    for dtype in (torch.float32, torch.bfloat16):
+        gradients = []
+        for context in (fast.install(model.to(dtype)), nullcontext()):
+            with context:
+                model.zero_grad()
+                model(torch.tensor([[4, 7]])).logits.float().logsumexp(-1).square().mean().backward()
+                gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        ours, theirs = gradients
+        assert (ours - theirs).norm() <= (1e-4 if dtype == torch.float32 else 2e-2) * theirs.norm()
+
+
+LAYOUTS = {
+    "as it is": lambda x: x,
+    "time last": lambda x: x.transpose(1, -1).contiguous().transpose(1, -1),
+    "one row for all": lambda x: x[:1].expand_as(x),
+    "one number for all": lambda x: x[..., :1].expand_as(x),
+    "every other number": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for table in (fast._GATED, fast._KIMI) for name in table])
+def test_rules_take_every_layout_and_dtype(name, layout):
+    """And states of other layouts and dtypes than the module's own, which stay as they are."""
+    original = getattr(module_of("kimi_linear" if name in fast._KIMI else "qwen3_next"), name)
+    replacement, turned = fast._replacement(name, original), LAYOUTS[layout]
+    for dtype, steps in ((torch.float32, 1), (torch.bfloat16, 2), (torch.float64, 5)):
+        q, k, v = (torch.randn(2, steps, 3, size, dtype=dtype) for size in (4, 4, 5))
+        g, beta = -torch.rand(2, steps, 3, 4), torch.rand(2, steps, 3, dtype=dtype)
+        inputs = [turned(x) for x in (q, k, v, g if name in fast._KIMI else g[..., 0], beta)]
+        for state in (None, turned(torch.randn(2, 3, 4, 5, dtype=dtype))):
+            before = None if state is None else state.clone()
+            for options in ({"output_final_state": True}, {"output_final_state": False, "cu_seqlens": None}):
+                options |= {"initial_state": state, "use_qk_l2norm_in_kernel": steps > 1}
+                expected = original(*inputs, **options)
+                torch.testing.assert_close(replacement(*inputs, **options), expected, atol=1e-4, rtol=1e-2)
+            assert state is None or torch.equal(state, before)
+
+
 def test_only_the_models_kind_is_changed_twice_is_once_and_others_are_refused():
     model = build("olmo_hybrid")
     other = module_of("kimi_linear").causal_conv1d_fn

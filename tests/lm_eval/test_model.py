@@ -13,10 +13,12 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from fairseq_fastweights.conversion.__main__ import main as convert
 from fairseq_fastweights.lm_eval import model
 from fairseq_fastweights.lm_eval.__main__ import main
 from fairseq_fastweights.lm_eval.model import UNLIMITED, FastWeightLM
 from tests.conftest import train
+from tests.conversion import llamas, sources
 
 MODELS = {
     "delta": "--update-rule delta --no-token-positional-embeddings",
@@ -66,20 +68,51 @@ def read_alone(lm: FastWeightLM, words: list[int], scored: int) -> float:
 @pytest.mark.parametrize(
     "options", [{"batch_size": 1}, {"batch_size": 2, "segment": 3}, {"batch_size": "auto"}], ids=str
 )
-def test_scores_are_those_of_lm_evals_own_model(options: dict[str, Any], checkpoint) -> None:
+def test_scores_are_those_of_lm_evals_own_model(options: dict[str, Any], checkpoint, tmp_path) -> None:
     for name in ("delta", "hybrid"):
         ours = FastWeightLM(str(checkpoint(name)), device="cpu", **options)
         # Without its cache, which takes the wrong position where continuations of one row differ in length.
-        theirs = HFLM(ours.model, tokenizer=ours.tokenizer, batch_size=1, max_length=16, logits_cache=False)
+        assert convert(["to-huggingface", str(checkpoint(name)), str(tmp_path / name)]) == 0
+        theirs = HFLM(str(tmp_path / name), device="cpu", batch_size=1, max_length=16, logits_cache=False)
         scores, expected = (lm.loglikelihood(requests("loglikelihood", CONTINUATIONS)) for lm in (ours, theirs))
         assert [score for score, _ in scores] == pytest.approx([score for score, _ in expected], abs=1e-5)
         assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
-        rolled = ours.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in TEXTS]))
-        ends = [[2, *ours.tok_encode(text, add_special_tokens=False)] for text in TEXTS]
+        texts = requests("loglikelihood_rolling", [(text,) for text in TEXTS])
+        rolled, expected = (lm.loglikelihood_rolling(texts) for lm in (ours, theirs))
+        assert rolled == pytest.approx(expected, abs=1e-5)
+        ends = [[2, *ours.tok_encode(text)] for text in TEXTS]  # as lm_eval has it, with one end of a text too many
         assert rolled == pytest.approx([read_alone(ours, words, len(words) - 1) for words in ends], abs=1e-5)
         until = [(text, {"until": ["w0"], "max_gen_toks": 4}) for text in ("w1 w2 w3", "w4", "w1 w2")]
         generated, wanted = (lm.generate_until(requests("generate_until", until)) for lm in (ours, theirs))
         assert generated == wanted
+
+
+CONTINUED = [("the cat", " sat"), ("the cat", " on the mat"), ("", " the theme")]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "Llama", "Qwen2"])
+def test_a_converted_model_scores_as_lm_evals_own_model_of_its_folder(kind, tmp_path) -> None:
+    """With the source's beginning of texts, or none, whatever the option says of it; and with its penalties."""
+    if kind in ("gpt2", "neox"):
+        sources.save(tmp_path / "theirs", sources.model(kind == "neox"))
+    else:
+        source = llamas.save(tmp_path / "theirs", llamas.model(kind))
+        words = {"eos_token": "<|end|>"} | ({"bos_token": "<|begin|>"} if kind == "Llama" else {})
+        llamas.describe(source, words, begins=kind == "Llama")
+    (tmp_path / "theirs" / "generation_config.json").write_text('{"repetition_penalty": 1.5, "temperature": 0.5}')
+    assert convert(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0
+    assert convert(["to-huggingface", str(tmp_path / "converted"), str(tmp_path / "folder")]) == 0
+    for options in ({}, {"add_bos_token": False}, {"add_bos_token": True}):
+        ours = FastWeightLM(str(tmp_path / "converted"), device="cpu", batch_size=2, **options)
+        theirs = HFLM(str(tmp_path / "folder"), device="cpu", dtype="float32", logits_cache=False, **options)
+        found = []
+        for lm in (ours, theirs):
+            scores = [score for score, _ in lm.loglikelihood(requests("loglikelihood", CONTINUED))]
+            scores += lm.loglikelihood_rolling(requests("loglikelihood_rolling", [("the cat sat",), ("mat",)]))
+            until = {"until": ["xx"], "max_gen_toks": 5}
+            found.append((scores, lm.generate_until(requests("generate_until", [("the cat", until)]))))
+        assert found[0][0] == pytest.approx(found[1][0], abs=1e-4), options
+        assert found[0][1] == found[1][1]
 
 
 def test_what_is_greedy_is_said_to_be(checkpoint) -> None:
@@ -179,14 +212,16 @@ def test_a_checkpoint_is_read_to_be_checked_and_to_be_loaded_and_no_more(checkpo
 
 @pytest.mark.slow
 def test_the_command_knows_checkpoints_and_exported_folders(
-    few_tasks: None, task: Path, checkpoint, monkeypatch
+    few_tasks: None, task: Path, checkpoint, monkeypatch, caplog
 ) -> None:
     from fairseq_fastweights.conversion.export import load_for_causal_lm
+    from fairseq_fastweights.ops.choice import say_again
 
     model, tokenizer = load_for_causal_lm(checkpoint("delta"))
     model.save_pretrained(task / "exported")
     tokenizer.save_pretrained(task / "exported")
     results = []
+    say_again()
     for number, words in enumerate(
         (
             ["fairseq-fastweights", "--model_args", f"checkpoint={checkpoint('delta')}"],
@@ -200,6 +235,7 @@ def test_the_command_knows_checkpoints_and_exported_folders(
     ours, theirs = results
     assert ours["results"]["words"]["acc,none"] == theirs["results"]["words"]["acc,none"]
     assert ours["config"]["tokens_per_second"] > 0
+    assert sum("fast weight rules run by" in message for message in caplog.messages) == 1
 
 
 def test_what_is_wrong_is_said_in_a_line(few_tasks: None, checkpoint, monkeypatch, capsys) -> None:

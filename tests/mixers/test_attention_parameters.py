@@ -27,7 +27,7 @@ def shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 # Beside q, k, v and out, for 64 wide and 4 heads of 16.
 GATES = {"sum": {}, "gated": {"gate_proj": 4}, "decay": {"key_decay_proj": 64, "value_decay_proj": 64}}
-GATES |= {"delta": {"beta_proj": 4}, "retention": {"g_proj": 64}}
+GATES |= {"delta": {"beta_proj": 4}, "delta-mao": {"beta_proj": 4}, "retention": {"g_proj": 64}}
 UNITS = [("gated", "gate_proj", 8), ("decay", "key_decay_proj", 6), ("decay", "value_decay_proj", 16)]
 DECAYS = ("gate_proj", "key_decay_proj", "value_decay_proj")
 

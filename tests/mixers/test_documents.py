@@ -28,6 +28,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"transformer_xl_memory": 0},
     ],
     "mamba": [{"mamba_state": 3}, {"mamba_conv": 1}],
+    "delta-mao": [{}, {"normalization": "sum,attention"}],
     "gated-delta": [{}, {"gated_delta_conv": 2, "gated_delta_key_heads": 1}],
     "delta-product": [{"delta_product_writes": 3}],
 }

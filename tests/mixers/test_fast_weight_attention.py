@@ -103,9 +103,13 @@ def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
             if "removal" in normalization:  # S, Eq. 27; nothing is retrieved from nothing
                 stored = (z * k[t]).sum(-1, keepdim=True)
                 retrieved = torch.where(stored == 0, 0, retrieved / stored.masked_fill(stored == 0, 1))
-            W = W + (beta[t] * (v[t] - retrieved))[..., :, None] * k[t][..., None, :]  # S, Eq. 24
+            before = W
+            if rule == "delta-mao":  # of M's kernel: (v - W k') k'^T with k' = beta k
+                W = W + (beta[t] * (v[t] - beta[t] * retrieved))[..., :, None] * k[t][..., None, :]
+            else:
+                W = W + (beta[t] * (v[t] - retrieved))[..., :, None] * k[t][..., None, :]  # S, Eq. 24
             z = z + k[t]  # S, Eq. 26
-        y = (W * q[t][..., None, :]).sum(-1)  # S, Eq. 25
+        y = ((before if rule == "delta-mao" else W) * q[t][..., None, :]).sum(-1)  # S, Eq. 25
         if "attention" in normalization:  # S, Eq. 28
             y = y / ((z * q[t]).sum(-1, keepdim=True) + eps)
         if rule == "retention":  # R, Eq. 8, and "QK^T / sqrt(d)" of Sec. 2.2

@@ -82,7 +82,9 @@ def test_scaled_frequencies_are_those_of_the_papers():
     assert not torch.allclose(scaled[1][:, 1], plain[1][:, 1]) and not torch.allclose(scaled[1][:, 1], eighth[1][:, 1])
 
 
-@pytest.mark.parametrize("text", ["yarn:4", "linear", "linear:0", "linear:-1", "llama3:8,4,4,32", "llama3:8,1,4"])
+@pytest.mark.parametrize(
+    "text", ["yarn:4", "linear", "linear:0", "linear:-1", "llama3:8,4,4,32", "llama3:8,1,4", "linear:1e999"]
+)
 def test_other_scalings_are_refused(text):
     with pytest.raises(ValueError, match=f"rotary_scaling is '{text}'; it must be linear:FACTOR or llama3:"):
         parse_scaling(text)

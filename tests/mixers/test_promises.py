@@ -30,6 +30,8 @@ CASES = [
     memory("delta", "favor", "sum", "removal"),
     memory("delta", "relu", "sum", "attention", "removal"),
     memory("delta", "elu", "attention", "removal"),
+    memory("delta-mao", "elu", "sum"),
+    memory("delta-mao", "dpfp", "sum", "attention", "removal"),
     memory("retention", "elu", feature_dim=6),
     ("softmax", {}),
     *(("local", {"local_window": window}) for window in (3, 40)),

@@ -137,7 +137,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((name, {"backend": "cuda"}, BACKENDS) for name in ("mamba", *MEMORIES)),
     ("linformer", {"max_positions": 0}, "max_positions is 0; it must be at least 1"),
     ("delta", {"normalization": {"sum", "max"}}, "normalization is 'max,sum'; it may hold sum, attention, removal"),
-    *((rule, REMOVAL, f"normalization is 'removal,sum', but the {rule} rule .* with delta$") for rule in NO_CORRECTION),
+    *(
+        (rule, REMOVAL, f"normalization is 'removal,sum', but the {rule} rule .* with delta, delta-mao$")
+        for rule in NO_CORRECTION
+    ),
     ("delta", {"feature_map": "tanh", "normalization": {"removal"}}, "normalization holds 'removal' and .* 'tanh'"),
     ("delta", {"feature_map": "dpfp", "dpfp_nu": 32}, "dpfp_nu is 32; .*head_dim 8 .*from 1 to 15"),
     ("retention", {"fast_weight_heads": 16}, "the feature map gives keys 1 dimensions; with retention .* be even"),

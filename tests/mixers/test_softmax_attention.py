@@ -28,11 +28,12 @@ def build(rotary_dim: int, **options: float) -> SoftmaxAttention:
 
 
 def by_hand(module: SoftmaxAttention, x: Tensor, padding: Tensor | None = None) -> Tensor:
-    """Complex numbers, one position after the other."""
+    """Complex numbers, one position after the other; padding takes none."""
     q, k, v = (each(x).unflatten(-1, (HEADS, -1)) for each in (module.q_proj, module.k_proj, module.v_proj))
     half = module.rotary_dim // 2
     speeds = torch.tensor([module.rotary_base ** (-i / half) for i in range(half)], dtype=torch.float64)
-    angles = (torch.arange(len(x), dtype=torch.float64)[:, None] * speeds)[:, None, None]
+    real = torch.ones(x.shape[:2]) if padding is None else ~padding.t()
+    angles = (real.cumsum(0)[..., None].double() * speeds)[:, :, None]
 
     def turned(y: Tensor) -> Tensor:
         plane = torch.complex(y[..., :half], y[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
@@ -47,8 +48,9 @@ def by_hand(module: SoftmaxAttention, x: Tensor, padding: Tensor | None = None) 
     return module.out_proj(rows.flatten(2))
 
 
-# On the left, on both sides, nowhere.
-PADDING = torch.tensor([[1] * 4 + [0] * 7, [1] * 3 + [0] * 5 + [1] * 3, [0] * 11], dtype=torch.bool)
+# On the left, on both sides and within, nowhere.
+PADDING = [[1] * 4 + [0] * 7, [1, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1], [0] * 11]
+PADDING = torch.tensor(PADDING, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])

@@ -9,7 +9,7 @@ import pytest
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers import memory_attention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, parse_normalization
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, delta_rule_of_mao, parse_normalization
 
 # Operation, gates as (name, per, logarithm), what papers use it with (Mao 2022, Table 1; Schlag et al. 2021), corrects.
 DECAYS = [("key_decay", "key", True), ("value_decay", "value", True)]
@@ -18,6 +18,7 @@ ROWS = {
     "gated": (ops.gated_rule, [("gate", "head", True)], "identity", set(), False),
     "decay": (ops.decay_rule, DECAYS, "identity", set(), False),
     "delta": (ops.delta_rule, [("beta", "head", False)], "elu", {"sum"}, True),
+    "delta-mao": (delta_rule_of_mao, [("beta", "head", False)], "elu", {"sum"}, True),
 }
 
 
@@ -43,8 +44,10 @@ def test_normalisations_are_read_and_other_words_refused_by_name():
     [
         ("delta", "elu", "", "Schlag et al. 2021, Table 3"),
         ("delta", "elu", "attention removal", "Schlag et al. 2021, Table 3"),
+        ("delta-mao", "elu", "", "Schlag et al. 2021, Table 3"),
         ("delta", "elu", "sum", None),
         ("delta", "favor", "sum", "Schlag et al. 2021, App. D.2"),
+        ("delta", "favor-schlag", "sum", "Schlag et al. 2021, App. D.2"),
         ("sum", "relu", "attention", None),
         ("sum", "relu", "", "Mao 2022, Table 1"),
         ("sum", "identity", "", None),
@@ -74,6 +77,7 @@ def test_what_fails_when_states_are_carried_is_told():
     for rule, feature_map, normalization, reason in (
         ("sum", "elu", "attention", "Table 4"),
         ("delta", "elu", "sum removal", "Table 4"),
+        ("delta-mao", "elu", "sum attention", "Table 4"),
         ("delta", "elu", "sum", None),
         ("gated", "elu", "attention", None),  # its normaliser decays
         ("delta", "favor", "sum", "new features for every training batch"),

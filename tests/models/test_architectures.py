@@ -183,6 +183,12 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ({**TIED, "adaptive_softmax_cutoff": "10,20"}, r"softmax_cutoff is '10,20'; .*that of the input, '10,25'"),
         ({**TIED, "adaptive_softmax_cutoff": None}, r"adaptive_softmax_cutoff is None"),
         ({**TIED, "adaptive_input_factor": 2.0}, r"adaptive_softmax_factor is 4(\.0)?; .*that of the input, 2\.0"),
+        (
+            {"square_projections": "none"},
+            r"square_projections is none; it needs adaptive_input or adaptive_softmax_cut",
+        ),
+        ({**TIED, "square_projections": "all"}, r"square_projections is 'all'; it must be one of keep, identity, none"),
+        ({"adaptive_softmax_bias": True}, r"adaptive_softmax_bias is set; it needs adaptive_softmax_cutoff, which is"),
         ({**TIED, "decoder_output_dim": 8}, r"decoder_output_dim is 8; .*that of the input, 16"),
         (
             {"mask_special_symbols": True, **ADAPTIVE},

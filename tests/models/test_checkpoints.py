@@ -74,6 +74,7 @@ def test_a_checkpoint_of_another_dictionary_is_refused_by_name(fairseq):
             (flags, flags)
             for flags in (
                 f"{SUM} --feature-map favor",
+                f"{SUM} --feature-map favor-schlag --favor-features 3",
                 "--update-rule gated --feature-map relu --feature-dim 5",
                 f"--update-rule decay --decoder-learned-pos {PRE_NORM}",
                 "--adaptive-input --adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25",

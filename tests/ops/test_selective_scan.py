@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import native, scan
-from fairseq_fastweights.ops.operations import choose_backend
+from fairseq_fastweights.ops.choice import choose_backend
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
 from tests.ops.results import cotangents, detached, differentiate, in_float64, named, outcome
 from tests.ops.rules import DEVICE, Inputs, Rule, on_cpu, state_dtype

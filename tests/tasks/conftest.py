@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,20 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The model's, without the numbers whose type fairseq looks at, and whose value it never sets."""
     state = torch.load(checkpoint, weights_only=True)["model"]
     return {name: x for name, x in state.items() if not name.endswith("_float_tensor")}
+
+
+def forked(run: Callable[[], object]) -> int | None:
+    """The exit code of a process that does this; forked, as to import fairseq anew would take longer."""
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
+        run()
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
+    process.start()
+    process.join(timeout=120)
+    process.kill()
+    return process.exitcode
 
 
 @torch.no_grad()

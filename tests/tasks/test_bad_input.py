@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.ops import libraries
 from fairseq_fastweights.tasks.fast_weight_language_modeling import (
     FastWeightLanguageModelingConfig,
@@ -31,6 +32,9 @@ CARRY, APART = "--carry-over-state", "--separate-documents"
         (f"{CARRY} --softmax-attention-layers 2", r"carry_over_state is set.*layers 2 \(softmax\)"),
         (f"{CARRY} --batch-size 5000", "batch size times the number of processes is 5000"),
         (f"{CARRY} --arch transformer_lm", "TransformerLanguageModel has no state to carry"),
+        ("--text-streams 10", "text_streams is 10; it must be a multiple of batch_size times the number of proc.*, 4"),
+        (f"{CARRY} --text-streams 8", "text_streams is 8; with carry_over_state it must be 0: the streams are"),
+        ("--text-streams 8 --sample-break-mode eos", "sample_break_mode is eos; with text_streams it must be none"),
         (f"{APART} --arch transformer_lm", "separate_documents is set, but TransformerLanguageModel does not tell doc"),
         (f"{APART} --mixers linformer,delta:2", r"kept apart in layers 1 \(linformer\).* of sum, gated,"),
     ],
@@ -69,6 +73,19 @@ def test_segments_are_filled_with_text_as_it_stands(corpus):
                 task_with(corpus, **{option: True, name: value})
 
 
+def test_text_streams_are_of_the_training_text_alone(corpus):
+    task = task_with(corpus, text_streams=8, train_subset="train", dataset_impl="mmap", use_plasma_view=False)
+    for split in ("train", "valid"):
+        task.load_dataset(split)
+    streams = task.get_batch_iterator(task.dataset("train"), max_sentences=4).next_epoch_itr(shuffle=False)
+    first, second = (next(streams) for _ in range(2))
+    assert first["id"].tolist() == [0, 1, 2, 3] and second["id"].tolist() == [4, 5, 6, 7]
+    assert "continues" not in first["net_input"]
+    assert not isinstance(task.dataset("valid"), TokenCorpus)
+    with pytest.raises(ValueError, match="batch_size is not set; with text_streams"):
+        task.get_batch_iterator(task.dataset("train"), max_tokens=64)
+
+
 def test_streams_need_a_batch_size_and_neither_they_nor_documents_are_continued_by_generation(corpus):
     why = {"carry_over_state": "generation starts from empty states", "separate_documents": "continues a sample as one"}
     for option in why:
@@ -93,6 +110,7 @@ def test_streams_need_a_batch_size_and_neither_they_nor_documents_are_continued_
         ("--tokens-per-sample 8 --context-window 8", "tokens_per_sample without the context window is 0"),
         (f"{CARRY} --tokens-per-sample 8 --context-window 4", "context_window is 4; with carry_over_state"),
         ("--tokens-per-sample 8 --gen-subset nowhere", "no split 'nowhere'"),
+        ("--text-streams 2", "text_streams is 2; in evaluation it must be 0"),
         (f"{CARRY} --softmax", r"carry_over_state is set, but .* layers 2 \(softmax\)"),
         (f"{APART} --sample-break-mode complete --context-window 8", "is 8 and sample_break_mode complete; .*be none"),
     ],

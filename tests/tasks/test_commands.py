@@ -10,8 +10,9 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.dataclass import initialize
 
+from fairseq_fastweights.ops import libraries, native
 from tests.conftest import QUIET, TASK, command, evaluate, train
-from tests.tasks.conftest import losses, train_translation, weights
+from tests.tasks.conftest import TRANSLATION, losses, slow, train_translation, weights
 
 ADAPTIVE = """--arch fast_weight_lm_baevski_wiki103 --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20
     --criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-input-factor 2 --adaptive-softmax-factor 2""".split()
@@ -148,6 +149,27 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path):
     checkpoint_utils.save_ema_as_checkpoint(str(path), str(tmp_path / "averaged.pt"))
     last, average = (evaluate(corpus, x, "--tokens-per-sample", "16")[0] for x in (path, tmp_path / "averaged.pt"))
     assert math.isfinite(average) and average != last
+
+
+@pytest.mark.parametrize("there", [True, slow(False)])
+def test_trainings_evaluations_and_generations_say_once_which_backend_runs(corpus, pairs, tmp_path, monkeypatch, there):
+    """Where there are no kernels, a warning tells how to get them."""
+    if there:
+        told = f"native ({native.cpu_instruction_set()}) on the CPU"
+    else:
+        monkeypatch.setitem(libraries._outcomes, "cpu", "the kernels were lost; build them with care")
+        told = "chunkwise on the CPU: the kernels were lost; build them with care"
+    text, two = [str(corpus), *TASK, *QUIET], ["--max-update", "2"]
+    read = ["--path", str(tmp_path / "lm" / "checkpoint_last.pt"), "--tokens-per-sample", "16", "--batch-size", "8"]
+    path = str(tmp_path / "mt" / "checkpoint_last.pt")
+    for log in (
+        train(corpus, tmp_path / "lm", *two),
+        command("eval_lm", *text, *read, "--gen-subset", "valid"),
+        command("generate", *text, *read, "--sample-break-mode", "eos", "--max-len-b", "3"),
+        train_translation(pairs, tmp_path / "mt", *two),
+        command("generate", str(pairs), *TRANSLATION, *QUIET, "--path", path, "--max-len-b", "3"),
+    ):
+        assert re.findall("fast weight rules run by (.*)", log) == [told]
 
 
 @pytest.mark.slow

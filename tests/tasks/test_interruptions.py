@@ -1,6 +1,6 @@
 """Signals, folders and files that a long run may meet: it ends with a checkpoint, or does not begin."""
 
-import multiprocessing
+import logging
 import os
 import shutil
 import signal
@@ -10,29 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq.logging import progress_bar
 from fairseq.trainer import Trainer
 from faults import differences, trained
 
+from fairseq_fastweights.tasks import save_dir
 from fairseq_fastweights.tasks.interruptions import Interruption
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, train
-from tests.tasks.conftest import slow
+from tests.tasks.conftest import forked, slow
+from tests.tasks.test_log_outlets import log_to
 from tests.tasks.test_resuming import CARRY
 
 FLAGS = [*CARRY, "--decoder-layers", "1", "--no-epoch-checkpoints"]
-
-
-def forked(run: Callable[[], object]) -> int | None:
-    """The exit code of a process that does this; forked, as to import fairseq anew would take longer."""
-
-    def begin() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
-        run()
-
-    process = multiprocessing.get_context("fork").Process(target=begin)
-    process.start()
-    process.join(timeout=120)
-    process.kill()
-    return process.exitcode
 
 
 def when_update_is_running(number: int, act: Callable[[], object]) -> None:
@@ -64,6 +53,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (signal.SIGINT, []),
         (signal.SIGTERM, []),
+        (signal.SIGHUP, []),  # of a terminal that is closed
         # It is the last update of an epoch, which is saved and validated in any case.
         slow(signal.SIGTERM, ["--batch-size", "48"]),
     ],
@@ -83,13 +73,14 @@ def test_a_signal_lets_the_running_update_end_and_the_run_goes_on_from_there(cor
     assert not differences(trained(whole), trained(tmp_path))
 
 
-def test_ctrl_c_which_data_workers_get_too_lets_the_running_update_end(corpus, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGHUP)])
+def test_signals_of_terminals_which_data_workers_get_too_let_the_running_update_end(corpus, tmp_path, number):
     def run() -> None:
         os.setpgrp()
-        when_update_is_running(3, lambda: os.killpg(0, signal.SIGINT))
+        when_update_is_running(3, lambda: os.killpg(0, number))
         train(corpus, tmp_path, "--num-workers", "2")
 
-    assert forked(run) == 130
+    assert forked(run) == 128 + number
     assert last_update(tmp_path) == 3
 
 
@@ -117,6 +108,38 @@ def test_all_processes_end_when_one_is_interrupted(corpus, tmp_path):
     assert codes == [143, 143] and last_update(tmp_path) == 3
 
 
+UNREAD = [("nobody", signal.SIGINT), ("full", signal.SIGTERM), ("hung up", signal.SIGHUP)]
+
+
+@pytest.mark.parametrize(("log", "number"), UNREAD)
+def test_a_log_that_takes_no_more_costs_no_checkpoint(corpus, tmp_path, log, number):
+    def run() -> None:
+        spoil = log_to(log)
+        stream = open(1, "w", closefd=False)  # noqa: SIM115
+        logging.getLogger().addHandler(logging.StreamHandler(stream))  # pytest takes fairseq's away
+        progress_bar.SimpleProgressBar.log = stop_writing  # as that of tensorboard does
+        when_update_is_running(3, lambda: (spoil(), os.kill(os.getpid(), number)))
+        flags = [*FLAGS, "--log-format", "simple"]
+        train(corpus, tmp_path, *flags)
+
+    def stop_writing(*ignored: object, **named: object) -> None:
+        if named["step"] == 3:
+            raise OSError(28, "No space left on device")
+
+    assert forked(run) == 128 + number
+    assert last_update(tmp_path) == 3
+
+
+def test_a_log_that_nobody_reads_any_more_keeps_no_training_from_its_end(corpus, tmp_path):
+    def run() -> None:
+        when_update_is_running(3, log_to("nobody"))
+        train(corpus, tmp_path, *FLAGS, "--max-update", "6")
+        os.write(1, b"text")
+
+    assert forked(run) == 0
+    assert last_update(tmp_path) == 6
+
+
 def test_a_second_ctrl_c_ends_at_once_and_one_that_was_ignored_stays_so(corpus, tmp_path):
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -127,7 +150,9 @@ def test_a_second_ctrl_c_ends_at_once_and_one_that_was_ignored_stays_so(corpus, 
         train(corpus, tmp_path, *FLAGS)
 
     def run_in_background() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):  # by a shell, and by nohup
+            signal.signal(number, signal.SIG_IGN)
+            when_update_is_running(2, lambda number=number: os.kill(os.getpid(), number))
         run()
 
     assert forked(run) == 130 and not list(tmp_path.glob("*.pt"))
@@ -177,6 +202,34 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(corpus, tmp_pat
         train(corpus, tmp_path / "file" / "x", *FLAGS)
 
 
+LINKS = ("checkpoint_last.pt.tmp", "checkpoint_1_2.pt.tmp", "checkpoint_last.pt.damaged", "checkpoint_last.pt")
+
+
+def test_a_link_in_the_folder_lets_a_training_write_to_no_file_elsewhere(corpus, tmp_path):
+    precious, folder = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("precious")
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    (folder / save_dir.LOCK).symlink_to(precious)
+    with pytest.raises(SystemExit, match=r"run/\.training\.lock is a link; it must be a regular file"):
+        save_dir.claim(str(folder))
+    (folder / save_dir.LOCK).unlink()
+    os.mkfifo(folder / save_dir.LOCK)
+    with pytest.raises(SystemExit, match=r"run/\.training\.lock is a pipe; it must be a regular file"):
+        save_dir.claim(str(folder))
+    (folder / save_dir.LOCK).unlink()
+    (folder / save_dir.LOCK).hardlink_to(precious)
+    # Of each link what the training makes takes the place; the folder may be named by one.
+    train(corpus, tmp_path / "link", *FLAGS, *"--max-update 2 --save-interval-updates 2".split())
+    for name in LINKS:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(precious)
+    train(corpus, tmp_path / "link", *FLAGS, *"--max-update 4 --save-interval-updates 2".split())
+    assert precious.read_text() == "precious" and last_update(folder) == 4
+    assert (folder / LINKS[2]).readlink() == precious  # what was damaged is kept, though it was a link
+    assert not list(folder.glob("*.tmp"))
+
+
 @pytest.mark.slow
 def test_a_folder_that_vanishes_is_made_again(corpus, tmp_path, whole):
     def run() -> None:
@@ -196,6 +249,8 @@ def test_a_damaged_checkpoint_is_replaced_by_the_newest_that_is_whole(corpus, tm
     damaged = damaged[: -1 if how == "bit" else len(damaged) // 3]
     for path in [last, newest] if how == "short" else tmp_path.glob("*.pt") if how == "all" else [last]:
         path.write_bytes(damaged)
+    for path, seconds in ((newest, 1), (tmp_path / "checkpoint_1_2.pt", 2)):  # by a wrong clock
+        os.utime(path, (seconds, seconds))
     torch.save({"model": {}}, tmp_path / "crash.pt")  # has no place in the data
     if how == "all":
         with pytest.raises(

@@ -26,6 +26,7 @@ WAYS = {
     "nag": "--optimizer nag",
     "adafactor": "--optimizer adafactor --scale-parameter",
     "dropout, shuffled": "--dropout 0.1 --decoder-layerdrop 0.3 without",
+    "streams, from empty states": "--text-streams 8 --update-freq 2 without",
     "workers": "--num-workers 2 without",
     "moving average": "--store-ema --ema-decay 0.9",
     "rarer moving average": "--store-ema --ema-decay 0.9 --ema-update-freq 3 --ema-fp32",

@@ -1,5 +1,7 @@
 """fairseq's commands for translation, with fast weights: train, go on, generate, interact, validate."""
 
+import codecs
+import io
 import math
 import re
 from argparse import Namespace
@@ -148,6 +150,23 @@ def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, ca
     assert all(math.isfinite(hypotheses[0].score) for hypotheses in found.values())
     # Without words there is nothing to tell two sources apart.
     assert found[1] == found[3] != found[0]
+
+
+def test_interactive_leaves_a_byte_order_mark_out_and_names_what_is_no_utf8(
+    our_fairseq, pairs, translator, tmp_path, capsys, monkeypatch
+):
+    def translate(content: bytes, *flags: str) -> str:
+        (tmp_path / "input").write_bytes(content)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "latin-1"))
+        capsys.readouterr()
+        command("interactive", str(pairs), *TRANSLATION, *QUIET, "--path", str(translator), "--max-len-b", "2", *flags)
+        return re.sub("(?m)^W-.*", "", capsys.readouterr().out)  # the time that it took
+
+    text, names = "e1 e2 größer\n".encode(), {str(tmp_path / "input"): ["--input", str(tmp_path / "input")]}
+    for name, flags in {**names, "standard input": []}.items():
+        assert "S-0\te1 e2 " in translate(text, *flags) == translate(codecs.BOM_UTF8 + text, *flags)
+        with pytest.raises(ValueError, match=f"^{name}, line 2: not UTF-8, byte 4 of the line is 0xff "):
+            translate(text + b"e3 \xff\n", *flags)
 
 
 # What generation refuses of alignments is in tests/models/test_fast_weight_transformer.py.

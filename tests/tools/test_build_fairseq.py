@@ -1,7 +1,7 @@
 """fairseq is built from the source that the cures were written for, or not at all."""
 
 import argparse
-import contextlib
+import importlib
 import io
 import os
 import pickle
@@ -11,7 +11,7 @@ import tarfile
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import build_fairseq
 import fairseq_cures
@@ -21,6 +21,26 @@ import torch
 from fairseq_cures import VERSION, UnexpectedSourceError
 
 from fairseq_fastweights import command_line
+
+HARMFUL = """import y
+
+z = eval(y)
+z = torch.load(y(1), "cpu") or th.load(
+    y,
+    map_location=z(),
+) or torch.load(y, weights_only=False)
+yaml.load(y, Loader=yaml.FullLoader)
+"""
+SAFE = """from fairseq.settings import literal
+import y
+
+z = literal(y)
+z = torch.load(y(1), "cpu", weights_only=True) or th.load(
+    y,
+    map_location=z(), weights_only=True
+) or torch.load(y, weights_only=False)
+yaml.load(y, Loader=yaml.SafeLoader)
+"""
 
 
 @pytest.fixture
@@ -34,7 +54,7 @@ def source(tmp_path: Path) -> Path:
             text = path.read_text() if path.exists() else ""
             path.write_text(text if old in text else text + old)
     (root / "fairseq/optim").mkdir(exist_ok=True)
-    (root / "fairseq/optim/adam.py").write_text('"""Adam."""\nfrom __future__ import x\nimport y\n\nz = eval(y)\n')
+    (root / "fairseq/optim/adam.py").write_text(f'"""Adam."""\nfrom __future__ import x\n{HARMFUL}with open(y) as f:\n')
     return root
 
 
@@ -42,8 +62,9 @@ def test_cures_change_the_expected_source_once(source: Path) -> None:
     before = {path: path.read_text() for path in source.rglob("*.*") if path.is_file()}
     fairseq_cures.apply_cures(source)
     assert all(path.read_text() != text for path, text in before.items())
-    adam = (source / "fairseq/optim/adam.py").read_text().splitlines()
-    assert adam[2:] == ["from fairseq.settings import literal", "import y", "", "z = literal(y)"]
+    opens = "from fairseq.text_files import open_text\n"
+    adam = (source / "fairseq/optim/adam.py").read_text()
+    assert adam.partition("import x\n")[2] == f"{opens}{SAFE}with open_text(y) as f:\n"
     with pytest.raises(UnexpectedSourceError, match=r"cure 1 \(living_hydra\)"):
         fairseq_cures.apply_cures(source)
     [twice], [gone] = fairseq_cures.CURES["mask_type"], fairseq_cures.CURES["named_models"]
@@ -211,36 +232,6 @@ def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, co
     assert not witness.exists()
 
 
-def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(our_fairseq, tmp_path: Path, monkeypatch) -> None:
-    """Through the function by which fairseq saves what a training goes on from."""
-    from fairseq import checkpoint_utils
-    from fairseq.dataclass.configs import CheckpointConfig
-    from fairseq.file_io import PathManager
-
-    monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", 1.0, raising=False)
-    config = CheckpointConfig(save_dir=str(tmp_path), no_epoch_checkpoints=True)
-    epochs = SimpleNamespace(epoch=1, end_of_epoch=lambda: True, state_dict=dict)
-    trainer = Mock(data_parallel_rank=0, checkpoint_suffix="", should_save_checkpoint_on_current_rank=True)
-    trainer.get_num_updates.return_value = 7
-
-    def save(content: str) -> list[str]:
-        """Saves the best one so far, at the end of an epoch; returns what the best and the last then hold."""
-        trainer.save_checkpoint = lambda path, state: Path(path).write_text(content)
-        with contextlib.suppress(KeyboardInterrupt):
-            checkpoint_utils.save_checkpoint(config, trainer, epochs, 1.0)
-        return [path.read_text() for path in sorted(tmp_path.glob("*.pt"))]
-
-    def cut_off(source: str, target: str, **options: bool) -> None:
-        Path(target).write_text(Path(source).read_text()[:1])
-        raise KeyboardInterrupt
-
-    assert save("first") == ["first", "first"]
-    with monkeypatch.context() as patch:
-        patch.setattr(PathManager, "copy", cut_off)
-        assert save("second") == ["second", "first"]
-    assert save("third") == ["third", "third"] and len(list(tmp_path.iterdir())) == 2
-
-
 @pytest.mark.parametrize(
     ("size", "rows", "forbidden"),
     [
@@ -335,9 +326,37 @@ def dropout_of_16_bits(folder: Path) -> None:
     assert torch.jit.script(FairseqDropout(0.5))(torch.ones(4)).shape == (4,)
 
 
+def fasta_of_any_name(folder: Path) -> None:
+    from fairseq.data import Dictionary, data_utils
+
+    dictionary = Dictionary()
+    for letter in "ACGT":
+        dictionary.add_symbol(letter)
+    data = folder / "x;touch ran;$(touch ran)"
+    data.mkdir()
+    (data / "test.fasta.idx.npy").symlink_to(folder / "elsewhere.npy")
+    here = os.getcwd()
+    for text, sizes in ((">a b\nAC\nG \n>c\n\n>d\nT", [3, 0, 1]), (">a\nACGT\n", [4])):  # which has changed since
+        (data / "test.fasta").write_text(text)
+        os.chdir(folder)
+        try:
+            found = data_utils.load_indexed_dataset(str(data / "test"), dictionary)
+        finally:
+            os.chdir(here)
+        assert [dictionary.string(found[n]).replace(" ", "") for n in range(len(found))] == [
+            "".join(part.splitlines()[1:]).strip() for part in text.split(">")[1:]
+        ]
+        assert found.sizes.tolist() == sizes
+    assert sorted(path.name for path in folder.iterdir()) == [data.name]
+    os.mkfifo(data / "valid.fasta")
+    with pytest.raises(ValueError, match=r"valid\.fasta is a pipe; it must be a regular file"):
+        data_utils.load_indexed_dataset(str(data / "valid"), dictionary)
+
+
 WORKING = (
     *(weights_of_a_moving_average, masks_of_bytes, files_without_iopath, dictionaries_that_are_files),
     dropout_of_16_bits,
+    fasta_of_any_name,
 )
 
 
@@ -349,9 +368,45 @@ def test_what_was_broken_works(our_fairseq, works, tmp_path: Path) -> None:
 def test_a_plugin_that_is_not_there_ends_a_command_in_one_line(our_fairseq, monkeypatch, capsys) -> None:
     from fairseq import options
 
-    monkeypatch.setattr(sys, "argv", ["fairseq-train", "data", "--user-dir", "no/such"])
-    with pytest.raises(SystemExit) as ended:
-        options.get_training_parser()
-    missing = Path("no/such").absolute()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"fairseq-train: error: argument --user-dir: there is no folder {missing}\n"
+    for name, more in (("no/such", ""), ("no_such", ", and no package no_such is installed")):
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", "data", "--user-dir", name])
+        with pytest.raises(SystemExit) as ended:
+            options.get_training_parser()
+        missing = Path(name).absolute()
+        assert ended.value.code == 2
+        told = f"fairseq-train: error: argument --user-dir: there is no folder {missing}{more}\n"
+        assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("first", ["nothing", "the package", "its task"])
+def test_an_installed_plugin_is_found_by_its_name_and_registered_once(
+    our_fairseq, first, tmp_path, monkeypatch
+) -> None:
+    """From every folder, as of an editable installation; also where a program imported it, or a part, before."""
+    from fairseq.utils import import_user_module
+
+    plugin, elsewhere = tmp_path / "installed" / "a_plugin", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for module in ("__init__", "tasks/__init__", "tasks/a_task", "models/__init__", "models/a_model"):
+        path = plugin / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import sys\nsys.imported.append(__name__)\n")
+    imported: list[str] = []
+    monkeypatch.setattr(sys, "imported", imported, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(plugin.parent)])
+    monkeypatch.setattr(import_user_module, "memo", set(), raising=False)
+    before = set(sys.modules)
+    monkeypatch.chdir(elsewhere)
+    try:
+        if first != "nothing":
+            importlib.import_module("a_plugin" if first == "the package" else "a_plugin.tasks.a_task")
+        for name in ("a_plugin", "a_plugin/", str(plugin)):
+            import_user_module(argparse.Namespace(user_dir=name))
+        parts = ("", ".models", ".models.a_model", ".tasks", ".tasks.a_task")
+        assert sorted(imported) == [f"a_plugin{part}" for part in parts]
+        (elsewhere / "a_plugin").mkdir()  # goes first, and is another one
+        with pytest.raises(ImportError, match="elsewhere/a_plugin because the corresponding module name"):
+            import_user_module(argparse.Namespace(user_dir="a_plugin"))
+    finally:
+        for name in [name for name in set(sys.modules) - before if name.partition(".")[0] == "a_plugin"]:
+            del sys.modules[name]

@@ -1,11 +1,7 @@
 """Settings are read and never run: a checkpoint may be anybody's."""
 
-import ast
 from argparse import Namespace
-from pathlib import Path
 
-import fairseq
-import fairseq_cli
 import pytest
 import torch
 from fairseq import checkpoint_utils, tasks
@@ -20,6 +16,7 @@ from fairseq_settings import literal
         (" {'beam': -1, 'x': [None, True]} ", {"beam": -1, "x": [None, True]}),
         ("[(512, 3)] * 2 + [(8, 1 + 2 - 4)]", [(512, 3), (512, 3), (8, -1)]),
         ("2 * 'ab'", "abab"),
+        ("[" + "1," * 200_000 + "]", [1] * 200_000),  # a text of its own size may be long
     ],
 )
 def test_literals_sums_and_products_are_read(text, value):
@@ -29,26 +26,15 @@ def test_literals_sums_and_products_are_read(text, value):
 @pytest.mark.parametrize(
     "text",
     ["__import__('os')", "x", "[0] * 10**9", "[0] * 1000 * 1000", "1000000 * 'a'", "{**{}}", "(lambda: 1)()", "[",
-     "1 + [1]", "[x for x in (1,)]", "(" * 5000, "f'{1}'", "1 / 2"],
+     "[[[0] * 99] * 99] * 99", "('ab' * 999,) * 999", "('a' * 99_999) + ('a' * 99_999)",
+     "[" + "'a' * 9_999, " * 99 + "]", "[{1: [2, 3], 4: {5}}] * 9_999", "1 + [1]", "[x for x in (1,)]",
+     "(" * 5000, "f'{1}'", "1 / 2"],
 )  # fmt: skip
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="is no literal"):
         literal(text)
     with pytest.raises(TypeError, match="a setting must be a string, not list"):  # as eval refuses it
         literal([text])
-
-
-def test_nothing_in_fairseq_runs_a_string():
-    folders = [Path(fairseq.__file__).parent, Path(fairseq_cli.__file__).parent]
-    found = []
-    for path in (path for folder in folders for path in folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
-                found.append(f"{path.relative_to(folders[0].parent)}: {name}")
-    # Programs of their own, for video and audio files that the user names.
-    own = ("examples/MMPT/", "examples/speech_synthesis/preprocessing/")
-    assert [place for place in found if not place.startswith(tuple(f"fairseq/{folder}" for folder in own))] == []
 
 
 @pytest.mark.parametrize(

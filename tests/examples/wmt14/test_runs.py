@@ -9,7 +9,7 @@ from pathlib import Path
 import papers
 import pytest
 from papers import drawing, ledger, report, rows
-from papers.grid import plan
+from papers.grid import plan, trained_as
 
 from tests.examples.conftest import TINY
 
@@ -42,7 +42,7 @@ def test_rows_are_trained_scored_and_kept_once_and_give_the_same_numbers_again(d
     (again,) = ledger.read_ledger(tmp_path / "other.jsonl")
     assert replace(again, seconds=first.seconds) == first
     status, _, err = run(out, "--seeds", "1", rest=[*small, "--lr", "0.1"])
-    assert status == 1 and "dpfp-1 was begun with another command; name another OUT, or delete it" in err
+    assert status == 1 and "dpfp-1 was begun with another command or data; name another OUT, or delete it" in err
 
 
 def test_what_a_row_starts_from_is_trained_before_it(tmp_path: Path) -> None:
@@ -66,6 +66,71 @@ def test_what_a_row_starts_from_is_trained_before_it(tmp_path: Path) -> None:
     assert str(out / "linear-transfer-1" / "checkpoint_best.pt") in chain[2].training.words
     given = plan("conversion", table, ["add-800"], [1], rows.Places(tmp_path, out), ["--lr", "1"], False)
     assert given[1].training.words[-4:] == ["--lr", "1", "--seed", "1"]
+
+
+def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None:
+    """A former one of the same commands on other data is trained and scored again, as far as it read what changed."""
+    data, source = tmp_path / "data", tmp_path / "source.pt"
+    data.mkdir()
+    (tmp_path / "dict.txt").touch()
+    for path in (source, *map(data.joinpath, ("dict.txt", "train.bin", "valid.bin", "test.bin"))):
+        path.write_text("before")
+
+    def planned() -> tuple[object, str]:
+        (run,) = plan("wikitext2", papers.SCALED["wikitext2"], ["delta"], [1], rows.Places(data, tmp_path, source))
+        return run, ledger.data_digest(data)
+
+    run, digest = planned()
+    kept = replace(entry("delta", 1, 1.0), table="wikitext2", commands=run.commands, data=digest, inputs=run.inputs)
+    for path, trained, scored in (
+        *((tmp_path / "other.txt", False, False), (data / "test.bin", False, True)),
+        *((data / name, True, True) for name in ("valid.bin", "train.bin", "dict.txt")),
+        (source, True, True),
+    ):
+        run, digest = planned()
+        kept = replace(kept, data=digest, inputs=run.inputs)
+        assert run.is_in(kept, digest) and run.is_in(replace(kept, inputs=""), digest)  # an old line does not say it
+        path.write_text("after")
+        now, digest = planned()
+        assert now.is_in(kept, digest) is not scored, path
+        for number, changed in enumerate((trained, scored)):
+            assert (now.steps[number].key != run.steps[number].key) is changed, path
+
+
+def test_a_table_does_not_mix_runs_of_different_data() -> None:
+    one, other = entry("softmax", 1, 39.0), entry("softmax", 2, 39.2)
+    for change in ({"data": "x"}, {"inputs": "x"}):
+        with pytest.raises(rows.RowError, match="multi30k: its runs are of different data, which no table may mix"):
+            report.block("multi30k", papers.SCALED["multi30k"], [replace(one, inputs="y"), replace(other, **change)])
+
+
+def test_one_training_serves_all_rows_that_have_the_same(tmp_path: Path) -> None:
+    """Of one table, and of two in the same folder."""
+    places = rows.Places(tmp_path, tmp_path / "out")
+    names = [f"transformer-xl-{memory}" for memory in (64, 384)]
+    shared = plan("schlag-table4", papers.TABLES["schlag-table4"], [*names, "delta-network"], [1, 2], places, (), False)
+    first, second, other, *of_seed_2 = shared
+    assert first.steps[0] is second.steps[0] is not other.steps[0] and of_seed_2[0].steps[0] is of_seed_2[1].steps[0]
+    assert first.places.out == second.places.out == tmp_path / "out" / "transformer-xl-15-1" != of_seed_2[0].places.out
+    assert len({step.folder for run in (first, second) for step in run.steps}) == 1 + 2 * 2
+    assert first.key != second.key
+    of_two = [
+        plan(table, papers.TABLES[table], [row], [1], places, (), False)[0]
+        for table, row in (
+            ("schlag-table2", "medium-delta-network"),
+            ("schlag-table3", "positions-yes-normalization-no"),
+        )
+    ]
+    assert len({run.steps[0].key for run in of_two}) == len({run.places.out for run in of_two}) == 1
+    same = {
+        (table, row): trained_as(table, row)
+        for table, found in (papers.TABLES | papers.SCALED).items()
+        for row in found.rows
+        if trained_as(table, row) != row
+    }
+    assert len(same) == 4  # three of the Transformer-XL's, and one of Table 3
+    # A row that starts from another may be trained by the command of one from another model.
+    assert trained_as("conversion", "linear") == "linear" and trained_as("elsewhere", "row") == "row"
 
 
 def entry(row: str, seed: int, bleu: float) -> object:

@@ -1,0 +1,64 @@
+"""What a score is of: one that was found before must not pass for that of another model, other data or options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_KERNELS = ("FASTWEIGHTS_NATIVE", "FASTWEIGHTS_CPU_ISA", "FASTWEIGHTS_CUDA_ALGORITHM")
+"""Variables of the environment that choose them begin so."""
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """Of the names, sizes and contents of files."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {os.fstat(file.fileno()).st_size}\n".encode())
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+    return digest.hexdigest()[:32]
+
+
+def split_files(data: Path, split: str) -> list[Path]:
+    """The files of a folder of data that are read to score a split of it."""
+    patterns = ("dict*.txt", "words.json", "subwords.*", f"{split}.*", f"{split}[0-9]*", f"raw/{split}.*")
+    return [path for pattern in patterns for path in data.glob(pattern) if path.is_file()]
+
+
+def identity(command: str, checkpoint: Path, data: Iterable[Path]) -> dict[str, str]:
+    """What an evaluation is of, part by part; `command` names no folder, as the contents of files count instead."""
+    kernels = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_KERNELS))
+    return {
+        "options": command,
+        "model": digest_of([checkpoint]),
+        "data": digest_of(data),
+        "kernels": " ".join(kernels),
+    }
+
+
+def difference(noted: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
+    """What a score that was noted is of otherwise, in words; "" if nothing."""
+    if noted is None:
+        return "does not say what it is of"
+    different = [name for name in now if noted.get(name) != now[name]]
+    return f"is of other {' and '.join(different)}" if different else ""
+
+
+def first_line(now: Mapping[str, str]) -> bytes:
+    """The first line of an evaluation's log, which says what it is of."""
+    return f"scored: {json.dumps(now)}\n".encode()
+
+
+def noted_in(log: Path) -> dict[str, str] | None:
+    """What the first line of a log says; None if it says nothing."""
+    with log.open("rb") as file:
+        start, _, rest = file.readline().partition(b" ")
+    try:
+        found = json.loads(rest) if start == b"scored:" else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

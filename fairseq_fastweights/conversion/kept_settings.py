@@ -1,0 +1,194 @@
+"""What a Hugging Face folder says of its tokenizer and of generation, beside the pieces: chat templates and settings.
+
+`from-huggingface` keeps the files in the subfolder `ORIGINALS` of what it makes, and `to-huggingface` reads them there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from fairseq_fastweights.conversion.folders import file_in
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD
+from fairseq_fastweights.conversion.tokenizer import TEMPLATE, template_names
+from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+
+FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
+"""The files that are read, besides those of `tokenizer.template_names`."""
+
+_PLAIN: dict[str, Callable[[Any], bool]] = {
+    "model_max_length": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "padding_side": lambda value: value in ("left", "right"),
+    "truncation_side": lambda value: value in ("left", "right"),
+    "clean_up_tokenization_spaces": lambda value: isinstance(value, bool),
+    "split_special_tokens": lambda value: isinstance(value, bool),
+}
+"""Settings of tokenizers that say nothing of words, and which values are theirs."""
+
+_NAMED = ("cls_token", "sep_token", "mask_token")
+_OTHERS = ("additional_special_tokens", "extra_special_tokens")
+
+_GENERATION = {
+    "do_sample": ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    "num_beams": ("num_beams", "early_stopping", "length_penalty"),
+    "": (
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"),
+        *("do_sample", "repetition_penalty", "no_repeat_ngram_size", "exponential_decay_length_penalty"),
+        *("num_return_sequences", "renormalize_logits", "remove_invalid_values"),
+    ),
+}
+"""The settings of generation, by the one without which they have no effect, and with which transformers saves them."""
+
+NUMBERS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
+"""Settings of generation that hold numbers of word types."""
+
+
+def find_kept(places: Iterable[Path]) -> Path | None:
+    """The folder with the files in the first of these places that has one, from either conversion.
+
+    Raises:
+        ValueError: if a file is a link to elsewhere.
+    """
+    for place in places:
+        config = file_in(place, f"{ORIGINALS}/{FILES[0]}")
+        if config and (file_in(place, RECORD) or read_json(config).get("model_type") == FastWeightConfig.model_type):
+            return place / ORIGINALS
+    return None
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """The files to keep of a folder that is converted back.
+
+    Raises:
+        ValueError: if one of them is a link to elsewhere, or no regular file.
+    """
+    names = (*FILES, *template_names(folder))
+    return {name: path for name in names if (path := file_in(folder, name))}
+
+
+def tokenizer_arguments(folder: Path, known: Iterable[str], own: dict[str, str]) -> dict[str, Any]:
+    """The arguments of a tokenizer of transformers that a folder's files say.
+
+    Args:
+        folder: the folder.
+        known: the words of the tokenizer; special tokens that are not among them are left out.
+        own: the tokenizer's `bos_token` and `eos_token`; chat templates read the folder's, where it has others.
+
+    Raises:
+        ValueError: if a file cannot be read, or a setting has a value that it cannot have; the message names both.
+    """
+    path = folder / "tokenizer_config.json"
+    config, older = _read(folder, path.name), _read(folder, "special_tokens_map.json")
+    arguments: dict[str, Any] = {}
+    for name, fits in _PLAIN.items():
+        if (value := config.get(name)) is not None:
+            if not fits(value):
+                raise ValueError(f"{path}: {name} is {value!r}; this is no value of this setting")
+            arguments[name] = value
+    words, tokens = set(known), {**older, **config}
+    arguments |= {name: word for name in _NAMED if (word := _word(tokens.get(name))) in words}
+    listed = [entry for name in _OTHERS for entry in _list(tokens.get(name))]
+    if others := sorted({word for entry in listed if (word := _word(entry)) in words}):
+        arguments["extra_special_tokens"] = others
+    other = {name: word for name in own if (word := _word(tokens.get(name))) not in (None, own[name])}
+    if templates := read_templates(folder, config):
+        templates = {name: _with_words(template, other) for name, template in templates.items()}
+        arguments["chat_template"] = templates["default"] if set(templates) == {"default"} else templates
+    return arguments
+
+
+def read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates of a folder by their names, in files of their own or else in this tokenizer_config.json.
+
+    Raises:
+        ValueError: if one of them is no text; the message names the file.
+    """
+    found: dict[str, str] = {}
+    for file in (TEMPLATE, *template_names(folder)):
+        if (path := file_in(folder, file)) is not None:
+            try:
+                name = "default" if file == TEMPLATE else Path(file).stem
+                found[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{folder / file}: this is not UTF-8 ({error})") from None
+    given = config.get("chat_template")
+    if found or given is None:
+        return found
+    if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
+        given = {entry.get("name"): entry.get("template") for entry in given}
+    templates = {"default": given} if isinstance(given, str) else given
+    if not isinstance(templates, dict) or not all(isinstance(x, str) for pair in templates.items() for x in pair):
+        raise ValueError(f"{folder}/tokenizer_config.json: chat_template must be a text, or a list of names and texts")
+    return templates
+
+
+def generation_config(
+    folder: Path | None, config: FastWeightConfig, number_of: Callable[[int], int | None]
+) -> GenerationConfig:
+    """The settings of generation of a model, with those of the folder that it came from.
+
+    Args:
+        folder: the folder; None if there is none.
+        config: of the model.
+        number_of: gives a number of a word type of the folder's its number in the model; None if it has none.
+
+    Raises:
+        ValueError: if a file cannot be read, or a setting cannot be used; the message names the file.
+    """
+    values: dict[str, Any] = {}
+    ends: list[Any] = []
+    path = Path() if folder is None else folder / "generation_config.json"
+    if folder is not None:
+        said = _read(folder, path.name)
+        for needed, names in _GENERATION.items():
+            set_to = said.get(needed)
+            if not needed or set_to is True or (isinstance(set_to, int) and set_to > 1):
+                values |= {name: said[name] for name in names if said.get(name) is not None}
+        values |= {name: _renumbered(said[name], number_of) for name in NUMBERS if said.get(name) is not None}
+        ends = _list(_renumbered(said.get("eos_token_id", _read(folder, FILES[0]).get("eos_token_id")), number_of))
+    ends = list(dict.fromkeys([*_list(config.eos_token_id), *ends]))
+    # fairseq's generator never writes padding.
+    values["suppress_tokens"] = list(dict.fromkeys([config.pad_token_id, *_list(values.get("suppress_tokens"))]))
+    values["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
+    try:
+        kind: Any = GenerationConfig
+        made: GenerationConfig = kind(bos_token_id=config.bos_token_id, pad_token_id=config.pad_token_id, **values)
+        made.validate(strict=True)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    return made
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    """A file of the folder; {} if it is not there."""
+    path = file_in(folder, name)
+    return {} if path is None else read_json(path)
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def _word(token: Any) -> str | None:
+    """The text of a special token, which some files describe further."""
+    word = token.get("content") if isinstance(token, dict) else token
+    return word if isinstance(word, str) else None
+
+
+def _with_words(template: str, other: dict[str, str]) -> str:
+    """A template in which the special tokens are these, whatever the tokenizer's are."""
+    said = {name: json.dumps(word, ensure_ascii=False) for name, word in other.items() if name in template}
+    return "".join(f"{{% set {name} = {word} %}}\n" for name, word in said.items()) + template
+
+
+def _renumbered(value: Any, number_of: Callable[[int], int | None]) -> Any:
+    """A number, or numbers in lists, in the model; those that it does not have are left out."""
+    if isinstance(value, list):
+        numbers = [_renumbered(one, number_of) for one in value]
+        return [number for number in numbers if number is not None]
+    return number_of(value) if isinstance(value, int) and not isinstance(value, bool) else None

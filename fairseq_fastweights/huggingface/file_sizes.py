@@ -1,0 +1,89 @@
+"""Compares the model of a config.json with the files of its weights, before anything of its size is made.
+
+transformers makes weights that are in no file anew, whatever their size is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from fairseq_fastweights import integrity, model_sizes, safetensors_digests
+from fairseq_fastweights.bounded_loading import load
+
+_NAMES = ("model*.safetensors", "pytorch_model*.bin")
+"""Of files of weights; a training leaves others beside them."""
+
+if TYPE_CHECKING:
+    from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+
+
+def check_folder(folder: Path, config: FastWeightConfig) -> None:
+    """Checks the files of weights in a folder, and that they have weights of as many layers.
+
+    Raises:
+        ValueError: if a file is damaged, or holds something else than weights; or if there are too many layers.
+    """
+    files = [file for pattern in _NAMES for file in sorted(folder.glob(pattern))]
+    weights = sum(len(_weights_in(file, config)) for file in files)
+    layers = config.num_hidden_layers
+    if files and layers > model_sizes.most_layers(weights):
+        raise ValueError(f"{folder}: num_hidden_layers is {layers} in config.json, and there are {weights} weights")
+
+
+def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig) -> None:
+    """Checks the files of a model that was made without numbers, and that they could hold most of it.
+
+    Raises:
+        ValueError: if a file is damaged, or holds something else than weights; or if the model is too large.
+    """
+    held = {file: sum(math.prod(shape) for shape in _weights_in(Path(file), config).values()) for file in files}
+    tensors = sorted([*model.parameters(), *model.buffers()], key=lambda tensor: tensor.numel())
+    wanted, size = 4 * sum(tensor.numel() for tensor in tensors), 4 * sum(held.values())
+    if held and wanted > model_sizes.most_bytes(size):
+        shape = tuple(tensors[-1].shape)
+        setting = model_sizes.likely(model_sizes.whole_numbers(config.to_dict()), shape)
+        raise ValueError(
+            f"{setting} in config.json, and it asks for a tensor of shape {shape} in a model of {wanted:,} bytes in "
+            f"float32; the weights in {Path(next(iter(held))).parent} have {size:,}"
+        )
+
+
+def _weights_in(file: Path, config: FastWeightConfig) -> dict[str, tuple[int, ...]]:
+    """The names of the weights in a file and their shapes, once it is known to be undamaged.
+
+    Raises:
+        ValueError: if it is damaged, or holds something else than floating-point numbers.
+    """
+    if file.suffix == ".safetensors":
+        if damage := safetensors_digests.why_damaged(file):
+            raise ValueError(f"{file} {damage}")
+        described = safetensors_digests.described_in(file)
+    else:
+        described = _described_in(file)
+    for name, (kind, _) in described.items():
+        if not kind.startswith(("F", "BF")) and getattr(config, "quantization_config", None) is None:
+            raise ValueError(f"{file}: weight {name} is of type {kind}; it must be floating-point")
+    return {name: shape for name, (_, shape) in described.items()}
+
+
+def _described_in(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The types, as safetensors calls them, and the shapes of the weights in a file of torch.save."""
+    if damage := integrity.why_damaged(file):
+        raise ValueError(f"{file} {damage}")
+    with file.open("rb") as opened:
+        try:
+            state = load(opened, mapped=file)
+        except Exception as error:
+            raise ValueError(f"{file} {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
+        raise ValueError(f"{file}: it must hold weights by name, and nothing else")
+    names = {weight.dtype: str(weight.dtype).removeprefix("torch.") for weight in state.values()}
+    return {
+        str(name): ("F" if weight.is_floating_point() else names[weight.dtype], tuple(weight.shape))
+        for name, weight in state.items()
+    }

@@ -1,0 +1,66 @@
+"""Data that changes under a training: the last update is kept, and all processes end.
+
+fairseq's readers raise a `FileError` for such data. The fairseq that `tools/build_fairseq.py` builds notices it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+from fairseq import checkpoint_utils
+
+try:
+    from fairseq.data_files import first_change
+    from fairseq.text_files import FileError as FileError
+except ImportError:
+    from fairseq_fastweights.text_files import FileError as FileError
+
+    def first_change() -> str | None:
+        """None: that fairseq does not look."""
+        return None
+
+
+logger = logging.getLogger(__name__)
+
+CHANGED = 1000
+"""Among the numbers of signals: data has changed."""
+
+
+class LastUpdate:
+    """Where a training of one epoch stands in its data, to be kept in a checkpoint.
+
+    Attributes:
+        all_end: whether all processes know that the data has changed. Otherwise the others wait for this one's part of
+            the next update, and not for its part of a checkpoint.
+    """
+
+    def __init__(self, epoch_itr: Any) -> None:
+        self.all_end = False
+        self._former, following = (getattr(epoch_itr, f"_{which}_epoch_itr", None) for which in ("cur", "next"))
+        self._batches = 0 if following is None else following.n
+        self._complaint: str | None = None
+        while first_change():  # of data that something else in this process has open; reading it is still an error
+            pass
+
+    def note(self, epoch_itr: Any) -> int:
+        """After an update: `CHANGED` if the data has changed, otherwise 0."""
+        self._batches = epoch_itr.iterations_in_epoch
+        self._complaint = first_change()
+        return 0 if self._complaint is None else CHANGED
+
+    def end(self) -> NoReturn:
+        """Ends the training, as all processes do."""
+        self.all_end = True
+        raise FileError(self._complaint or "data has changed; another process says which file")
+
+    def keep(self, cfg: Any, trainer: Any, epoch_itr: Any) -> None:
+        """Saves the last update."""
+        current = getattr(epoch_itr, "_cur_epoch_itr", None)
+        if current is None or current is self._former:  # not even begun: what came before is in a checkpoint
+            return
+        current.n = self._batches  # some batches of the next update may have been read
+        try:
+            checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+        except Exception as error:
+            logger.warning("the last update is not saved: %s", error)

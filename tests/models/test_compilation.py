@@ -1,0 +1,116 @@
+"""--compile: one graph for all layers of a kind, without a break, and the numbers of the layers as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fairseq_fastweights.mixers.registry import MIXERS
+from fairseq_fastweights.models import mixer_layers
+from tests.models import translation
+
+FOUR = "--decoder-layers 4 --no-token-positional-embeddings --dropout 0 --compile"
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """`compiler(backend)` compiles with it from then on; the list that it returns grows by each graph."""
+
+    def use(backend):
+        torch.compiler.reset()
+        counters.clear()
+        made = []
+
+        def compile_graph(graph, examples):
+            made.append(graph)
+            return torch._dynamo.lookup_backend(backend)(graph, examples)
+
+        compiled = torch.compile(mixer_layers._run_with_states, backend=compile_graph)
+        monkeypatch.setattr(mixer_layers, "_compiled", lambda: compiled)
+        return made
+
+    yield use
+    torch.compiler.reset()
+
+
+def gradients(model, *inputs, **options):
+    model.zero_grad()
+    torch.manual_seed(5)
+    out = model(*inputs, **options)[0]
+    out.square().mean().backward()
+    return {"out": out.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_agree(found, wanted):
+    """But for rounding: layers that are compiled read rows in another order."""
+    for name in wanted:
+        error, size = (found[name] - wanted[name]).norm(), wanted[name].norm()
+        assert float(error) < 1e-5 * max(float(size), 1e-4), name
+
+
+def without_compilation(model):
+    for layer in model.modules():
+        if isinstance(layer, mixer_layers.MixerLayer):
+            layer.compiles = False
+    return model
+
+
+@pytest.mark.parametrize("mixers", [*MIXERS, "delta:1-3,softmax:4"])
+def test_a_graph_for_all_layers_of_a_kind(fairseq, text, compiler, mixers):
+    model = fairseq.build(f"--mixers {mixers} {FOUR}").train()
+    made, tokens = compiler("eager"), text(3, 9)
+    for _ in range(2):
+        found = gradients(model, tokens)
+    assert len(made) == len(set(model.decoder.mixer_names)), "a graph for some layers alone"
+    assert not counters["graph_break"]
+    assert_agree(found, gradients(without_compilation(model), tokens))
+
+
+@pytest.mark.parametrize("flags", ["", "--checkpoint-activations"])
+def test_carried_states_documents_and_padding(fairseq, text, compiler, flags):
+    model = fairseq.build(f"--update-rule delta {FOUR} {flags}").train()
+    batches = [{"continues": torch.tensor([False] * 3)}, {"continues": torch.tensor([True, False, True])}]
+    batches += [{}, {"starts": torch.zeros(3, 9, dtype=torch.bool).index_fill(1, torch.tensor([4]), True)}]
+    padded = text(3, 9)
+    padded[1, 6:] = 1
+    results = {}
+    for compiled in (True, False):
+        if not compiled:
+            without_compilation(model)
+        made = compiler("aot_eager")
+        results[compiled] = [gradients(model, text(3, 9), **batch) for batch in (*batches, *batches)]
+        results[compiled].append(gradients(model, padded))
+        # With states or without, documents, padding; with checkpoints also without gradients. Not for each layer.
+        assert 4 <= len(made) <= 14 if compiled else not made
+        model.decoder._carried = {True: {}, False: {}}
+    assert not counters["graph_break"]
+    for found, wanted in zip(*results.values(), strict=True):
+        assert_agree(found, wanted)
+
+
+def test_evaluation_is_not_compiled(fairseq, text, compiler):
+    made = compiler("eager")
+    model = fairseq.build(f"--update-rule delta {FOUR}")
+    model(text(2, 5))
+    assert not made
+
+
+def test_translation(compiler):
+    model = translation.build(fast_weight_attention="encoder,decoder,cross", compile=True, dropout=0.0).train()
+    source, target = torch.randint(4, 20, (2, 7)), torch.randint(4, 20, (2, 5))
+    batch = {"src_tokens": source, "src_lengths": torch.tensor([7, 7]), "prev_output_tokens": target}
+    made = compiler("eager")
+    found = gradients(model, **batch)
+    # The last layer of the decoder is asked for weights of attention, which alignments are read from.
+    assert len(made) == 3
+    assert not counters["graph_break"]
+    assert_agree(found, gradients(without_compilation(model), **batch))
+
+
+@pytest.mark.slow
+def test_compiled_for_this_machine(fairseq, text):
+    torch.compiler.reset()
+    model = fairseq.build("--update-rule delta --no-token-positional-embeddings --dropout 0 --compile").train()
+    found = gradients(model, text(3, 9))
+    assert_agree(found, gradients(without_compilation(model), text(3, 9)))

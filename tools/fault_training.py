@@ -1,0 +1,150 @@
+"""Small trainings for `faults.py`: they end or are interrupted, go on, and are compared bit by bit."""
+
+import atexit
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+UPDATES, INTERVAL = 24, 4
+MODEL = f"""--user-dir {ROOT}/fairseq_fastweights --task fast_weight_language_modeling --arch fast_weight_lm
+    --decoder-layers 1 --decoder-embed-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
+    --share-decoder-input-output-embed --no-token-positional-embeddings --carry-over-state --dropout 0.1
+    --tokens-per-sample 16 --optimizer adam --lr 0.001 --max-update {UPDATES} --save-interval-updates {INTERVAL}
+    --keep-interval-updates 2 --no-epoch-checkpoints --cpu --num-workers 0 --no-progress-bar
+    --log-interval 1 --log-format json""".split()
+
+
+class Training:
+    """The command, with `flags`, in a folder for its checkpoints, in one process or two."""
+
+    def __init__(self, data: Path, folder: Path, processes: int, flags: str) -> None:
+        self.data, self.folder, self.processes, self.flags = data, folder, processes, flags.split()
+        self.save_dir = folder / "checkpoints"
+        self.save_dir.mkdir(parents=True)
+        self.last = self.save_dir / "checkpoint_last.pt"
+        self.starts, self.rank = 0, 0
+
+    def start(self, prepare: Callable[["Training"], None] | None = None) -> list[Any]:
+        """Processes that train, once they have done what `prepare` says; forked, so that fairseq is imported once."""
+        self.starts += 1
+        started = [
+            multiprocessing.get_context("fork").Process(target=self._run, args=(rank, prepare))
+            for rank in range(self.processes)
+        ]
+        for process in started:
+            process.start()
+        return started
+
+    def finish(self) -> list[int | None]:
+        """Goes on to the end; the exit codes."""
+        return self.run()
+
+    def run(self, prepare: Callable[["Training"], None] | None = None) -> list[int | None]:
+        """Starts and waits; the exit codes."""
+        started = self.start(prepare)
+        for process in started:
+            process.join(300)
+            process.kill()
+        return [process.exitcode for process in started]
+
+    def _run(self, rank: int, prepare: Callable[["Training"], None] | None) -> None:
+        self.rank = rank
+        log = os.open(self.folder / f"{self.starts}-{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (they may have gone elsewhere)
+        atexit._clear()  # the parent's, one of which removes its folder; the plugin runs what there is after a signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
+        arguments = [str(self.data), *MODEL, *self.flags, "--save-dir", str(self.save_dir)]
+        if self.processes > 1:
+            arguments += "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn".split()
+            arguments += ["--distributed-init-method", f"file://{self.folder}/meeting-{self.starts}"]
+            arguments += ["--distributed-world-size", str(self.processes), "--distributed-rank", str(rank)]
+        sys.argv = ["fairseq-train", *arguments, "--batch-size", str(4 // self.processes)]
+        updates = os.open(self.folder / "updates", os.O_WRONLY | os.O_CREAT)
+        if rank == 0:
+            self.after_update(lambda number: os.pwrite(updates, str(number).encode(), 0))
+        if prepare is not None:
+            prepare(self)
+        try:
+            import_module("fairseq_cli.train").cli_main()
+        except KeyboardInterrupt:  # multiprocessing would make 1 of it, and Python makes 130
+            os._exit(128 + signal.SIGINT)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
+    def after_update(self, act: Callable[[int], object]) -> None:
+        """Has `act` done, in this process, after each update."""
+        trainer = import_module("fairseq.trainer").Trainer
+        original = trainer.train_step
+
+        def train_step(self: Any, *arguments: Any, **named: Any) -> Any:
+            result = original(self, *arguments, **named)
+            act(self.get_num_updates())
+            return result
+
+        trainer.train_step = train_step
+
+    def updates_lost(self) -> int:
+        """How many updates that were done are not in the last checkpoint."""
+        done = self.folder / "updates"
+        kept = trained(self.save_dir)["num_updates"] if self.last.exists() else 0
+        return max(0, int(done.read_bytes() or 0) - kept) if done.exists() else 0
+
+
+def differences(one: Any, other: Any, name: str = "") -> list[str]:
+    """Where two checkpoints, or parts of them, are not the same bits."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [found for key in one for found in differences(one[key], other[key], f"{name}.{key}")]
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        return [x for i, pair in enumerate(zip(one, other, strict=True)) for x in differences(*pair, f"{name}.{i}")]
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return [] if one.dtype == other.dtype and torch.equal(one, other) else [name]
+    return [] if type(one) is type(other) and one == other else [name]
+
+
+def trained(save_dir: Path, name: str = "checkpoint_last.pt") -> dict[str, Any]:
+    """What a checkpoint, the last one unless `name` is another's, says of how training goes on, without times."""
+    state = torch.load(save_dir / name, weights_only=True)
+    extra = state["extra_state"]
+    names = ("train_iterator", "ema", "ema_fp32_params", "best", "early_stopping")
+    kept = {name: extra[name] for name in names if name in extra}
+    # A number whose type fairseq looks at, and whose value it never sets.
+    model: dict[str, Any] = {name: x for name, x in state["model"].items() if not name.endswith("_float_tensor")}
+    # The history has a row for each time that the run was taken up.
+    history: dict[str, Any] = state["optimizer_history"][-1]
+    return {"model": model, "optimizer": state["last_optimizer_state"], **kept, **history}
+
+
+def outcome(training: Training) -> dict[str, Any]:
+    """What a training that has ended leaves: its last checkpoint, and the best one if it has validated."""
+    names = [path.name for path in training.save_dir.glob("checkpoint_best.pt")]
+    return {name: trained(training.save_dir, name) for name in ("checkpoint_last.pt", *names)}
+
+
+def write_corpus(folder: Path) -> Path:
+    """Random words, binarised."""
+    draw, data = random.Random(0), folder / "data"
+    text = folder / "text"
+    text.write_text("".join(f"{' '.join(f'w{draw.randrange(40)}' for _ in range(9))}\n" for _ in range(200)))
+    arguments = ["--only-source", "--trainpref", str(text), "--validpref", str(text), "--destdir", str(data)]
+
+    def run() -> None:
+        sys.argv = ["fairseq-preprocess", *arguments]
+        import_module("fairseq_cli.preprocess").cli_main()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    return data
