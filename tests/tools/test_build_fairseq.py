@@ -54,7 +54,9 @@ def source(tmp_path: Path) -> Path:
             text = path.read_text() if path.exists() else ""
             path.write_text(text if old in text else text + old)
     (root / "fairseq/optim").mkdir(exist_ok=True)
-    (root / "fairseq/optim/harmful.py").write_text(f'"""Doc."""\nfrom __future__ import x\n{HARMFUL}with open(y) as f:\n')
+    (root / "fairseq/optim/harmful.py").write_text(
+        f'"""Doc."""\nfrom __future__ import x\n{HARMFUL}with open(y) as f:\n'
+    )
     return root
 
 
