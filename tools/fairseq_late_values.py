@@ -19,7 +19,7 @@ class Settled:
     """An attribute of a meter: before it is read, whatever the meter was told and kept is added."""
 
     def __set_name__(self, kind: type, name: str) -> None:
-        self._name = f"_{name}"
+        self._name = name  # where it would be without this class, as in meters of old checkpoints
 
     def __get__(self, meter: Any, kind: type) -> Any:
         settle(meter)

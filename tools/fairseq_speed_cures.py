@@ -267,7 +267,7 @@ SPEED_CURES: dict[str, list[tuple[str, str, str]]] = {
             "    device = device or torch.cuda.current_device()\n",
             """    device = device or torch.device("cuda", torch.cuda.current_device())\n""",
         ),
-        (_UTILS, "from fairseq import many_tensors\n", "from fairseq import host_copies, many_tensors\n"),
+        (_UTILS, "from torch import Tensor\n", "from torch import Tensor\nfrom fairseq import host_copies\n"),
         (
             _ENCODER,
             """        has_pads = src_tokens.device.type == "xla" or encoder_padding_mask.any()

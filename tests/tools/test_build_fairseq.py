@@ -54,7 +54,9 @@ def source(tmp_path: Path) -> Path:
             text = path.read_text() if path.exists() else ""
             path.write_text(text if old in text else text + old)
     (root / "fairseq/optim").mkdir(exist_ok=True)
-    (root / "fairseq/optim/adam.py").write_text(f'"""Adam."""\nfrom __future__ import x\n{HARMFUL}with open(y) as f:\n')
+    (root / "fairseq/optim/harmful.py").write_text(
+        f'"""Doc."""\nfrom __future__ import x\n{HARMFUL}with open(y) as f:\n'
+    )
     return root
 
 
@@ -63,8 +65,8 @@ def test_cures_change_the_expected_source_once(source: Path) -> None:
     fairseq_cures.apply_cures(source)
     assert all(path.read_text() != text for path, text in before.items())
     opens = "from fairseq.text_files import open_text\n"
-    adam = (source / "fairseq/optim/adam.py").read_text()
-    assert adam.partition("import x\n")[2] == f"{opens}{SAFE}with open_text(y) as f:\n"
+    harmful = (source / "fairseq/optim/harmful.py").read_text()
+    assert harmful.partition("import x\n")[2] == f"{opens}{SAFE}with open_text(y) as f:\n"
     with pytest.raises(UnexpectedSourceError, match=r"cure 1 \(living_hydra\)"):
         fairseq_cures.apply_cures(source)
     [twice], [gone] = fairseq_cures.CURES["mask_type"], fairseq_cures.CURES["named_models"]
