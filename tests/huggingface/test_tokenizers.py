@@ -8,8 +8,8 @@ import transformers
 from fairseq.data import Dictionary
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.export import load_for_causal_lm
 from fairseq_fastweights.conversion.byte_level_files import PIECES
+from fairseq_fastweights.conversion.export import load_for_causal_lm
 from fairseq_fastweights.huggingface import FastWeightForCausalLM
 from tests.conversion import sources
 from tests.conversion.test_tokenizer import byte_level
