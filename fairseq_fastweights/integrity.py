@@ -149,7 +149,7 @@ def _damage_of_record(view: memoryview, record: zipfile.ZipInfo, is_loaded: bool
     name_at = record.header_offset + 30
     name = bytes(view[name_at : name_at + name_size])
     if name != record.orig_filename.encode():
-        return f"is called {name!r} where it stands"
+        return f"is called {name[:60]!r} where it stands"
     begin = name_at + name_size + extra_size
     content = view[begin : begin + record.file_size]
     if len(content) != record.file_size:

@@ -47,11 +47,11 @@ def likely(numbers: dict[str, int], shape: Iterable[int] = ()) -> str:
         'width is 2000'
     """
     sizes = tuple(shape)
-    size = max(sizes, default=math.inf)
+    size = math.prod(sizes) if sizes else math.inf
 
     def rank(name: str) -> tuple[bool, bool, int]:
         value = numbers[name]
-        return value <= size, 0 < size <= value * value and size % value == 0, value
+        return value <= size, 0 < max(sizes, default=0) <= value * value and size % value == 0, value
 
     likeliest = sorted(numbers, key=rank, reverse=True)[:2]
     named = [f"{name} is {numbers[name]}" for name in likeliest if name == likeliest[0] or numbers[name] in sizes]

@@ -140,10 +140,12 @@ def names_the_file(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
         try:
             return load(path, *others, **options)
         except Exception as error:
-            if isinstance(error, OSError) or str(path) in str(error):
+            if getattr(error, "filename", None) is not None or str(path) in str(error):
                 raise
             reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
-            raise ValueError(f"checkpoint {path} is damaged, or none that fairseq wrote ({reason})") from error
+            raise ValueError(
+                f"checkpoint {path} is damaged, or not a checkpoint that fairseq wrote ({reason})"
+            ) from error
 
     return named
 
@@ -166,7 +168,7 @@ def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict
         damage = integrity.damage_of(file) if is_archive(file) else None
         raise ValueError(integrity.complain(path, damage or _complaint(error))) from None
     integrity.check_loaded(file, path, state)
-    if not isinstance(state, dict) or part not in state:
+    if not isinstance(state, dict) or not isinstance(state.get(part), dict):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"checkpoint {path} is not one of fairseq: it should be a dictionary with {part!r}, and is {found}"

@@ -16,7 +16,7 @@ from fairseq_fastweights.conversion.checkpoints import configuration, write_chec
 from fairseq_fastweights.conversion.export import FOR_FAIRSEQ, new_name
 from fairseq_fastweights.conversion.fairseq_options import options_of
 from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
-from fairseq_fastweights.conversion.huggingface import ORIGINALS, check_weights
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, check_layers, check_weights
 from fairseq_fastweights.conversion.tokenizers_of_runs import WHOLE
 from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
@@ -48,6 +48,7 @@ def from_exported(source: Path, target: Path) -> bool:
     config = read_config(source / "config.json")
     dictionary = _read_dictionary(source / FOR_FAIRSEQ / "dict.txt", config)
     files = WeightFiles(source)
+    check_layers(source, {"num_hidden_layers": config.num_hidden_layers}, len(files.shapes))
     cfg = configuration(options_of(config))
     with torch.device("meta"):
         task: Any = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_fastweights import model_sizes
 from fairseq_fastweights.conversion import tokenizer as tokenizers
 from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.families import Family, buffers, read_family
@@ -21,6 +24,7 @@ from fairseq_fastweights.models.fast_weight_options import mixer_settings
 
 ORIGINALS = "huggingface"
 RECORD = "conversion.json"
+_MOST_ROWS = 40
 
 
 def from_huggingface(source: Path, target: Path) -> str:
@@ -46,6 +50,7 @@ def from_huggingface(source: Path, target: Path) -> str:
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
     tokenizer = tokenizers.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
     files = WeightFiles(source)
+    check_layers(source, config, len(files.shapes))
     family = read_family(config, set(files.shapes), end_of_text=tokenizer.end_of_text)
     tokenizer.check(family.vocabulary, family.end_of_text)
     names = [name for name in files.shapes if not buffers(name)]
@@ -96,6 +101,15 @@ def original_files(source: Path, within: str = ".") -> dict[str, Path]:
     return {name: path for name in names if (path := file_in(source, f"{within}/{name}"))}
 
 
+def check_layers(source: Path, settings: Mapping[str, Any], weights: int) -> None:
+    """Raises a `ValueError` if config.json has more layers than there are weights: what follows looks at each."""
+    for name in ("num_hidden_layers", "n_layer"):
+        if name in settings and settings[name] > model_sizes.most_layers(weights):
+            raise ValueError(
+                f"{source}: the weights do not fit config.json: {name} is {settings[name]}, and there are {weights}"
+            )
+
+
 def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
     """Compares names and shapes.
 
@@ -109,7 +123,8 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
     ]
     if not rows:
         return
-    lines = text_table([("weight", "found", "expected"), *rows]).splitlines()
+    lines = text_table([("weight", "found", "expected"), *rows[:_MOST_ROWS]]).splitlines()
+    lines += [f"and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
     raise ValueError("\n  ".join([f"{what} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
 
 

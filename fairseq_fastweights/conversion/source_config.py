@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_MOST_LAYERS = 10_000
+_MOST, _MOST_LAYERS = 10**8, 10_000
 
 
 def sizes(layers: int, width: int, heads: int, between: int, positions: int, tied: bool) -> dict[str, Any]:
@@ -31,6 +31,8 @@ def number(config: dict[str, Any], name: str) -> int:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {name} is {value!r}; it must be a positive whole number")
+    if value > _MOST:
+        raise ValueError(f"config.json: {name} is {value}; it must be at most {_MOST}")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from fairseq_fastweights.adaptive_bands import check_square_projections
@@ -43,7 +44,18 @@ _OF_TRANSFORMERS = {
     "auto_map",
 }
 
-_MOST = {"num_hidden_layers": 10**4, "vocab_size": 10**9, "hidden_size": 10**9, "intermediate_size": 10**9}
+_MOST = {"num_hidden_layers": 10**4, "max_position_embeddings": 10**12}
+_MOST_OF_OTHERS = 10**9
+_FLAGS = (
+    *("pre_norm", "final_norm", "parallel_residual", "swiglu", "embedding_norm", "scale_embeddings"),
+    *("tie_word_embeddings", "tie_adaptive_projections", "use_cache"),
+)
+_SHARED_TYPES: dict[str, type] = {
+    **dict.fromkeys(("scale_read_out", "bias"), bool),
+    **dict.fromkeys(("rotary_base", "query_key_norm_eps"), float),
+    **dict.fromkeys(("feature_map", "rotary_scaling", "projection_bias", "backend"), str),
+}
+"""Of the settings of several kinds of mixers; the others are whole numbers."""
 
 
 class FastWeightConfig(PreTrainedConfig):
@@ -178,10 +190,13 @@ class FastWeightConfig(PreTrainedConfig):
     def _check_numbers(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             _check_count(name, getattr(self, name))
-        for name, most in _MOST.items():  # of what is made for each layer, or laid out, before a weight is looked at
-            if getattr(self, name) > most:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at most {most}")
         _check_count("max_position_embeddings", self.max_position_embeddings)
+        for name in _FLAGS:
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        dtype: Any = self.dtype
+        if not isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, (torch.dtype, type(None))):
+            raise ValueError(f"dtype is {dtype!r}; it must be the name of a type of torch, as 'float32'")
         for name in ("input_size", "output_size"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
@@ -210,7 +225,7 @@ class FastWeightConfig(PreTrainedConfig):
         if not isinstance(mixers, (list, tuple)) or len(mixers) != layers:
             raise ValueError(f"mixers is {mixers!r}; it must hold a name for each of {layers} layers, or be a pattern")
         for name in mixers:
-            lookup("mixers", name, MIXERS)
+            lookup("mixers", name if isinstance(name, str) else repr(name)[:200], MIXERS)
         return list(mixers)
 
     def _read_mixer_settings(self, mixers: list[str]) -> dict[str, Any]:
@@ -223,6 +238,7 @@ class FastWeightConfig(PreTrainedConfig):
                 raise ValueError(f"mixer_settings holds {name}; it must be given as {_SAID_ELSEWHERE[name]} instead")
             if name not in known:
                 raise ValueError(f"mixer_settings holds {name!r}; it may hold {', '.join(sorted(known))}")
+            _check_type(name, value, known[name])
             if name == "normalization" and value is not None:
                 words = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
                 if not all(word in NORMALIZATIONS for word in words):
@@ -297,11 +313,14 @@ class FastWeightConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {number!r}; it must be a number below vocab_size, {self.vocab_size}")
 
 
-def known_mixer_settings(kinds: dict[str, Kind]) -> set[str]:
-    """The names that `FastWeightConfig.mixer_settings` may have."""
+def known_mixer_settings(kinds: dict[str, Kind]) -> dict[str, type]:
+    """The names that `FastWeightConfig.mixer_settings` may have, and the types of their values."""
     shared = {name for kind in kinds.values() for name in (*kind.shared, kind.heads) if name is not None}
-    own = {option_name(mixer, option) for mixer, kind in kinds.items() for option in kind.options}
-    return (shared | own) - set(_SAID_ELSEWHERE)
+    own = {
+        option_name(mixer, option): row.type for mixer, kind in kinds.items() for option, row in kind.options.items()
+    }
+    types = {name: _SHARED_TYPES.get(name, int) for name in sorted(shared)} | own
+    return {name: kind for name, kind in types.items() if name not in _SAID_ELSEWHERE}
 
 
 def _is_count(value: Any) -> bool:
@@ -315,3 +334,23 @@ def _is_number(value: Any) -> bool:
 def _check_count(name: str, value: Any) -> None:
     if not _is_count(value):
         raise ValueError(f"{name} is {value!r}; it must be a positive whole number")
+    _check_most(name, value)
+
+
+def _check_most(name: str, value: int) -> None:
+    """Checks what is made for each layer, or laid out, before a weight is looked at."""
+    if value > (most := _MOST.get(name, _MOST_OF_OTHERS)):
+        raise ValueError(f"{name} is {value}; it must be at most {most}")
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    """Checks a mixer's setting; None stands for a default, and the names of normalizations are checked elsewhere."""
+    shared = name in _SHARED_TYPES or not any(name.startswith(f"{mixer.replace('-', '_')}_") for mixer in MIXERS)
+    if (value is None and shared) or name == "normalization":
+        return
+    right = isinstance(value, bool) if kind is bool else not isinstance(value, bool) and isinstance(value, kind)
+    if not right and not (kind is float and _is_number(value)):
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
+        raise ValueError(f"{name} is {value!r}; it must be {words[kind]}")
+    if kind is int:
+        _check_most(name, value)

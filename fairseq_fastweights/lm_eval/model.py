@@ -167,7 +167,8 @@ class FastWeightLM(HFLM):
         rows: dict[tuple[int, ...], Row] = {}
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                raise ValueError(f"a continuation has {len(continuation)} tokens; it must have 1 to {self.max_length}")
+                most = "" if self.max_length == UNLIMITED else f" and at most {self.max_length}"
+                raise ValueError(f"a continuation has {len(continuation)} tokens; it must have at least 1{most}")
             # A context of spaces may have no tokens.
             *tokens, last = [*(context or [self.prefix_token_id]), *continuation][-self.max_length - 1 :]
             rows.setdefault(tuple(tokens), Row(tokens)).endings.append((number, len(continuation), last))

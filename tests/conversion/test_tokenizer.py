@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import sys
 import unicodedata
 from argparse import Namespace
@@ -125,6 +126,9 @@ TEMPLATE = {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}
         *((f"added_tokens/0/{name}", True, rf"{name} of the added token '<\|endoftext\|>' is set") for name in STRIPS),
         ("added_tokens/0/id", 3, r"3 is .* in the vocabulary and '<\|endoftext\|>' in added_tokens"),
         ("added_tokens/0/id", None, "added_tokens holds .*; it must have a content and an id"),
+        ("added_tokens/0/id", 10**12, "added_tokens holds .*; it must have a content and an id"),
+        ("added_tokens", [5], "added_tokens holds 5; it must have a content and an id"),
+        ("added_tokens", 7, "added_tokens is 7; it must be a list"),
     ],
 )
 def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, place, value, message):
@@ -160,6 +164,35 @@ def test_two_files_that_say_too_little_or_more_are_refused(tmp_path, name, conte
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        *(
+            ("byte_level.json", place, value)
+            for place in ("normalizer", "end_of_text", "vocabulary", "added")
+            for value in (7.5, "x", [[]], {"a": 1})
+        ),
+        ("byte_level.json", "added", [{"word": "x", "number": "1", "normalized": True}]),
+        ("encoder.json", "!", "1"),
+        ("encoder.json", "!", ...),
+        ("vocab.bpe", None, "#version: 0.2\na b c\n"),
+    ],
+)
+def test_files_of_a_run_that_hold_something_else_are_named(both, tmp_path, name, place, value):
+    folder = shutil.copytree(both[1], tmp_path / "x")
+    if place is None:
+        (folder / name).write_text(value)
+    else:
+        content = json.loads((folder / name).read_text())
+        content[place] = value
+        if value is ...:
+            del content[place]
+        (folder / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"x/{name}: ") as error:
+        byte_level(folder)
+    assert "\n" not in str(error.value)
 
 
 def test_added_words_may_be_in_the_vocabulary_as_they_are(tmp_path):

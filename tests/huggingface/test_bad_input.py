@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.huggingface import FastWeightConfig
+from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
 from tests.conversion.test_bad_input import Harmful
 
 Change = Callable[[Path], Any]
@@ -126,6 +126,12 @@ BAD: list[tuple[str, Change, str]] = [
     ("exported", setting(mixer_settings={"windo": 3}), "config.json: mixer_settings holds 'windo'; it may hold"),
     ("exported", setting(hiden_size=3), "config.json: hiden_size is 3; there is no setting of this name"),
     ("exported", setting(format_version=2), "config.json: format_version is 2; this version"),
+    (
+        "exported",
+        setting(num_hidden_layers=9999, mixers=None),
+        "fit config.json: num_hidden_layers is 9999, and there are",
+    ),
+    ("exported", setting(mixers=[[], "gated"]), r"config.json: mixers is '\[\]'; it must be one of"),
 ]
 
 
@@ -149,6 +155,16 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     [
         ({"hidden_size": "16"}, "hidden_size is '16'; it must be a positive whole number"),
         ({"hidden_size": 10**13}, "hidden_size is 10000000000000; it must be at most 1000000000"),
+        ({"output_size": 10**30}, "output_size is 1000000000000000000000000000000; it must be at most 1000000000"),
+        ({"max_position_embeddings": 10**13}, "max_position_embeddings is 1.*0; it must be at most 1000000000000"),
+        ({"swiglu": []}, r"swiglu is \[\]; it must be true or false"),
+        ({"dtype": 5}, "dtype is 5; it must be the name of a type of torch"),
+        ({"mixer_settings": {"feature_dim": 10**30}}, "feature_dim is 1.*; it must be at most 1000000000"),
+        ({"mixer_settings": {"feature_dim": "x"}}, "feature_dim is 'x'; it must be a whole number"),
+        ({"mixer_settings": {"rotary_base": [1]}}, r"rotary_base is \[1\]; it must be a number"),
+        ({"mixer_settings": {"rotary_scaling": 1}}, "rotary_scaling is 1; it must be a name"),
+        ({"mixer_settings": {"scale_read_out": 2}}, "scale_read_out is 2; it must be true or false"),
+        ({"mixer_settings": {"local_window": None}}, "local_window is None; it must be a whole number"),
         ({"num_hidden_layers": 10**9, "mixers": "delta"}, "num_hidden_layers is 1000000000; it must be at most 10000"),
         ({"num_attention_heads": 3}, "num_attention_heads is 3; it must be a divisor of hidden_size, 512"),
         ({"mixers": ["delta"]}, r"mixers is \['delta'\]; it must hold a name for each of 6 layers"),
@@ -180,6 +196,56 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
 def test_settings_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         FastWeightConfig(**settings)
+
+
+@pytest.mark.parametrize("safetensors", [True, False])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            setting(max_position_embeddings=10**9, position_embeddings="learned"),
+            "^max_position_embeddings is 10{9} in conf",
+        ),
+        (
+            setting(mixer_settings={"feature_map": "favor", "favor_features": 10**8}),
+            "^favor_features is 10{8} in config",
+        ),
+        (setting(mixers="linformer", max_position_embeddings=10**8), "^max_position_embeddings is 10{8} in config"),
+        (setting(hidden_size=10**6), "^hidden_size is 10{6} in config.json, and it asks for a tensor of shape"),
+        (setting(vocab_size=10**8), "^vocab_size is 10{8} in config.json, and it asks for a tensor of shape"),
+        (
+            setting(num_hidden_layers=9999, mixers="gated"),
+            r"exported: num_hidden_layers is 9999 in .*, and there are \d+ we",
+        ),
+        (
+            weights(lambda s: s | {FC1: s[FC1].to(torch.complex64)}),
+            f": weight {FC1} is of type .*; it must be floating-po",
+        ),
+        (
+            weights(lambda s: s | {FC1: s[FC1].to(torch.int8)}),
+            f": weight {FC1} is of type .*; it must be floating-point",
+        ),
+    ],
+)
+def test_a_folder_is_held_against_its_weights_before_a_model_is_made(folders, tmp_path, change, says, safetensors):
+    folder = shutil.copytree(folders["exported"], tmp_path / "exported")
+    change(folder)
+    if not safetensors:
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=says) as error:
+        FastWeightForCausalLM.from_pretrained(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_file_of_torch_save_is_named(folders, tmp_path):
+    folder = shutil.copytree(folders["exported"], tmp_path / "exported")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    FastWeightForCausalLM.from_pretrained(folder)
+    cut("pytorch_model.bin")(folder)
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is cut short"):
+        FastWeightForCausalLM.from_pretrained(folder)
 
 
 def test_a_checkpoint_of_2019_and_one_in_half_precision_are_taken(save, fairseq, tmp_path):

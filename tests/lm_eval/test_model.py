@@ -179,8 +179,12 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], told: str, checkpoin
 def test_a_continuation_has_a_token_and_no_more_than_the_model_takes(checkpoint) -> None:
     lm = FastWeightLM(str(checkpoint("hybrid")), device="cpu")
     for length in (0, 17):
-        with pytest.raises(ValueError, match=f"a continuation has {length} tokens; it must have 1 to 16"):
+        with pytest.raises(
+            ValueError, match=f"a continuation has {length} tokens; it must have at least 1 and at most 16$"
+        ):
             lm._loglikelihood_tokens([(None, [5], [6] * length)])
+    with pytest.raises(ValueError, match=r"a continuation has 0 tokens; it must have at least 1$"):
+        FastWeightLM(str(checkpoint("delta")), device="cpu")._loglikelihood_tokens([(None, [5], [])])
     after_nothing, after_end = lm._loglikelihood_tokens([(None, [], [6]), (None, [2], [6])])
     assert after_nothing == after_end
 

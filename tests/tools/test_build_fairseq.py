@@ -150,6 +150,17 @@ class Hostile:
         return open, (str(self.path), "w")
 
 
+class Forged:
+    """Unpickled, an array of two numbers of another shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def __reduce__(self) -> tuple[object, ...]:
+        function, arguments, state = np.arange(2.0).__reduce__()
+        return function, arguments, (state[0], self.shape, *state[2:])
+
+
 def checkpoint(**entries: object) -> dict[str, object]:
     run = {"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqNAG", "num_updates": 7}
     return {
@@ -220,9 +231,18 @@ def test_loads_the_meters_of_fairseq_0_8_and_numpy_numbers_and_saves_these_again
         (lambda witness: saved(checkpoint(args=Hostile(witness)), zipped=False), "asks for .*open"),
         (lambda witness: pickle.dumps(Hostile(witness), protocol=2), ""),
         (saved(checkpoint(metrics=np.array([{}, []], dtype=object))), "only numbers are allowed"),
+        (
+            lambda _: saved(checkpoint(metrics=Forged((10**12,)))),
+            r"cannot be loaded.*a NumPy array of shape \(1000000000000,\) with 16 bytes",
+        ),
+        (
+            lambda _: saved(checkpoint(metrics=Forged((-1, -2)))),
+            r"cannot be loaded.*a NumPy array of shape \(-1, -2\) with 16 bytes",
+        ),
         (b"", "empty"),
         *[(saved(checkpoint())[:length], "cut short") for length in (1, 10)],
         *[(saved(checkpoint(), keep=keep), "cut short") for keep in (0.5, 0.99)],
+        *[(saved(checkpoint(), zipped=False, keep=keep), "cut short") for keep in (0.1, 0.3, 0.6, 0.9, 0.95, 0.99)],
         *[(saved(x), "is not one of fairseq") for x in (torch.zeros(2), {"weight": torch.zeros(2)})],
     ],
 )
