@@ -28,7 +28,8 @@ def test_meters_that_were_given_tensors_say_what_they_say_of_numbers(dtype, most
             tensor = None if value is None or i == 2 else torch.tensor([value] if i else value, dtype=dtype)
             weights = (weight,) if kind is kinds[0] else ()
             of_numbers.update(rounded, *weights)
-            of_tensors.update(rounded if i == 2 else tensor, *map(torch.tensor, weights))
+            # The third is a plain number, among tensors that are not read yet.
+            of_tensors.update(*((rounded, *weights) if i == 2 else (tensor, *map(torch.tensor, weights))))
         assert of_tensors.smoothed_value == of_numbers.smoothed_value
         assert of_tensors.state_dict() == of_numbers.state_dict()
         assert not any(map(torch.is_tensor, of_tensors.state_dict().values()))
