@@ -18,6 +18,7 @@ from fairseq_run_cures import RUN_CURES
 from fairseq_safety_cures import REWRITINGS, SAFETY_CURES
 from fairseq_speed_cures import SPEED_CURES
 from fairseq_text_cures import TEXT_CURES, TEXT_REWRITINGS
+from fairseq_waiting_cures import WAITING_CURES
 
 VERSION = "0.12.2+fastweights.8"
 
@@ -97,6 +98,7 @@ _BY_SUBJECT = (
     SAFETY_CURES,
     SPEED_CURES,
     TEXT_CURES,
+    WAITING_CURES,
 )
 
 CURES: dict[str, list[Edit]] = {
