@@ -145,6 +145,7 @@ def found_in(text: str) -> list[str]:
     called = {id(call.func) for call in calls}
     others = [node for node in nodes if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in called]
     own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     handed_on = [name for node in others if (name := full(node)) in HANDED_ON and name not in own]
     return [each for each in dangers if each] + handed_on
 

@@ -371,7 +371,7 @@ def fasta_of_any_name(folder: Path) -> None:
         assert found.sizes.tolist() == sizes
     assert sorted(path.name for path in folder.iterdir()) == [data.name]
     os.mkfifo(data / "valid.fasta")
-    with pytest.raises(ValueError, match=r"valid\.fasta is a pipe; it must be a regular file"):
+    with pytest.raises(ValueError, match=r"valid\.fasta is no regular file"):
         data_utils.load_indexed_dataset(str(data / "valid"), dictionary)
 
 
