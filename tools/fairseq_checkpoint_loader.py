@@ -143,7 +143,9 @@ def names_the_file(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
             if getattr(error, "filename", None) is not None or str(path) in str(error):
                 raise
             reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
-            raise ValueError(f"checkpoint {path} is damaged, or not a checkpoint that fairseq wrote ({reason})") from error
+            raise ValueError(
+                f"checkpoint {path} is damaged, or not a checkpoint that fairseq wrote ({reason})"
+            ) from error
 
     return named
 
