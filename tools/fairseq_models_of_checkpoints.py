@@ -26,6 +26,10 @@ _NO_MODEL = (RuntimeError, RecursionError)
 """Those of the errors of this kind that settings raise; others say what the machine lacks."""
 
 
+_OF_SIZES = (MemoryError, OverflowError, RuntimeError, TypeError)
+"""What a size that is no number of this machine's raises."""
+
+
 class _TooLargeError(Exception):
     """A tensor of this shape is too large, or one too many."""
 
@@ -115,11 +119,12 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
         lacks = isinstance(error, RuntimeError) and type(error) not in _NO_MODEL
         if lacks or (isinstance(error, OSError) and error.filename is not None):
             raise
+        reason = _line(error)
         if type(error) is not ValueError:
-            raise ValueError(
-                f"{path}: its settings make no model ({_line(error)}); {model_sizes.likely(numbers)}"
-            ) from error
-        raise ValueError(f"{path}: {_line(error)}") from error
+            reason = f"its settings make no model: {reason}"
+        if isinstance(error, _OF_SIZES):
+            reason += f"; {model_sizes.likely(numbers)}"
+        raise ValueError(f"{path}: {reason}") from error
 
 
 def _numbers(settings: Any) -> dict[str, int]:
