@@ -47,11 +47,11 @@ def likely(numbers: dict[str, int], shape: Iterable[int] = ()) -> str:
         'width is 2000'
     """
     sizes = tuple(shape)
-    size = math.prod(sizes) if sizes else math.inf
+    size, longest = math.prod(sizes), max(sizes, default=0)
 
-    def rank(name: str) -> tuple[bool, bool, int]:
+    def rank(name: str) -> tuple[bool, int]:
         value = numbers[name]
-        return value <= size, 0 < max(sizes, default=0) <= value * value and size % value == 0, value
+        return 0 < longest <= value * value and size % value == 0, value
 
     likeliest = sorted(numbers, key=rank, reverse=True)[:2]
     named = [f"{name} is {numbers[name]}" for name in likeliest if name == likeliest[0] or numbers[name] in sizes]

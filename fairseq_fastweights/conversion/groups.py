@@ -92,7 +92,7 @@ def attention_of(name: str, pre_norm: bool) -> str | None:
 def count_layers(names: Iterable[str]) -> int:
     """The number of layers of a model with parameters of these names."""
     found = [_LAYER.match(name) for name in names]
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    return len({match[1] for match in found if match})
 
 
 def _look_up(part: str, table: dict[str, str]) -> str | None:

@@ -76,7 +76,7 @@ def upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
 def _count_layers(state_dict: dict[str, Any], module: str) -> int:
     """The number of layers of the module that has these parameters."""
     numbers = (re.match(rf"{re.escape(module)}\.layers\.(\d+)\.", name) for name in state_dict)
-    return 1 + max((int(number[1]) for number in numbers if number), default=-1)
+    return len({number[1] for number in numbers if number})
 
 
 def _together(names: list[str]) -> str | list[str]:
@@ -146,5 +146,15 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
 
 
 def decode(codes: Tensor) -> dict[str, Any]:
-    """Decodes settings that `encode` encoded."""
-    return json.loads(bytes(codes.tolist()).decode())
+    """Decodes settings that `encode` encoded.
+
+    Raises:
+        ValueError: if they are something else.
+    """
+    try:
+        settings = json.loads(bytes(codes.tolist()).decode())
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{NAME} holds no settings ({error})") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{NAME} holds {type(settings).__name__}; it must hold settings by name")
+    return settings

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fairseq_fastweights.conversion.groups import count_layers
 from fairseq_fastweights.models import checkpoint_settings
 from tests.models.conftest import WORDS
 
@@ -202,3 +203,18 @@ def test_settings_outlive_averages_half_types_and_moving_averages(fairseq):
     settings = model.half().state_dict()["decoder.settings_version"]
     assert torch.equal((settings + settings + settings) // 3, settings)
     assert checkpoint_settings.decode(settings)["mixers"] == "delta"
+
+
+@pytest.mark.parametrize("codes", [[300], [91, 93], list(b"[" * 10**5), list(b"{"), [[1]], [0.5]])
+def test_settings_that_are_none_are_named(codes):
+    with pytest.raises(ValueError, match=r"^settings_version holds "):
+        checkpoint_settings.decode(torch.tensor(codes))
+
+
+def test_layers_are_counted_and_not_believed():
+    """A list with the mixer of each would take 8 GB."""
+    names = dict.fromkeys(("decoder.layers.0.fc1.weight", f"decoder.layers.{10**9}.fc1.weight"), torch.zeros(1))
+    model = {**names, "decoder.settings": checkpoint_settings.encode({"update rule": "sum"})}
+    own = checkpoint_settings.encode({"mixers": "sum"})
+    checkpoint_settings.check(model, "decoder", own)
+    assert model["decoder.settings_version"] is own and count_layers(names) == 2
