@@ -171,7 +171,8 @@ def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict
     if not isinstance(state, dict) or not isinstance(state.get(part), dict):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
-            f"checkpoint {path} is not one of fairseq: it should be a dictionary with {part!r}, and is {found}"
+            f"checkpoint {path} is not one of fairseq: it should be a dictionary with another under {part!r}, and is "
+            f"{found}"
         )
     return state
 
