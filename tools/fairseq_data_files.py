@@ -79,7 +79,12 @@ class DataFile:
 
     def why_changed(self) -> str | None:
         """That error; one that was only touched is none."""
-        state = _state(os.fstat(self._descriptor))
+        try:
+            state = _state(os.fstat(self._descriptor))
+        except OSError:
+            if self._descriptor < 0:  # closed, while another thread looks at all that are open
+                return None
+            raise
         if state == self._state:
             return None
         if (found := _content(self._descriptor)) == self._content:
@@ -101,7 +106,9 @@ class DataFile:
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            _opened.discard(self)
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
 
 
 class TrainingFiles:
