@@ -207,6 +207,26 @@ def links(training: Training, draw: random.Random) -> int:
     return lost
 
 
+def data_changed(training: Training, draw: random.Random) -> int:
+    """data cut short, or written over, after a random update, and put back"""
+    path, number = training.data / "train.bin", draw.randrange(1, UPDATES - 1)
+    before = path.read_bytes()
+    after = draw.choice((before[: draw.randrange(len(before) // 8)], before[::-1]))
+
+    def prepare(training: Training) -> None:
+        training.after_update(lambda done: path.write_bytes(after) if done == number else None)
+
+    try:
+        assert training.run(prepare) == [1], "it did not end"
+    finally:
+        path.write_bytes(before)
+    said = (training.folder / "1-0.log").read_text()
+    assert f"FileError: {path} has changed while it was read" in said, f"it says {said[-200:]}"
+    lost = training.updates_lost()
+    assert lost == 0, f"{lost} updates are lost"
+    return lost
+
+
 def disk_full(training: Training, draw: random.Random) -> int:
     """disk full after a random update, at a random byte of the next checkpoint"""
     number, size = draw.randrange(1, UPDATES), draw.randrange(100, 20_000)
@@ -300,6 +320,7 @@ FAULTS = {
     "patience": Fault(patient, flags="--patience 2 --lr 1e-30 --stop-min-lr -1"),
     "dates": Fault(wrong_dates),
     "links": Fault(links),
+    "data": Fault(data_changed),
 }
 
 
