@@ -16,7 +16,13 @@ from torch.multiprocessing import ProcessRaisedException
 from fairseq_fastweights import command_line, ops
 from fairseq_fastweights.mixers.registry import parse_pattern
 from fairseq_fastweights.models import option_checks
-from tests.conftest import SMALL_MODEL, TASK, spawn
+from tests.conftest import SMALL_MODEL, TASK, import_plugin, spawn
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> None:
+    """Its options, by whose names errors are told."""
+    import_plugin()
 
 
 def raised(call, *arguments: object, **named: object) -> Exception:
