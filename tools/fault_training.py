@@ -65,6 +65,7 @@ class Training:
         sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (they may have gone elsewhere)
         atexit._clear()  # the parent's, one of which removes its folder; the plugin runs what there is after a signal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
         arguments = [str(self.data), *MODEL, *self.flags, "--save-dir", str(self.save_dir)]
         if self.processes > 1:
             arguments += "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn".split()

@@ -46,7 +46,9 @@ def forked(run: Callable[[], object]) -> int | None:
     """The exit code of a process that does this; forked, as to import fairseq anew would take longer."""
 
     def begin() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
+        # Also where the tests run in a shell's background, or under nohup.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         run()
 
     process = multiprocessing.get_context("fork").Process(target=begin)
