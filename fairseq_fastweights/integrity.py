@@ -243,7 +243,8 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
 def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
     """Says which of a model's weights holds NaN; None if none does."""
     for name, weight in weights.items():
-        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        # fairseq's `_float_tensor` tells a device and a type; nothing is ever written to it, so it may hold anything.
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or name.endswith("_float_tensor"):
             continue
         # A sum takes a fraction of the time, and is NaN or infinite where a number is.
         if not weight.sum(dtype=torch.float32).isfinite() and weight.isnan().any():

@@ -20,7 +20,7 @@ from fairseq_speed_cures import SPEED_CURES
 from fairseq_text_cures import TEXT_CURES, TEXT_REWRITINGS
 from fairseq_waiting_cures import WAITING_CURES
 
-VERSION = "0.12.2+fastweights.8"
+VERSION = "0.12.2+fastweights.9"
 
 BUILD_REQUIREMENTS = ("setuptools==80.9.0", "cython==3.1.4", "numpy==2.2.6")
 """What builds the wheel, pinned so that next year's wheel is this year's. An extension that was compiled against NumPy

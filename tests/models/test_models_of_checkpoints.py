@@ -141,6 +141,11 @@ def test_weights_in_16_bits_and_the_largest_numbers_are_taken(saved):
         load(*saved("ours", {}, changed(FC1, change)))
 
 
+def test_a_buffer_that_nothing_is_written_to_may_hold_anything(saved):
+    name = "decoder.embed_positions._float_tensor"
+    load(*saved("ours", {}, changed(name, lambda x: torch.full_like(x, torch.nan))))
+
+
 @pytest.mark.parametrize(
     "change",
     [
