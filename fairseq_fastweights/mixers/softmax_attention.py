@@ -98,7 +98,8 @@ class SoftmaxAttention(ReadsBySoftmax):
             turned = turns(positions.float(), self.rotary_dim, self.rotary_base, x.dtype, self._scaling)
             q, k = rotate(q, *turned), rotate(k, *turned)
         if state is not None:
-            k, v = torch.cat([state["keys"], k], dim=2), torch.cat([state["values"], v], dim=2)
+            in_place = overwrite and not torch.is_grad_enabled()
+            k, v = _append(state["keys"], k, in_place), _append(state["values"], v, in_place)
             if "padding" in state or padding is not None:
                 parts = (state.get("padding"), before), (padding, time)
                 padding = torch.cat(
@@ -106,15 +107,20 @@ class SoftmaxAttention(ReadsBySoftmax):
                 )
         # Of each key the number of its document in the row; what was there before belongs to number 0.
         documents = None if starts is None else F.pad(starts.cumsum(dim=1), (before, 0))
+        if time == 1:  # heads that share keys are as queries one after the other, and keys need not be repeated
+            q, keys, values = q.reshape(batch, k.shape[1], self.num_heads // k.shape[1], self.head_dim), k, v
+        else:
+            keys, values = shared(k, self.num_heads, 1), shared(v, self.num_heads, 1)
         out = F.scaled_dot_product_attention(
             q,
-            shared(k, self.num_heads, 1),
-            shared(v, self.num_heads, 1),
+            keys,
+            values,
             attn_mask=_visible(time, before + time, padding, documents, x.device),
             dropout_p=self._dropout(),
             is_causal=padding is None and documents is None and before == 0 and time > 1,
         )
-        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.out_proj.in_features))
+        out = out.reshape(batch, self.num_heads, time, self.head_dim).permute(2, 0, 1, 3)
+        out = self.out_proj(out.reshape(time, batch, self.out_proj.in_features))
         if documents is not None:  # nobody will read what stands before the last
             past = documents != documents[:, -1:]
             padding = past if padding is None else padding | past
@@ -129,6 +135,33 @@ class SoftmaxAttention(ReadsBySoftmax):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, rotary_dim={self.rotary_dim}, rotary_base={self.rotary_base:g}"
+
+
+def _append(earlier: Tensor, added: Tensor, in_place: bool) -> Tensor:
+    """Puts `added` behind `earlier`, (batch, heads, time, head_dim); `in_place`: where `earlier` has room behind it.
+
+    What is returned in place has room for a quarter more, so that a step of generation does not copy all before it.
+    """
+    batch, heads, before, dim = earlier.shape
+    after = before + added.shape[2]
+    if not in_place or torch.compiler.is_compiling():
+        return torch.cat([earlier, added], dim=2)
+    if (capacity := _capacity(earlier)) < after:
+        capacity = after + max(64, after // 4)
+        room = earlier.new_empty(batch, heads, capacity, dim)
+        room[:, :, :before] = earlier
+        earlier = room
+    longer = earlier.as_strided((batch, heads, after, dim), (heads * capacity * dim, capacity * dim, dim, 1))
+    longer[:, :, before:] = added
+    return longer
+
+
+def _capacity(x: Tensor) -> int:
+    """The number of steps that the memory of keys or values has room for; 0 if `_append` did not make it."""
+    batch, heads, _, dim = x.shape
+    capacity = x.stride(1) // dim
+    made = x.stride() == (heads * capacity * dim, capacity * dim, dim, 1) and x.storage_offset() == 0
+    return capacity if made and x.untyped_storage().nbytes() == batch * heads * capacity * dim * x.itemsize else 0
 
 
 def _positions(state: State | None, padding: Tensor | None, starts: Tensor | None, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -116,3 +117,40 @@ def test_a_document_is_the_same_however_late_it_starts():
     before = dict.fromkeys(("keys", "values"), torch.zeros(1, HEADS, 100_000, EMBED // HEADS))
     late, _ = module(x, before, starts=torch.tensor([[True] + 5 * [False]]))
     assert error(late, module(x)[0]) < 10 * ANGLES
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@torch.no_grad()
+def test_a_step_of_generation_copies_no_keys(kv_heads):
+    """And gives what the whole text gives: after two steps there is room for more, until it is used up."""
+    torch.manual_seed(0)
+    module, x = SoftmaxAttention(EMBED, 6, kv_heads=kv_heads, rotary_dim=2).eval(), torch.randn(150, 2, EMBED)
+    whole, _ = module(x)
+    out, state = module(x[:3])
+    outs, places = [out], []
+    for t in range(3, len(x)):
+        out, state = module(x[t : t + 1], state, overwrite=True)
+        outs.append(out)
+        places.append(state["keys"].data_ptr())
+        assert state["keys"].shape[2] == t + 1
+    assert error(torch.cat(outs), whole) <= ANGLES
+    assert len(set(places)) <= 4
+
+
+@torch.no_grad()
+def test_states_stay_as_they_are_unless_they_may_be_overwritten():
+    module, x = build(4).eval(), contract.draw(12, EMBED)
+    _, state = module(x[:4])
+    for t in (4, 5):
+        _, state = module(x[t : t + 1], state, overwrite=True)
+    before, copied = {name: tensor.clone() for name, tensor in state.items()}, copy.deepcopy(state)
+    selected = module.reorder(state, torch.tensor([2, 0, 1]))
+    for one, other in ((state, copied), (state, selected), (copied, state)):
+        _, first = module(x[6:7], one)
+        after = {name: tensor.clone() for name, tensor in first.items()}
+        module(x[8:9], one)  # twice from the same state
+        module(x[7:8], other, overwrite=True)
+        assert all(torch.equal(first[name], tensor) for name, tensor in after.items())
+        assert all(torch.equal(one[name], tensor) for name, tensor in before.items())
+    expected, _ = module(x[6:7, [2, 0, 1]], selected)
+    assert error(expected, module(x[6:7], state)[0][:, [2, 0, 1]]) <= ANGLES
