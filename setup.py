@@ -110,6 +110,7 @@ setup(
         "conversion": ["huggingface_hub", "safetensors", "tokenizers"],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "eval": ["accelerate", "lm-eval==0.4.13", "safetensors", "transformers>=5"],
+        "gguf": ["gguf", "safetensors", "transformers>=5"],
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
         "huggingface": ["accelerate", "safetensors", "transformers>=5"],
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fairseq_fastweights.command_line import fail
 from fairseq_fastweights.conversion import hub, whole_tokenizer
 from fairseq_fastweights.conversion.families import FAMILIES
 from fairseq_fastweights.conversion.folders import check_target
+from fairseq_fastweights.conversion.gguf import SUFFIX, unpacked
 from fairseq_fastweights.conversion.huggingface import from_huggingface
 from fairseq_fastweights.conversion.weight_files import read_json
 
@@ -25,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     reading.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder with config.json, weights and tokenizer; or a model's name on the hub, as OWNER/NAME",
+        help="a folder with config.json, weights and tokenizer; a GGUF file; or a name on the hub, as OWNER/NAME",
     )
     reading.add_argument("--revision", help="branch, tag or commit of a model on the hub (default: main)")
     reading.add_argument("--dry-run", action="store_true", help="list the files that would be fetched, and their sizes")
@@ -70,7 +72,8 @@ def _from(options: argparse.Namespace) -> None:
         print(hub.list_files(options.source, options.revision))
         return
     source = hub.fetch(options.source, options.revision) if named else Path(options.source)
-    print(_convert(source, options.target))
+    with unpacked(source) if source.suffix == SUFFIX and not source.is_dir() else nullcontext(source) as folder:
+        print(_convert(folder, options.target))
 
 
 def _convert(source: Path, target: Path) -> str:

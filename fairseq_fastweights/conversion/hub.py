@@ -12,7 +12,7 @@ from fairseq_fastweights.conversion.weight_files import WEIGHTS
 
 # An owner and a name, or a name alone, as the hub allows them.
 _NAME = re.compile(r"[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
-_MUST = "SOURCE must be a folder, or a model's name on the hub"
+_MUST = "SOURCE must be a folder, a GGUF file, or a model's name on the hub"
 _BESIDE_WEIGHTS = ("config.json", "generation_config.json", *tokenizer.FILES)
 
 

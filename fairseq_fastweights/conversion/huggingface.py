@@ -44,7 +44,9 @@ def from_huggingface(source: Path, target: Path) -> str:
     """
     check_target(target)
     if not source.is_dir():
-        raise ValueError(f"{source}: SOURCE must be a folder, or a model's name on the hub")
+        raise ValueError(f"{source}: SOURCE must be a folder, a GGUF file, or a model's name on the hub")
+    if not (source / "config.json").exists() and (packed := sorted(source.glob("*.gguf"))):
+        raise ValueError(f"{source}: there is no config.json, but a GGUF file; give the file: {packed[0]}")
     config = read_json(source / "config.json")
     originals = original_files(source)
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened

@@ -126,7 +126,10 @@ def answered(kind: type[Exception], status: int = 404) -> Exception:
         (answered(errors.GatedRepoError), "conditions must be accepted first, at https://huggingface.co/some/model;"),
         (answered(errors.RevisionNotFoundError), "revision is 'v1'; the hub has no such branch, tag or commit of it"),
         (answered(errors.HfHubHTTPError, 503), "the hub answered 503 (503 says the hub)"),
-        (errors.HFValidationError("no -- in names"), "SOURCE must be a folder, or a model's name on the hub; no -- in"),
+        (
+            errors.HFValidationError("no -- in names"),
+            "SOURCE must be a folder, a GGUF file, or a model's name on the hub; no -- in",
+        ),
     ],
 )
 def test_what_cannot_be_fetched_is_said_in_one_line(hub, capsys, fails, message):
@@ -144,7 +147,7 @@ def test_a_folder_comes_first_and_has_no_revision(hub, folder, capsys):
         assert main(["from-huggingface", NAME, "other", *option]) == 2
         assert f"{option[0]} is given and SOURCE is {NAME}; with it SOURCE must" in capsys.readouterr().err
     assert main(["from-huggingface", "no/such/folder", "other"]) == 2
-    assert "no/such/folder: SOURCE must be a folder, or a model's name" in capsys.readouterr().err
+    assert "no/such/folder: SOURCE must be a folder, a GGUF file, or a model's name" in capsys.readouterr().err
     Path("ours2").mkdir()
     assert main(["from-huggingface", "another/model", "ours2"]) == 2 and hub.calls == []
     assert "TARGET exists" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Unpacks GGUF files, which llama.cpp reads, into Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fairseq_fastweights.conversion.families import FAMILIES
+from fairseq_fastweights.conversion.huggingface import check_layers
+from fairseq_fastweights.integrity import why_not_regular
+
+SUFFIX = ".gguf"
+_SCALING = re.compile(r"\.rope\.scaling\.|^rope_(freqs|factors)")
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """A temporary folder with the configuration, the tokenizer and, in float32, the weights of the model in a file.
+
+    transformers reads the file; weights that are stored in fewer bits become the numbers that these stand for.
+
+    Raises:
+        ValueError: if the file cannot be read, is damaged, or holds a model that is none of `families.FAMILIES`; the
+            message names it.
+    """
+    try:
+        import gguf
+        from safetensors.torch import save_file
+
+        transformers: Any = import_module("transformers")
+        load: Any = import_module("transformers.modeling_gguf_pytorch_utils").load_gguf_checkpoint
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: reading it needs transformers and gguf: pip install transformers gguf ({error})"
+        ) from None
+    try:
+        if kind := why_not_regular(path):
+            raise ValueError(f"{path} {kind}")
+    except OSError as error:
+        raise ValueError(f"{path}: the file cannot be read ({error.strerror})") from None
+    place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "trust_remote_code": False}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            file = gguf.GGUFReader(path)
+            config = transformers.AutoConfig.from_pretrained(**place)
+            if config.model_type not in FAMILIES:
+                raise ValueError(f"its model_type is {config.model_type!r}; it must be one of {', '.join(FAMILIES)}")
+            check_layers(path, config.to_dict(), len(file.tensors))
+            scaling = [x for x in [*file.fields, *(tensor.name for tensor in file.tensors)] if _SCALING.search(x)]
+            if scaling:  # transformers would leave it out in silence
+                raise ValueError(f"it has {scaling[0]}; scaled rotary embeddings of such files are not supported")
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)  # for the names of its weights
+            weights = load(str(path), return_tensors=True, model_to_load=model)["tensors"]
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+        except Exception as error:  # what a damaged file raises depends on where it is damaged
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"{path} cannot be read as a GGUF file ({lines[0]})") from None
+        # The file has settings in float32: 1e-5 is 9.999999747378752e-06 in it.
+        settings = json.loads(config.to_json_string(), parse_float=lambda text: float(str(np.float32(text))))
+        (folder / "config.json").write_text(json.dumps(settings))
+        tokenizer.save_pretrained(folder)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        yield folder
