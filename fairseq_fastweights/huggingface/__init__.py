@@ -20,8 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fairseq_fastweights.huggingface.cache import FastWeightCache
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM, FastWeightModel
+from fairseq_fastweights.huggingface.step import GenerationStep
 
-__all__ = ["FastWeightCache", "FastWeightConfig", "FastWeightForCausalLM", "FastWeightModel"]
+__all__ = ["FastWeightCache", "FastWeightConfig", "FastWeightForCausalLM", "FastWeightModel", "GenerationStep"]
 
 transformers.AutoConfig.register(FastWeightConfig.model_type, FastWeightConfig, exist_ok=True)
 transformers.AutoModel.register(FastWeightConfig, FastWeightModel, exist_ok=True)

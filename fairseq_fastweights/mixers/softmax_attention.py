@@ -107,6 +107,8 @@ class SoftmaxAttention(ReadsBySoftmax):
                 )
         # Of each key the number of its document in the row; what was there before belongs to number 0.
         documents = None if starts is None else F.pad(starts.cumsum(dim=1), (before, 0))
+        # A constant, as torch.compile would make a symbol of the comparison, which attention does not take.
+        causal = True if padding is None and documents is None and before == 0 and time > 1 else False  # noqa: SIM210
         if time == 1:  # heads that share keys are as queries one after the other, and keys need not be repeated
             q, keys, values = q.reshape(batch, k.shape[1], self.num_heads // k.shape[1], self.head_dim), k, v
         else:
@@ -117,7 +119,7 @@ class SoftmaxAttention(ReadsBySoftmax):
             values,
             attn_mask=_visible(time, before + time, padding, documents, x.device),
             dropout_p=self._dropout(),
-            is_causal=padding is None and documents is None and before == 0 and time > 1,
+            is_causal=causal,
         )
         out = out.reshape(batch, self.num_heads, time, self.head_dim).permute(2, 0, 1, 3)
         out = self.out_proj(out.reshape(time, batch, self.out_proj.in_features))

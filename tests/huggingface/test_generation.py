@@ -19,7 +19,7 @@ SIZES |= {"intermediate_size": 32, "max_position_embeddings": 64}
 ROUNDING = 1e-5
 
 
-def build(mixers: str, seed: int = 0, **settings) -> FastWeightForCausalLM:
+def build(mixers: str | list[str], seed: int = 0, **settings) -> FastWeightForCausalLM:
     transformers.set_seed(seed)
     model = FastWeightForCausalLM(FastWeightConfig(**{**SIZES, "mixers": mixers, **settings})).eval()
     with torch.no_grad():

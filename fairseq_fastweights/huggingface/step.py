@@ -1,0 +1,62 @@
+"""A step of generation as a function of tensors, which `torch.export` takes."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fairseq_fastweights.huggingface.cache import FastWeightCache
+from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
+from fairseq_fastweights.mixers.mixer import State
+
+
+class GenerationStep(nn.Module):
+    """Reads one token of each row, with the states of the layers as inputs and outputs in the place of a cache.
+
+    The states of memories do not grow, so that `torch.export` makes one program for all steps. States of softmax
+    attention grow, and an exported step would be for texts of one length.
+
+    Args:
+        model: the model, in evaluation mode.
+
+    Examples:
+        >>> import torch
+        >>> from fairseq_fastweights.huggingface import FastWeightConfig
+        >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = FastWeightForCausalLM(config).eval().requires_grad_(False)
+        >>> read, states = GenerationStep.begin(model(torch.tensor([[2, 5, 6]])).past_key_values)
+        >>> token = torch.tensor([[7]])
+        >>> step = torch.export.export(GenerationStep(model), (token, read, states)).module()
+        >>> for _ in range(3):
+        ...     logits, read, states = step(token, read, states)
+        ...     token = logits.argmax(-1, keepdim=True)
+        >>> logits.shape, read
+        (torch.Size([1, 40]), tensor([6]))
+    """
+
+    def __init__(self, model: FastWeightForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    @staticmethod
+    def begin(cache: FastWeightCache) -> tuple[Tensor, list[State]]:
+        """What the first step takes after a text, from the cache that a call of the model returned for it."""
+        assert cache.read is not None
+        return cache.read, [layer.state for layer in cache.layers]
+
+    def forward(self, token: Tensor, read: Tensor, states: list[State]) -> tuple[Tensor, Tensor, list[State]]:
+        """Reads a token.
+
+        Args:
+            token: (batch, 1).
+            read: (batch,), the number of tokens that each row has read.
+            states: of the layers' mixers; they may be overwritten.
+
+        Returns:
+            (batch, vocab_size), the logits of the next token; and `read` and `states` for the next step.
+        """
+        cache = FastWeightCache(len(states))
+        cache.read = read
+        for layer, state in zip(cache.layers, states, strict=True):
+            layer.state = state
+        logits = self.model(token, past_key_values=cache, use_cache=True).logits
+        return logits[:, -1], *self.begin(cache)
