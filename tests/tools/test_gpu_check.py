@@ -26,8 +26,11 @@ def python(name: str, program: str, limit: float = 30) -> Stage:
 
 def test_a_stage_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     program = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
-    outcome = gpu_check.run(python("slow", program, limit=1), 30, tmp_path / "log")
-    assert outcome["status"] == "timed out" and outcome["seconds"] < 20
+    for limit in (1, 4, 16):  # on a busy machine a process may take seconds to begin
+        outcome = gpu_check.run(python("slow", program, limit=limit), 30, tmp_path / "log")
+        assert outcome["status"] == "timed out" and outcome["seconds"] < limit + 20
+        if outcome["summary"]:
+            break
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # until its new parent has seen its end
             os.kill(int(outcome["summary"]), 0)
