@@ -231,9 +231,8 @@ def _training(record: Record) -> Iterator[str]:
             "on the GPU": lambda row: "–" if row["kernels"] is None else f"{row['kernels']:,}",
         }
         sizes = f"batches of {settings['batch']} x {settings['length']:,} words, {settings['types']:,} types"
-        yield f"**{part}**: {sizes}, {record['precision']}, `{settings['flags']}`\n\n" + (
-            table(columns, done) if done else ""
-        )
+        yield f"**{part}**: {sizes}, {record['precision']}, `{settings['flags']}`\n"
+        yield table(columns, done, left=2) if done else ""
         others = [row for row in rows if row not in done]
         yield "".join(
             f"- {row['model']}, {row['implementation']}, {row['status']}: {row['message']}\n" for row in others

@@ -95,7 +95,8 @@ class PlainModel(nn.Module):
         self.register_buffer("positions", sinusoids(args.tokens_per_sample, width))
         self.dropout = nn.Dropout(args.dropout)
         self.layers = nn.ModuleList(Layer(args, mixer()) for _ in range(args.decoder_layers))
-        self.norm = nn.LayerNorm(width) if args.decoder_normalize_before else nn.Identity()
+        normalized = args.decoder_normalize_before and not args.no_decoder_final_norm
+        self.norm = nn.LayerNorm(width) if normalized else nn.Identity()
         self.softmax = AdaptiveSoftmax(
             len(dictionary),
             args.decoder_output_dim,

@@ -29,12 +29,11 @@ TRANSLATORS = {
 NAMES = tuple(dict.fromkeys([*MODELS, *TRANSLATORS]))
 
 _ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp"
-_QUICK_SIZES = """--decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16
-    --decoder-ffn-embed-dim 16 --decoder-attention-heads 2"""
+_QUICK_LAYERS = """--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16
+    --decoder-attention-heads 2"""
+_QUICK_SIZES = f"{_QUICK_LAYERS} --decoder-input-dim 16 --decoder-output-dim 16"
 _QUICK_BANDS = f"{_QUICK_SIZES} --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20"
-_QUICK_PAIRS = (
-    f"{_QUICK_SIZES} --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 --encoder-attention-heads 2"
-)
+_QUICK_PAIRS = f"{_QUICK_LAYERS} {_QUICK_LAYERS.replace('decoder', 'encoder')}"
 
 
 @dataclass(frozen=True)

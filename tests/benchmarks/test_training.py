@@ -36,7 +36,7 @@ def training_of(part: str, model: str, implementation: str, folder: Path) -> Tra
 
 TRAINED = [
     *((part, model, way) for part, of in PARTS.items() for model, way in of.contestants[:1]),
-    *(("lm-small", model, PLUGIN) for model in ("favor", "gated-delta", "mamba")),
+    *(("lm-small", model, PLUGIN) for model in ("favor", "mamba")),
     ("baevski", "softmax", PLAIN),
     ("demo", "delta", STOCK),
 ]
@@ -50,8 +50,8 @@ def test_every_part_is_trained_in_stretches(part, model, implementation, tmp_pat
     trainee.train(training_of(part, model, implementation, tmp_path), Stretches(asking, "cpu"))
     loaded, timed, profiled = asking.answers
     assert loaded["words"] == 0 and timed["seconds"] > 0 and timed["memory"] > 2**20
-    if not PARTS[part].translates:  # whose batches are of any size
-        assert (timed["words"], profiled["words"]) == (2 * 2 * 16, 2 * 16)
+    largest = PARTS[part].batch * 200 if PARTS[part].translates else 2 * 16
+    assert 2 <= timed["words"] <= 2 * largest and 1 <= profiled["words"] <= largest
     assert 50 < profiled["operators"] < 600 and "kernels" not in profiled
 
 
