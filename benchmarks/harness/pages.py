@@ -161,6 +161,7 @@ def _generation(record: Record) -> Iterator[str]:
         "state": lambda row: mebibytes(row["state bytes"]),
         "peak": lambda row: mebibytes(row["peak bytes"]),
     }
+    yield f"{count(record['settings']['batch'], 'text')} at a time.\n"
     yield table(columns, sorted(record["rows"], key=lambda row: list(record["parameters"]).index(row["model"])))
     yield _cut(record)
 
