@@ -185,24 +185,30 @@ def stated(table: str, row: str) -> str:
     return next(text for pattern, text in RECORD["papers"][table] if re.search(pattern, row))
 
 
-def report(name: str, rows: Sequence[str], gpu: str, precision: str, tables: dict[str, Table]) -> str:
-    """A table of estimates in Markdown."""
-    table, speeds = tables[name], measured(tables)
-    lines = []
-    for row in rows:
-        found = estimate(size_of(table, table.rows[row]), RECORD["gpus"][gpu], precision, speeds)
+def report(rows: Sequence[tuple[str, str]], gpu: str, precision: str, tables: dict[str, Table]) -> str:
+    """Estimates in Markdown, of rows by the names of their table and their own; rows of a table that are alike share a
+    line.
+    """
+    speeds = measured(tables)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for name, row in rows:
+        found = estimate(size_of(tables[name], tables[name].rows[row]), RECORD["gpus"][gpu], precision, speeds)
         hours = f"{_rounded(found.least)} – {_rounded(found.most)}"
-        sizes = [f"{found.memory:,.0f}", f"{found.disk:,.1f}", str(found.batches)]
-        lines.append([f"`{row}`", hours, *sizes, stated(name, row)])
+        sizes = (f"{found.memory:,.0f}", f"{found.disk:,.0f}", str(found.batches))
+        lines.setdefault((name, hours, *sizes, stated(name, row)), []).append(f"`{row}`")
     header = [
-        "row",
+        "rows",
         f"hours on one {gpu}, {precision}",
         "GB of the GPU",
         "GB of checkpoints",
         "UPDATE_FREQ",
         "the paper",
     ]
-    return format_table(header, lines)
+    cells = []
+    for (name, *others), alike in lines.items():
+        told = "all" if len(alike) == len(tables[name].rows) else ", ".join(alike)
+        cells.append([f"`{name}`: {told}", *others])
+    return format_table(header, cells)
 
 
 def _rounded(hours: float) -> str:
@@ -223,18 +229,21 @@ def main(arguments: list[str], tables: dict[str, Table]) -> int:
         epilog="From the speeds in examples/papers/speeds.json, of one small model on an H200. Most trainings should "
         "lie between the two numbers; memory may be wrong by a factor of two.",
     )
-    parser.add_argument("table", metavar="TABLE", choices=tables, help=", ".join(tables))
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows (default: all)")
+    parser.add_argument("table", nargs="?", metavar="TABLE", choices=tables, help=f"{', '.join(tables)} (default: all)")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows of TABLE (default: all)")
     gpus, precisions = RECORD["gpus"], ("bf16", "fp16", "fp32")
     parser.add_argument("--gpu", choices=gpus, default="H100", help=f"{', '.join(gpus)} (default: %(default)s)")
     parser.add_argument("--precision", choices=precisions, default="bf16", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
+    if options.rows and not options.table:
+        parser.error("--rows goes with TABLE")
 
     def work() -> None:
-        known = tables[options.table].rows
+        chosen = {options.table: tables[options.table]} if options.table else tables
         for row in options.rows or []:
-            if row not in known:
-                raise RowError(f"ROW is {row}; it must be one of {', '.join(known)}")
-        print(report(options.table, options.rows or list(known), options.gpu, options.precision, tables))
+            if row not in tables[options.table].rows:
+                raise RowError(f"ROW is {row}; it must be one of {', '.join(tables[options.table].rows)}")
+        rows = [(name, row) for name, table in chosen.items() for row in options.rows or table.rows]
+        print(report(rows, options.gpu, options.precision, tables))
 
     return run_to_the_end(work, RowError)

@@ -5,6 +5,8 @@ from papers import TABLES, estimate
 from papers.estimate import RECORD, Estimate, Size, Speed, size_of, stated
 from papers.rows import RowError
 
+from .conftest import ROOT
+
 GPU = {"gigabytes": 10, "terabytes per second": 2.0, "teraflops": {"bf16": 100, "fp32": 10}}
 SIZE = Size(words=1000, updates=3600, most=4, batches=None, layers=2, products=10**6, parameters=10**8, kept=10**5)
 SPEED = Speed(0.5, 0.25, 4.0, Size(1000, 1, 1, None, 4, 10**6, 1, 1))
@@ -65,10 +67,21 @@ def test_the_hours_that_papers_state_lie_between_the_bounds(table, row, precisio
     assert found.least < hours < found.most
 
 
-def test_all_rows_have_what_their_paper_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_shows_rows_beside_what_their_paper_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(stated(name, row) for name, table in TABLES.items() for row in table.rows)
-    assert estimate.main(["mao-table3", "--rows", "decay-32", "--gpu", "H200"], TABLES) == 0
-    header, _, line = capsys.readouterr().out.strip().splitlines()
-    assert "hours on one H200, bf16" in header and line.startswith("| `decay-32`") and "35 hours on an A40" in line
+    words = ["mao-table3", "--rows", "decay-32", "base", "--gpu", "H200"]
+    assert estimate.main(words, TABLES) == 0
+    header, _, decay, base = capsys.readouterr().out.strip().splitlines()
+    assert "hours on one H200, bf16" in header and base.startswith("| `mao-table3`: `base` ")
+    assert decay.startswith("| `mao-table3`: `decay-32` ") and "35 hours on an A40" in decay
     assert estimate.main(["mao-table3", "--rows", "decay-99"], TABLES) == 1
     assert "ROW is decay-99; it must be one of base, decay-32" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        estimate.main(["--rows", "decay-32"], TABLES)
+    assert "--rows goes with TABLE" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_page_has_the_estimates_of_all_rows() -> None:
+    rows = [(name, row) for name, table in TABLES.items() for row in table.rows]
+    assert estimate.report(rows, "H100", "bf16", TABLES) in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
