@@ -6,7 +6,7 @@ would find its memory taken, and get fresh pages where in generation it gets tho
 next the Transformer reads every token, where they are few; where they are many, its cache is filled with random keys
 and values. A fast weight model's state has the size that it has after any token.
 
-    python benchmarks/generation.py [--out results.json] [--figure figure.png]
+    python benchmarks/generation.py [--device cuda] [--batch 32] [--out results.json] [--figure figure.png]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from harness import figures, records
 from harness.memory import held, peak
 from harness.models import build_model, fill_cache
-from harness.program import COMMON, finish, make_parser, parse
+from harness.program import COMMON, finish, make_parser, parse, positive
 from harness.timing import FEWEST_ROUNDS, TOKENS_OF_A_TURN, Budget, time_tokens
 from torch import Tensor
 
@@ -93,8 +93,10 @@ def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> d
 
 def main() -> None:
     parser = make_parser(__doc__, *COMMON, "--backend", "--figure", rules=RULES)
+    parser.add_argument("--batch", type=positive, help=f"texts at a time (default: {SETTINGS['batch']})")
     options = parse(parser)
     lengths, settings = ((16, 32), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
+    settings = settings | {"batch": options.batch or settings["batch"]}
     # A stretch begins a turn that does not count and half of the rounds before its length.
     ahead = (2 + options.rounds) * (TOKENS_OF_A_TURN + 1) // 2
     most = (2 * min(lengths) - 1) // (TOKENS_OF_A_TURN + 1) - 2

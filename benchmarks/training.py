@@ -1,91 +1,102 @@
-"""Words per second of training the paper's small language model, end to end, against softmax attention.
+"""Whole trainings against what users would take instead: words per second, memory, how busy the GPU is, operators.
 
-`fairseq-train` with the architecture fast_weight_lm_wiki103_small of Schlag et al. (2021): 16 layers, width 128,
-batches of 96 rows of 256 words, 267,735 word types. The softmax Transformer is the same architecture with softmax
-attention in all its layers (--softmax-attention-layers all), which has fairseq's numbers and parameters. The text is
-random. The commands take turns, and a command's speed is the median of what fairseq logs once it is warm.
+`fairseq-train` with this plugin, as it is, with --compile, and as fairseq was before ("stock": Adam goes parameter by
+parameter; what else was changed in fairseq has no switch); the same sizes as a compiled Transformer in plain PyTorch
+(`harness/plain_training.py` says what the loops share), and as DeltaNet by flash-linear-attention in the same loop, if
+that is installed. Each training is a process of its own. All get ready side by side, compilation included, and then
+they take turns.
 
-    python benchmarks/training.py --device cuda [--precision bf16] [--out results.json]
+    python benchmarks/training.py --device cuda --precision bf16 [--parts lm-small] [--budget 340] [--out results.json]
 """
 
 import argparse
 import itertools
-import json
+import math
 import os
-import random
-import re
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import torch
 from harness import records
-from harness.commands import binarise, fairseq
 from harness.program import COMMON, finish, make_parser, parse
-from harness.timing import Budget, summarize
+from harness.timing import Budget
+from harness.training_data import write_text
+from harness.training_turns import measure
+from harness.trainings import FLA, IMPLEMENTATIONS, NAMES, ON_CPU, PARTS, PLAIN, PLUGIN, Training
 
-SOFTMAX = "softmax"
-MODELS = (SOFTMAX, "delta", "decay", "gated", "sum")
-SETTINGS = {"types": 267_735, "batch": 96, "length": 256, "updates": 60, "warm-up": 20, "log interval": 5}
-QUICK_SETTINGS = {"types": 50, "batch": 2, "length": 16, "updates": 4, "warm-up": 2, "log interval": 1}
-ARCHITECTURE = "--arch fast_weight_lm_wiki103_small --criterion adaptive_loss --ddp-backend legacy_ddp"
-QUICK_ARCHITECTURE = """--arch fast_weight_lm --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16
-    --decoder-output-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2 --share-decoder-input-output-embed"""
+MODELS = ("softmax", "delta", "decay", "gated", "sum")
+"""Of which benchmarks/updates.py counts the operators."""
+UPDATES = 150
+"""For which there is text; then it is read again."""
+QUICK_UPDATES = 40
 
 
 def prepare(folder: Path, settings: dict[str, int]) -> Path:
-    """Makes a text with all word types in it, and as many words as the updates read."""
-    words = [f"w{i}" for i in range(settings["types"])]
-    size = settings["batch"] * settings["length"] * (settings["updates"] + 1)
-    # Word frequencies as in a language: by Zipf's law, without which the adaptive softmax would have no use.
-    text = random.Random(1).choices(words, weights=[1 / (rank + 1) for rank in range(len(words))], k=size)
-    return binarise(folder, train=[*text, "\n", *words], valid=text[: settings["length"]])  # fairseq-train opens it
+    """Text with as many words as the updates read."""
+    return write_text(folder, settings["types"], settings["batch"] * settings["length"] * (settings["updates"] + 1))
 
 
 def training_flags(model: str, settings: dict[str, int], options: argparse.Namespace) -> list[str]:
-    """What `fairseq-train` is told beside the data."""
-    fast = f"--update-rule {model} --fast-weight-backend {options.backend}"
-    # Of several GPUs fairseq-train would take all, and the record speaks of one.
-    return f"""--user-dir fairseq_fastweights --task fast_weight_language_modeling
-        {QUICK_ARCHITECTURE if options.quick else ARCHITECTURE}
-        {"--softmax-attention-layers all" if model == SOFTMAX else fast}
-        {"--cpu" if options.device == "cpu" else ""} --distributed-world-size 1
-        {"" if options.precision == "fp32" else f"--{options.precision}"}
-        --tokens-per-sample {settings["length"]} --batch-size {settings["batch"]} --required-batch-size-multiple 1
-        --max-update {settings["updates"]} --log-interval {settings["log interval"]}
-        --optimizer adam --lr 0.00025 --clip-norm 0.25
-        --disable-validation --no-save --num-workers 0 --log-format json --no-progress-bar""".split()
+    """What `fairseq-train` is told, beside the data, to train the paper's small language model with these settings."""
+    flags = PARTS["lm-small"].flags_of(model, PLUGIN, options.backend, options.quick)
+    return [
+        *("--user-dir", "fairseq_fastweights", *flags, *(["--cpu"] if options.device == "cpu" else [])),
+        *([] if options.precision == "fp32" else [f"--{options.precision}"]),
+        *("--tokens-per-sample", str(settings["length"]), "--batch-size", str(settings["batch"])),
+        *("--max-update", str(settings["updates"]), "--log-interval", str(settings["log interval"])),
+        *"--distributed-world-size 1 --optimizer adam --lr 0.00025 --disable-validation --no-save".split(),
+        *"--num-workers 0 --log-format json --no-progress-bar".split(),
+    ]
 
 
-def words_per_second(log: str, warm_up: int) -> list[float]:
-    """What a log of `fairseq-train --log-format json` says of its speed after so many updates."""
-    logged = [json.loads(text) for text in re.findall(r"\| train_inner \| (\{.*\})$", log, re.MULTILINE)]
-    speeds = [float(values["wps"]) for values in logged if int(values["num_updates"]) > warm_up]
-    if not speeds:
-        raise ValueError(f"the log has no speed in it after update {warm_up}")
-    return speeds
+def chosen(options: argparse.Namespace, folder: Path) -> list[tuple[Training, int]]:
+    """The trainings that the options ask for, with guesses of their memory; the text of each part is made for them."""
+    found: list[tuple[Training, int]] = []
+    for last, name in itertools.product((False, True), options.parts):
+        part, data = PARTS[name], folder / name
+        for model, implementation in part.others if last else part.contestants:
+            if model in options.models and implementation in options.implementations:
+                flags = tuple(part.flags_of(model, implementation, options.backend, options.quick))
+                given = (name, model, implementation, flags, data, options.device, options.precision)
+                found.append((Training(*given), part.memory))
+    for name in dict.fromkeys(training.part for training, _ in found):
+        (folder / name).mkdir()
+        PARTS[name].prepare(folder / name, QUICK_UPDATES if options.quick else UPDATES, options.quick)
+    return found
 
 
 def main() -> None:
-    parser = make_parser(__doc__, *COMMON, "--backend", rounds=2, models=MODELS)
+    lists = {"parts": tuple(PARTS), "models": NAMES, "implementations": IMPLEMENTATIONS}
+    parser = make_parser(__doc__, *COMMON, "--backend", rounds=3, **lists)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
+    parser.set_defaults(parts=None)
     options = parse(parser)
-    settings = QUICK_SETTINGS if options.quick else SETTINGS
+    on_cpu = options.device == "cpu"
+    options.parts = options.parts or [name for name in PARTS if (name in ON_CPU) == on_cpu]
+    if options.precision == "fp16":
+        options.implementations = [name for name in options.implementations if name not in (PLAIN, FLA)]
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     budget = Budget(options.budget)
-    speeds: dict[str, list[float]] = {model: [] for model in (SOFTMAX, *options.models)}
-    facts = {"settings": settings, "precision": options.precision, "backend": options.backend, "cut": budget.cut}
+    settings = {
+        name: {"batch": part.batch, "length": part.length, "types": part.types, "flags": " ".join(part.flags.split())}
+        for name, part in PARTS.items()
+        if name in options.parts
+    }
+    facts = {"precision": options.precision, "backend": options.backend, "parts": settings, "cut": budget.cut}
+    memory = math.inf if on_cpu else torch.cuda.get_device_properties(0).total_memory / 2**30
     with tempfile.TemporaryDirectory() as name:
-        data = prepare(Path(name), settings)
-        for number, model in itertools.product(range(options.rounds), speeds):
-            if number and budget.left <= 0:
-                budget.cut.append(f"{model}: {number} rounds of {options.rounds}")
-                continue
-            log, _ = fairseq("train", str(data), *training_flags(model, settings, options))
-            speeds[model] += words_per_second(log, settings["warm-up"])
-            print(f"{model}: {speeds[model][-1]:,.0f} words/s", file=sys.stderr, flush=True)
-            rows = [{"model": model, "words per second": summarize(known)} for model, known in speeds.items() if known]
-            records.save("training", options, **facts, rows=rows)  # if the next fails or is stopped, this is left
+        wanted = chosen(options, Path(name))
+        if not wanted:
+            parser.error("no training is left of these --parts, --models and --implementations")
+        rows: list[dict[str, Any]] = []
+
+        def save(known: list[dict[str, Any]]) -> None:
+            rows[:] = known
+            records.save("training", options, **facts, rows=known)  # if the next fails or is stopped, this is left
+
+        measure(wanted, Path(name), options.device, options.rounds, budget, save, memory)
     finish(records.save("training", options, **facts, rows=rows), options)
 
 

@@ -7,6 +7,7 @@
     reproduce.py --list [TABLE]                                    the tables and their rows, with the paper's numbers
     reproduce.py run TABLE DATA OUT [--rows ROW ...] ...           trains and scores rows with several seeds; run --help
     reproduce.py report [TABLE]                                    the tables of what was run
+    reproduce.py estimate [TABLE] [--gpu NAME]                     hours, memory and disk of its rows on a GPU
 
 Among the tables are those of the papers scaled down to what two CPU cores do in hours; `run` is for these.
 
@@ -18,7 +19,7 @@ OPTION  of fairseq-train (--fp16, --cpu, --seed 2, ...), fairseq-eval-lm or fair
 In the environment: GPUS, those that train (default 1); UPDATE_FREQ, batches that each of them adds up for one update
 (default 1, of translations 48 / GPUS), the paper's batch being divided among them; PRECISION of the training, where the
 table has one (fp16, bf16 or fp32); of what is scored, CHECKPOINT, its name in OUT, SPLITS and MODE (sliding, carried,
-context-N), and of translations SUBSETS.
+context-N), and of translations SUBSETS; DEVICE=gpu, with which `run` takes --cpu out of rows that are scaled down.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from common.fairseq_logs import parse_training
 from common.files import open_new, open_to_append, write_whole
 from common.identity import difference, first_line, identity, noted_in
 from common.tables import format_table
-from papers import SCALED, TABLES
+from papers import SCALED, TABLES, estimate
 from papers.drawing import draw_table
 from papers.grid import plan, run_grid
 from papers.ledger import COMMITTED, code_digest, command_lines, read_ledger
@@ -66,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _run_rows(options.words[1:])
     if options.words[:1] == ["report"]:
         return _report(options.words[1:])
+    if options.words[:1] == ["estimate"]:
+        return estimate.main(options.words[1:], TABLES)
     if options.list is not None:
         return run_to_the_end(lambda: _list(options.list), RowError)
     return run_to_the_end(lambda: _reproduce(options.words, options.print), RowError)

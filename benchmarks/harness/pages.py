@@ -6,6 +6,7 @@ from typing import Any
 
 from harness.cases import RULES
 from harness.contestants import CAUSAL_PRODUCT, FLASH_LINEAR_ATTENTION, SOFTMAX
+from harness.trainings import PLAIN
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -19,9 +20,9 @@ def render(record: Record) -> str:
     return "\n".join(part for part in _PARTS[record["program"]](record) if part)
 
 
-def table(columns: Columns, rows: Sequence[Any]) -> str:
-    """A line for each row; `columns` has a cell's text by the column's title."""
-    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+def table(columns: Columns, rows: Sequence[Any], left: int = 1) -> str:
+    """A line for each row; `columns` has a cell's text by the column's title. The first `left` of them are text."""
+    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows], left)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -52,6 +53,14 @@ def milliseconds(seconds: float) -> str:
 
 def mebibytes(size: float) -> str:
     return f"{significant(size / 2**20)} MiB"
+
+
+def gigabytes(size: float) -> str:
+    return f"{significant(size / 1e9)} GB"
+
+
+def speed(value: float) -> str:
+    return f"{value:,.0f} words/s"
 
 
 def ratio(value: float) -> str:
@@ -152,6 +161,7 @@ def _generation(record: Record) -> Iterator[str]:
         "state": lambda row: mebibytes(row["state bytes"]),
         "peak": lambda row: mebibytes(row["peak bytes"]),
     }
+    yield f"{count(record['settings']['batch'], 'text')} at a time.\n"
     yield table(columns, sorted(record["rows"], key=lambda row: list(record["parameters"]).index(row["model"])))
     yield _cut(record)
 
@@ -206,15 +216,29 @@ def _training_length(record: Record) -> Iterator[str]:
 
 
 def _training(record: Record) -> Iterator[str]:
-    """Words per second by attention, and over that of softmax."""
-    what = "words per second"
-    [softmax_speed] = [median(row, what) for row in record["rows"] if row["model"] == "softmax"]
-    columns: Columns = {
-        "attention": lambda row: row["model"],
-        "words/s (quartiles)": lambda row: spread(row[what], 1),
-        "over softmax": lambda row: ratio(median(row, what) / softmax_speed),
-    }
-    yield table(columns, record["rows"])
+    """A table for each part: speed, over the compiled Transformer in plain PyTorch, memory, what an update starts."""
+    for part, settings in record["parts"].items():
+        rows = [row for row in record["rows"] if row["part"] == part]
+        done = [row for row in rows if row["status"] == "measured"]
+        plain = [median(row) for row in done if row["implementation"] == PLAIN]
+        columns: Columns = {
+            "model": lambda row: row["model"],
+            "trained by": lambda row: row["implementation"],
+            "words/s (quartiles)": lambda row: spread(row["words per second"], 1),
+            "over plain PyTorch": lambda row, plain=plain: ratio(plain[0] / median(row)) if plain else "–",
+            "peak memory": lambda row: gigabytes(row["peak bytes"]),
+            "GPU busy": lambda row: "–" if row["busy"] is None else share(row["busy"]),
+            "operators": lambda row: f"{row['operators']:,}",
+            "on the GPU": lambda row: "–" if row["kernels"] is None else f"{row['kernels']:,}",
+        }
+        sizes = f"batches of {settings['batch']} x {settings['length']:,} words, {settings['types']:,} types"
+        yield f"**{part}**: {sizes}, {record['precision']}, `{settings['flags']}`\n"
+        yield table(columns, done, left=2) if done else ""
+        others = [row for row in rows if row not in done]
+        yield "".join(
+            f"- {row['model']}, {row['implementation']}, {row['status']}: {row['message']}\n" for row in others
+        )
+    yield _cut(record)
 
 
 def _updates(record: Record) -> Iterator[str]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from harness import ROOT, pages
 from harness.contestants import BACKENDS
 from harness.pages import Record, Row, count, markdown, median, significant
+from harness.trainings import COMPILED, PLAIN, PLUGIN, SOFTMAX, STOCK
 
 
 class Failure(str):
@@ -30,6 +31,7 @@ class Failure(str):
 # A number that a target speaks of, or the reason why there is none; None, where it does not speak of it.
 Number = float | str | None
 
+OURS = (PLUGIN, COMPILED)
 GOALS = json.loads((ROOT / "benchmarks" / "targets.json").read_text())
 
 
@@ -159,9 +161,40 @@ def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
     return min(times) / median(own) if times else "no peer ran"
 
 
-def _over_softmax(rows: Sequence[Row], own: Row) -> Number:
-    [softmax] = [row for row in rows if row["model"] == "softmax"]
-    return median(own, "words per second") / median(softmax, "words per second")
+def _trained(rows: Sequence[Row], own: Row, model: str, *implementations: str) -> Row | str:
+    """The fastest of the trainings of a model in the part of `own`, or why there is none."""
+    found = [row for row in rows if (row["part"], row["model"]) == (own["part"], model)]
+    found = [row for row in found if row["implementation"] in implementations]
+    measured = [row for row in found if row["status"] == "measured"]
+    reasons = [_why_not(row) or "" for row in found]
+    return min(measured, key=median) if measured else next(iter(reasons), f"{model} is not in the run, or cut")
+
+
+def _of_the_faster(show: Callable[[Row], Number]) -> Callable[[Sequence[Row], Row], Number]:
+    """A number of a training with this plugin, with or without compilation, whichever is faster."""
+
+    def number(rows: Sequence[Row], own: Row) -> Number:
+        found = _trained(rows, own, own["model"], *OURS)
+        return found if isinstance(found, str) else show(found)
+
+    return number
+
+
+def _over(*implementations: str, model: str | None = None) -> Callable[[Sequence[Row], Row], Number]:
+    """How many times as fast such a training is as that of another implementation, or of another model."""
+
+    def number(rows: Sequence[Row], own: Row) -> Number:
+        peer = _trained(rows, own, model or own["model"], *implementations)
+        return peer if isinstance(peer, str) else _of_the_faster(lambda row: median(peer) / median(row))(rows, own)
+
+    return number
+
+
+def _over_the_fastest(rows: Sequence[Row], own: Row) -> Number:
+    """Its speed over that of the fastest of the three rules that are to be alike."""
+    others = [_trained(rows, own, model, *OURS) for model in ("sum", "delta", "dpfp-1")]
+    fastest = min(median(row) for row in others if not isinstance(row, str))
+    return _of_the_faster(lambda row: fastest / median(row))(rows, own)
 
 
 def _longest_over_shortest(rows: Sequence[Row], own: Row) -> Number:
@@ -177,6 +210,12 @@ _NUMBERS: dict[str, Callable[[Sequence[Row], Row], Number]] = {
     "memory": lambda rows, own: own["memory"]["extra"] / own["memory"]["tensors"],
     # The first call of each rule and pass in its process is at the first shape.
     "first call beyond the second": lambda rows, own: own["first call"] - own["second call"],
-    "speed over softmax": _over_softmax,
+    "speed over softmax": _over(*OURS, model=SOFTMAX),
+    "speed over plain PyTorch": _over(PLAIN, model=SOFTMAX),
+    "speed over stock": _over(STOCK),
+    "speed over the fastest": _over_the_fastest,
+    "words per second": _of_the_faster(lambda row: median(row, "words per second")),
+    "busy": _of_the_faster(lambda row: "its profile has nothing of a GPU" if row["busy"] is None else row["busy"]),
+    "peak memory": _of_the_faster(lambda row: row["peak bytes"]),
     "longest over shortest": _longest_over_shortest,
 }

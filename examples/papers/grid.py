@@ -26,7 +26,7 @@ from papers.ledger import (
     inputs_digest,
     read_ledger,
 )
-from papers.rows import BEST, Call, Places, Row, Table
+from papers.rows import BEST, Call, Places, Row, RowError, Table
 
 MARK = "made-by-reproduce"
 TRIED = 12
@@ -167,6 +167,8 @@ def _run(
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
     evaluations = row.recipe.evaluations(here, [], env)
+    if _device() == "gpu":
+        training, *evaluations = map(_without_cpu, (training, *evaluations))
     if checked:
         row.recipe.check("train", replace(here, source=None) if source else here, env)
     updates = _updates(training.words)
@@ -193,6 +195,18 @@ def _run(
         for call in evaluations
     ]
     return Run(table, name, row, seed, here, training, evaluations, [first, *others], inputs)
+
+
+def _device() -> str:
+    """What rows that are scaled down to a CPU run on. Raises RowError if it is none."""
+    device = os.environ.get("DEVICE") or "cpu"
+    if device not in ("cpu", "gpu"):
+        raise RowError(f"DEVICE is {device}; it must be cpu or gpu")
+    return device
+
+
+def _without_cpu(call: Call) -> Call:
+    return replace(call, words=[word for word in call.words if word != "--cpu"])
 
 
 def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:

@@ -154,6 +154,8 @@ _TEXT = {
 
 _RETRIEVAL = "python examples/synthetic/run.py"
 _RUN = "equations, run"
+_SPEED = "python benchmarks/training.py --device cuda"
+_NEXT = "python benchmarks/generation.py --device cuda"
 
 
 def _retrieval(setting: int, models: str, differs: str = "", verified: str = _RUN) -> Line:
@@ -213,22 +215,35 @@ _OTHERS: dict[str, tuple[Section, ...]] = {
         ),
         Section(
             "Schlag et al. 2021, Section 6.3: time and memory of the small language models",
-            "Words per second in training, and memory. Not measured; `train.log` of a row has the words per second, as "
-            "`wps`.",
+            "Words per second in training, and memory. The command trains that architecture in its batch, in "
+            "float32; `--precision bf16` takes another. Not measured as it is now "
+            "([what was measured](gpu.md#what-was-measured)). `train.log` of the row has words per second, as `wps`.",
             [
-                Line("Linear Transformer", "", "66 K words/s, 13 GB", "`schlag-table2 small-linear-transformer`"),
-                Line("Delta Network", "", "63 K words/s, 14 GB", "`schlag-table2 small-delta-network`"),
-                Line("Transformer", "", "33 K words/s, 17 GB", "`schlag-table2 small-transformer`"),
-                Line("DPFP, nu = 1", "", "63 K words/s", "`schlag-table5 dpfp-delta`"),
-                Line("Performer, m = 16", "", "57 K words/s", "`schlag-table5 performer-delta`"),
+                Line(name, "", numbers, f"`{_SPEED} --parts lm-small --models {model}`, of the row `{row}`")
+                for name, numbers, model, row in (
+                    ("Linear Transformer", "66 K words/s, 13 GB", "sum", "schlag-table2 small-linear-transformer"),
+                    ("Delta Network", "63 K words/s, 14 GB", "delta", "schlag-table2 small-delta-network"),
+                    ("Transformer", "33 K words/s, 17 GB", "softmax", "schlag-table2 small-transformer"),
+                    ("DPFP, nu = 1", "63 K words/s", "dpfp-1", "schlag-table5 dpfp-delta"),
+                    ("Performer, m = 16", "57 K words/s", "favor", "schlag-table5 performer-delta"),
+                )
             ],
         ),
     ),
     "mao": (
         Section(
             "Mao 2022, Figure 1: time and memory of the next token",
-            "On a CPU ([performance](performance.md)); the paper's is of a Quadro RTX 4000.",
-            [Line("decay, delta, attention", command="`python benchmarks/generation.py`", differs="another machine")],
+            "Measured on a CPU ([performance](performance.md)), with 8 texts at a time; the paper's is of a Quadro RTX "
+            "4000. On a GPU not yet.",
+            [
+                Line("decay, delta, attention", command="`python benchmarks/generation.py`", differs="another machine"),
+                *(
+                    Line(
+                        f"the same on a GPU, batch of {batch}", command=f"`{_NEXT} --batch {batch}`", differs="not run"
+                    )
+                    for batch in (1, 32)
+                ),
+            ],
         ),
     ),
     "choi": (

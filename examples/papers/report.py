@@ -49,13 +49,17 @@ def current(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def is_stale(entry: Entry, tables: Mapping[str, Table] = SCALED) -> bool:
-    """Whether the row is gone, or is trained or scored by other commands by now."""
+    """Whether the row is gone, or is trained or scored by other commands by now; whether on a CPU does not count."""
     table = tables.get(entry.table)
     if table is None or entry.row not in table.rows:
         return True
     places = Places(Path("DATA"), Path("OUT"), Path("SOURCE"))
     runs = plan(entry.table, table, [entry.row], [entry.seed], places, checked=False)
-    return all(run.key != entry.key for run in runs)
+    return all(_anywhere(run.commands) != _anywhere(entry.commands) or run.seed != entry.seed for run in runs)
+
+
+def _anywhere(commands: Sequence[str]) -> list[str]:
+    return [re.sub(r" --cpu\b", "", command) for command in commands]
 
 
 def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = False) -> str:

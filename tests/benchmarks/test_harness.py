@@ -62,6 +62,16 @@ def test_the_peak_of_a_call_counts_what_lives_at_the_same_time() -> None:
     assert held({"a": [torch.zeros(3), None], "b": {"y": torch.zeros(2, dtype=torch.float64)}}) == 28
 
 
+def test_on_a_gpu_the_peak_is_above_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 130)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: happened.append(name))
+    assert peak(lambda: happened.append("prepare"), lambda _: happened.append("call"), "cuda") == 30
+    assert happened == ["prepare", "synchronize", "reset_peak_memory_stats", "call", "synchronize"]
+
+
 def test_a_record_is_read_as_it_was_written_and_one_that_cannot_be_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "record.json"
     facts = {"cut": [], "rows": [{"a": 1.5}, {"a": None}], "rates": {"copy": {"4": 1.0}}}

@@ -37,6 +37,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
         return {tuple(row.get(key) for key in keys) for row in found[name]["rows"]}
 
+    assert found["next_token"]["settings"]["batch"] == 2
     ours = itertools.product((*BOTH, "step"), ["chunkwise"], RULES)
     others = [*itertools.product(["step"], ["reference"], RULES), *itertools.product(BOTH, ["SDPA"], ["softmax"])]
     measured = columns("kernels_cpu", "dtype", "status", "pass", "implementation", "rule")
@@ -98,7 +99,7 @@ def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypa
     assert dict(vars(qwen)) == before, "functions of transformers were left replaced"
 
 
-ROUNDS = [(name, "--rounds") for name in (*MEASURING, "sliding_window")]
+ROUNDS = [("generation", "--batch"), *((name, "--rounds") for name in (*MEASURING, "sliding_window"))]
 
 
 @pytest.mark.parametrize(

@@ -1,37 +1,197 @@
-"""What training.py measures is a training that fairseq-train makes, and what it has measured is not lost."""
+"""What training.py measures is a training that fairseq-train makes, beside one in plain PyTorch of the same model."""
 
-import logging
-from argparse import Namespace
-from importlib import import_module, reload
+import sys
 from pathlib import Path
-from unittest import mock
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import training
-from harness import commands
+import torch
+from harness import plain_training, trainee
+from harness.trainee import Stretches, covered
+from harness.trainings import FLA, PARTS, PLAIN, PLUGIN, STOCK, Training
+from torch import nn
 
-from tests.conftest import ROOT, command
-
-# The paper's model and batch, for a second of one core: of options that are given twice the last one counts.
-SMALLER = """--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2
-    --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20 --batch-size 2 --tokens-per-sample 16
-    --max-update 4 --log-interval 1""".split()
+from tests.conftest import ROOT, import_plugin
 
 
-@pytest.mark.parametrize("model", ["softmax", "delta"])
-def test_the_training_that_is_measured_is_one_that_fairseq_makes_and_logs(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(ROOT)  # where --user-dir is
-    monkeypatch.setattr(commands, "fairseq", command)
-    data = training.prepare(tmp_path, training.QUICK_SETTINGS)
-    options = Namespace(device="cpu", precision="fp32", backend="auto", quick=False)
-    with mock.patch("logging.basicConfig") as configure:
-        reload(import_module("fairseq_cli.train"))
-    # The log is that of a process of its own.
-    caplog.handler.setFormatter(logging.Formatter(configure.call_args.kwargs["format"]))
-    command("train", str(data), *training.training_flags(model, training.SETTINGS, options), *SMALLER)
-    speeds = training.words_per_second(caplog.text, warm_up=1)
-    assert len(speeds) == 3 and min(speeds) > 0  # of updates 2 to 4
-    with pytest.raises(ValueError, match="no speed in it after update 4"):
-        training.words_per_second(caplog.text, warm_up=4)
+class Asking:
+    """A connection at whose other end these stretches are asked for, one after the other."""
+
+    def __init__(self, *asked: tuple[str, int]) -> None:
+        self.asked, self.answers = list(asked), []
+
+    def send(self, answer: dict[str, Any]) -> None:
+        self.answers.append(answer)
+
+    def recv(self) -> tuple[str, int]:
+        return self.asked.pop(0)
+
+
+def training_of(part: str, model: str, implementation: str, folder: Path) -> Training:
+    PARTS[part].prepare(folder, 10, quick=True)
+    flags = tuple(PARTS[part].flags_of(model, implementation, "auto", quick=True))
+    return Training(part, model, implementation, flags, folder, "cpu", "fp32")
+
+
+TRAINED = [
+    *((part, model, way) for part, of in PARTS.items() for model, way in of.contestants[:1]),
+    *(("lm-small", model, PLUGIN) for model in ("favor", "mamba")),
+    ("baevski", "softmax", PLAIN),
+    ("demo", "delta", STOCK),
+]
+
+
+@pytest.mark.parametrize(("part", "model", "implementation"), TRAINED)
+def test_every_part_is_trained_in_stretches(part, model, implementation, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(nn.Module, "compile", lambda module: None)
+    asking = Asking(("time", 2), ("profile", 1), ("end", 0))
+    trainee.train(training_of(part, model, implementation, tmp_path), Stretches(asking, "cpu"))
+    loaded, timed, profiled = asking.answers
+    assert loaded["words"] == 0 and timed["seconds"] > 0 and timed["memory"] > 2**20
+    largest = PARTS[part].batch * 200 if PARTS[part].translates else 2 * 16
+    assert 2 <= timed["words"] <= 2 * largest and 1 <= profiled["words"] <= largest
+    assert 50 < profiled["operators"] < 600 and "kernels" not in profiled
+
+
+def test_the_first_update_of_a_stretch_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7)
+    now = iter([0.0, 10.0, 13.0, 20.0, 21.0])
+    monkeypatch.setattr(trainee.time, "perf_counter", lambda: next(now))
+
+    def event(name: str, begin: int, end: int, kind: Any = torch.autograd.DeviceType.CUDA, note: bool = False) -> Any:
+        return SimpleNamespace(
+            name=lambda: name,
+            start_ns=lambda: begin,
+            end_ns=lambda: end,
+            device_type=lambda: kind,
+            is_user_annotation=lambda: note,
+        )
+
+    on_cpu = torch.autograd.DeviceType.CPU
+    events = [event("a", 0, 10), event("b", 5, 20), event("c", 30, 40), event("aten::mm", 0, 99, on_cpu)]
+    events += [event("forward", 0, 90), event("step", 0, 90, note=True)]
+    operator = SimpleNamespace(name="aten::mm", cpu_parent=None, device_type=on_cpu)
+    kernel = SimpleNamespace(name="void at::native::k", cpu_parent=None, device_type=torch.autograd.DeviceType.CUDA)
+    found = SimpleNamespace(
+        events=lambda: [operator, kernel],
+        profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)),
+    )
+
+    class Profile:
+        def __init__(self, activities: Any) -> None:
+            assert len(activities) == 2
+
+        def __enter__(self) -> Any:
+            return found
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(trainee, "profile", Profile)
+    asking = Asking(("time", 2), ("profile", 1), ("end", 0))
+    stretches, made = Stretches(asking, "cuda"), []
+    with pytest.raises(trainee.Finished):
+        for number in range(9):
+            stretches.update(lambda number=number: made.append(number), 100)
+    assert made == [0, 1, 2, 3, 4]  # one more than was asked for, twice
+    assert asking.answers[1] == {"seconds": 3.0, "words": 200, "memory": 7}
+    told = {"operators": 1, "kernels": 3, "kernel seconds": 30e-9}
+    assert asking.answers[2] == {"seconds": 1.0, "words": 100, "memory": 7, **told}
+
+
+@pytest.mark.parametrize(
+    ("spans", "total"), [([], 0), ([(3, 5), (1, 2)], 3), ([(1, 9), (2, 3), (8, 10)], 9), ([(1, 2), (2, 4)], 3)]
+)
+def test_time_that_several_cover_counts_once(spans: list[tuple[int, int]], total: int) -> None:
+    assert covered(spans) == total
+
+
+def plain_and_fairseq(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
+    """The two models, a batch, and fairseq's criterion."""
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    monkeypatch.chdir(ROOT)
+    import_plugin()
+    words = trainee.words_of(training_of(part, "softmax", PLAIN, tmp_path))
+    args = options.parse_args_and_arch(options.get_training_parser(), words)
+    cfg = convert_namespace_to_omegaconf(args)
+    task = tasks.setup_task(cfg.task)
+    task.load_dataset("train")
+    shape = (args.decoder_embed_dim, args.decoder_attention_heads, args.attention_dropout)
+    plain = plain_training.PlainModel(args, task.source_dictionary, lambda: plain_training.SoftmaxAttention(*shape))
+    batch = next(plain_training.batches(task, cfg))
+    return plain, task.build_model(cfg.model), batch, task.build_criterion(cfg.criterion)
+
+
+@pytest.mark.parametrize("part", ["lm-small", "baevski"])
+def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monkeypatch) -> None:
+    plain, model, batch, criterion = plain_and_fairseq(part, tmp_path, monkeypatch)
+    assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in model.parameters())
+    decoder = model.decoder
+    plain.embeddings.load_state_dict(decoder.embed_tokens.state_dict())
+    plain.softmax.load_state_dict(decoder.adaptive_softmax.state_dict())
+    for own, other in zip(plain.layers, decoder.layers, strict=True):
+        attention = other.self_attn
+        for kind in ("weight", "bias"):
+            projections = [getattr(getattr(attention, f"{name}_proj"), kind) for name in "qkv"]
+            getattr(own.mixer.projections, kind).data = torch.cat(projections)
+        own.mixer.out.load_state_dict(attention.out_proj.state_dict())
+        own.norms[0].load_state_dict(other.self_attn_layer_norm.state_dict())
+        own.norms[1].load_state_dict(other.final_layer_norm.state_dict())
+        own.feed_forward[0].load_state_dict(other.fc1.state_dict())
+        own.feed_forward[3].load_state_dict(other.fc2.state_dict())
+    # fairseq's positions have other wave lengths.
+    words = batch["net_input"]["src_tokens"]
+    plain.positions = decoder.embed_positions(words)[0]
+    expected, _, _ = criterion(model.eval(), batch)
+    torch.testing.assert_close(plain.eval()(words, batch["target"]), expected.squeeze(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plain_loop_steps_as_adam_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+    expected = [p.detach().float().clone() for p in model.parameters()]
+    optimizer = plain_training.Optimizer(model, lr=0.01, clip_norm=0.5)
+    gradients = [torch.randn(p.shape, dtype=dtype) for p in model.parameters()]
+    gradients[1] = None  # of what a batch did not touch
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad = None if gradient is None else gradient.clone()
+    optimizer.step(words=10)
+    known = [gradient.float() / 10 for gradient in gradients if gradient is not None]
+    factor = min(1.0, 0.5 / torch.cat([x.flatten() for x in known]).norm().item())
+    for p, before, gradient in zip(model.parameters(), expected, gradients, strict=True):
+        assert p.grad is None and p.dtype == dtype
+        # Adam's first step is the rate times the gradient's sign, but for eps.
+        scaled = 0 if gradient is None else factor * gradient.float() / 10
+        moved = 0 if gradient is None else 0.01 * scaled / (scaled.abs() + 1e-8)
+        torch.testing.assert_close(p.detach(), (before - moved).to(dtype), rtol=1e-5, atol=1e-6)
+    assert all(copy.dtype == torch.float32 for copy in optimizer.copies)
+
+
+def test_the_layer_of_flash_linear_attention_is_that_of_the_paper(tmp_path: Path, monkeypatch) -> None:
+    given = []
+
+    class Stand(nn.Linear):
+        def __init__(self, hidden_size: int, **options: Any) -> None:
+            super().__init__(hidden_size, hidden_size)
+            given.append(options)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+            assert x.shape == (2, 16, 16)  # (batch, time, width)
+            return super().forward(x), None, None
+
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fla.layers", SimpleNamespace(DeltaNet=Stand))
+    monkeypatch.setattr(nn.Module, "compile", lambda module: None)
+    monkeypatch.chdir(ROOT)
+    asking = Asking(("time", 1), ("end", 0))
+    trainee.train(training_of("lm-small", "delta", FLA, tmp_path), Stretches(asking, "cpu"))
+    assert asking.answers[1]["words"] == 2 * 16
+    assert given == [{"num_heads": 2, "use_short_conv": False, "qk_activation": "elu", "qk_norm": "sum"}]

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +13,9 @@ import papers
 import pytest
 from common import json_lines
 from papers import rows
+from papers.grid import plan
+from papers.ledger import Entry
+from papers.report import is_stale
 
 from .conftest import EXAMPLES, options, refused, reproduce_command, shell_words
 
@@ -263,3 +267,21 @@ def test_an_installed_copy_with_kernels_is_taken_where_the_sources_have_none(tmp
         rows.plugin.cache_clear()
         assert rows.plugin() == taken, made
     rows.plugin.cache_clear()
+
+
+@pytest.mark.parametrize(("table", "row"), [("wikitext2", "delta"), ("multi30k", "dpfp")])
+def test_rows_that_are_scaled_down_to_a_cpu_run_on_a_gpu_too(table: str, row: str, monkeypatch) -> None:
+    def commands(device: str) -> list[list[str]]:
+        monkeypatch.setenv("DEVICE", device)
+        there = rows.Places(Path("DATA"), Path("OUT"))
+        [run] = plan(table, papers.SCALED[table], [row], [2], there, checked=False)
+        kept = dict.fromkeys(("commit", "code", "processor", "data"), "") | {"versions": {}, "scores": {}}
+        entry = Entry(table, row, 2, run.commands, seconds=1.0, parameters=1, **kept)
+        assert not is_stale(entry) and is_stale(replace(entry, commands=[*entry.commands, "other"]))
+        return [call.words for call in (run.training, *run.evaluations)]
+
+    on_cpu, on_gpu = commands("cpu"), commands("gpu")
+    assert on_cpu == commands("") and sum(words.count("--cpu") for words in on_cpu) >= 2
+    assert on_gpu == [[word for word in words if word != "--cpu"] for words in on_cpu]
+    with pytest.raises(rows.RowError, match="DEVICE is cuda; it must be cpu or gpu"):
+        commands("cuda")

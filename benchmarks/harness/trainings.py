@@ -1,0 +1,181 @@
+"""What benchmarks/training.py trains: parts, which are sizes of models, and who trains what in each of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.training_data import SOURCE, TARGET, write_pairs, write_text
+
+SOFTMAX = "softmax"
+PLUGIN, COMPILED, STOCK, PLAIN, FLA = "plugin", "plugin, compiled", "stock", "plain PyTorch", "plain PyTorch, fla"
+IMPLEMENTATIONS = (PLUGIN, COMPILED, STOCK, PLAIN, FLA)
+
+# What makes a model of an architecture of language models. FAVOR+ and DPFP write by the delta rule, as in Table 5 of
+# Schlag et al. (2021).
+_MAPPED = "--update-rule delta --normalization sum --feature-map"
+MODELS = {
+    SOFTMAX: "--softmax-attention-layers all",
+    **{rule: f"--update-rule {rule}" for rule in ("delta", "decay", "gated", "sum")},
+    **{f"dpfp-{nu}": f"{_MAPPED} dpfp --dpfp-nu {nu}" for nu in (1, 2, 3)},
+    "favor": f"{_MAPPED} favor-schlag --favor-features 16",
+    **{mixer: f"--mixers {mixer}" for mixer in ("gated-delta", "mamba")},
+    "decay-32": "--update-rule decay --feature-map identity --normalization none --feature-dim 32",
+}
+_EVERYWHERE = "--fast-weight-attention encoder,decoder,cross --update-rule sum --normalization attention"
+TRANSLATORS = {
+    SOFTMAX: "--fast-weight-attention none",
+    "dpfp-2": f"{_EVERYWHERE} --feature-map dpfp --dpfp-nu 2",
+}
+NAMES = tuple(dict.fromkeys([*MODELS, *TRANSLATORS]))
+
+_ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp"
+_QUICK_LAYERS = """--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16
+    --decoder-attention-heads 2"""
+_QUICK_SIZES = f"{_QUICK_LAYERS} --decoder-input-dim 16 --decoder-output-dim 16"
+_QUICK_BANDS = f"{_QUICK_SIZES} --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20"
+_QUICK_PAIRS = f"{_QUICK_LAYERS} {_QUICK_LAYERS.replace('decoder', 'encoder')}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A size of models, with its batch.
+
+    Attributes:
+        flags: of fairseq-train, for all models.
+        batch, length: rows of a batch and words of a row; of translations, batches that are added up, and words of a
+            batch.
+        types: of words.
+        contestants: model and implementation of each.
+        others: more of them, who come after the contestants of all parts.
+        memory: GiB that a training takes of a GPU, at most: a guess, by which so many get ready at a time.
+        quick: flags that make it tiny.
+    """
+
+    flags: str
+    batch: int
+    length: int
+    types: int
+    contestants: Sequence[tuple[str, str]]
+    memory: int
+    others: Sequence[tuple[str, str]] = ()
+    quick: str = _QUICK_BANDS
+    translates: bool = False
+
+    def prepare(self, folder: Path, updates: int, quick: bool) -> Path:
+        """Text for so many updates; returns the folder of fairseq's data."""
+        types = 50 if quick else self.types
+        if self.translates:
+            words = 5 if quick else 28
+            return write_pairs(
+                folder, types, 1 + updates * (200 if quick else self.batch * self.length) // words, words
+            )
+        return write_text(folder, types, (2 * 16 if quick else self.batch * self.length) * updates + 1)
+
+    def flags_of(self, model: str, implementation: str, backend: str, quick: bool) -> list[str]:
+        """What fairseq-train is told of model and batch."""
+        models = TRANSLATORS if self.translates else MODELS
+        batch, length = (2, 16) if quick else (self.batch, self.length)
+        if self.translates:
+            sizes = f"--max-tokens {200 if quick else length} --update-freq {self.batch}"
+            sizes += f" --task translation --source-lang {SOURCE} --target-lang {TARGET}"
+        else:
+            sizes = f"--tokens-per-sample {length} --batch-size {batch} --required-batch-size-multiple 1"
+            sizes += " --task fast_weight_language_modeling"
+        fast = "" if model == SOFTMAX else f"--fast-weight-backend {backend}"
+        how = {COMPILED: "--compile", STOCK: "--use-old-adam"}.get(implementation, "")
+        return f"{self.flags} {models[model]} {fast} {sizes} {how} {self.quick if quick else ''}".split()
+
+
+def _each(models: str, *implementations: str) -> list[tuple[str, str]]:
+    return [(model, implementation) for implementation in implementations for model in models.split()]
+
+
+_PEERS = [(SOFTMAX, PLAIN), ("delta", FLA)]
+PARTS = {
+    "lm-small": Part(
+        f"--arch fast_weight_lm_wiki103_small {_ADAPTIVE} --clip-norm 0.25",
+        batch=96,
+        length=256,
+        types=267_735,
+        contestants=[
+            *_each("softmax delta", PLUGIN, COMPILED, STOCK),
+            *_PEERS,
+            *_each("sum dpfp-1", PLUGIN, COMPILED),
+        ],
+        others=_each("decay gated dpfp-2 dpfp-3 favor gated-delta mamba", PLUGIN, COMPILED),
+        memory=12,
+    ),
+    "lm-small-long": Part(
+        f"--arch fast_weight_lm_wiki103_small {_ADAPTIVE} --clip-norm 0.25",
+        batch=6,
+        length=4096,
+        types=267_735,
+        contestants=[*_each("delta", PLUGIN, COMPILED), *_each(SOFTMAX, PLUGIN), *_PEERS],
+        memory=12,
+    ),
+    "lm-medium": Part(
+        f"--arch fast_weight_lm_wiki103_medium {_ADAPTIVE} --clip-norm 0.25",
+        batch=56,
+        length=384,
+        types=267_735,
+        contestants=[*_each("delta", PLUGIN, COMPILED, STOCK), *_each(SOFTMAX, COMPILED), *_PEERS],
+        memory=14,
+    ),
+    "baevski": Part(
+        f"--arch fast_weight_lm_baevski_wiki103 {_ADAPTIVE} --clip-norm 0.1",
+        batch=26,
+        length=512,
+        types=267_735,
+        contestants=[*_each("decay-32", PLUGIN, COMPILED), *_each(SOFTMAX, COMPILED, PLAIN)],
+        others=[*_each("decay-32", STOCK), *_each(SOFTMAX, PLUGIN)],
+        memory=24,
+    ),
+    # The paper adds up 48 batches of 3,584 words; after four the optimiser has little part in the time.
+    "wmt-big": Part(
+        "--arch fast_weight_transformer_wmt_en_de_big --share-all-embeddings --clip-norm 0"
+        " --criterion label_smoothed_cross_entropy --label-smoothing 0.1 --dropout 0.3",
+        batch=4,
+        length=3584,
+        types=32_000,
+        contestants=[*_each("dpfp-2", PLUGIN, COMPILED), *_each(SOFTMAX, PLUGIN)],
+        others=_each("dpfp-2", STOCK),
+        memory=16,
+        quick=_QUICK_PAIRS,
+        translates=True,
+    ),
+    # As `make demo` trains, of a size that a CPU trains in turns.
+    "demo": Part(
+        "--arch fast_weight_lm --decoder-layers 3 --decoder-attention-heads 8 --decoder-embed-dim 128"
+        " --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512"
+        " --share-decoder-input-output-embed --no-token-positional-embeddings --dropout 0.2 --clip-norm 0.25",
+        batch=16,
+        length=64,
+        types=8_000,
+        contestants=_each("softmax delta sum", PLUGIN, STOCK),
+        memory=2,
+        quick=_QUICK_SIZES,
+    ),
+}
+ON_CPU = ("demo",)
+"""The parts that are measured unless others are named; on a GPU it is all others."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model of a part, to be trained in one way.
+
+    Attributes:
+        flags: all that fairseq-train is told beside the data; the plain loops take their sizes from these.
+        data: the folder with the text.
+    """
+
+    part: str
+    model: str
+    implementation: str
+    flags: tuple[str, ...]
+    data: Path
+    device: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.part}, {self.model}, {self.implementation}"

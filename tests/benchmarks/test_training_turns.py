@@ -1,0 +1,155 @@
+"""Trainings get ready side by side where there is room, take turns, and what becomes of each is in the record."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training
+from harness import training_turns
+from harness.timing import Budget
+from harness.training_turns import Lost, groups
+from harness.trainings import COMPILED, FLA, PARTS, PLUGIN, Training
+
+
+def named(name: str) -> Training:
+    return Training("part", name, PLUGIN, (), Path(name), "cpu", "fp32")
+
+
+GONE = Lost("failed", "gone")
+
+
+class Fake:
+    """A trainee that answers from a script: by stretch, what it says, or why it is lost. None is no answer yet."""
+
+    happened: list[str] = []
+    scripts: dict[str, list[Any]] = {}
+
+    def __init__(self, training: Training, log: Path) -> None:
+        self.name = training.model
+        loaded, warm, turn = {"words": 0}, {"seconds": 2.0}, {"seconds": 2.0, "words": 100, "memory": 5}
+        usual = [loaded, warm, turn, turn, turn | {"memory": 6}, {"operators": 9}]
+        self.answers = self.scripts.get(self.name, usual)[:]
+        self.happened.append(f"{self.name} starts")
+
+    def answer(self, seconds: float, last: bool = False) -> Any:
+        answer = self.answers.pop(-1 if last else 0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Lost):
+            raise answer
+        return answer
+
+    def tell(self, what: str, updates: int) -> None:
+        self.happened.append(f"{self.name} {what} {updates}")
+
+    def ask(self, what: str, updates: int = 1) -> Any:
+        self.tell(what, updates)
+        return self.answer(9, last=what == "profile")
+
+    def end(self) -> None:
+        self.happened.append(f"{self.name} ends")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Measures trainings of these names with these scripts; returns what happened, the rows and what was cut."""
+    monkeypatch.setattr(training_turns, "Trainee", Fake)
+
+    def measure(
+        names: str, scripts: dict[str, list[Any]], rounds: int = 3, memory: float = math.inf, **how: Any
+    ) -> Any:
+        monkeypatch.setattr(Fake, "happened", [])
+        monkeypatch.setattr(Fake, "scripts", scripts)
+        budget, rows = how.get("budget", Budget(None)), []
+        given = [(named(name), 12) for name in names]
+        training_turns.measure(
+            given, tmp_path, how.get("device", "cpu"), rounds, budget, lambda known: rows.append(known), memory
+        )
+        return Fake.happened, rows, budget.cut
+
+    return measure
+
+
+def test_all_start_before_any_is_warm_and_then_they_take_turns(measured: Any) -> None:
+    happened, [rows], cut = measured("ab", {}, rounds=3)
+    # Warm one by one on a CPU. A turn takes about 3 s: of updates of 0.4 s, then 0.25 s.
+    starts = ["a starts", "b starts", "a time 5", "b time 5"]
+    turns = ["a time 8", "b time 8", "a time 12", "b time 12", "a time 18", "b time 18"]
+    assert happened == [*starts, *turns, "a profile 1", "a ends", "b profile 1", "b ends"]
+    assert [row["words per second"]["median"] for row in rows] == [50.0, 50.0]
+    assert rows[0]["peak bytes"] == 6 and rows[0]["operators"] == 9
+    assert rows[0]["kernels"] is None and rows[0]["busy"] is None and cut == []
+
+
+def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
+    loaded, warm, turn = {"words": 0}, {"seconds": 2.0}, {"seconds": 2.0, "words": 100, "memory": 5}
+    scripts = {"a": [GONE], "b": [loaded, GONE], "c": [loaded, warm, turn, GONE], "d": [loaded, warm, turn, turn, GONE]}
+    happened, [rows], _ = measured("abcde", scripts, rounds=2)
+    assert [row["status"] for row in rows] == ["failed"] * 4 + ["measured"]
+    assert all(row["message"] == "gone" for row in rows[:4])
+    assert sorted(line for line in happened if line.endswith("ends")) == [f"{name} ends" for name in "abcde"]
+
+
+def test_the_gpus_time_in_an_update_is_over_that_of_one_without_a_profiler(measured: Any) -> None:
+    turn = {"seconds": 1.0, "words": 100, "memory": 5}
+    profile = {"operators": 9, "kernels": 3, "kernel seconds": 0.05}
+    script = [{"words": 0}, {"seconds": 0.5}, turn, profile]
+    _, [[row]], _ = measured("a", {"a": script}, rounds=1, device="cuda", memory=80)
+    assert row["seconds"]["median"] == 0.1 and row["busy"] == 0.5 and row["kernels"] == 3
+
+
+def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> None:
+    slow = [
+        {"words": 0},
+        None,
+        None,
+        None,
+        {"seconds": 2.0},
+        {"seconds": 2.0, "words": 1, "memory": 1},
+        {"operators": 9},
+    ]
+    happened, _, _ = measured("abcd", dict.fromkeys("abcd", slow), rounds=1, device="cuda", memory=60)
+    warm = [line for line in happened if line.endswith(" time 5")]
+    # Half of the memory is for two of 12 GiB; one more when one of them is ready, not before.
+    assert warm == [f"{name} time 5" for name in "abcd"]
+    assert groups([(named("a"), 12)] * 30, 24, 99).__next__() == [(named("a"), 12)] * 12
+
+
+def test_a_budget_that_ends_leaves_out_the_later_groups_and_rounds(measured: Any, monkeypatch) -> None:
+    monkeypatch.setattr(training_turns, "FEWEST_PROCESSES", 2)
+    monkeypatch.setattr(training_turns.os, "cpu_count", lambda: 1)
+    now = iter([0.0, *[99.0] * 99])
+    happened, [rows], cut = measured("abc", {}, rounds=3, budget=Budget(10, lambda: next(now)))
+    assert [row["model"] for row in rows] == ["a", "b"] and "c starts" not in happened
+    assert cut == [*(f"part, {name}, plugin: 1 rounds of 3" for name in "ab"), "part, c, plugin: not measured"]
+
+
+def test_who_is_not_ready_in_time_is_left_out(measured: Any, monkeypatch) -> None:
+    monkeypatch.setattr(training_turns, "LONGEST_SET_UP", {"cpu": 0.0})
+    _, [rows], _ = measured("a", {"a": [None]})
+    assert rows[0]["status"] == "left out" and "not ready after 0 s" in rows[0]["message"]
+
+
+def test_the_contestants_of_all_parts_come_before_the_others(tmp_path: Path, monkeypatch, run) -> None:
+    found: list[Training] = []
+    monkeypatch.setattr(training, "measure", lambda given, *_: found.extend(each for each, _ in given))
+    parts = [name for name in PARTS if name != "demo"]
+    assert run("training", "--quick", "--parts", *parts, "--out", tmp_path / "out.json") == ""
+    expected = [(name, *pair) for name in parts for pair in PARTS[name].contestants]
+    expected += [(name, *pair) for name in parts for pair in PARTS[name].others]
+    assert [(each.part, each.model, each.implementation) for each in found] == expected
+    assert all("--compile" in each.flags for each in found if each.implementation == COMPILED)
+    assert "no training is left" in run("training", "--quick", "--parts", "demo", "--models", "mamba")
+
+
+@pytest.mark.slow
+def test_trainings_are_processes_whose_results_are_recorded(tmp_path: Path, monkeypatch, run, capsys) -> None:
+    monkeypatch.setattr(training_turns, "TURN_SECONDS", {"cpu": 0.1})
+    options = ["--parts", "lm-small", "--models", "delta", "--implementations", PLUGIN, FLA, "--rounds", 1]
+    assert run("training", "--quick", *options, "--out", tmp_path / "out.json") == ""
+    own, other = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert own["status"] == "measured" and own["words per second"]["median"] > 0 and own["operators"] > 20
+    assert (other["status"], other["message"]) == ("unavailable", "ModuleNotFoundError: No module named 'fla'")
+    page = capsys.readouterr().out
+    assert re.search(r"^\| delta +\| plugin ", page, re.MULTILINE) and "fla, unavailable: Module" in page
