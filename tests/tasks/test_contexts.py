@@ -121,7 +121,8 @@ def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "concerns"),
     [
-        (["--update-rule", "delta"], []),
+        (["--mixers", "gated-delta"], []),
+        (["--update-rule", "delta"], ["the memory of delta never forgets"]),
         (["--update-rule", "sum"], ["the normaliser of attention normalisation grows"]),
         (["--mixers", "mamba,sum:2", "--feature-map", "favor"], ["the normaliser of attention normalisation grows"]),
         (["--update-rule", "delta", "--feature-map", "favor"], ["FAVOR+ draws new features for every training batch"]),
