@@ -74,7 +74,7 @@ _SHORT = "test, context-32"
 def _states() -> dict[str, Row]:
     """Each rule trained in windows, with its state carried over, and with states that are emptied by chance."""
     ways = {"": "", "-carried": " --carry-over-state"}
-    ways["-reset"] = f"{ways['-carried']} --reset-state-probability 0.1"
+    ways["-reset"] = f"{ways['-carried']} --reset-state-probability 0.02"
     titles = {"": "in windows", "-carried": "carried over", "-reset": "carried over, emptied by chance"}
     return {
         f"{rule}{way}": Row(
