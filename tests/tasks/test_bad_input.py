@@ -91,6 +91,18 @@ def test_text_streams_are_of_the_training_text_alone(corpus):
         task.get_batch_iterator(task.dataset("train"), max_tokens=64)
 
 
+def test_which_segments_start_empty_in_training_depends_on_the_seed(corpus):
+    settings = {"carry_over_state": True, "reset_state_probability": 0.5, "tokens_per_sample": 8}
+    task = task_with(corpus, **settings, dataset_impl="mmap", use_plasma_view=False)
+    task.load_dataset("train")
+
+    def continued(seed: int) -> list[list[bool]]:
+        batches = task.get_batch_iterator(task.dataset("train"), max_sentences=4, seed=seed)
+        return [batch["net_input"]["continues"].tolist() for batch in batches.next_epoch_itr(shuffle=False)]
+
+    assert continued(1) == continued(1) != continued(2)
+
+
 def test_streams_need_a_batch_size_and_neither_they_nor_documents_are_continued_by_generation(corpus):
     why = {"carry_over_state": "generation starts from empty states", "separate_documents": "continues a sample as one"}
     for option in why:
