@@ -143,8 +143,9 @@ _DIFFERS: dict[str, tuple[tuple[str, str], ...]] = {
 
 _TEXT = {
     "schlag-table1": "Before training, the data are prepared as [examples/wmt14](../examples/wmt14/README.md) says.",
-    "schlag-table4": "Scaled down, states that are carried over make the delta rule "
-    "worse, where the paper says slightly better ([results](results.md)).",
+    "schlag-table4": "Scaled down, states that are carried over make the delta rule worse, where the paper says "
+    "slightly better; less so if they are emptied by chance "
+    "([results](results.md#what-trains-states-that-are-carried-over)).",
     "schlag-table5": "The Transformer of this table is that of Table 2.",
     "mao-table1": "The Pile is no longer distributed. On WikiText-2 both decay and "
     "gated were better with 1/sqrt(d) (`--scale-read-out`), with three seeds each.",

@@ -55,6 +55,36 @@ def _wikitext2(
     return Row(model, recipe, options, tuple(numbers.split()), tuple(range(1, seeds + 1)))
 
 
+# Schlag et al. 2021, Table 4: what trains states that are carried over, in models so small that three seeds of each row
+# take minutes. Their windows are as short as the segments; a stream is as long as 636 of them.
+_STATES = LanguageModel(
+    "--cpu --num-workers 0 --arch fast_weight_lm --no-token-positional-embeddings --decoder-layers 2"
+    " --decoder-embed-dim 64 --decoder-input-dim 64 --decoder-output-dim 64 --decoder-ffn-embed-dim 256"
+    " --decoder-attention-heads 4 --share-decoder-input-output-embed --optimizer adam --clip-norm 0.25"
+    " --lr 0.004 --lr-scheduler cosine --warmup-updates 25 --max-update 500",
+    batch=16,
+    length=64,
+    modes=("context-32", "carried"),
+    splits="test",
+    evaluate="--cpu",
+)
+_SHORT = "test, context-32"
+
+
+def _states() -> dict[str, Row]:
+    """Each rule trained in windows, with its state carried over, and with states that are emptied by chance."""
+    ways = {"": "", "-carried": " --carry-over-state"}
+    ways["-reset"] = f"{ways['-carried']} --reset-state-probability 0.02"
+    titles = {"": "in windows", "-carried": "carried over", "-reset": "carried over, emptied by chance"}
+    return {
+        f"{rule}{way}": Row(
+            f"{rule.replace('-', ' ')}, {titles[way]}", _STATES, f"--mixers {rule}{options}", (), (1, 2, 3)
+        )
+        for rule in ("delta", "gated-delta", "gated")
+        for way, options in ways.items()
+    }
+
+
 # Mao 2022, Table 2, on the same text: a Transformer, trained for 8,000 updates, and what becomes of it in a tenth of
 # that, or three tenths, when a memory takes its attention's place.
 _CONVERSION = (
@@ -189,6 +219,37 @@ SCALED = {
                 ("delta-no-positions", _WINDOW),
                 at_least=0,
             ),
+        ),
+    ),
+    "carried": Table(
+        title="Schlag et al. 2021, Table 4, scaled down: states that are carried over, on a part of WikiText-2",
+        folder="wikitext103",
+        measures=(),
+        rows=_states(),
+        claims=tuple(
+            Claim(text, (less, _STREAM), (more, measure), least, most)
+            for text, less, more, measure, least, most in (
+                *(
+                    (f"{rule}, {how}, is no worse than in windows", f"{rule}-{way}", rule, _SHORT, None, 0)
+                    for rule in ("delta", "gated-delta", "gated")
+                    for way, how in (("carried", "carried over"), ("reset", "carried over, emptied by chance"))
+                ),
+                *(
+                    (
+                        f"{rule} is better for states emptied by chance",
+                        f"{rule}-carried",
+                        f"{rule}-reset",
+                        _STREAM,
+                        0,
+                        None,
+                    )
+                    for rule in ("delta", "gated-delta", "gated")
+                ),
+                *(
+                    (f"{rule}, trained in windows, may carry its state over", rule, rule, _SHORT, None, 0)
+                    for rule in ("gated-delta", "gated")
+                ),
+            )
         ),
     ),
     "conversion": Table(

@@ -129,9 +129,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
                 ", ".join(pairs),
             )
         begun = [source is not None for source in sources]
-        self.dataset: SegmentStreams = SegmentStreams(
-            old.corpus, old.streams, old.segment_length, old.pad, old.documents, rows, begun
-        )
+        self.dataset: SegmentStreams = old.reading(rows, begun)
         self.collate_fn, self._before = self.dataset.collater, read
         # fairseq drops as many batches as were read.
         self._frozen_batches = ((),) * (read * self.num_shards) + tuple(self.dataset.batches(self.num_shards))

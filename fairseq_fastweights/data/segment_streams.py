@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -31,9 +32,11 @@ class SegmentStreams(FairseqDataset):
         segment_length: tokens of a segment.
         pad: the padding symbol, for the ends of streams that are shorter than others.
         documents: those of the corpus, to be kept apart; None if they are not.
-        rows: the stretches that each stream reads instead of its part of the corpus; none continues another.
-        begun: for each stream, whether its first segment continues one that was read before.
         carried: whether states are carried over. If not, every segment starts in an empty state.
+        reset_probability: the probability with which a segment starts in an empty state though another came before it.
+            Only in training, that is, once `set_epoch` was called: fairseq does so for training alone.
+        seed: with the epoch and the segment's place in the text it decides which segments these are, so that they are
+            the same however often a run is interrupted, and however its streams are divided among processes.
 
     Raises:
         ValueError: if there are more streams than tokens, or the segment length is not positive.
@@ -46,9 +49,9 @@ class SegmentStreams(FairseqDataset):
         segment_length: int,
         pad: int,
         documents: Documents | None = None,
-        rows: list[list[Stretch]] | None = None,
-        begun: list[bool] | None = None,
         carried: bool = True,
+        reset_probability: float = 0.0,
+        seed: int = 1,
     ) -> None:
         if segment_length < 1:
             raise ValueError(f"tokens_per_sample is {segment_length}; it must be at least 1")
@@ -64,10 +67,30 @@ class SegmentStreams(FairseqDataset):
         self.pad = pad
         self.documents = documents
         self.carried = carried
+        self.reset_probability = reset_probability
+        self.seed = seed
+        self._epoch: int | None = None
         bounds = [len(corpus) * i // streams for i in range(streams + 1)]
-        self.rows = rows or [[stretch] for stretch in pairwise(bounds)]
-        self.begun = begun or [False] * streams
-        self.segments = max(sum(map(self._segments, row)) for row in self.rows)
+        self._read([[stretch] for stretch in pairwise(bounds)], [False] * streams)
+
+    def reading(self, rows: list[list[Stretch]], begun: list[bool]) -> SegmentStreams:
+        """The same streams, of another text.
+
+        Args:
+            rows: the stretches that each stream reads instead of its part of the corpus; none continues another.
+            begun: for each stream, whether its first segment continues one that was read before.
+        """
+        other = copy(self)
+        other._read(rows, begun)
+        return other
+
+    def _read(self, rows: list[list[Stretch]], begun: list[bool]) -> None:
+        self.rows = rows
+        self.begun = begun
+        self.segments = max(sum(map(self._segments, row)) for row in rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
 
     def __len__(self) -> int:
         return self.segments * self.streams
@@ -77,15 +100,22 @@ class SegmentStreams(FairseqDataset):
         row, rest = self.rows[stream], self.rest(stream, segment)
         start, end = rest[0] if rest else (0, 0)
         stop = min(start + self.segment_length, end)
+        continues = self.begun[stream] if segment == 0 else rest[:1] == [] or rest[0] not in row
         sample = {
             "id": index,
             "source": self.corpus.read_inputs(start, stop),
             "target": self.corpus.read_targets(start, stop),
-            "continues": self.begun[stream] if segment == 0 else rest[:1] == [] or rest[0] not in row,
+            "continues": continues and not self._resets(start),
         }
         if self.documents is not None:
             sample["starts"] = self.documents.starts(start, stop)
         return sample
+
+    def _resets(self, start: int) -> bool:
+        """Whether the segment that begins there starts in an empty state by chance."""
+        if not self.reset_probability or self._epoch is None:
+            return False
+        return np.random.default_rng((self.seed, self._epoch, start)).random() < self.reset_probability
 
     def _segments(self, stretch: Stretch) -> int:
         return -(-(stretch[1] - stretch[0]) // self.segment_length)

@@ -17,6 +17,7 @@ from fairseq_fastweights.mixers.update_rules import (
     check_normalization,
     known_to_diverge,
     known_to_fail_when_carried,
+    known_to_lose_when_carried,
     lookup,
 )
 
@@ -218,7 +219,11 @@ class FastWeightAttention(MemoryAttention):
 
     def concern_when_carried(self) -> str | None:
         """Returns a reason not to carry states from segment to segment in training, or None."""
-        return known_to_fail_when_carried(self.update_rule, self.normalization) or super().concern_when_carried()
+        return (
+            known_to_fail_when_carried(self.update_rule, self.normalization)
+            or super().concern_when_carried()
+            or known_to_lose_when_carried(self.update_rule)
+        )
 
     def extra_repr(self) -> str:
         return f"update_rule={self.update_rule}, {super().extra_repr()}"

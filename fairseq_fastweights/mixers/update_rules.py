@@ -188,3 +188,13 @@ def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) 
             "(Schlag et al. 2021, Table 4 and Sec. 6.3)"
         )
     return None
+
+
+def known_to_lose_when_carried(update_rule: str) -> str | None:
+    """Returns what carried states were seen to cost this rule in training, and which mixers they cost less; or None."""
+    if update_rule in ("sum", *DELTA_RULES):
+        return (
+            f"the memory of {update_rule} never forgets, and models of WikiText-2 were worse for it than in windows "
+            "(docs/results.md); gated-delta, gated, kimi-delta, decay and mamba forget, and lose little or nothing"
+        )
+    return None

@@ -45,7 +45,8 @@ RANGES: dict[str, tuple[float, float]] = {
     # Probabilities and parts.
     **dict.fromkeys(
         """dropout attention_dropout activation_dropout relu_dropout adaptive_softmax_dropout decoder_layerdrop
-        encoder_layerdrop quant_noise_pq quant_noise_scalar label_smoothing ema_decay""".split(),
+        encoder_layerdrop quant_noise_pq quant_noise_scalar label_smoothing ema_decay
+        reset_state_probability""".split(),
         (0, 1),
     ),
     "seed": (0, 2**32 - 1),

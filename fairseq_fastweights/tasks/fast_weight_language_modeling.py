@@ -54,6 +54,14 @@ class FastWeightTaskOptions(TransferOptions):
             "one stream unless --batch-size is given (default: off)"
         },
     )
+    reset_state_probability: float = field(
+        default=0.0,
+        metadata={
+            "help": "in training with --carry-over-state, the probability with which a segment starts in an empty "
+            "state instead of that of the segment before; which segments these are follows from --seed, the epoch and "
+            "their place in the text (default: 0.0)"
+        },
+    )
     text_streams: int = field(
         default=0,
         metadata={
@@ -107,6 +115,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         for option in ("carry_over_state", "separate_documents", "text_streams"):
             if getattr(args, option):
                 self._check_text(args, option)
+        if args.reset_state_probability and not args.carry_over_state:
+            raise ValueError(
+                f"reset_state_probability is {args.reset_state_probability}; without carry_over_state it must be 0: "
+                "every segment starts in an empty state"
+            )
         if args.text_streams and args.carry_over_state:
             raise ValueError(
                 f"text_streams is {args.text_streams}; with carry_over_state it must be 0: the streams are "
@@ -281,6 +294,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         num_workers: int = 0,
         epoch: int = 1,
         data_buffer_size: int = 0,
+        seed: int = 1,
         **others: Any,
     ) -> iterators.EpochBatchIterating:
         """fairseq's iterator; with --carry-over-state or --text-streams, one over streams of the corpus, in order."""
@@ -294,6 +308,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 num_workers=num_workers,
                 epoch=epoch,
                 data_buffer_size=data_buffer_size,
+                seed=seed,
                 **others,
             )
         carried = self.args.carry_over_state
@@ -314,6 +329,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             self.dictionary.pad(),
             self._documents_of(dataset),
             carried=carried,
+            reset_probability=self.args.reset_state_probability,
+            seed=seed,
         )
         return SegmentIterator(
             streams,
@@ -363,8 +380,9 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             ValueError: for a window or a segment that is longer than the model's positions, and for a sliding window
                 together with carried-over states, or with --separate-documents over samples of whole lines.
         """
-        if self.args.text_streams:
-            raise ValueError(f"text_streams is {self.args.text_streams}; in evaluation it must be 0")
+        for option in ("text_streams", "reset_state_probability"):
+            if value := getattr(self.args, option):
+                raise ValueError(f"{option} is {value}; in evaluation it must be 0")
         length = self.args.tokens_per_sample + context_window
         one_text = self.args.sample_break_mode in ("none", None)
         # Samples that end with a line may be shorter; fairseq leaves out those that are too long.

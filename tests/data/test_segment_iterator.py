@@ -103,6 +103,35 @@ def test_a_run_may_be_interrupted_again_and_again():
     assert sorted(seen) == [x for i in range(4) for x in range(14 + 81 * i // 4, 10 + 81 * (i + 1) // 4)]
 
 
+def test_the_segments_that_start_empty_are_the_same_in_any_processes_and_after_any_interruption():
+    """Each epoch has others, another seed has others, and an evaluation has none."""
+
+    def read(shards=1, seed=5, stop=None, state=None, evaluates=False):
+        """The iterator of each process, and what the segments that continue begin with."""
+        found, iterators = set(), []
+        for shard in range(shards):
+            data = SegmentStreams(corpus_of(400), 4, 4, PAD, reset_probability=0.3, seed=seed)
+            carrier = Mock(carried_states=lambda: states_of(4))
+            named = {"num_shards": shards, "shard_id": shard}
+            iterator = SegmentIterator(data, carrier, batch_sampler=data.batches(shards), **named)
+            if state is not None:
+                iterator.load_state_dict(state)
+            epoch = iterator.next_epoch_itr(shuffle=False, set_dataset_epoch=not evaluates)
+            for batch in itertools.islice(epoch, stop):
+                found.update(batch["target"][batch["net_input"]["continues"], 0].tolist())
+            iterators.append(iterator)
+        return iterators, found
+
+    (whole,), continued = read()
+    assert 40 < len(continued) < 96 and len(read(evaluates=True)[1]) == 4 * 24  # 25 segments of 4 streams
+    assert read(shards=2)[1] == read(shards=4)[1] == continued != read(seed=6)[1]
+    (parts,), first = read(stop=9)
+    for shards in (1, 2):
+        assert first | read(shards, state=parts.state_dict())[1] == continued
+    again = whole.next_epoch_itr(shuffle=False)
+    assert continued != {x for batch in again for x in batch["target"][batch["net_input"]["continues"], 0].tolist()}
+
+
 def test_streams_that_are_over_are_not_dealt_out():
     assert deal_out([[], [(5, 7)], [(8, 9)], []], 2) == ([[(5, 7)], [(8, 9)]], [1, 2])
     assert deal_out([[], [(5, 8), (9, 10)]], 4) == ([[], [], [(5, 7)], [(7, 8), (9, 10)]], [None, None, 1, None])

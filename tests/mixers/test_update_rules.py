@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -78,10 +79,10 @@ def test_what_fails_when_states_are_carried_is_told():
         ("sum", "elu", "attention", "Table 4"),
         ("delta", "elu", "sum removal", "Table 4"),
         ("delta-mao", "elu", "sum attention", "Table 4"),
-        ("delta", "elu", "sum", None),
+        *((rule, "elu", "sum", f"{rule} never forgets.*; gated-delta,") for rule in ("sum", "delta", "delta-mao")),
         ("gated", "elu", "attention", None),  # its normaliser decays
         ("delta", "favor", "sum", "new features for every training batch"),
     ):
         options = {"feature_map": feature_map, "normalization": frozenset(normalization.split())}
         told = FastWeightAttention(8, 2, update_rule=rule, **options).concern_when_carried()
-        assert told is None if reason is None else reason in told
+        assert told is None if reason is None else re.search(reason, told)

@@ -32,6 +32,11 @@ CARRY, APART = "--carry-over-state", "--separate-documents"
         (f"{CARRY} --softmax-attention-layers 2", r"carry_over_state is set.*layers 2 \(softmax\)"),
         (f"{CARRY} --batch-size 5000", "batch size times the number of processes is 5000"),
         (f"{CARRY} --arch transformer_lm", "TransformerLanguageModel has no state to carry"),
+        (f"{CARRY} --reset-state-probability 1.5", r"reset_state_probability is 1\.5; it must be from 0 to 1"),
+        (
+            "--reset-state-probability 0.1",
+            r"is 0\.1; without carry_over_state it must be 0: every segment starts in an em",
+        ),
         ("--text-streams 10", "text_streams is 10; it must be a multiple of batch_size times the number of proc.*, 4"),
         (f"{CARRY} --text-streams 8", "text_streams is 8; with carry_over_state it must be 0: the streams are"),
         ("--text-streams 8 --sample-break-mode eos", "sample_break_mode is eos; with text_streams it must be none"),
@@ -86,6 +91,18 @@ def test_text_streams_are_of_the_training_text_alone(corpus):
         task.get_batch_iterator(task.dataset("train"), max_tokens=64)
 
 
+def test_which_segments_start_empty_in_training_depends_on_the_seed(corpus):
+    settings = {"carry_over_state": True, "reset_state_probability": 0.5, "tokens_per_sample": 8}
+    task = task_with(corpus, **settings, dataset_impl="mmap", use_plasma_view=False)
+    task.load_dataset("train")
+
+    def continued(seed: int) -> list[list[bool]]:
+        batches = task.get_batch_iterator(task.dataset("train"), max_sentences=4, seed=seed)
+        return [batch["net_input"]["continues"].tolist() for batch in batches.next_epoch_itr(shuffle=False)]
+
+    assert continued(1) == continued(1) != continued(2)
+
+
 def test_streams_need_a_batch_size_and_neither_they_nor_documents_are_continued_by_generation(corpus):
     why = {"carry_over_state": "generation starts from empty states", "separate_documents": "continues a sample as one"}
     for option in why:
@@ -111,6 +128,7 @@ def test_streams_need_a_batch_size_and_neither_they_nor_documents_are_continued_
         (f"{CARRY} --tokens-per-sample 8 --context-window 4", "context_window is 4; with carry_over_state"),
         ("--tokens-per-sample 8 --gen-subset nowhere", "no split 'nowhere'"),
         ("--text-streams 2", "text_streams is 2; in evaluation it must be 0"),
+        (f"{CARRY} --reset-state-probability 0.5", r"reset_state_probability is 0\.5; in evaluation it must be 0"),
         (f"{CARRY} --softmax", r"carry_over_state is set, but .* layers 2 \(softmax\)"),
         (f"{APART} --sample-break-mode complete --context-window 8", "is 8 and sample_break_mode complete; .*be none"),
     ],

@@ -18,7 +18,7 @@ WAYS = {
     "adam": "",
     "amsgrad, plateau": "--lr-scheduler reduce_lr_on_plateau --clip-norm 0.1",
     "adam, warming up": "--lr-scheduler inverse_sqrt --warmup-updates 3 --warmup-init-lr 0 --weight-decay 0.1",
-    "adam, cosine": "--lr-scheduler cosine --lr-period-updates 3 --update-freq 2",
+    "adam, cosine": "--lr-scheduler cosine --lr-period-updates 3 --update-freq 2 --reset-state-probability 0.3",
     "adamax": "--optimizer adamax",
     "adagrad": "--optimizer adagrad",
     "adadelta": "--optimizer adadelta --lr 1",
