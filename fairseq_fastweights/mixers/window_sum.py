@@ -134,7 +134,7 @@ class WindowSum(MemoryAttention):
         self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
     ) -> tuple[Tensor, State]:
         """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
-        time, batch, _ = text.shape
+        time = len(text)
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
             for part in project(text, [self.q_proj, self.k_proj, self.v_proj])
@@ -158,10 +158,10 @@ class WindowSum(MemoryAttention):
         leaving = seen[:, first:] >= self.window
         if lengths is not None:
             leaving = leaving & ~beyond(time, lengths).t()[:, first:]
-        gone = (torch.cat([before[name], x], dim=2)[:, :, first:time] for name, x in (("keys", k), ("values", v)))
+        old_k, old_v = (torch.cat([before[n], x], dim=2)[:, :, first:time] for n, x in (("keys", k), ("values", v)))
         in_place = overwrite and state is not None and not torch.is_grad_enabled()
         begin = None if starts is None else starts[:, first:]
-        recalled, memory = self._recall(q[:, :, first:], *gone, leaving, before["state"], begin, in_place)
+        recalled, memory = self._recall(q[:, :, first:], old_k, old_v, leaving, before["state"], begin, in_place)
         recalled = F.pad(recalled.transpose(1, 2), (0, 0, first, 0))
         out, weight = out + recalled[..., : self.head_dim], weight + recalled[..., self.head_dim :]
         return self._project_out((out / weight).transpose(1, 2), text), after | {"state": memory}
@@ -182,8 +182,8 @@ class WindowSum(MemoryAttention):
 
         The largest weight is g, so that the sum never vanishes.
         """
-        past = (before[name][:, :, 1:] for name in ("keys", "values"))
-        blocks = in_blocks(q, k, v, *past, seen.clamp(max=self.window - 1))
+        past_k, past_v = (before[name][:, :, 1:] for name in ("keys", "values"))
+        blocks = in_blocks(q, k, v, past_k, past_v, seen.clamp(max=self.window - 1))
         size, dim, heads = blocks.q.shape[2], self.head_dim, blocks.k.shape[1]
         precise = ops.state_dtype(q.dtype)
         # Heads that share keys are as queries one after the other: (rows, heads of keys, sharing * size, dim).
