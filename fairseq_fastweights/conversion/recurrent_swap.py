@@ -19,8 +19,8 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import shared
 from fairseq_fastweights.mixers.registry import MIXERS, option_name
 
-NEARLY_LINEAR = 0.1
-"""The size of values at which silu(x) is x / 2 but for a few percent."""
+NEARLY_LINEAR = 0.3
+"""The size of values, at which silu(x) is near x / 2."""
 
 KEPT = 0.95
 """What a memory keeps from one step to the next (a rule of thumb)."""
@@ -28,8 +28,11 @@ KEPT = 0.95
 STRENGTH = 0.2
 """The part of what a key retrieves that a token corrects (a rule of thumb); without biases it is a half, or all."""
 
-READ = 0.2
-"""What attention reads is so much smaller than its values (a rule of thumb): an average is smaller than its terms."""
+RETRIEVED = 0.1
+"""What a gated delta network reads is so much smaller than its values, before its norm (a rule of thumb)."""
+
+READ, AVERAGED = 0.2, 0.4
+"""What attention reads is so much smaller than its values, or than Mamba's averages of them (rules of thumb)."""
 
 OPEN = 1.2784645
 """silu(OPEN) = 1."""
@@ -78,8 +81,8 @@ def check_recurrent(mixer: Mixer, heads: int, rows: int) -> None:
         if (own := getattr(mixer, option)) != value:
             named = "fast_weight_heads" if option == "num_heads" else option_name(name, option)
             raise ValueError(
-                f"{named} is {own}; in place of the source's attention it must be {value} ({name}), or transfer must be "
-                "embeddings,output,feed-forward"
+                f"{named} is {own}; in place of the source's attention it must be {value} ({name}), or transfer must "
+                "be embeddings,output,feed-forward"
             )
 
 
@@ -168,7 +171,9 @@ def _gated_delta(mixer: Mixer, source: _Attention) -> dict[str, tuple[Tensor, st
         opened = {f"g_proj.{kind}": values for kind, values in opened.items()}
     starts |= {name: (values, "new") for name, values in opened.items()}
     size = source.size["v"].mean()
-    starts["o_norm.weight"] = (READ / gate * size).expand(mixer.value_dim), "new"
+    read = RETRIEVED * NEARLY_LINEAR / 2 * mixer.key_dim**-0.5  # before the norm, of which its epsilon leaves a part
+    norm = math.sqrt(1 + mixer.eps / read**2)
+    starts["o_norm.weight"] = (READ * norm / gate * size).expand(mixer.value_dim), "new"
     starts["o_proj.weight"] = source.out / source.rescaled("v", size.item()), "rescaled"
     starts["o_proj.bias"] = source.out_bias, "kept"
     return starts
@@ -209,6 +214,6 @@ def _mamba(mixer: Mamba, source: _Attention) -> dict[str, tuple[Tensor, str]]:
     D[:inner] = 0
     starts["D"] = D, "new"
     out = torch.zeros_like(mixer.out_proj.weight)
-    out[:, :inner] = source.out * (2 / gate * READ / source.rescaled("v", NEARLY_LINEAR))
+    out[:, :inner] = source.out * (2 / gate * AVERAGED / source.rescaled("v", NEARLY_LINEAR))
     starts["out_proj.weight"], starts["out_proj.bias"] = (out, "rescaled"), (source.out_bias, "kept")
     return starts
