@@ -52,6 +52,7 @@ _MEANING: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 _NO_GROUP = "none of them"
+_WITHOUT_ATTENTION = "embeddings,output,feed-forward"
 
 
 @dataclass
@@ -174,14 +175,16 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         *_other_weights(source, targets, groups, pre_norm, shapes, read, tuple(recurrent)),
     ]
     if misfits:
+        of_attention = all(".self_attn." in name for _, name, *_ in misfits)
+        cure = f"; with transfer {_WITHOUT_ATTENTION} they would" if of_attention else ""
         raise ValueError(
-            f"the weights in {source.file} do not fit the model; nothing was transferred\n"
+            f"the weights in {source.file} do not fit the model; nothing was transferred{cure}\n"
             + text_table([["what", "name", "source", "model"], *misfits])
         )
     if not any(groups & set(target.groups) for target in targets):
         raise ValueError(
             f"transfer is {','.join(group for group in GROUPS if group in groups)}, of which the model has nothing: "
-            "its mixers take no weights of attention"
+            f"its mixers take no weights of attention; it must be of {_WITHOUT_ATTENTION}"
         )
     gains = {path: source.weights.get(f"{path[:-1]}_layer_norm.weight") for path in recurrent if pre_norm}
     with torch.no_grad():
