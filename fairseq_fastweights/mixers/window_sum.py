@@ -19,6 +19,7 @@ from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
 from fairseq_fastweights.mixers.windows import in_blocks, last
+from fairseq_fastweights.ops.autocast import without_autocast
 
 
 class WindowSum(MemoryAttention):
@@ -158,7 +159,7 @@ class WindowSum(MemoryAttention):
         leaving = seen[:, first:] >= self.window
         if lengths is not None:
             leaving = leaving & ~beyond(time, lengths).t()[:, first:]
-        old_k, old_v = (torch.cat([before[n], x], dim=2)[:, :, first:time] for n, x in (("keys", k), ("values", v)))
+        old_k, old_v = (_leaving(before[name], x)[:, :, first:] for name, x in (("keys", k), ("values", v)))
         in_place = overwrite and state is not None and not torch.is_grad_enabled()
         begin = None if starts is None else starts[:, first:]
         recalled, memory = self._recall(q[:, :, first:], old_k, old_v, leaving, before["state"], begin, in_place)
@@ -186,14 +187,15 @@ class WindowSum(MemoryAttention):
         blocks = in_blocks(q, k, v, past_k, past_v, seen.clamp(max=self.window - 1))
         size, dim, heads = blocks.q.shape[2], self.head_dim, blocks.k.shape[1]
         precise = ops.state_dtype(q.dtype)
-        # Heads that share keys are as queries one after the other: (rows, heads of keys, sharing * size, dim).
-        queries = blocks.q.unflatten(1, (heads, self.num_heads // heads)).flatten(2, 3).to(precise)
-        scores = (queries * dim**-0.5) @ blocks.k.to(precise).transpose(2, 3)
-        scores = scores.unflatten(2, (self.num_heads // heads, size))
-        scores = scores.masked_fill(~blocks.visible[:, None, None], -torch.inf)
-        factor = self.log_factor.to(precise).exp().view(heads, -1, 1, 1)
-        weights = ((scores - scores.amax(dim=-1, keepdim=True)).exp() * factor).flatten(2, 3)
-        read = weights @ F.pad(blocks.v.to(precise), (0, 1), value=1.0)
+        with without_autocast(q):  # which would run products of matrices in half precision
+            # Heads that share keys are as queries one after the other: (rows, heads of keys, sharing * size, dim).
+            queries = blocks.q.unflatten(1, (heads, self.num_heads // heads)).flatten(2, 3).to(precise)
+            scores = (queries * dim**-0.5) @ blocks.k.to(precise).transpose(2, 3)
+            scores = scores.unflatten(2, (self.num_heads // heads, size))
+            scores = scores.masked_fill(~blocks.visible[:, None, None], -torch.inf)
+            factor = self.log_factor.to(precise).exp().view(heads, -1, 1, 1)
+            weights = ((scores - scores.amax(dim=-1, keepdim=True)).exp() * factor).flatten(2, 3)
+            read = weights @ F.pad(blocks.v.to(precise), (0, 1), value=1.0)
         both = blocks.join(read.unflatten(2, (-1, size)).flatten(1, 2))
         return both[..., :dim], both[..., dim:]
 
@@ -229,3 +231,9 @@ class WindowSum(MemoryAttention):
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {super().extra_repr()}"
+
+
+def _leaving(past: Tensor, new: Tensor) -> Tensor:
+    """What leaves the window at each step of `new`, (batch, heads, time, dim): of as many positions as `past` has."""
+    time, window = new.shape[2], past.shape[2]
+    return past[:, :, :time] if time <= window else torch.cat([past, new[:, :, : time - window]], dim=2)
