@@ -23,6 +23,7 @@ COLOURS = {
     **dict.fromkeys(("sum", "linear", "linear-transformer", "add"), BLUE),
     **dict.fromkeys(("delta", "delta-network"), VERMILLION),
     "gated": GREEN,
+    "window-sum": "#44AA99",
     "decay": ORANGE,
     "retention": PURPLE,
     "mamba": SKY,

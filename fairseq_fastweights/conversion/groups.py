@@ -26,7 +26,9 @@ _OF_LAYER = {
     "self_attn.v_proj.": "attention",
     "self_attn.q_norm.": "attention",
     "self_attn.k_norm.": "attention",
+    "self_attn.in_proj.": "attention",
     "self_attn.out_proj.": "output-projection",
+    "self_attn.o_proj.": "output-projection",
     # What scales or normalises the attention's output.
     "attn_ln.": "output-projection",
     "c_attn": "output-projection",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,13 @@ from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 
 from fairseq_fastweights.conversion.groups import GROUPS, attention_of, count_layers, group_of
+from fairseq_fastweights.conversion.recurrent_swap import (
+    bias_option,
+    check_recurrent,
+    is_recurrent,
+    read_weights,
+    swap_recurrent,
+)
 from fairseq_fastweights.conversion.source import Source
 from fairseq_fastweights.conversion.swap import check_swap, reads_without_scale, swap
 from fairseq_fastweights.conversion.text_tables import text_table
@@ -22,6 +29,10 @@ HOW = ("kept", "rescaled", "folded", "new")
 _NO_SCALE = (
     "the source's attention multiplies what it compares by 1 / sqrt(head dim), these layers do not: with "
     "scale_read_out they start nearer to it"
+)
+_NO_BIAS = (
+    "layers whose projections have no biases cannot start with open gates, nor with the source's biases: with {} they "
+    "start nearer to its attention"
 )
 
 # Options that change what weights of the same shapes mean: the groups for which they do, and what models were before
@@ -41,6 +52,7 @@ _MEANING: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 _NO_GROUP = "none of them"
+_WITHOUT_ATTENTION = "embeddings,output,feed-forward"
 
 
 @dataclass
@@ -110,6 +122,8 @@ class Report:
 def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     """Copies a source's weights into a model; mixers that can start at softmax attention do (`swap`).
 
+    Gated delta networks and Mamba have a start of their own (`swap_recurrent`).
+
     Parameters outside `groups`, and those that the source lacks (gates, feature maps), stay as they are. So do mixers
     that cannot start at attention (`Mixer.takes_attention`), and the norm before each. In a model with such layers
     "attention" means the attention of the other layers, with its output projection (Choi 2024, Sec. 3.2).
@@ -130,12 +144,21 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     pre_norm = bool(options.decoder_normalize_before)
     mixers = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, Mixer)}
     memories = {path: mixer for path, mixer in mixers.items() if not isinstance(mixer, SoftmaxAttention)}
-    attentions = {path: memory for path, memory in memories.items() if memory.takes_attention}
+    starting = {path: memory for path, memory in memories.items() if memory.takes_attention}
+    recurrent = {path: mixer for path, mixer in starting.items() if is_recurrent(mixer)}
+    attentions = {path: mixer for path, mixer in starting.items() if path not in recurrent}
+    heads = source.options.get("decoder_attention_heads", options.decoder_attention_heads)
+    read: dict[str, torch.Size] = {}
     if "attention" in groups:
         for attention in attentions.values():
             check_swap(attention)
+        for path, mixer in recurrent.items():
+            rows, shared_rows = (len(source.weights.get(f"{path}{name}_proj.weight", ())) for name in "qv")
+            if rows:
+                check_recurrent(mixer, heads, rows)
+            read |= {f"{path}{name}": shape for name, shape in read_weights(mixer, rows, shared_rows).items()}
     names = [name for name, _ in model.named_parameters()]
-    targets = _targets(model, pre_norm, {path for path in memories if path not in attentions})
+    targets = _targets(model, pre_norm, {path for path in memories if path not in starting})
     shapes = {
         # The source's are not folded: as many numbers as values have, in as many heads.
         f"{path}{name}": torch.Size([heads * attention.head_dim, *parameter.shape[1:]])
@@ -144,25 +167,42 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         for name, parameter in attention.named_parameters()
         if name.startswith(start)
     }
+    has_softmax = len(memories) < count_layers(names)
+    rotates = has_softmax or any(hasattr(attention, "rotary_dim") for attention in attentions.values())
     misfits = [
-        *_other_options(source, options, groups, has_softmax=len(memories) < count_layers(names)),
-        *_other_heads(source, options, groups, attentions, has_softmax=len(memories) < count_layers(names)),
-        *_other_weights(source, targets, groups, pre_norm, shapes),
+        *_other_options(source, options, groups, rotates),
+        *_other_heads(source, options, groups, attentions, has_softmax),
+        *_other_weights(source, targets, groups, pre_norm, shapes, read, tuple(recurrent)),
     ]
     if misfits:
+        of_attention = all(".self_attn." in name for _, name, *_ in misfits)
+        cure = f"; with transfer {_WITHOUT_ATTENTION} they would" if of_attention else ""
         raise ValueError(
-            f"the weights in {source.file} do not fit the model; nothing was transferred\n"
+            f"the weights in {source.file} do not fit the model; nothing was transferred{cure}\n"
             + text_table([["what", "name", "source", "model"], *misfits])
         )
     if not any(groups & set(target.groups) for target in targets):
         raise ValueError(
             f"transfer is {','.join(group for group in GROUPS if group in groups)}, of which the model has nothing: "
-            "its mixers take no weights of attention"
+            f"its mixers take no weights of attention; it must be of {_WITHOUT_ATTENTION}"
         )
+    gains = {path: source.weights.get(f"{path[:-1]}_layer_norm.weight") for path in recurrent if pre_norm}
     with torch.no_grad():
-        _copy(targets, source, groups, attentions)
-    scaled = "attention" not in groups or not any(map(reads_without_scale, attentions.values()))
-    return Report(str(source.file), targets, "" if scaled else _NO_SCALE)
+        starts: dict[str, Mapping[str, tuple[Tensor, str]]] = {}
+        if "attention" in groups:
+            starts |= {path: swap(mixer, _take(source, path, mixer)) for path, mixer in attentions.items()}
+            for path, mixer in recurrent.items():
+                starts[path] = swap_recurrent(mixer, _take(source, path), heads, gains.get(path))
+        _copy(targets, source, groups, starts, tuple(recurrent))
+    return Report(str(source.file), targets, _advice(starting.values()) if "attention" in groups else "")
+
+
+def _advice(mixers: Iterable[Mixer]) -> str:
+    """Settings with which these mixers, in the place of attention, may start better."""
+    mixers = list(mixers)
+    unbiased = {name for mixer in mixers if is_recurrent(mixer) and (name := bias_option(mixer))}
+    advice = [_NO_SCALE] if any(map(reads_without_scale, mixers)) else []
+    return "\n".join([*advice, *([_NO_BIAS.format(", ".join(sorted(unbiased)))] if unbiased else [])])
 
 
 def _kv_heads(attention: Any) -> int:
@@ -194,11 +234,11 @@ def _targets(model: nn.Module, pre_norm: bool, own_attention: set[str]) -> list[
     return targets
 
 
-def _other_options(source: Source, options: Any, groups: frozenset[str], has_softmax: bool) -> Iterable[list[str]]:
+def _other_options(source: Source, options: Any, groups: frozenset[str], rotates: bool) -> Iterable[list[str]]:
     for name, (of_groups, before) in _MEANING.items():
         theirs = _plain(source.options.get(name, before))
         ours = _plain(getattr(options, name, before))
-        if name.startswith("rotary_") and not has_softmax:
+        if name.startswith("rotary_") and not rotates:
             continue
         if groups & set(of_groups) and None not in (theirs, ours) and theirs != ours:
             yield ["other option", name, str(theirs), str(ours)]
@@ -229,9 +269,28 @@ def _other_heads(
 
 
 def _other_weights(
-    source: Source, targets: list[Target], groups: frozenset[str], pre_norm: bool, shapes: dict[str, torch.Size]
+    source: Source,
+    targets: list[Target],
+    groups: frozenset[str],
+    pre_norm: bool,
+    shapes: dict[str, torch.Size],
+    read: dict[str, torch.Size],
+    recurrent: tuple[str, ...],
 ) -> Iterable[list[str]]:
-    wanted = [target for target in targets if groups & set(target.groups)]
+    """Lists weights that are missing, left over or of another shape.
+
+    Args:
+        source, targets, groups, pre_norm: as above.
+        shapes: the shapes of the source's weights whose parameters have others.
+        read: the source's weights that mixers at the paths `recurrent` read, and their shapes.
+        recurrent: where mixers have parameters that are not the source's.
+    """
+    for name, shape in read.items():
+        if (tensor := source.weights.get(name)) is None:
+            yield ["missing", name, "-", _size(shape)]
+        elif tensor.shape != shape:
+            yield ["wrong shape", name, _size(tensor.shape), _size(shape)]
+    wanted = [target for target in targets if groups & set(target.groups) and not _is_at(target, recurrent)]
     lacking = {
         group
         for group in groups
@@ -255,7 +314,9 @@ def _other_weights(
     known = {name for target in targets for name in target.names}
     layers = count_layers(source.weights)
     for name, tensor in source.weights.items():
-        if name not in known and group_of(name, layers, pre_norm) in {*groups, None}:
+        if name in known or name.startswith(recurrent):
+            continue
+        if group_of(name, layers, pre_norm) in {*groups, None}:
             yield ["left over", name, _size(tensor.shape), "-"]
 
 
@@ -263,19 +324,36 @@ def _size(shape: torch.Size) -> str:
     return " x ".join(map(str, shape))
 
 
-def _copy(targets: list[Target], source: Source, groups: frozenset[str], attentions: dict[str, Mixer]) -> None:
+def _is_at(target: Target, paths: tuple[str, ...]) -> bool:
+    return target.names[0].startswith(paths)
+
+
+def _take(source: Source, path: str, mixer: Mixer | None = None) -> dict[str, Tensor]:
+    """Removes from the source what it has at a path: all of it, or the projections and norms that `mixer` has too."""
+    starts = ("q_proj.", "k_proj.", "v_proj.", "q_norm.", "k_norm.")
+    names = [name for name in source.weights if name.startswith(path)]
+    if mixer is not None:
+        names = [f"{path}{name}" for name, _ in mixer.named_parameters() if name.startswith(starts)]
+    return {name.removeprefix(path): source.weights.pop(name) for name in names}
+
+
+def _copy(
+    targets: list[Target],
+    source: Source,
+    groups: frozenset[str],
+    starts: Mapping[str, Mapping[str, tuple[Tensor, str]]],
+    recurrent: tuple[str, ...],
+) -> None:
+    """Sets parameters to their `starts`, which are by path and name, and to the weights of the same names."""
     by_name = {name: target for target in targets for name in target.names}
-    for path, attention in attentions.items():
-        if "attention" not in groups:
-            continue
-        projections = ("q_proj.", "k_proj.", "v_proj.", "q_norm.", "k_norm.")
-        names = [name for name, _ in attention.named_parameters() if name.startswith(projections)]
-        weights = {name: source.weights.pop(f"{path}{name}") for name in names}
-        for name, (values, how) in swap(attention, weights).items():
-            _set(by_name[f"{path}{name}"], values, how)
+    for path, values in starts.items():
+        for name, start in values.items():
+            target = by_name[f"{path}{name}"]
+            if not target.groups or groups & set(target.groups):
+                _set(target, *start)
     for target in targets:
         found = [source.weights.pop(name) for name in target.names if name in source.weights]
-        if found and groups & set(target.groups):
+        if found and groups & set(target.groups) and not _is_at(target, recurrent):
             _set(target, found[0], "kept")
 
 

@@ -73,6 +73,8 @@ class GatedDelta(Mixer):
         negative_eigenvalues: whether write strengths reach 2; I - beta k k^T then has an eigenvalue of -1, and the
             memory can count modulo 2 (Grazzi et al. 2025).
         eps: added under the root of the norm; Qwen3-Next has 1e-6.
+        bias: whether the projections have biases, which those of the papers lack; decays have `dt_bias` in any case.
+            With them a layer can take over an attention that has some, and start with an open gate on what is read.
         backend: one of `ops.BACKENDS`.
         writes: keys, values and write strengths for each token; 1 except in `DeltaProduct`.
 
@@ -93,8 +95,10 @@ class GatedDelta(Mixer):
         "conv": Option(int, 4, "width of the short convolution"),
         "negative_eigenvalues": Option(bool, False, "let write strengths reach 2 (negative eigenvalues)"),
         "eps": Option(float, 1e-5, "epsilon of the norm of what is read"),
+        "bias": Option(bool, False, "biases of the projections, with which layers start nearer to a trained attention"),
     }
 
+    takes_attention = True
     takes_starts = True
     _smallest_rate: float = SMALLEST_RATE
     _writes_once = True
@@ -110,6 +114,7 @@ class GatedDelta(Mixer):
         conv: int = 4,
         negative_eigenvalues: bool = False,
         eps: float = 1e-5,
+        bias: bool = False,
         backend: str = "auto",
         writes: int = 1,
     ) -> None:
@@ -132,23 +137,24 @@ class GatedDelta(Mixer):
         self.key_heads = key_heads or num_heads
         self.key_dim, self.value_dim = key_dim or self.head_dim, value_dim or self.head_dim
         self.conv, self.negative_eigenvalues, self.eps, self.backend = conv, negative_eigenvalues, eps, backend
+        self.bias = bias
         keys, values = self.key_heads * self.key_dim, num_heads * self.value_dim
-        self.q_proj = nn.Linear(embed_dim, keys, bias=False)
-        self.k_proj = nn.Linear(embed_dim, self.writes * keys, bias=False)
-        self.v_proj = nn.Linear(embed_dim, self.writes * values, bias=False)
-        self.b_proj = nn.Linear(embed_dim, self.writes * num_heads, bias=False)
+        self.q_proj = nn.Linear(embed_dim, keys, bias=bias)
+        self.k_proj = nn.Linear(embed_dim, self.writes * keys, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, self.writes * values, bias=bias)
+        self.b_proj = nn.Linear(embed_dim, self.writes * num_heads, bias=bias)
         channels = keys + self.writes * (keys + values)
         # It holds the parameter; `short_convolution` does its work.
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1, bias=False)
         self._make_gates(values)
         self.o_norm = _Norm(self.value_dim, eps)
-        self.o_proj = nn.Linear(values, embed_dim, bias=False)
+        self.o_proj = nn.Linear(values, embed_dim, bias=bias)
         self.reset_special_parameters()
 
     def _make_gates(self, values: int) -> None:
         """The parameters of the decays, and of the gate of `values` numbers on what is read."""
         self.a_proj = nn.Linear(self.embed_dim, self.num_heads, bias=False)
-        self.g_proj = nn.Linear(self.embed_dim, values, bias=False)
+        self.g_proj = nn.Linear(self.embed_dim, values, bias=self.bias)
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
 
@@ -220,6 +226,10 @@ class GatedDelta(Mixer):
     ) -> tuple[Tensor, Tensor]:
         return ops.gated_delta_rule(q, k, v, beta, log_gate, starts=starts, **options)
 
+    def settings(self) -> dict[str, Any]:
+        """The settings that names and shapes of parameters do not show, as biases do."""
+        return {name: value for name, value in super().settings().items() if name != "bias"}
+
     def _log_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
         """log f, (time, batch, num_heads) or (time, batch, num_heads, key_dim)."""
         step = F.softplus(self.a_proj(text).to(precise) + self.dt_bias.to(precise))
@@ -248,6 +258,7 @@ class KimiDelta(GatedDelta):
         conv: width of the convolution, in inputs.
         negative_eigenvalues: whether write strengths reach 2.
         eps: added under the root of the norm.
+        bias: whether the projections have biases, but those to decays and to the inner numbers of gates.
         backend: one of `ops.BACKENDS`.
         writes: 1; `DeltaProduct` has more.
 
@@ -265,7 +276,7 @@ class KimiDelta(GatedDelta):
     def _make_gates(self, values: int) -> None:
         self.forget_gate = _ForgetGate(self.embed_dim, self.num_heads, self.key_dim, self.value_dim)
         self.g_a_proj = nn.Linear(self.embed_dim, self.value_dim, bias=False)
-        self.g_b_proj = nn.Linear(self.value_dim, values, bias=False)
+        self.g_b_proj = nn.Linear(self.value_dim, values, bias=self.bias)
 
     @property
     def _decays(self) -> Any:
@@ -290,8 +301,8 @@ class DeltaProduct(GatedDelta):
         embed_dim: width of the input and of the output.
         num_heads: number of heads of values.
         writes: corrections for each token.
-        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps` and `backend`, which
-            `GatedDelta` describes.
+        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps`, `bias` and `backend`,
+            which `GatedDelta` describes.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.

@@ -13,9 +13,7 @@ from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
-
-SMALLEST_BLOCK = 32
-"""The smallest block of queries, unless a quarter of the window is larger: smaller blocks cost more in calls."""
+from fairseq_fastweights.mixers.windows import in_blocks, last
 
 
 class LocalAttention(ReadsBySoftmax):
@@ -102,8 +100,8 @@ class LocalAttention(ReadsBySoftmax):
             out = put_back(out, order)
 
         return out, {
-            "keys": _last(before["keys"], k, real),
-            "values": _last(before["values"], v, real),
+            "keys": last(before["keys"], k, real),
+            "values": last(before["values"], v, real),
             "read": read,
         }
 
@@ -112,48 +110,11 @@ class LocalAttention(ReadsBySoftmax):
 
         `seen`, (batch, time), is the number of positions that each sees before itself.
         """
-        batch, heads, time, dim = q.shape
-        past = self.window - 1
-        size = min(time, max(SMALLEST_BLOCK, -(-past // 4)))
-        blocks = -(-time // size)
-        behind = -(-past // size)  # blocks that a block sees of, beside itself
-        overlap = past if blocks == 1 else behind * size
-
-        def in_blocks(x: Tensor) -> Tensor:
-            return F.pad(x, (0, 0, 0, blocks * size - time)).view(batch, heads, blocks, size, dim)
-
-        def with_overlap(x: Tensor, past: Tensor) -> Tensor:
-            if blocks == 1:
-                return torch.cat([past, x], dim=2)[:, :, None]
-            past = F.pad(past, (0, 0, overlap - past.shape[2], 0)).view(batch, heads, behind, size, dim)
-            every = torch.cat([past, in_blocks(x)], dim=2)
-            return torch.cat([every[:, :, i : i + blocks] for i in range(behind + 1)], dim=3)
-
-        # Blocks become rows: (batch * blocks, heads, positions, head_dim).
-        q, k, v = (
-            x.transpose(1, 2).flatten(0, 1)
-            for x in (in_blocks(q), with_overlap(k, before["keys"]), with_overlap(v, before["values"]))
+        blocks = in_blocks(q, k, v, before["keys"], before["values"], seen)
+        mask = blocks.visible[:, None]
+        return blocks.join(
+            F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=mask, dropout_p=self._dropout())
         )
-        age = torch.arange(size, device=q.device)[:, None] - torch.arange(-overlap, size, device=q.device)
-        age = age.masked_fill(age < 0, self.window)  # what comes after a position is as out of sight
-        visible = age <= F.pad(seen, (0, blocks * size - time)).view(batch, blocks, size, 1)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible.flatten(0, 1)[:, None], dropout_p=self._dropout()
-        )
-        return out.view(batch, blocks, heads, size, dim).transpose(1, 2).flatten(2, 3)[:, :, :time]
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, window={self.window}"
-
-
-def _last(past: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
-    """The last positions of `past` and `new` together, as many as `past` has: (batch, heads, positions, dim).
-
-    `real` is the number of positions of `new` that count in each row, from its first; None for all.
-    """
-    kept, time = past.shape[2], new.shape[2]
-    if real is None:
-        # A copy also where it is a part of `new`: a state must not keep alive what it was taken from.
-        return torch.cat([past[:, :, min(time, kept) :], new[:, :, max(time - kept, 0) :]], dim=2)
-    places = real[:, None] + torch.arange(kept, device=past.device)
-    return torch.cat([past, new], dim=2).gather(2, places[:, None, :, None].expand(past.shape))

@@ -42,7 +42,7 @@ class Mamba(Mixer):
         conv: width of the convolution, in inputs.
         expansion: channels for each dimension of `embed_dim`.
         dt_rank: numbers from which the step sizes are computed; 0 for embed_dim / 16, rounded up.
-        bias: whether the input and output projections have biases.
+        bias: whether the input and output projections have biases; with them it starts nearer to a trained attention.
         backend: of `ops.selective_scan`.
 
     Raises:
@@ -63,8 +63,12 @@ class Mamba(Mixer):
         "conv": Option(int, 4, "width of the convolution of Mamba"),
         "expansion": Option(int, 2, "number of channels of Mamba per dimension of the input"),
         "dt_rank": Option(int, 0, "rank of Mamba's projection to step sizes; 0 is a sixteenth of the width"),
+        "bias": Option(
+            bool, False, "biases of Mamba's projections, with which it starts nearer to a trained attention"
+        ),
     }
 
+    takes_attention = True
     takes_starts = True
 
     def __init__(
@@ -88,7 +92,7 @@ class Mamba(Mixer):
             raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         self.state, self.conv, self.expansion = state, conv, expansion
         self.dt_rank = dt_rank or math.ceil(embed_dim / 16)
-        self.backend = backend
+        self.bias, self.backend = bias, backend
         self.channels = channels = expansion * embed_dim
         self.in_proj = nn.Linear(embed_dim, 2 * channels, bias=bias)
         # It holds the parameters; `short_convolution` does its work.
@@ -99,6 +103,10 @@ class Mamba(Mixer):
         self.D = nn.Parameter(torch.empty(channels))
         self.out_proj = nn.Linear(channels, embed_dim, bias=bias)
         self.reset_special_parameters()
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that names and shapes of parameters do not show, as biases do."""
+        return {name: value for name, value in super().settings().items() if name != "bias"}
 
     @torch.no_grad()
     def reset_special_parameters(self) -> None:

@@ -21,9 +21,12 @@ from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.window_sum import WindowSum
 
-_MAP = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features", "scale_read_out")
+_FEATURES = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features")
+_MAP = (*_FEATURES, "scale_read_out")
 _MEMORY = (*_MAP, "bias", "normalization", "backend")
+_ROTARY = ("rotary_dim", "rotary_base", "rotary_scaling")
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,13 @@ def memory(update_rule: str) -> Kind:
 MIXERS: dict[str, Kind] = {
     **{rule: memory(rule) for rule in UPDATE_RULES},
     "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
-    "softmax": Kind(
-        SoftmaxAttention, ("dropout", "rotary_dim", "rotary_base", "rotary_scaling", *projections.SETTINGS)
-    ),
+    "softmax": Kind(SoftmaxAttention, ("dropout", *_ROTARY, *projections.SETTINGS)),
     "local": Kind(LocalAttention, ("dropout", "bias")),
+    "window-sum": Kind(
+        WindowSum,
+        (*_FEATURES, "bias", "normalization", "backend", *_ROTARY, *projections.SETTINGS),
+        heads="fast_weight_heads",
+    ),
     "linformer": Kind(Linformer, ("dropout", "bias", "max_positions")),
     "abc": Kind(ABCMLP, ("dropout", "bias")),
     "transformer-xl": Kind(TransformerXL, ("dropout", "bias")),

@@ -60,6 +60,23 @@ def parse_scaling(text: str) -> RotaryScaling | None:
     )
 
 
+def check_rotary(dim: int, base: float, head_dim: int) -> None:
+    """Raises a `ValueError` for a `rotary_dim` or `rotary_base` that heads of `head_dim` numbers cannot have."""
+    if dim % 2 or not 0 <= dim <= head_dim:
+        raise ValueError(
+            f"rotary_dim is {dim}; it must be an even number from 2 to the head dim, {head_dim}, or 0 for none"
+        )
+    if not base > 0:
+        raise ValueError(f"rotary_base is {base}; it must be positive")
+
+
+def rotary_settings(dim: int, base: float, scaling: str) -> dict[str, float | str]:
+    """The settings of a mixer that rotates `dim` numbers of each head; none if it rotates none."""
+    if not dim:
+        return {}
+    return {"rotary dim": dim, "rotary base": base, **({"rotary scaling": scaling} if scaling else {})}
+
+
 def turns(
     positions: Tensor, dim: int, base: float, dtype: torch.dtype, scaling: RotaryScaling | None = None
 ) -> tuple[Tensor, Tensor]:

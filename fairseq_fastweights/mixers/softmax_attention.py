@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import project, shared
-from fairseq_fastweights.mixers.rotary_embedding import parse_scaling, rotate, turns
+from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
 
@@ -64,13 +64,7 @@ class SoftmaxAttention(ReadsBySoftmax):
         **shape: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, **shape)
-        if rotary_dim % 2 or not 0 <= rotary_dim <= self.head_dim:
-            raise ValueError(
-                f"rotary_dim is {rotary_dim}; it must be an even number from 2 to the head dim, {self.head_dim}, or 0 "
-                "for none"
-            )
-        if not rotary_base > 0:
-            raise ValueError(f"rotary_base is {rotary_base}; it must be positive")
+        check_rotary(rotary_dim, rotary_base, self.head_dim)
         self.needs_positions = rotary_dim == 0
         self.rotary_dim = rotary_dim
         self.rotary_base = float(rotary_base)
@@ -130,10 +124,7 @@ class SoftmaxAttention(ReadsBySoftmax):
 
     def settings(self) -> dict[str, float | str]:
         """The settings that names and shapes of parameters do not show."""
-        if not self.rotary_dim:
-            return {}
-        scaling = {"rotary scaling": self.rotary_scaling} if self.rotary_scaling else {}
-        return {"rotary dim": self.rotary_dim, "rotary base": self.rotary_base, **scaling}
+        return rotary_settings(self.rotary_dim, self.rotary_base, self.rotary_scaling)
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, rotary_dim={self.rotary_dim}, rotary_base={self.rotary_base:g}"

@@ -23,7 +23,7 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import parse_normalization
 
-MEMORIES = [name for name, kind in MIXERS.items() if "feature_map" in kind.shared]
+MEMORIES = [name for name, kind in MIXERS.items() if "scale_read_out" in kind.shared]
 """The choices of --update-rule: the mixers that are a fast weight memory and nothing more."""
 
 MixerOptions = make_dataclass(

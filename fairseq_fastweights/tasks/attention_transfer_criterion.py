@@ -30,7 +30,10 @@ class AttentionTransferCriterion(FairseqCriterion):
         if getattr(options, "transfer_from", None) is None:
             raise ValueError("criterion is attention_transfer; it needs transfer_from, which is not set")
         if options.transfer != "all":
-            raise ValueError(f"transfer is {options.transfer!r}; with criterion attention_transfer it must be all")
+            raise ValueError(
+                f"transfer is {options.transfer!r}; with criterion attention_transfer it must be all, as without "
+                "--transfer: layers learn the attention of the source, which they need whole"
+            )
         if options.carry_over_state:
             raise ValueError("carry_over_state is set; with criterion attention_transfer it must not be")
         self._source = options.transfer_from

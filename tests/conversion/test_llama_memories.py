@@ -125,11 +125,12 @@ OWN = "embeddings,output,feed-forward"
     ("kind", "flags"),
     [
         ("Llama", ["--update-rule", "gated", "--scale-read-out", "--feature-dim", "4"]),
+        ("Llama", ["--mixers", "window-sum", "--window-sum-window", "4"]),
         ("Qwen2", ["--mixers", "decay:1,softmax:2"]),
         ("Qwen3", ["--update-rule", "delta"]),
         ("Qwen3", ["--mixers", "gated-delta", "--gated-delta-key-heads", "2", "--transfer", OWN]),
     ],
-    ids=["gated", "decay", "delta", "gated-delta"],
+    ids=["gated", "window-sum", "decay", "delta", "gated-delta"],
 )
 def test_a_converted_model_trains(converted, data, tmp_path, kind, flags):
     losses = train(data, converted[kind], tmp_path, *flags)
@@ -220,7 +221,10 @@ def test_gradients_of_several_processes_are_added_up_or_it_is_refused(converted)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--criterion", "attention_transfer", "--transfer", OWN], "transfer is .* it must be all"),
+        (
+            ["--criterion", "attention_transfer", "--transfer", OWN],
+            "transfer is .* it must be all, as without --transfer",
+        ),
         (["--criterion", "attention_transfer", "--carry-over-state"], "carry_over_state is set; with criterion att"),
         (["--kv-heads", "3"], "kv_heads is 3; it must be a divisor of the 4 heads"),
         (["--head-dim", "-2"], "head_dim is -2; it must be at least 0"),
@@ -231,6 +235,7 @@ def test_gradients_of_several_processes_are_added_up_or_it_is_refused(converted)
         ),
         (["--rms-norm-eps", "0.5"], "other option +rms_norm_eps +1e-06 +0.5"),
         (["--mixers", "softmax", "--rotary-scaling", "linear:2"], "other option +rotary_scaling +linear:2"),
+        (["--mixers", "gated-delta", "--gated-delta-key-heads", "2"], "gated_delta_key_heads is 2; in place of"),
         (["--kv-heads", "1"], r"wrong shape +decoder.layers.0.self_attn.k_proj.weight +16 x 24 +8 x 24"),
         (["--projection-bias", "qkv"], r"missing +decoder.layers.0.self_attn.q_proj.bias"),
     ],

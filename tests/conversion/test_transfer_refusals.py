@@ -169,7 +169,16 @@ UNFREEZE = "--freeze all --unfreeze-threshold 0.01 --unfreeze-interval 5"
         ("--update-rule gated --feature-dim 9", "feature_dim is 9.*at most the 8 numbers"),
         ("--update-rule delta --no-attention-bias", "no_attention_bias is set"),
         ("--softmax-attention-layers all --freeze all", "freeze is 'all', which leaves nothing to train"),
-        ("--update-rule retention --transfer attention", "transfer is attention, of which the model has nothing"),
+        (
+            "--update-rule retention --transfer attention",
+            "transfer is attention, of which the model has nothing.*must be of emb",
+        ),
+        ("--mixers local --no-attention-bias", "transferred; with transfer embeddings,output,feed-forward they would"),
+        (
+            "--mixers mamba --mamba-expansion 1",
+            "mamba_expansion is 1; in place of .*transfer must be embeddings,output",
+        ),
+        ("--mixers window-sum --rotary-dim 4", r"nothing was transferred\nwhat .*\nother option +rotary_dim +0 +4"),
     ],
 )
 def test_options_that_cannot_work_are_named(fairseq, source, flags, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,32 @@ def test_the_trainer_evaluates_and_predicts(bands, tmp_path):
     )
     while_training.train()
     assert [x["eval_shape"] for x in while_training.state.log_history if "eval_shape" in x] == [(5, 12, 44)] * 2
+
+
+def test_low_rank_adapters_are_trained_by_the_pages_code(tmp_path, monkeypatch):
+    """They alone change; the adapters that are saved, and the model that has taken them in, give the same logits."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from peft .*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    model = build("window-sum,gated-delta:2", dropout=0.0, mixer_settings={"window_sum_window": 4})
+    before = copy.deepcopy(model)
+    run = trainer(tmp_path, model)
+    made = {"model": model, "Trainer": transformers.Trainer, "arguments": run.args, "texts": run.train_dataset}
+    # `merge_and_unload`, the last that the code does, changes the model itself.
+    training, merging = code.split("adapted.merge_and_unload()")
+    exec(training, made)
+    with torch.no_grad():
+        adapted = made["adapted"].eval()(ROWS).logits
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            assert torch.equal(parameter, before.get_parameter(name.replace("base_layer.", ""))), name
+    with torch.no_grad():
+        assert not torch.allclose(before(ROWS).logits, adapted, atol=1e-3)
+        assert torch.allclose(peft.PeftModel.from_pretrained(before, "adapter")(ROWS).logits, adapted, atol=1e-5)
+        exec(f"adapted.merge_and_unload(){merging}", made)
+        merged = FastWeightForCausalLM.from_pretrained("hf-lm-tuned")
+        assert torch.allclose(merged(ROWS).logits, adapted, atol=1e-5)
 
 
 def test_the_trainer_generates_to_evaluate(tmp_path):

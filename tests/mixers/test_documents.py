@@ -22,6 +22,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "delta": [{}, {"normalization": "sum,attention"}, {"normalization": "attention,removal", "feature_map": "relu"}],
     "softmax": [{}, {"rotary_dim": 2}],
     "local": [{"local_window": n} for n in (1, 4, 50)],
+    "window-sum": [{"window_sum_window": n} for n in (1, 4)] + [{"window_sum_window": 3, "rotary_dim": 2}],
     "transformer-xl": [
         {"transformer_xl_memory": 60},
         {"transformer_xl_memory": 3, "transformer_xl_clamp_len": 5, "transformer_xl_same_length": True},

@@ -35,6 +35,8 @@ CASES = [
     memory("retention", "elu", feature_dim=6),
     ("softmax", {}),
     *(("local", {"local_window": window}) for window in (3, 40)),
+    *(("window-sum", {"window_sum_window": window}) for window in (1, 5, 40)),
+    ("window-sum", {"window_sum_window": 3, "feature_map": "elu", "normalization": frozenset({"attention"})}),
     *((name, {f"{name}_slots": slots}) for name in ("linformer", "abc") for slots in (1, 40)),
     ("transformer-xl", {"transformer_xl_memory": 16}),
     ("transformer-xl", {"transformer_xl_memory": 4, "transformer_xl_same_length": True}),

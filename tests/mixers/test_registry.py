@@ -70,8 +70,9 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
         assert mixer.settings().get(option, others[option]) == others[option]
         assert getattr(default, option) == row.default or row.default == 0
     assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
-    assert mixer.takes_attention == (name in (*UPDATE_RULES, "softmax", "local"))
-    assert mixer.needs_positions == (name in ("softmax", "local", "abc"))
+    recurrent = ("mamba", "gated-delta", "kimi-delta", "delta-product")
+    assert mixer.takes_attention == (name in (*UPDATE_RULES, "softmax", "local", "window-sum", *recurrent))
+    assert mixer.needs_positions == (name in ("softmax", "local", "abc", "window-sum"))
     linear = {part: x for part, x in default.named_modules() if isinstance(x, torch.nn.Linear)}
     biased = {part for part, x in linear.items() if x.bias is not None}
     none = name in ("transformer-xl", "gated-delta", "kimi-delta", "delta-product")
@@ -111,6 +112,7 @@ def test_a_source_is_read_by_what_needs_no_order():
 # Of a mixer's own options, each of which is refused alone, and by the name that it has here.
 OWN: list[tuple[str, dict[str, float], str]] = [
     ("local", {"window": 0}, "be at least 1"),
+    ("window-sum", {"window": 0}, "be at least 1"),
     ("abc", {"slots": 0}, "be at least 1"),
     ("linformer", {"slots": -1}, "be at least 1"),
     ("transformer-xl", {"memory": -1, "clamp_len": -2}, "at least 1, or 0 for none"),

@@ -1,0 +1,219 @@
+"""Initial values of gated delta networks and of Mamba that replace a trained softmax attention.
+
+They read queries, keys, values and outputs otherwise than attention does: through a short convolution and silu, with
+queries and keys of length 1, a norm and a gate on what is read. What these do is undone as far as it can be. The
+numbers that are called rules of thumb were chosen on seven layers of SmolLM2-135M, by the error of the first output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fairseq_fastweights.mixers.gated_delta import GatedDelta, KimiDelta
+from fairseq_fastweights.mixers.mamba import Mamba
+from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.projections import shared
+from fairseq_fastweights.mixers.registry import MIXERS, option_name
+
+NEARLY_LINEAR = 0.3
+"""The size of values, at which silu(x) is near x / 2."""
+
+KEPT = 0.95
+"""What a memory keeps from one step to the next (a rule of thumb)."""
+
+STRENGTH = 0.2
+"""The part of what a key retrieves that a token corrects (a rule of thumb); without biases it is a half, or all."""
+
+RETRIEVED = 0.1
+"""What a gated delta network reads is so much smaller than its values, before its norm (a rule of thumb)."""
+
+READ, AVERAGED = 0.2, 0.4
+"""What attention reads is so much smaller than its values, or than Mamba's averages of them (rules of thumb)."""
+
+OPEN = 1.2784645
+"""silu(OPEN) = 1."""
+
+GATE = 4.0
+"""The size of what an output gate without a bias gets: large enough for about half of the gates to be open."""
+
+GATE_READS = 5.3
+"""What to divide by after such a gate: of silu of such numbers, the mean square over the mean."""
+
+
+def is_recurrent(mixer: Mixer) -> bool:
+    """Whether `swap_recurrent` knows the mixer."""
+    return isinstance(mixer, (GatedDelta, Mamba))
+
+
+def read_weights(mixer: Mixer, rows: int, shared_rows: int) -> dict[str, torch.Size]:
+    """The weights of an attention that the mixer reads, by name, and their shapes.
+
+    `rows` is the number of the attention's queries, of all heads together, and `shared_rows` that of its values.
+    """
+    width = mixer.embed_dim
+    inputs = {"q_proj": rows, "k_proj": shared_rows, "v_proj": shared_rows}
+    shapes = {f"{name}.weight": torch.Size([outputs, width]) for name, outputs in inputs.items()}
+    return shapes | {"out_proj.weight": torch.Size([width, rows])}
+
+
+def bias_option(mixer: Mixer) -> str | None:
+    """The option with which the mixer would have biases; None if it has them."""
+    return None if mixer.bias else option_name(_name(mixer), "bias")
+
+
+def check_recurrent(mixer: Mixer, heads: int, rows: int) -> None:
+    """Checks that a mixer has room for an attention of `heads` heads, with `rows` queries of all of them together.
+
+    Raises:
+        ValueError: naming the option of the mixer that has to change.
+    """
+    name, dim = _name(mixer), rows // heads
+    if isinstance(mixer, Mamba):
+        needed = rows // mixer.embed_dim + 1  # values, and a channel that is always 1
+        wanted = [("expansion", max(mixer.expansion, needed))]
+    else:
+        wanted = [("num_heads", heads), ("key_heads", heads), ("key_dim", dim), ("value_dim", dim)]
+    for option, value in wanted:
+        if (own := getattr(mixer, option)) != value:
+            named = "fast_weight_heads" if option == "num_heads" else option_name(name, option)
+            raise ValueError(
+                f"{named} is {own}; in place of the source's attention it must be {value} ({name}), or transfer must "
+                "be embeddings,output,feed-forward"
+            )
+
+
+def swap_recurrent(
+    mixer: Mixer, weights: Mapping[str, Tensor], heads: int, gain: Tensor | None = None
+) -> dict[str, tuple[Tensor, str]]:
+    """Computes the initial values of a gated delta network or of Mamba in place of an attention with these weights.
+
+    Keys and values that heads share are repeated, and the norms of queries and keys are folded into their projections.
+    Biases are left out by a mixer that has none, and with it an output gate stays a projection, of a larger size.
+
+    - Gated delta networks: the convolution takes the last input, multiplied so that silu is what a feature map is to
+      queries and keys, and nearly linear to values; the gates of decays and write strengths are constant; the output
+      projection has each head's values in the size that attention gives them.
+    - Mamba: values go through the first channels, and are averaged with exponential weights; of the other channels one
+      is always 1, from which B and C are made. Queries and keys have no place in it.
+
+    Args:
+        mixer: one that `check_recurrent` accepts; it is not changed.
+        weights: of q_proj, k_proj, v_proj and out_proj, with or without biases, and the norms of queries and keys.
+        heads: the attention's number of heads.
+        gain: (embed_dim,), the factors of the norm before it; None for 1.
+
+    Returns:
+        initial values of parameters by name, and how each was made. Parameters that are missing stay as they are.
+    """
+    source = _Attention(weights, heads, gain)
+    starts = _mamba(mixer, source) if isinstance(mixer, Mamba) else _gated_delta(mixer, source)
+    shapes = dict(mixer.named_parameters())
+    return {name: (values.reshape(shapes[name].shape), how) for name, (values, how) in starts.items() if name in shapes}
+
+
+def _name(mixer: Mixer) -> str:
+    return next(name for name, kind in MIXERS.items() if kind.build is type(mixer))
+
+
+class _Attention:
+    """An attention's projections, with as many heads of keys and values as of queries, and the sizes of each head."""
+
+    def __init__(self, weights: Mapping[str, Tensor], heads: int, gain: Tensor | None) -> None:
+        self.heads, self.dim = heads, len(weights["q_proj.weight"]) // heads
+        self.out = weights["out_proj.weight"]
+        self.out_bias = weights.get("out_proj.bias", self.out.new_zeros(len(self.out)))
+        self.weight, self.bias, self.size = {}, {}, {}
+        for name in "qkv":
+            weight = weights[f"{name}_proj.weight"]
+            bias = weights.get(f"{name}_proj.bias", weight.new_zeros(len(weight)))
+            weight, bias = (shared(x.unflatten(0, (-1, self.dim)), heads, 0) for x in (weight, bias))
+            if (norm := weights.get(f"{name}_norm.weight")) is not None:  # what is left of it where lengths are 1
+                weight, bias = weight * norm[:, None], bias * norm
+            squares = (weight if gain is None else weight * gain).square().sum(-1) + bias.square()
+            self.size[name] = squares.mean(-1).sqrt().clamp(min=1e-6)
+            self.weight[name], self.bias[name] = weight.flatten(0, 1), bias.flatten()
+
+    def rescaled(self, name: str, size: float) -> Tensor:
+        """What multiplies each number of all heads to be of this size."""
+        return (size / self.size[name]).repeat_interleave(self.dim)
+
+
+def _gated_delta(mixer: Mixer, source: _Attention) -> dict[str, tuple[Tensor, str]]:
+    assert isinstance(mixer, GatedDelta)
+    writes, starts = mixer.writes, {}
+    for name in "qkv":
+        times = 1 if name == "q" else writes
+        starts[f"{name}_proj.weight"] = source.weight[name].repeat(times, 1), "kept"
+        starts[f"{name}_proj.bias"] = source.bias[name].repeat(times), "kept"
+    taps = [source.rescaled("q", 1), *[source.rescaled("k", 1)] * writes]
+    taps += [source.rescaled("v", NEARLY_LINEAR)] * writes
+    conv = torch.zeros_like(mixer.conv1d.weight)
+    conv[:, 0, -1] = torch.cat(taps)
+    starts["conv1d.weight"] = conv, "new"
+    # As many corrections under one key, one after the other, are together one of this strength.
+    strength = (1 - (1 - STRENGTH) ** (1 / writes)) / (1 + mixer.negative_eigenvalues)
+    starts["b_proj.weight"] = torch.zeros_like(mixer.b_proj.weight), "new"
+    starts["b_proj.bias"] = source.out.new_full((writes * mixer.num_heads,), math.log(strength / (1 - strength))), "new"
+    decays, start = ("forget_gate.", "f_b_proj") if isinstance(mixer, KimiDelta) else ("", "a_proj")
+    A_log, dt_bias, projection = (mixer.get_parameter(f"{decays}{x}") for x in ("A_log", "dt_bias", f"{start}.weight"))
+    starts[f"{decays}{start}.weight"] = torch.zeros_like(projection), "new"
+    starts[f"{decays}A_log"] = torch.zeros_like(A_log), "new"
+    starts[f"{decays}dt_bias"] = torch.full_like(dt_bias, math.log(math.expm1(-math.log(KEPT)))), "new"
+    if isinstance(mixer, KimiDelta):
+        gate, opened = 0.5, {"g_b_proj.weight": torch.zeros_like(mixer.g_b_proj.weight)}
+        opened["g_b_proj.bias"] = source.out.new_zeros(mixer.num_heads * mixer.value_dim)
+    else:
+        gate, opened = _silu_gate(mixer.g_proj.weight, mixer.bias)
+        opened = {f"g_proj.{kind}": values for kind, values in opened.items()}
+    starts |= {name: (values, "new") for name, values in opened.items()}
+    size = source.size["v"].mean()
+    read = RETRIEVED * NEARLY_LINEAR / 2 * mixer.key_dim**-0.5  # before the norm, of which its epsilon leaves a part
+    norm = math.sqrt(1 + mixer.eps / read**2)
+    starts["o_norm.weight"] = (READ * norm / gate * size).expand(mixer.value_dim), "new"
+    starts["o_proj.weight"] = source.out / source.rescaled("v", size.item()), "rescaled"
+    starts["o_proj.bias"] = source.out_bias, "kept"
+    return starts
+
+
+def _silu_gate(weight: Tensor, bias: bool) -> tuple[float, dict[str, Tensor]]:
+    """What to divide by after a gate by silu, and its initial values; `weight` is how it was drawn."""
+    if bias:
+        return 1.0, {"weight": torch.zeros_like(weight), "bias": weight.new_full((len(weight),), OPEN)}
+    drawn = weight.detach()
+    return GATE_READS, {"weight": drawn * (GATE / drawn.square().sum(-1).mean().sqrt())}
+
+
+def _mamba(mixer: Mamba, source: _Attention) -> dict[str, tuple[Tensor, str]]:
+    inner, channels = source.heads * source.dim, mixer.channels
+    one = inner  # the channel that is always 1
+    starts = {}
+    x, z = mixer.in_proj.weight.detach().clone().chunk(2)
+    x[:inner], x[one] = source.weight["v"], 0
+    gate, opened = _silu_gate(z, mixer.bias)
+    starts["in_proj.weight"] = torch.cat([x, opened["weight"]]), "kept"
+    biases = torch.cat([source.bias["v"], x.new_zeros(channels - inner), opened.get("bias", x.new_zeros(channels))])
+    starts["in_proj.bias"] = biases, "kept"
+    assert mixer.conv1d.bias is not None
+    conv, bias = (parameter.detach().clone() for parameter in (mixer.conv1d.weight, mixer.conv1d.bias))
+    conv[: one + 1], bias[: one + 1] = 0, 0
+    conv[:inner, 0, -1], bias[one] = source.rescaled("v", NEARLY_LINEAR), OPEN
+    starts["conv1d.weight"], starts["conv1d.bias"] = (conv, "new"), (bias, "new")
+    # With B_n = C_n = c, a text of one value is read as c^2 sum_n step / (1 - exp(-step * rate_n)) times that value.
+    step = -math.log(KEPT)
+    rates = mixer.A_log.detach().exp()[:inner]
+    total = (step / -torch.expm1(-step * rates)).sum(-1).mean()
+    project = torch.zeros_like(mixer.x_proj.weight)
+    project[mixer.dt_rank :, one] = total.rsqrt()
+    starts["x_proj.weight"] = project, "new"
+    starts["dt_proj.bias"] = torch.full_like(mixer.dt_proj.bias, math.log(math.expm1(step))), "new"
+    D = mixer.D.detach().clone()
+    D[:inner] = 0
+    starts["D"] = D, "new"
+    out = torch.zeros_like(mixer.out_proj.weight)
+    out[:, :inner] = source.out * (2 / gate * AVERAGED / source.rescaled("v", NEARLY_LINEAR))
+    starts["out_proj.weight"], starts["out_proj.bias"] = (out, "rescaled"), (source.out_bias, "kept")
+    return starts

@@ -1,0 +1,239 @@
+"""Softmax attention to the last few positions, and linear attention to all before them, in one sum."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.documents import within_documents
+from fairseq_fastweights.mixers.fast_weight_attention import check_backend
+from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.padding import beyond, without_padding
+from fairseq_fastweights.mixers.projections import project, shared
+from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
+from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
+from fairseq_fastweights.mixers.windows import in_blocks, last
+from fairseq_fastweights.ops.autocast import without_autocast
+
+
+class WindowSum(MemoryAttention):
+    """A window of softmax attention and a memory of the sum rule, with one denominator (LoLCATs; Zhang et al. 2024).
+
+        a_tj = exp(s_tj - max_j s_tj),  s_tj = q_t k_j / sqrt(head_dim)      of the last `window` positions j
+        S_t = sum_j v_j phi(k_j)^T,  z_t = sum_j phi(k_j)                    of the positions before these
+        y_t = (g sum_j a_tj v_j + S_t phi(q_t)) / (g sum_j a_tj + z_t phi(q_t))
+        out = W_out y                                                        g = exp(log_factor), one for each head
+
+    For texts of at most `window` positions it is softmax attention. With `rotary_dim` queries and keys are rotated by
+    their positions in their documents, also before the feature map. Padding takes no position.
+
+    The state holds "keys" and "values", (batch, heads of keys, window, head_dim), the last at the end, "read",
+    (batch,), the number of positions of the document so far, and "state", (batch, heads, feature_dim, head_dim + 1),
+    S and z of the positions that have left the window.
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given.
+        window: number of positions that are compared by softmax, the current one included.
+        feature_map: a key of `feature_maps.FEATURE_MAPS` without negative outputs; None for relu, which is learned.
+        normalization: {"attention"} or, to divide the features of each query and key by their sum too, {"sum",
+            "attention"}; None for the latter.
+        backend: one of `ops.BACKENDS`.
+        bias: whether the projections have biases.
+        rotary_dim, rotary_base, rotary_scaling: as in `SoftmaxAttention`.
+        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `dropout`, `kv_heads`, `head_dim`, `projection_bias` and
+            `query_key_norm_eps`, which `MemoryAttention` describes.
+
+    Raises:
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+
+    Examples:
+        >>> layer = WindowSum(16, 2, window=4)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
+    """
+
+    options = {
+        "window": Option(int, 64, "number of positions that window-sum compares by softmax, the current one included")
+    }
+    takes_attention = True
+    takes_starts = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        window: int = 64,
+        feature_map: str | None = None,
+        normalization: frozenset[str] | None = None,
+        backend: str = "auto",
+        rotary_dim: int = 0,
+        rotary_base: float = 10000.0,
+        rotary_scaling: str = "",
+        **options: Any,
+    ) -> None:
+        if window < 1:
+            raise ValueError(f"window is {window}; it must be at least 1")
+        check_backend(backend)
+        normalization = frozenset({"sum", "attention"} if normalization is None else normalization)
+        if normalization not in ({"attention"}, {"sum", "attention"}):
+            text = ",".join(sorted(normalization)) or "none"
+            raise ValueError(
+                f"normalization is {text!r}; with window-sum it must be auto, attention, or sum,attention: what the "
+                "window and the memory give has one denominator"
+            )
+        feature_map = feature_map or "relu"
+        super().__init__(embed_dim, num_heads, feature_map=feature_map, normalization=normalization, **options)
+        if not self.feature_map.positive:
+            raise ValueError(
+                f"feature_map is {feature_map!r}; with window-sum it must be a map without negative outputs: their "
+                "sums are a part of the denominator"
+            )
+        if self.feature_map.key_dim != self.head_dim:
+            raise ValueError(
+                f"feature_dim is {self.feature_map.key_dim}; with window-sum and the feature map {feature_map} it must "
+                f"be the head dim, {self.head_dim}: the window compares the same queries and keys"
+            )
+        if "sum" not in normalization:  # the window's part is not divided by what a query's features are
+            self._scales = "fixed"
+        check_rotary(rotary_dim, rotary_base, self.head_dim)
+        self.needs_positions = rotary_dim == 0
+        self.window, self.backend = window, backend
+        self.rotary_dim, self.rotary_base, self.rotary_scaling = rotary_dim, float(rotary_base), rotary_scaling
+        self._scaling = parse_scaling(rotary_scaling)
+        self.log_factor = nn.Parameter(torch.zeros(num_heads))
+        self.reset_parameters()
+
+    def reset_special_parameters(self) -> None:
+        """Sets the factor of the window to 1."""
+        nn.init.zeros_(self.log_factor)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, State]:
+        """Compares, writes and reads for every step; shapes and results are those of `Mixer.forward`."""
+        return without_padding(partial(self._mix, state=state, overwrite=overwrite), x, padding, starts)
+
+    def _mix(
+        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
+    ) -> tuple[Tensor, State]:
+        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
+        time = len(text)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
+            for part in project(text, [self.q_proj, self.k_proj, self.v_proj])
+        )
+        q, k = self.q_norm(q), self.k_norm(k)
+        before = self._nothing(k, v) if state is None else state
+        positions = torch.arange(time, device=text.device)[None]
+        seen, read = within_documents(starts, positions, time if lengths is None else lengths, before["read"])
+        if self.rotary_dim:
+            turned = turns(seen[:, None].float(), self.rotary_dim, self.rotary_base, q.dtype, self._scaling)
+            q, k = rotate(q, *turned), rotate(k, *turned)
+        after = {"keys": last(before["keys"], k, lengths), "values": last(before["values"], v, lengths), "read": read}
+        # What leaves the window at each step; of a text that begins here, nothing does in the first steps.
+        first = min(time, self.window) if state is None else 0
+        # With gradients all parameters take part, as wrappers for several processes expect.
+        if first == time and starts is None and not (time and torch.is_grad_enabled()):
+            keys, values = shared(k, self.num_heads, 1), shared(v, self.num_heads, 1)
+            out = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+            return self._project_out(out.transpose(1, 2), text), after | {"state": before["state"]}
+        out, weight = self._window(q, k, v, before, seen)
+        leaving = seen[:, first:] >= self.window
+        if lengths is not None:
+            leaving = leaving & ~beyond(time, lengths).t()[:, first:]
+        old_k, old_v = (_leaving(before[name], x)[:, :, first:] for name, x in (("keys", k), ("values", v)))
+        in_place = overwrite and state is not None and not torch.is_grad_enabled()
+        begin = None if starts is None else starts[:, first:]
+        recalled, memory = self._recall(q[:, :, first:], old_k, old_v, leaving, before["state"], begin, in_place)
+        recalled = F.pad(recalled.transpose(1, 2), (0, 0, first, 0))
+        out, weight = out + recalled[..., : self.head_dim], weight + recalled[..., self.head_dim :]
+        return self._project_out((out / weight).transpose(1, 2), text), after | {"state": memory}
+
+    def _nothing(self, k: Tensor, v: Tensor) -> State:
+        """The state before the first step."""
+        batch, heads = k.shape[:2]
+        dtype = ops.state_dtype(v.dtype)
+        return {
+            "keys": k.new_zeros(batch, heads, self.window, self.head_dim),
+            "values": v.new_zeros(batch, heads, self.window, self.head_dim),
+            "read": torch.zeros(batch, dtype=torch.long, device=k.device),
+            "state": v.new_zeros(batch, self.num_heads, self.feature_map.output_dim, self.head_dim + 1, dtype=dtype),
+        }
+
+    def _window(self, q: Tensor, k: Tensor, v: Tensor, before: State, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """The window's weighted values, (batch, heads, time, head_dim), and the sum of its weights, (..., 1).
+
+        The largest weight is g, so that the sum never vanishes.
+        """
+        past_k, past_v = (before[name][:, :, 1:] for name in ("keys", "values"))
+        blocks = in_blocks(q, k, v, past_k, past_v, seen.clamp(max=self.window - 1))
+        size, dim, heads = blocks.q.shape[2], self.head_dim, blocks.k.shape[1]
+        precise = ops.state_dtype(q.dtype)
+        with without_autocast(q):  # which would run products of matrices in half precision
+            # Heads that share keys are as queries one after the other: (rows, heads of keys, sharing * size, dim).
+            queries = blocks.q.unflatten(1, (heads, self.num_heads // heads)).flatten(2, 3).to(precise)
+            scores = (queries * dim**-0.5) @ blocks.k.to(precise).transpose(2, 3)
+            scores = scores.unflatten(2, (self.num_heads // heads, size))
+            scores = scores.masked_fill(~blocks.visible[:, None, None], -torch.inf)
+            factor = self.log_factor.to(precise).exp().view(heads, -1, 1, 1)
+            weights = ((scores - scores.amax(dim=-1, keepdim=True)).exp() * factor).flatten(2, 3)
+            read = weights @ F.pad(blocks.v.to(precise), (0, 1), value=1.0)
+        both = blocks.join(read.unflatten(2, (-1, size)).flatten(1, 2))
+        return both[..., :dim], both[..., dim:]
+
+    def _recall(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        leaving: Tensor,
+        memory: Tensor,
+        starts: Tensor | None,
+        in_place: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Writes what leaves the window where `leaving`, (batch, time), is true, and reads it at every step.
+
+        Returns (batch, time, heads, head_dim + 1), what is read of values and of ones, and the memory.
+        """
+        q, k, v = (shared(x, self.num_heads, 1).transpose(1, 2) for x in (q, k, v))
+        q, k, v = self._features(q, k, v)
+        k = k.masked_fill(~leaving[..., None, None], 0)
+        how: dict[str, Any] = {} if starts is None else {"starts": starts}
+        v = F.pad(v, (0, 1), value=1.0)
+        return ops.sum_rule(q, k, v, initial_state=memory, in_place=in_place, backend=self.backend, **how)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that names and shapes of parameters do not show."""
+        rotary = rotary_settings(self.rotary_dim, self.rotary_base, self.rotary_scaling)
+        return {"window": self.window, **super().settings(), **rotary}
+
+    def concern_when_carried(self) -> str | None:
+        """Returns a reason not to carry states from segment to segment in training, or None."""
+        return known_to_fail_when_carried("sum", self.normalization) or super().concern_when_carried()
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}, {super().extra_repr()}"
+
+
+def _leaving(past: Tensor, new: Tensor) -> Tensor:
+    """What leaves the window at each step of `new`, (batch, heads, time, dim): of as many positions as `past` has."""
+    time, window = new.shape[2], past.shape[2]
+    return past[:, :, :time] if time <= window else torch.cat([past, new[:, :, : time - window]], dim=2)
