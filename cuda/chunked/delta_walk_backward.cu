@@ -1,20 +1,17 @@
 // The backward pass of the delta rule, gated or not, chunks side by side, in the notation of delta.cuh and of the equations
 // in delta_backward.cu:
 //
-//   local      of all chunks at once: T = (I + B G)^-1 and P = tril(D_ts Q K^T)              (delta_local.cuh)
-//   states     from each state that was kept to the next: states and U                       (walk.cuh)
-//   walk       chunk after chunk, from the last: dS, dR = T^T dU, dV = B dR                  (walk.cuh)
+//   local      of all chunks at once: T = (I + B G)^-1 and P = tril(D_ts Q K^T)              (delta_local.cu)
+//   states     from each state that was kept to the next: states and U                       (walk.cu)
+//   walk       chunk after chunk, from the last: dS, dR = T^T dU, dV = B dR                  (walk.cu)
 //   gradients  of all chunks at once, with dP = tril(dY U^T) and dA = -dR U^T:               (here)
 //     dQ = diag(D_t0) dY S_0^T + (D_ts dP) K
 //     dK = (D_ts dP)^T Q + diag(D_es) U dS^T + (D_ts B dA + (D_ts B dA)^T) K - diag(D_t0) dV S_0^T
 //     d beta_t = <dR_t, V_t> - D_t0 <dR_t, S_0^T k_t> + <dA_t, G_t>
 //
 // The last is <dR_t, E_t> + <dA_t, G_t> without E: what E is made of has been multiplied by the same dR anyway, for dK.
-#include <algorithm>
-
-#include "delta_local.cuh"
+#include "delta_walk.cuh"
 #include "delta_walk.h"
-#include "walk_launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -49,15 +46,15 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
     const GradientLayout<T, Gated> shared(Carver(memory), key_part, value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
     const GateGradient& gradient = shared.gradient;
-    const int thread = threadIdx.x, head_index = blockIdx.x / slice.chunks, n = slice.begin + blockIdx.x % slice.chunks;
-    const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads, start = n * kSide, time = p.sizes.time;
+    const Place at(slice, p.sizes);
+    const int thread = threadIdx.x, batch = at.batch, head = at.head, start = at.start, time = p.sizes.time;
     const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
     const auto value_head = [&](const Sequence& x, int value) { return Head<T>(x, batch, head, value, p.sizes.value_dim); };
     const bool all_keys = slice.key_rows <= key_part, all_values = slice.columns <= value_part;
     const auto copy_values = [&](int value, int values) {
         copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
-        copy_found(shared.update, slice.rows_of(slice.updates, head_index, n) + value * kSide, kSide, values, kSide);
-        copy_found(shared.d_right, slice.rows_of(slice.d_right, head_index, n) + value * kSide, kSide, values, kSide);
+        copy_found(shared.update, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, kSide);
+        copy_found(shared.d_right, slice.rows_of(slice.d_right, at.local, at.n) + value * kSide, kSide, values, kSide);
     };
     const auto arrive = [] {
         copies_commit();
@@ -141,12 +138,12 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
             }
             if (!all_values) copy_values(value, values);
             const int from = value * slice.key_rows + key;
-            copy_found(shared.state, slice.state_of(slice.states, head_index, n) + from, slice.key_rows, values, keys);
-            copy_found(shared.d_state, slice.state_of(slice.d_states, head_index, n) + from, slice.key_rows, values, keys);
+            copy_found(shared.state, slice.state_of(slice.states, at.local, at.n) + from, slice.key_rows, values, keys);
+            copy_found(shared.d_state, slice.state_of(slice.d_states, at.local, at.n) + from, slice.key_rows, values, keys);
             arrive();
             if constexpr (Gated)
-                for (Walk at(keys); at.row < values; at.next())
-                    passed += shared.state.get(at.row, at.column) * shared.d_state.get(at.row, at.column);
+                for (Walk i(keys); i.row < values; i.next())
+                    passed += shared.state.get(i.row, i.column) * shared.d_state.get(i.row, i.column);
             if (!is_in(dq, keys)) continue;
             multiply_stored<kPasses, false, false>(dq, 0, values, shared.d_out, shared.state);
             multiply_stored<kPasses, true, false>(read, 0, values, shared.d_right, shared.state);
@@ -193,58 +190,40 @@ cudaError_t run_pass(const RuleBackward& p, cudaStream_t stream) {
     using F = Factor<T>;
     const WalkPlan plan = plan_of<T>(p.sizes, Gated, Device());
     if (plan.slice == 0) return cudaErrorInvalidValue;
-    const int chunks = (p.sizes.time + kSide - 1) / kSide, interval = interval_of(p.sizes, kSide) / kSide;
-    const int64_t state = static_cast<int64_t>(p.sizes.key_dim) * p.sizes.value_dim;
+    const int interval = interval_of(p.sizes, kSide) / kSide, kept = kept_states(p.sizes);
     unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
-    float* const between = reinterpret_cast<float*>(  // a state's gradient, from slice to slice
-        workspace + plan.bytes - up_to_256(static_cast<size_t>(p.sizes.batch) * p.sizes.heads * state * sizeof(float)));
-    const int last = (chunks - 1) / plan.slice * plan.slice;
-    for (int begin = last; begin >= 0; begin -= plan.slice) {
-        size_t bytes = 0;
-        const Slice<F> slice = lay_out<F>(p.sizes, begin, std::min(plan.slice, chunks - begin), true, workspace, bytes);
-        const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks), block(kTileThreads);
-        const int keys = std::min(kWidest, slice.key_rows);
-        cudaError_t error = launch(delta_local<T, Gated, true>, grid, block, LocalLayout<T, Gated>(Carver(nullptr), true, keys).bytes,
-                                   stream, p.sizes, p.q, p.k, p.beta, p.log_gate, slice);
+    return for_each_slice<F>(plan, p.sizes, true, workspace, [&](const Slice<F>& slice, size_t bytes) {
+        cudaError_t error = launch_local<T>(p.sizes, p.q, p.k, p.beta, p.log_gate, true, slice, stream);
         if (error != cudaSuccess) return error;
 
-        Walks<F> w{};
-        w.slice = slice;
-        w.sizes = p.sizes;
-        w.keys = p.k;
-        w.values = p.v;
-        w.strips = plan.strips;
-        w.blocks = plan.blocks;
-        w.stages = plan.stages;
-        w.record = 1;
-        w.gated = Gated;
+        Walks<F> w = walks_of(p, plan, slice);
         w.length = interval;
         w.count = (slice.chunks + interval - 1) / interval;
-        const int before = begin / interval, kept = kept_states(p.sizes);  // intervals
-        float* const states = static_cast<float*>(const_cast<void*>(p.states));
-        w.others = {states + (before - 1) * state, kept, 1};
-        w.first = begin > 0 ? w.others : WalkStates{static_cast<float*>(const_cast<void*>(p.initial_state)), 1, 0};
-        error = launch_walks<T, false>(plan, w, stream);
+        const int64_t head = slice.first_head;
+        w.others = {nth_state(p.states, p.sizes, head * kept + slice.begin / interval - 1), kept, 1};
+        w.first = slice.begin > 0 ? w.others : WalkStates{nth_state(p.initial_state, p.sizes, head), 1, 0};
+        error = launch_walks<T>(w, false, stream);
         if (error != cudaSuccess) return error;
 
         w.queries = p.q;
         w.values = p.d_out;
         w.d_values = p.dv;
-        w.ends = {begin > 0 ? between : static_cast<float*>(p.d_initial_state), 1, 0};
-        error = launch_walk<T, true>(plan, w, begin == last ? p.d_final_state : between, workspace + bytes, stream);
+        const size_t state = sizeof(float) * p.sizes.key_dim * p.sizes.value_dim;
+        float* const between = reinterpret_cast<float*>(workspace + plan.bytes - up_to_256(plan.heads * state));
+        w.ends = {slice.begin > 0 ? between : nth_state(p.d_initial_state, p.sizes, head), 1, 0};
+        const bool last = (slice.begin + slice.chunks) * kSide >= p.sizes.time;
+        error = launch_walk<T>(plan, w, true, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes, stream);
         if (error != cudaSuccess) return error;
-        error = launch(delta_gradients<T, Gated>, grid, block, plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
-        if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
+        return launch(delta_gradients<T, Gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
+                      plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+    });
 }
 
 }  // namespace
 
 ChunkedPlan walked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const WalkPlan plan = plan_of<decltype(zero)>(sizes, gated, Device(limit));
-        return plan.slice == 0 ? ChunkedPlan{} : describe_walk(plan, sizes, limit);
+        return describe_walk(plan_of<decltype(zero)>(sizes, gated, Device(limit)), sizes, limit);
     });
 }
 

@@ -1,13 +1,10 @@
 // The forward pass of the delta rule, gated or not, chunks side by side, in the notation of delta.cuh:
 //
-//   local    of all chunks at once: T = (I + B G)^-1                                  (delta_local.cuh)
-//   walk     chunk after chunk: states and U                                          (walk.cuh)
+//   local    of all chunks at once: T = (I + B G)^-1                                  (delta_local.cu)
+//   walk     chunk after chunk: states and U                                          (walk.cu)
 //   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
-#include <algorithm>
-
-#include "delta_local.cuh"
+#include "delta_walk.cuh"
 #include "delta_walk.h"
-#include "walk_launch.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -34,11 +31,11 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const OutputLayout<T, Gated> shared(Carver(memory), key_part, value_part);
-    const int head_index = blockIdx.x / slice.chunks, n = slice.begin + blockIdx.x % slice.chunks;
-    const int batch = head_index / p.sizes.heads, head = head_index % p.sizes.heads, start = n * kSide, time = p.sizes.time;
+    const Place at(slice, p.sizes);
+    const int batch = at.batch, head = at.head, start = at.start, time = p.sizes.time;
     const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
-    const F* const states = slice.state_of(slice.states, head_index, n);
-    const F* const updates = slice.rows_of(slice.updates, head_index, n);
+    const F* const states = slice.state_of(slice.states, at.local, at.n);
+    const F* const updates = slice.rows_of(slice.updates, at.local, at.n);
 
     shared.steps.find(Sequence{}, p.log_gate, batch, head, start, time);
     Tile scores = own_tile(kSide);
@@ -90,43 +87,28 @@ cudaError_t run_pass(const RuleForward& p, cudaStream_t stream) {
     using F = Factor<T>;
     const WalkPlan plan = plan_of<T>(p.sizes, Gated, Device());
     if (plan.slice == 0) return cudaErrorInvalidValue;
-    const int chunks = (p.sizes.time + kSide - 1) / kSide;
-    for (int begin = 0; begin < chunks; begin += plan.slice) {
-        size_t bytes = 0;
-        const Slice<F> slice = lay_out<F>(p.sizes, begin, std::min(plan.slice, chunks - begin), false,
-                                          static_cast<unsigned char*>(p.workspace), bytes);
-        const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks), block(kTileThreads);
-        const int keys = std::min(kWidest, slice.key_rows);
-        cudaError_t error = launch(delta_local<T, Gated, false>, grid, block, LocalLayout<T, Gated>(Carver(nullptr), false, keys).bytes,
-                                   stream, p.sizes, p.q, p.k, p.beta, p.log_gate, slice);
+    unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
+    return for_each_slice<F>(plan, p.sizes, false, workspace, [&](const Slice<F>& slice, size_t bytes) {
+        cudaError_t error = launch_local<T>(p.sizes, p.q, p.k, p.beta, p.log_gate, false, slice, stream);
         if (error != cudaSuccess) return error;
-        Walks<F> w{};
-        w.slice = slice;
-        w.sizes = p.sizes;
-        w.keys = p.k;
-        w.values = p.v;
-        w.ends = {static_cast<float*>(p.final_state), 1, 0};
-        w.kept = kept_states(p.sizes) > 0 ? static_cast<float*>(p.states) : nullptr;
-        w.strips = plan.strips;
-        w.blocks = plan.blocks;
-        w.stages = plan.stages;
-        w.record = 1;
-        w.gated = Gated;
-        error = launch_walk<T, false>(plan, w, begin == 0 ? p.initial_state : p.final_state,
-                                      static_cast<unsigned char*>(p.workspace) + bytes, stream);
+        Walks<F> w = walks_of(p, plan, slice);
+        float* const last = nth_state(p.final_state, p.sizes, slice.first_head);  // also what the next slice starts from
+        w.ends = {last, 1, 0};
+        const int kept = kept_states(p.sizes);
+        w.kept = kept > 0 ? nth_state(p.states, p.sizes, static_cast<int64_t>(slice.first_head) * kept) : nullptr;
+        float* const first = slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, slice.first_head);
+        error = launch_walk<T>(plan, w, false, first, workspace + bytes, stream);
         if (error != cudaSuccess) return error;
-        error = launch(delta_outputs<T, Gated>, grid, block, plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
-        if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
+        return launch(delta_outputs<T, Gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
+                      plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+    });
 }
 
 }  // namespace
 
 ChunkedPlan walked_plan_delta_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const WalkPlan plan = plan_of<decltype(zero)>(sizes, gated, Device(limit));
-        return plan.slice == 0 ? ChunkedPlan{} : describe_walk(plan, sizes, limit);
+        return describe_walk(plan_of<decltype(zero)>(sizes, gated, Device(limit)), sizes, limit);
     });
 }
 

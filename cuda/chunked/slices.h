@@ -1,6 +1,6 @@
 // How the kernels that work on chunks side by side share memory: stages hand one another what they found through the
-// workspace. A sequence is worked on in slices of time, one after another, so that this stays small; each slice takes the
-// state from the one before it (backwards its gradient from the one behind it).
+// workspace. A call is worked on in slices, one after another, so that this stays small: some heads, and of these some chunks.
+// A slice takes the state from the one before it in time (backwards its gradient from the one behind it).
 #pragma once
 
 #include "plan.h"
@@ -17,7 +17,7 @@ constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR. F is Factor<T>.
 template <typename F>
 struct Slice {
-    int heads, begin, chunks;  // chunks of the sequence: from `begin` on, so many
+    int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
     int key_rows, columns;     // padded to multiples of 16
     float *inverse, *steps;
     F *scores, *states, *updates, *d_states, *d_right;
@@ -33,8 +33,9 @@ inline size_t up_to_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Lays a slice out in a workspace; with a null one it counts the bytes.
 template <typename F>
-Slice<F> lay_out(const Sizes& sizes, int begin, int chunks, bool backward, unsigned char* workspace, size_t& bytes) {
-    Slice<F> slice{sizes.batch * sizes.heads, begin, chunks, round_up(sizes.key_dim, 16), round_up(sizes.value_dim, 16)};
+Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int chunks, bool backward,
+                 unsigned char* workspace, size_t& bytes) {
+    Slice<F> slice{first_head, heads, begin, chunks, round_up(sizes.key_dim, 16), round_up(sizes.value_dim, 16)};
     size_t used = 0;
     const auto take = [&](auto*& place, size_t numbers) {
         using Number = std::remove_reference_t<decltype(*place)>;

@@ -1,68 +1,15 @@
 // The local stage of the delta rule, in the notation of delta.cuh: of all chunks of a slice at once, T = (I + B G)^-1, backwards
-// P = tril(D_ts Q K^T) as well, and what gates and write strengths make of a chunk's steps. A block is a chunk; each of its
-// 8 warps has a tile of the 64 x 64 products, four have 16 columns of T each.
+// P = tril(D_ts Q K^T) as well, and what gates and write strengths make of a chunk's steps. Four of a block's warps have 16
+// columns of T each.
 //
 // T is found by substitution from the inverses of its blocks on the diagonal, in float32 by three products whatever the inputs
 // are: its errors reach all later steps.
-#pragma once
+#include <algorithm>
 
-#include "slices.h"
-#include "strips.cuh"
-#include "system.cuh"
+#include "delta_walk.cuh"
 
 namespace fairseq_fastweights {
-
-constexpr int kTileThreads = 256;  // 8 warps, a tile of 64 x 64 each
-
-// This warp's tile of a (kSide, columns) matrix, up to 64 columns; of those beyond it `is_in` says no.
-__device__ __forceinline__ Tile own_tile(int columns) {
-    const int warp = threadIdx.x / kWarp;
-    return Tile(warp / 2 * kTileRows, warp % 2 * kTileColumns, columns);
-}
-__device__ __forceinline__ bool is_in(const Tile& tile, int columns) { return tile.column < columns; }
-// Whether a pair of the tile has s <= t.
-__device__ __forceinline__ bool has_pairs(const Tile& tile) { return tile.column < tile.row + kTileRows; }
-
-// Starts to copy rows of the workspace, `stride` numbers apart, to shared memory.
-template <typename F>
-__device__ __forceinline__ void copy_found(const Matrix<F>& to, const F* from, int stride, int rows, int columns) {
-    constexpr int kPiece = 16 / sizeof(F);
-    for (Walk at(columns / kPiece); at.row < rows; at.next())
-        copy_async<16>(&to(at.row, at.column * kPiece), from + at.row * stride + at.column * kPiece);
-}
-
-constexpr int kWidest = 64;  // keys, or values, that are taken at once
-
-// A chunk's gates and write strengths, in shared memory.
-template <bool Gated>
-struct ChunkSteps {
-    ChunkGates gates;
-    float* beta;
-
-    __host__ __device__ explicit ChunkSteps(Carver& carver)
-        : gates(carver, Gated ? kSide : 0), beta(carver.take<float>(kSide)) {}
-
-    // Ends with a barrier.
-    __device__ __forceinline__ void find(const Sequence& strengths, const Sequence& log_gate, int batch, int head, int start,
-                                         int time) const {
-        const int thread = threadIdx.x;
-        if (thread < kSide) beta[thread] = load_step(strengths, batch, head, start, kSide, time);
-        if constexpr (Gated) {
-            if (thread < kSide) gates.log_gate()[thread] = load_step(log_gate, batch, head, start, kSide, time);
-            __syncthreads();
-            gates.find_blocks(false);
-            __syncthreads();
-            gates.find_chunk();
-        }
-        __syncthreads();
-    }
-    __device__ __forceinline__ float from_start(int t) const { return Gated ? gates.from_chunk()[t] : 1.0f; }
-    __device__ __forceinline__ float to_end(int t) const { return Gated ? gates.to_chunk()[t] : 1.0f; }
-    __device__ __forceinline__ float whole() const { return Gated ? gates.whole() : 1.0f; }
-    __device__ __forceinline__ void keep_pairs(Tile& tile, bool diagonal) const {
-        keep_pairs_before<Gated>(tile, gates, diagonal);
-    }
-};
+namespace {
 
 template <typename T, bool Gated>
 struct LocalLayout {
@@ -127,9 +74,9 @@ __global__ void __launch_bounds__(kTileThreads)
     const int widest = slice.key_rows < kWidest ? slice.key_rows : kWidest;
     const LocalLayout<T, Gated> shared(Carver(memory), Backward, widest);
     const ChunkSteps<Gated>& steps = shared.steps;
-    const int head_index = blockIdx.x / slice.chunks, n = slice.begin + blockIdx.x % slice.chunks;
-    const int batch = head_index / sizes.heads, head = head_index % sizes.heads, start = n * kSide, time = sizes.time;
-    const int64_t index = slice.index(head_index, n);
+    const Place at(slice, sizes);
+    const int batch = at.batch, head = at.head, start = at.start, time = sizes.time;
+    const int64_t index = slice.index(at.local, at.n);
 
     Tile products = own_tile(kSide), scores = products;
     for (int key = 0; key < slice.key_rows; key += kWidest) {
@@ -174,5 +121,29 @@ __global__ void __launch_bounds__(kTileThreads)
         if (t >= warp * kTileRows) to[t * kSide + s] = value;
     });
 }
+
+}  // namespace
+
+template <typename T>
+cudaError_t launch_local(const Sizes& sizes, const Sequence& q, const Sequence& k, const Sequence& strengths,
+                         const Sequence& log_gate, bool backward, const Slice<Factor<T>>& slice, cudaStream_t stream) {
+    const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks), block(kTileThreads);
+    const auto with = [&](auto gated, auto back) {
+        constexpr bool kGated = decltype(gated)::value, kBackward = decltype(back)::value;
+        const size_t bytes = LocalLayout<T, kGated>(Carver(nullptr), kBackward, std::min(kWidest, slice.key_rows)).bytes;
+        return launch(delta_local<T, kGated, kBackward>, grid, block, bytes, stream, sizes, q, k, strengths, log_gate, slice);
+    };
+    const std::true_type yes{};
+    const std::false_type no{};
+    if (log_gate.data != nullptr) return backward ? with(yes, yes) : with(yes, no);
+    return backward ? with(no, yes) : with(no, no);
+}
+
+template cudaError_t launch_local<float>(const Sizes&, const Sequence&, const Sequence&, const Sequence&, const Sequence&, bool,
+                                         const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__half>(const Sizes&, const Sequence&, const Sequence&, const Sequence&, const Sequence&, bool,
+                                          const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__nv_bfloat16>(const Sizes&, const Sequence&, const Sequence&, const Sequence&,
+                                                 const Sequence&, bool, const Slice<__nv_bfloat16>&, cudaStream_t);
 
 }  // namespace fairseq_fastweights
