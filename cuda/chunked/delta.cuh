@@ -10,7 +10,7 @@
 // inverses are computed in float32 whatever the inputs are, because their errors reach all later steps.
 #pragma once
 
-#include "gates.cuh"
+#include "system.cuh"
 
 namespace fairseq_fastweights {
 
@@ -42,14 +42,7 @@ struct DeltaChunk {
 
     // Of the tile's pairs (t, s) those with s < t, or with s <= t, times the gates between the two.
     __device__ __forceinline__ void keep_pairs(Tile& tile, bool diagonal) const {
-        if constexpr (Gated) {
-            Tile between(tile.row, tile.column, tile.column + 8 * tile.parts);
-            gates.find_between(between);
-            tile.each_with(between,
-                           [](int t, int s, float& value, float& gate) { value = s <= t ? value * gate : 0.0f; });
-        }
-        const int least = diagonal ? 0 : 1;
-        tile.each([&](int t, int s, float& value) { value = s + least <= t ? value : 0.0f; });
+        keep_pairs_before<Gated>(tile, gates, diagonal);
     }
 
     // Rows of a tile times what the gates leave of the state from the chunk's start to the row's step.
@@ -78,22 +71,9 @@ struct DeltaChunk {
         });
     }
 
-    // The inverses of the system's blocks on the diagonal, a column to a thread. After `products`.
+    // After `products`.
     __device__ __forceinline__ void invert_blocks(int chunk) const {
-        const int thread = thread_anew();
-        if (thread >= chunk) return;
-        const int column = thread % kTileRows, first = thread - column;
-        float x[kTileRows] = {};
-#pragma unroll
-        for (int j = 0; j < kTileRows; ++j) {
-            // What is known goes at once into all sums that wait for it, which do not wait for one another.
-            x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
-#pragma unroll
-            for (int i = j + 1; i < kTileRows; ++i) x[i] += products(first + i, first + j) * x[j];
-        }
-#pragma unroll
-        for (int i = 1; i < kTileRows; ++i)
-            if (i > column) products(first + column, first + i) = x[i];
+        invert_diagonal_blocks(products, beta, thread_anew(), chunk);
     }
 
     // `update` = U, from `error`. After `invert_blocks`.
@@ -237,9 +217,7 @@ private:
     }
 
     // Of a block on the diagonal.
-    __device__ __forceinline__ float inverse(int t, int s) const {
-        return s < t ? products(s, t) : s == t ? 1.0f : 0.0f;
-    }
+    __device__ __forceinline__ float inverse(int t, int s) const { return entry_of_inverse(products, t, s); }
 };
 
 }  // namespace fairseq_fastweights

@@ -49,8 +49,9 @@ constexpr int kLongestChunk = 64;
 // nothing. benchmarks/cuda_plans.py times the plans that there are so. Where none is as it asks, there is none.
 struct AskedPlan {
     int chunk, columns, stages, threads, segments;
+    int walk, slice;  // 1: chunks side by side, of slices of so many (slices.h); -1: not so
 
-    AskedPlan() : chunk(0), columns(0), stages(0), threads(0), segments(0) {
+    AskedPlan() : chunk(0), columns(0), stages(0), threads(0), segments(0), walk(0), slice(0) {
         const char* const text = std::getenv("FASTWEIGHTS_CUDA_PLAN");
         if (text == nullptr) return;
         const auto number = [&](const char* name) {
@@ -62,6 +63,13 @@ struct AskedPlan {
         stages = number("stages=");
         threads = number("threads=");
         segments = number("segments=");
+        walk = number("walk=");
+        slice = number("slice=");
+    }
+
+    // What is asked of a plan is asked of those of one chain, unless it is said to be of a walk.
+    bool allows_walk() const {
+        return walk > 0 || (walk == 0 && chunk == 0 && columns == 0 && stages == 0 && threads == 0 && segments == 0);
     }
 
     bool allows(const Plan& plan) const {

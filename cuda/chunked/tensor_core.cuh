@@ -140,6 +140,19 @@ __device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const vo
 #endif
 }
 
+// The transpose of an 8 x 8 matrix of 16-bit elements, a pair of neighbours of row `group` in each lane.
+__device__ __forceinline__ unsigned transpose_matrix(unsigned pair) {
+#if defined(FASTWEIGHTS_EMULATION)
+    return emulation::movmatrix(pair);
+#elif __CUDA_ARCH__ >= 750
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(pair));
+    return transposed;
+#else
+    return pair;
+#endif
+}
+
 // What a matrix that is computed here is stored as where products read it. Beside bfloat16 inputs it is rounded to
 // bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same. What is read off them is
 // rounded, and what is written to them with the delta rule, where it depends on that, and with decays by dimension,

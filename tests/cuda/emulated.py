@@ -6,6 +6,7 @@ Tensors are named as a rule's arguments and the fields in cuda/kernels.h; output
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ TOLERANCE = {
     # Of float16 results are rounded to 2^-11, and a step's decay or write strength likewise.
     "chunked": {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
 }
+TOLERANCE["walked"] = TOLERANCE["chunked"]
 
 
 def structures(header: str) -> dict[str, type[ctypes.Structure]]:
@@ -56,7 +58,10 @@ class EmulationError(RuntimeError):
 
 
 class Emulator:
-    """The compiled kernels. `algorithm` is "recurrent" or "chunked" throughout; sizes are those of struct Sizes."""
+    """The compiled kernels; sizes are those of struct Sizes.
+
+    `algorithm` is "recurrent" or "chunked" throughout, or "walked" for chunks side by side, a way of the latter.
+    """
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -169,10 +174,18 @@ class Emulator:
             elif kind is StepState:
                 value = StepState(tensor.data_ptr(), *tensor.stride()[:3])
             setattr(params, name, value)
-        name = operation + (f"_{algorithm}" if algorithm else "")
+        if algorithm == "walked":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("FASTWEIGHTS_CUDA_PLAN", f"{os.environ.get('FASTWEIGHTS_CUDA_PLAN', '')} walk=1")
+                self._call(f"{operation}_chunked", params)
+            assert self.workspaces[operation] > 0, "chunks followed one another"
+        else:
+            self._call(operation + (f"_{algorithm}" if algorithm else ""), params)
+
+    def _call(self, name: str, params: ctypes.Structure) -> None:
         workspace, size, start = torch.empty(0), 0, 0
-        if algorithm:
-            size = self.workspaces[operation] = self._bytes_of(name, params)
+        if not name.endswith("_step"):
+            size = self.workspaces[name.rpartition("_")[0]] = self._bytes_of(name, params)
             workspace = torch.full((size + 512,), 0xFF, dtype=torch.uint8)  # NaN in every type
             start = -workspace.data_ptr() % 256
             params.workspace = workspace.data_ptr() + start if size else None

@@ -19,7 +19,7 @@ PLANS = [
 def test_a_plan_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
     sizes = (2, 300, 3, 40, 90, 128)
     chosen = emulator.plan(operation, sizes, torch.bfloat16)
-    assert chosen.chunk in (16, 32, 64) and chosen.columns in (16, 32, 48, 96) and chosen.segments >= 1
+    assert chosen.chunk in (16, 32, 64) and chosen.columns in (16, 32, 48, 64, 96) and chosen.segments >= 1
     for text in PLANS:
         monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
         plan = emulator.plan(operation, sizes, torch.bfloat16)
@@ -31,6 +31,22 @@ def test_a_plan_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
         monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
         assert emulator.plan(operation, sizes, torch.bfloat16).chunk == 0
         assert emulator.choose(operation, sizes, torch.bfloat16) == "recurrent"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS[2:])
+def test_a_walk_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
+    sizes = (2, 300, 3, 40, 90, 128)
+    for columns, stages, segments in itertools.product((16, 32, 64), (1, 2), (1, 2)):
+        monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", f"walk=1 columns={columns} stages={stages} segments={segments}")
+        plan = emulator.plan(operation, sizes, torch.bfloat16)
+        found = (plan.chunk, plan.columns, plan.stages, plan.segments, plan.threads)
+        assert found == (64, columns, stages, segments, 2 * columns) and plan.blocks == -(-90 // columns)
+    # Chunks follow one another where there is none such, or where chunks of 64 would not end at an interval.
+    for text, interval in (("walk=1 columns=48", 128), ("walk=1", 96), ("walk=-1", 128)):
+        monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
+        assert emulator.plan(operation, (*sizes[:5], interval), torch.bfloat16).cycles > 0
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "walk=1")
+    assert emulator.plan(operation, sizes, torch.bfloat16).cycles == 0, "what is asked for is the cheapest"
 
 
 @pytest.mark.parametrize("segments", [1, 2, 5, 100])

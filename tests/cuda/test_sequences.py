@@ -18,7 +18,9 @@ DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
 CORRECTING = [rule for rule in RULES if rule.corrects]
 BY_DIMENSION = [*DECAYS, *CORRECTING[2:]]  # decays of each key or value, or erase keys
 CHUNKED = [*BY_HEAD, *BY_DIMENSION]  # of decays of neither there is a sum
-WAYS = [("recurrent", rule) for rule in [*PRINCIPAL, *CORRECTING[1:]]] + [("chunked", rule) for rule in CHUNKED]
+WALKED = [RULE[name] for name in ("delta", "gated delta")]  # whose chunks may be side by side
+BY_CHUNKS = [("chunked", rule) for rule in CHUNKED] + [("walked", rule) for rule in WALKED]
+WAYS = [("recurrent", rule) for rule in [*PRINCIPAL, *CORRECTING[1:]]] + BY_CHUNKS
 
 F32, F16, BF16, F64 = EVERY_DTYPE = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 TWO_DTYPES = [F32, BF16]
@@ -99,6 +101,60 @@ def test_every_way_by_chunks_in_any_order_of_threads(emulator, rule, way, dtype,
         assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, "in another order")
 
 
+# Of chunks side by side: parts of keys and values in the last stage, keys that several warps share, several blocks of a
+# head, one buffer and two, slices of time, segments of slices.
+WALKS = [
+    *[((1, 1, 1, 64), ""), ((70, 20, 33, 64), ""), ((130, 16, 9, 128), "slice=1"), ((200, 9, 17, 64), "segments=2")],
+    *[
+        ((150, 33, 40, 64), "columns=16 stages=1"),
+        ((65, 130, 72, 64), "columns=32"),
+        ((300, 5, 6, 64), "slice=3 segments=2"),
+    ],
+]
+MORE_WALKS = [
+    *[
+        ((63, 64, 64, 64), ""),
+        ((64, 40, 130, 0), ""),
+        ((400, 16, 16, 128), "slice=4 segments=2"),
+        ((90, 260, 20, 64), ""),
+    ],
+    *[
+        ((40, 512, 40, 64), ""),
+        ((40, 24, 512, 64), ""),
+        ((700, 8, 24, 256), "stages=2 segments=3"),
+        ((129, 300, 80, 64), ""),
+    ],
+]
+
+
+def walks(cases, dtypes):
+    return [x for x in product(WALKED, cases, dtypes) if x[2] == BF16 or x[1][0][1] < 512]  # backwards they do not fit
+
+
+@pytest.mark.parametrize(
+    ("rule", "way", "dtype"),
+    long([*walks(WALKS, EVERY_DTYPE[:3]), *walks(MORE_WALKS, TWO_DTYPES)], short=deal(WALKED, WALKS, EVERY_DTYPE[:3])),
+)
+def test_every_way_with_chunks_side_by_side_in_any_order_of_threads(emulator, rule, way, dtype, monkeypatch):
+    (T, K, V, interval), plan = way
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
+    inputs = rule.inputs(B=1, T=T, H=2, K=K, V=V, dtype=dtype)
+    first = emulator.run(inputs, interval=interval, algorithm="walked")
+    assert_close(first, expected(rule, inputs), TOLERANCE["walked"][dtype])
+    with emulator.schedule(1):
+        assert_same(emulator.run(inputs, interval=interval, algorithm="walked"), first, "in another order")
+
+
+@pytest.mark.parametrize("rule", WALKED)
+def test_where_a_slice_of_time_is_too_much_heads_follow_one_another(emulator, rule):
+    inputs = rule.inputs(B=2, T=20, H=80, K=3, V=2)
+    assert_close(
+        emulator.run(inputs, interval=64, algorithm="walked"), expected(rule, inputs), TOLERANCE["walked"][F32]
+    )
+    of_all = 160 * (2 * 64 * 64 + 4 * 16 * (16 + 64)) * 4  # two squares, and four of states and updates
+    assert emulator.workspaces["delta_backward"] < of_all / 2
+
+
 @pytest.mark.parametrize("rule", PRINCIPAL)
 @pytest.mark.parametrize(("T", "K", "V"), [(21, 20, 40), (21, 100, 36), (390, 3, 5)])
 def test_steps_in_any_order_of_threads(emulator, rule, T, K, V):
@@ -116,12 +172,20 @@ REGIMES = [
     *product(["recurrent"], RULES, STEPS[:1], [F32]),
     *product(["recurrent"], DECAYS, STEPS[1:], [F32]),
     *product(["chunked"], CHUNKED, CHUNKS[:1], EVERY_DTYPE[:3]),
+    *product(["walked"], WALKED, CHUNKS[:1], EVERY_DTYPE[:3]),
 ]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "rule", "sizes", "dtype"),
-    long([*REGIMES, *product(["chunked"], CHUNKED, CHUNKS[1:], TWO_DTYPES)], short=REGIMES),
+    long(
+        [
+            *REGIMES,
+            *product(["chunked"], CHUNKED, CHUNKS[1:], TWO_DTYPES),
+            *product(["walked"], WALKED, CHUNKS[1:], TWO_DTYPES),
+        ],
+        short=REGIMES,
+    ),
 )
 def test_every_regime(emulator, algorithm, rule, sizes, dtype):
     T, K, V, interval = sizes
@@ -143,11 +207,11 @@ BEYOND_FLOAT16 = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "beyond"),
+    ("algorithm", "rule", "beyond"),
     # Keys so large would let the state of a rule that corrects grow with every step.
-    [x for x in product(CHUNKED, BEYOND_FLOAT16) if x[1] != "scores" or not x[0].corrects],
+    [(*way, x) for way, x in product(BY_CHUNKS, BEYOND_FLOAT16) if x != "scores" or not way[1].corrects],
 )
-def test_of_float16_only_inputs_and_results_have_to_be_in_its_range(emulator, rule, beyond):
+def test_of_float16_only_inputs_and_results_have_to_be_in_its_range(emulator, algorithm, rule, beyond):
     def scaled(name, x):
         return None if x is None else x.detach() * 2.0 ** BEYOND_FLOAT16[beyond].get(name, 0)
 
@@ -155,7 +219,7 @@ def test_of_float16_only_inputs_and_results_have_to_be_in_its_range(emulator, ru
     inputs = {name: None if x is None else scaled(name, x).requires_grad_() for name, x in inputs.items()}
     weights = tuple(map(scaled, ("d_out", "d_final_state"), weights_for(inputs)))
     actual, wanted = (
-        emulator.run(inputs, interval=32, algorithm="chunked", weights=weights),
+        emulator.run(inputs, interval=64, algorithm=algorithm, weights=weights),
         definition(rule, inputs, weights),
     )
     assert all(x is None or bool(x.isfinite().all()) for x in actual.values())
@@ -192,7 +256,8 @@ def test_without_an_initial_state_and_with_either_gradient_alone(emulator, algor
     inputs = rule.inputs(B=1, T=21, H=2, K=17, V=9, initial_state=False)
     d_out, d_final = weights_for(inputs)
     weights = (d_out, None) if use == "out" else (torch.zeros_like(d_out), d_final)
-    actual = emulator.run(inputs, interval=16, algorithm=algorithm, weights=weights)
+    interval = 64 if algorithm == "walked" else 16
+    actual = emulator.run(inputs, interval=interval, algorithm=algorithm, weights=weights)
     assert_close(actual, definition(rule, inputs, weights), TOLERANCE[algorithm][torch.float32])
 
 
@@ -202,19 +267,20 @@ def test_every_interval(emulator, rule, interval):
     check(emulator, rule, "recurrent", interval, B=1, T=70, H=1, K=5, V=7)
 
 
-@pytest.mark.parametrize("rule", CHUNKED)
-def test_how_many_states_are_kept_changes_no_bit(emulator, rule, monkeypatch):
+@pytest.mark.parametrize(("algorithm", "rule"), BY_CHUNKS)
+def test_how_many_states_are_kept_changes_no_bit(emulator, algorithm, rule, monkeypatch):
     """Those that are computed again are those that the forward pass had."""
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16 segments=1")
     inputs = rule.inputs(B=1, T=150, H=1, K=9, V=10, dtype=torch.bfloat16)
-    first = emulator.run(inputs, interval=16, algorithm="chunked")
-    for interval in (64, 128, 512):
-        assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, f"at interval {interval}")
+    fewest, *others = (64, 128, 512) if algorithm == "walked" else (16, 64, 128, 512)
+    first = emulator.run(inputs, interval=fewest, algorithm=algorithm)
+    for interval in others:
+        assert_same(emulator.run(inputs, interval=interval, algorithm=algorithm), first, f"at interval {interval}")
 
 
 @pytest.mark.parametrize(("algorithm", "rule"), WAYS)
 def test_kept_states_are_those_before_their_steps(emulator, algorithm, rule):
-    T, interval = (23, 5) if algorithm == "recurrent" else (49, 16)
+    T, interval = {"recurrent": (23, 5), "chunked": (49, 16), "walked": (193, 64)}[algorithm]
     inputs = rule.inputs(T=T, K=6, V=10, requires_grad=False)
     states = emulator.forward(inputs, interval, algorithm)["states"]
     wanted = []
@@ -272,21 +338,23 @@ def strided(x, how):
 @pytest.mark.parametrize(("algorithm", "rule"), WAYS)
 def test_strides_do_not_change_a_bit(emulator, algorithm, rule, dtype, how, monkeypatch):
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16")
+    interval = 64 if algorithm == "walked" else 16
     inputs = rule.inputs(B=2, T=35, H=2, K=8, V=16, dtype=dtype, requires_grad=False)
     d_out, d_final = weights_for(inputs)
-    first = emulator.run(inputs, interval=16, algorithm=algorithm)
+    first = emulator.run(inputs, interval=interval, algorithm=algorithm)
     views = {name: x if name == "initial_state" else strided(x, how) for name, x in inputs.items()}
     weights = (strided(d_out, how), d_final)
-    assert_same(emulator.run(views, interval=16, algorithm=algorithm, weights=weights), first, how)
+    assert_same(emulator.run(views, interval=interval, algorithm=algorithm, weights=weights), first, how)
 
 
 @pytest.mark.parametrize(("capability", "shared_memory"), [(70, 96), (75, 64), (80, 163), (86, 99)])
 @pytest.mark.parametrize(("algorithm", "rule"), WAYS)
 def test_devices_with_less_shared_memory(emulator, algorithm, rule, capability, shared_memory):
     family, by_dimension = "delta" if rule.corrects else "diagonal", rule in BY_DIMENSION
-    T, size, interval = (70, 64, 64) if algorithm == "recurrent" else (17, 64 if rule in CORRECTING[2:] else 128, 32)
+    small = rule in CORRECTING[2:] or algorithm == "walked"
+    T, size, interval = (70, 64, 64) if algorithm == "recurrent" else (17, 64 if small else 128, 32)
     with emulator.device(capability, shared_memory * 1024):
-        if algorithm == "chunked":
+        if algorithm != "recurrent":
             for way in ("forward", "backward"):
                 sizes = (1, T, 1, size, size, interval)
                 taken = emulator.supports(f"{family}_{way}", sizes, torch.float32, capability, by_dimension)
@@ -306,34 +374,38 @@ def test_no_batch_and_dimensions_beyond_the_kernels(emulator, rule):
 
 
 @pytest.mark.parametrize("dtype", TWO_DTYPES)
-@pytest.mark.parametrize("rule", CHUNKED)
-def test_a_nan_is_passed_on_in_its_column_alone(emulator, rule, dtype):
+@pytest.mark.parametrize(("algorithm", "rule"), BY_CHUNKS)
+def test_a_nan_is_passed_on_in_its_column_alone(emulator, algorithm, rule, dtype):
     """The NaN that a GPU makes, whose bits are all ones: to round it as if it were a number would make it 0. (The steps
     before it in its chunk may get it too: it is multiplied by 0 there.)"""
     inputs = rule.inputs(B=1, T=35, H=1, K=16, V=16, dtype=dtype, initial_state=False, requires_grad=False)
     bits, integers = (0x7FFF, torch.int16) if dtype == torch.bfloat16 else (0x7FFFFFFF, torch.int32)
     inputs["v"].view(integers)[0, 20, 0, 5] = bits
-    found = emulator.forward(inputs, 32, "chunked")["out"][0, :, 0].isnan()
+    found = emulator.forward(inputs, 64, algorithm)["out"][0, :, 0].isnan()
     assert bool(found[20:, 5].all()) and not bool(found[:, :5].any()) and not bool(found[:, 6:].any())
 
 
 @pytest.mark.parametrize(
-    ("rule", "shape"),
+    ("way", "shape"),
     long(
-        [*product(CHUNKED, [(40, 64, 64), (40, 128, 96), (64, 256, 128)]), *product(CHUNKED[:-2], [(40, 512, 512)])],
-        short=[(rule, (40, 64, 64)) for rule in CHUNKED],
+        [
+            *product(BY_CHUNKS, [(40, 64, 64), (40, 128, 96), (64, 256, 128)]),
+            *[(way, (40, 512, 512)) for way in BY_CHUNKS if way[1] not in CHUNKED[-2:]],
+        ],
+        short=[(way, (40, 64, 64)) for way in BY_CHUNKS],
     ),
 )
-def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, rule, shape):
+def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, way, shape):
     """Results are rounded, which makes an error of 0.0017, and so is what products read of states and scores. States
     are read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it, and
     so do those of decays by dimension, which scale what is written."""
-    T, K, V = shape
+    (algorithm, rule), (T, K, V) = way, shape
     inputs = rule.inputs(B=1, T=T, H=1, K=K, V=V, dtype=torch.bfloat16)
-    actual, wanted = emulator.run(inputs, interval=64, algorithm="chunked"), expected(rule, inputs)
+    actual, wanted = emulator.run(inputs, interval=64, algorithm=algorithm), expected(rule, inputs)
     operation = f"{'delta' if rule.corrects else 'diagonal'}_backward"
     gates = {"gated": rule.name.startswith("gated"), "separate_decays": rule in BY_DIMENSION}
-    blocks = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16, **gates).blocks
+    plan = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16, **gates)
+    blocks = plan.blocks if algorithm == "chunked" else 1  # that add to one another's rounded gradients
     of_states = 3e-3 if rule in BY_DIMENSION else 2e-3 if rule.corrects else 4e-6
     for key, value in wanted.items():
         allowed = of_states if key.endswith("_state") else 0.004 + 0.0003 * (blocks - 1)
@@ -362,6 +434,15 @@ THOUSANDS = [
             *[("delta", "repeated keys, one", 1e-2, 8e-3), ("gated delta", "near one", 8e-3, 8e-3)],
             *[("Kimi delta", "near one", 6e-3, 5e-3), ("two gates", "ordinary", 5e-3, 3e-3)],
         ]
+    ),
+    *(("walked", rule, regime, "", F32, 1e-5, 1e-5) for rule in WALKED for regime in rule.regimes),
+    *(
+        ("walked", RULE[name], regime, plan, BF16, results, states)
+        for name, regime, results, states in [
+            *[("delta", "near one", 8e-3, 8e-3), ("delta", "repeated keys", 8e-3, 4e-3)],
+            *[("delta", "repeated keys, one", 1e-2, 8e-3), ("gated delta", "near one", 8e-3, 8e-3)],
+        ]
+        for plan in ("", "segments=4")
     ),
 ]
 

@@ -534,6 +534,17 @@ void ldmatrix(uint32_t* registers, int count, const void* row, bool transposed) 
     warp_barrier(0xffffffffu);  // rows may be written anew as soon as the instruction is done
 }
 
+uint32_t movmatrix(uint32_t pair) {
+    const Slot* slots = meet(0xffffffffu, 11, &pair, sizeof pair);
+    const int row = lane() / 4, column = 2 * (lane() % 4);  // of the transpose
+    uint16_t elements[2];
+    for (int i = 0; i < 2; ++i)
+        std::memcpy(&elements[i], slots[(column + i) * 4 + row / 2].bytes + row % 2 * sizeof(uint16_t), sizeof(uint16_t));
+    uint32_t transposed;
+    std::memcpy(&transposed, elements, sizeof transposed);
+    return transposed;
+}
+
 }  // namespace emulation
 
 // ---- CUDA's functions, and the tests' switches ---------------------------------------------------------------------

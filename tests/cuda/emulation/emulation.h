@@ -72,5 +72,7 @@ void mma_m16n8k8_tf32(float* d, const uint32_t* a, const uint32_t* b, const floa
 uint32_t to_tf32(float x);
 // ldmatrix.sync.aligned.m8n8.x{count}{.trans}.shared.b16
 void ldmatrix(uint32_t* registers, int count, const void* row, bool transposed);
+// movmatrix.sync.aligned.m8n8.trans.b16
+uint32_t movmatrix(uint32_t pair);
 
 }  // namespace emulation

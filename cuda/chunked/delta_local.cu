@@ -1,0 +1,149 @@
+// The local stage of the delta rule, in the notation of delta.cuh: of all chunks of a slice at once, T = (I + B G)^-1, backwards
+// P = tril(D_ts Q K^T) as well, and what gates and write strengths make of a chunk's steps. Four of a block's warps have 16
+// columns of T each.
+//
+// T is found by substitution from the inverses of its blocks on the diagonal, in float32 by three products whatever the inputs
+// are: its errors reach all later steps.
+#include <algorithm>
+
+#include "delta_walk.cuh"
+
+namespace fairseq_fastweights {
+namespace {
+
+template <typename T, bool Gated>
+struct LocalLayout {
+    Matrix<T> q, k;
+    Matrix<float> products;  // G; and the blocks' inverses, transposed, above its diagonal
+    ChunkSteps<Gated> steps;
+    size_t bytes;
+
+    __host__ __device__ LocalLayout(Carver carver, bool backward, int keys)
+        : q(carver.matrix<T>(backward ? kSide : 0, keys)), k(carver.matrix<T>(kSide, keys)),
+          products(carver.matrix<float>(kSide, kSide, 8)), steps(carver) {
+        bytes = carver.used;
+    }
+};
+
+// Columns `first` and on, 16 of them, of (I + B G)^-1: a strip whose places are the rows. After `invert_diagonal_blocks`
+// and a barrier.
+__device__ __forceinline__ void find_inverse(Strip<kSide / 8>& known, const Matrix<float>& products, const float* beta,
+                                             int first) {
+    known.clear();
+    const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+    for (int block = 0; block < kSide / 8; block += 2) {
+        if (8 * block < first) continue;
+        Strip<2> sums;
+        sums.clear();
+#pragma unroll
+        for (int e = 0; e < block; ++e) {
+            if (8 * e < first) continue;
+            const KeptFactor<3> factor(known.value[e]);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float2 pair =
+                    *reinterpret_cast<const float2*>(&products(8 * (block + n) + group, 8 * e + 2 * member));
+                factor.multiply(sums.value[n], pair.x, pair.y);
+            }
+        }
+        sums.each([&](int place, int j, float& value) {
+            const int s = 8 * block + place;
+            value = (s == first + j ? 1.0f : 0.0f) - beta[s] * value;
+        });
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int s = 8 * (block + e) + 2 * member;
+            const KeptFactor<3> factor(sums.value[e]);
+#pragma unroll
+            for (int n = e; n < 2; ++n) {
+                const int t = 8 * (block + n) + group;
+                factor.multiply(known.value[block + n], entry_of_inverse(products, t, s),
+                                entry_of_inverse(products, t, s + 1));
+            }
+        }
+    }
+}
+
+template <typename T, bool Gated, bool Backward>
+__global__ void __launch_bounds__(kTileThreads)
+    delta_local(const Sizes sizes, const Sequence q, const Sequence k, const Sequence strengths, const Sequence log_gate,
+                const Slice<Factor<T>> slice) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const int widest = slice.key_rows < kWidest ? slice.key_rows : kWidest;
+    const LocalLayout<T, Gated> shared(Carver(memory), Backward, widest);
+    const ChunkSteps<Gated>& steps = shared.steps;
+    const Place at(slice, sizes);
+    const int batch = at.batch, head = at.head, start = at.start, time = sizes.time;
+    const int64_t index = slice.index(at.local, at.n);
+
+    Tile products = own_tile(kSide), scores = products;
+    for (int key = 0; key < slice.key_rows; key += kWidest) {
+        const int keys = min(kWidest, slice.key_rows - key);
+        if (key > 0) __syncthreads();
+        copy_rows(shared.k, Head<T>(k, batch, head, key, sizes.key_dim), kSide, keys, start, time);
+        if constexpr (Backward) copy_rows(shared.q, Head<T>(q, batch, head, key, sizes.key_dim), kSide, keys, start, time);
+        copies_commit();
+        copies_wait<0>();
+        __syncthreads();
+        if (!has_pairs(products)) continue;
+        multiply_stored<kPasses, false, true>(products, 0, keys, shared.k, shared.k);
+        if constexpr (Backward) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
+    }
+    steps.find(strengths, log_gate, batch, head, start, time);
+    if (has_pairs(products)) {
+        steps.keep_pairs(products, false);
+        write_tile(products, shared.products);
+        if constexpr (Backward) {
+            steps.keep_pairs(scores, true);
+            write_tile(scores, Matrix<Factor<T>>{slice.scores + index * kSide * kSide, kSide});
+        }
+    }
+    const int thread = threadIdx.x, warp = thread / kWarp;
+    if (thread < kSide) {
+        float* const numbers = slice.steps + index * kStepNumbers;
+        const float beta = steps.beta[thread], from = steps.from_start(thread);
+        numbers[kBeta + thread] = beta;
+        numbers[kReadBeta + thread] = beta * from;
+        numbers[kFromStart + thread] = from;
+        numbers[kToEnd + thread] = steps.to_end(thread);
+        if (thread < kStepNumbers - kWholeGate) numbers[kWholeGate + thread] = steps.whole();
+    }
+    __syncthreads();
+    invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);
+    __syncthreads();
+    if (warp >= kSide / kTileRows) return;
+    Strip<kSide / 8> inverse;
+    find_inverse(inverse, shared.products, steps.beta, warp * kTileRows);
+    float* const to = slice.inverse + index * kSide * kSide + warp * kTileRows;
+    inverse.each([&](int t, int s, float& value) {
+        if (t >= warp * kTileRows) to[t * kSide + s] = value;
+    });
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t launch_local(const Sizes& sizes, const Sequence& q, const Sequence& k, const Sequence& strengths,
+                         const Sequence& log_gate, bool backward, const Slice<Factor<T>>& slice, cudaStream_t stream) {
+    const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks), block(kTileThreads);
+    const auto with = [&](auto gated, auto back) {
+        constexpr bool kGated = decltype(gated)::value, kBackward = decltype(back)::value;
+        const size_t bytes = LocalLayout<T, kGated>(Carver(nullptr), kBackward, std::min(kWidest, slice.key_rows)).bytes;
+        return launch(delta_local<T, kGated, kBackward>, grid, block, bytes, stream, sizes, q, k, strengths, log_gate, slice);
+    };
+    const std::true_type yes{};
+    const std::false_type no{};
+    if (log_gate.data != nullptr) return backward ? with(yes, yes) : with(yes, no);
+    return backward ? with(no, yes) : with(no, no);
+}
+
+template cudaError_t launch_local<float>(const Sizes&, const Sequence&, const Sequence&, const Sequence&, const Sequence&, bool,
+                                         const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__half>(const Sizes&, const Sequence&, const Sequence&, const Sequence&, const Sequence&, bool,
+                                          const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__nv_bfloat16>(const Sizes&, const Sequence&, const Sequence&, const Sequence&,
+                                                 const Sequence&, bool, const Slice<__nv_bfloat16>&, cudaStream_t);
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,231 @@
+// How passes with chunks side by side divide their work, what it should take, and the launches that both have in common.
+//
+// None of the numbers here was fitted to a measurement of these kernels: see `WalkCosts`.
+#pragma once
+
+#include <algorithm>
+
+#include "tiles.cuh"
+#include "walk.cuh"
+
+namespace fairseq_fastweights {
+
+// Cycles of an H200, predicted: a prototype's local stage took 3,500 cycles of a multiprocessor for a chunk, and its walk
+// without outputs 2,500 (64 keys) and 3,500 (128) for a chunk of 64 steps with one block on a multiprocessor; others are
+// these by the ratio of their products.
+struct WalkCosts {
+    double local;          // of a multiprocessor for a chunk, and for each 64 keys
+    double chain, of_key;  // of a chunk of a walk, and for each key of a warp
+    double tile;           // of the last stage: of a multiprocessor for a chunk, and for each 64 keys and 64 values
+};
+constexpr WalkCosts kForwardCosts{3000, 1500, 16, 3500}, kBackwardCosts{4500, 2600, 34, 12000};
+constexpr double kPartForwards = 1, kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
+constexpr double kFreeWarps = 8;     // of a multiprocessor, that do not slow one another down
+constexpr double kClearMargin = 1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
+
+struct WalkPlan {
+    int keys, parts, strips, stages;  // keys of a warp; warps that share a strip; strips of a block
+    int heads, slice, segment;        // of a slice: heads, and chunks; chunks of a segment of it. 0: there is no plan
+    int key_part, value_part;         // that the last stage takes at once
+    size_t shared, last_shared;       // bytes of the walk's block, and of the last stage's
+    size_t bytes;                     // of the workspace
+    double cycles;
+    int segments_of(int chunks) const { return (chunks + segment - 1) / segment; }
+};
+
+// Cycles of a launch of so many walks' blocks, of so many chunks each.
+inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const WalkCosts& costs, int64_t blocks, int chunks) {
+    const int warps = plan.strips * plan.parts;
+    const int at_once = std::min(static_cast<int>((static_cast<size_t>(device.limit) + 1024) / (plan.shared + 1024)),
+                                 kMostWarps / warps);  // a thread may take 255 registers
+    const int64_t wave = static_cast<int64_t>(at_once) * device.processors, rest = blocks % wave;
+    const auto together = [&](int64_t n) { return std::max(1.0, n * warps / kFreeWarps); };
+    const double waves = blocks / wave * together(at_once) +
+                         (rest == 0 ? 0 : together((rest + device.processors - 1) / device.processors));
+    return kLaunch + chunks * waves * (costs.chain + costs.of_key * plan.keys);
+}
+
+// Bytes of the workspace: a slice, what its segments carry, and backwards a state from one slice in time to the next.
+template <typename F>
+size_t walk_bytes(const Sizes& sizes, const WalkPlan& plan, bool backward) {
+    const size_t heads = plan.heads, segments = plan.segments_of(plan.slice);
+    const size_t state = sizeof(float) * sizes.key_dim * sizes.value_dim, passed = sizeof(float) * sizes.key_dim * sizes.key_dim;
+    size_t bytes = 0;
+    lay_out<F>(sizes, 0, plan.heads, 0, plan.slice, backward, nullptr, bytes);
+    if (segments > 1) bytes += up_to_256(heads * segments * (state + passed));
+    return bytes + (backward && plan.slice * kSide < sizes.time ? up_to_256(heads * state) : 0);
+}
+
+// Slices that leave the workspace a part of the bytes of inputs and outputs, backwards with their gradients: fewer chunks, in
+// whole intervals between states that are kept; where one interval is too much, fewer heads.
+template <typename T>
+void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device, bool backward) {
+    const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
+    const int whole = backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
+    size_t of_chunk = 0;
+    lay_out<Factor<T>>(sizes, 0, 1, 0, 1, backward, nullptr, of_chunk);
+    const double passed = 2.0 * heads * sizes.time * (sizes.key_dim + sizes.value_dim) * sizeof(T);
+    const double room = passed * (backward ? 2 * kPartBackwards : kPartForwards) / of_chunk;  // chunks of all heads
+    const int most = device.asked.slice > 0 ? round_up(device.asked.slice, whole)
+                                            : std::max(whole, static_cast<int>(room / heads) / whole * whole);
+    const int slices = (chunks + most - 1) / most;
+    plan.slice = std::min(chunks, round_up((chunks + slices - 1) / slices, whole));
+    const int fewest = std::min(heads, device.processors / 2);  // or the device would not be full
+    plan.heads = device.asked.slice > 0 ? heads : std::clamp(static_cast<int>(room / plan.slice), fewest, heads);
+    const int parts = (heads + plan.heads - 1) / plan.heads;
+    plan.heads = (heads + parts - 1) / parts;
+}
+
+// What a slice takes. `length`: chunks between states that are kept.
+inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, bool backward, int length) {
+    const WalkCosts& costs = backward ? kBackwardCosts : kForwardCosts;
+    const auto blocks_of = [&](int columns) { return (columns + 16 * plan.strips - 1) / (16 * plan.strips); };
+    const int64_t of_values = static_cast<int64_t>(plan.heads) * blocks_of(sizes.value_dim);
+    const int segments = plan.segments_of(plan.slice);
+    double cycles = cycles_of_walks(plan, device, costs, of_values * segments, plan.segment);
+    if (segments > 1) {
+        const int64_t of_identity = static_cast<int64_t>(plan.heads) * blocks_of(sizes.key_dim);
+        cycles += kCarry + kCarryOver * segments +
+                  cycles_of_walks(plan, device, costs, (of_values + of_identity) * (segments - 1), plan.segment);
+    }
+    if (backward) {
+        const int walks = (plan.slice + length - 1) / length;
+        cycles += cycles_of_walks(plan, device, kForwardCosts, of_values * walks, std::min(length, plan.slice));
+    }
+    const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
+    const double keys = (sizes.key_dim + 63) / 64, values = (sizes.value_dim + 63) / 64;
+    return cycles + 2 * kLaunch + chunks * (costs.local * (2 + keys) / 3 + costs.tile * keys * values);
+}
+
+// The plan that should take the fewest cycles. measure(keys, values) gives the bytes of the last stage's block.
+template <typename T, typename Measure>
+WalkPlan find_walk(const Sizes& sizes, const Device& device, bool backward, Measure measure) {
+    WalkPlan best{}, plan{};
+    const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
+    const bool keeps = kept_states(sizes) > 0;
+    if (heads == 0 || !device.asked.allows_walk() || (keeps && sizes.interval % kSide != 0)) return best;
+
+    plan.keys = 16;
+    while (plan.keys < kMostKeys<T> && plan.keys < sizes.key_dim) plan.keys *= 2;
+    plan.parts = 1;
+    while (plan.keys * plan.parts < sizes.key_dim) plan.parts *= 2;
+    if (plan.parts > kMostWarps) return best;
+    for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
+        plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
+        plan.value_part = std::min(widest, round_up(sizes.value_dim, 16));
+        const size_t bytes = measure(plan.key_part, plan.value_part);
+        if (bytes <= static_cast<size_t>(device.limit)) plan.last_shared = bytes;
+    }
+    if (plan.last_shared == 0) return best;
+    find_slices<T>(plan, sizes, device, backward);
+    const int slices = ((chunks + plan.slice - 1) / plan.slice) * ((heads + plan.heads - 1) / plan.heads);
+
+    const auto weigh = [&](int segments) {
+        plan.segment = (plan.slice + segments - 1) / segments;
+        plan.cycles = slices * kClearMargin * cycles_of_slice(plan, sizes, device, backward, interval_of(sizes, kSide) / kSide);
+        if (best.slice != 0 && plan.cycles >= best.cycles) return;
+        best = plan;
+        best.bytes = walk_bytes<Factor<T>>(sizes, plan, backward);
+    };
+    for (plan.strips = 4; plan.strips >= 1; plan.strips /= 2) {
+        if (plan.strips * plan.parts > kMostWarps || 16 * plan.strips >= 2 * round_up(sizes.value_dim, 16)) continue;
+        if (device.asked.columns > 0 && device.asked.columns != plan.strips * 16) continue;
+        for (plan.stages = 2; plan.stages >= 1; --plan.stages) {
+            if (device.asked.stages > 0 && device.asked.stages != plan.stages) continue;
+            plan.shared =
+                WalkLayout<T>(Carver(nullptr), backward, plan.stages, plan.keys * plan.parts, plan.strips, plan.parts).bytes;
+            if (plan.shared > static_cast<size_t>(device.limit)) continue;
+            if (device.asked.segments > 0)
+                weigh(std::min(device.asked.segments, plan.slice));
+            else
+                for (int count = 1; count == 1 || plan.slice >= 4 * count; count *= 2) weigh(count);
+        }
+    }
+    if (device.asked.walk > 0) best.cycles = 0;
+    return best;
+}
+
+// What a plan says to those who ask.
+inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int limit) {
+    if (plan.slice == 0) return ChunkedPlan{};
+    const int columns = plan.strips * 16, at_once = static_cast<int>((static_cast<size_t>(limit) + 1024) / (plan.shared + 1024));
+    return {kSide, columns, (sizes.value_dim + columns - 1) / columns, plan.stages, plan.strips * plan.parts * kWarp,
+            plan.segments_of(plan.slice), std::min(at_once, 4), static_cast<int64_t>(plan.shared), plan.cycles};
+}
+
+// ---- Launches ----------------------------------------------------------------------------------------------------
+
+// The local stage, delta_local.cu.
+template <typename T>
+cudaError_t launch_local(const Sizes& sizes, const Sequence& q, const Sequence& k, const Sequence& strengths,
+                         const Sequence& log_gate, bool backward, const Slice<Factor<T>>& slice, cudaStream_t stream);
+
+// What all walks of a slice are given.
+template <typename F, typename Params>
+Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) {
+    Walks<F> w{};
+    w.slice = slice;
+    w.sizes = p.sizes;
+    w.keys = p.k;
+    w.values = p.v;
+    w.keys_of_warp = plan.keys;
+    w.parts = plan.parts;
+    w.strips = plan.strips;
+    w.stages = plan.stages;
+    w.record = 1;
+    w.gated = p.log_gate.data != nullptr;
+    return w;
+}
+
+// The walk of a slice that leaves results, from `first` on, a state for each of its heads; in segments where there are several,
+// which are carried in `room`.
+template <typename T>
+cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, bool backward, float* first, unsigned char* room,
+                        cudaStream_t stream) {
+    w.length = plan.segment;
+    w.count = plan.segments_of(w.slice.chunks);
+    w.first = {first, 1, 0};
+    if (w.count > 1) {
+        Segments segments{w.count, w.length, w.slice.heads, 0, w.sizes.key_dim * w.sizes.value_dim,
+                          w.sizes.key_dim * w.sizes.key_dim, nullptr, nullptr};
+        segments.place(room);
+        const WalkStates all{segments.states, 1, w.slice.heads};
+        Walks<Factor<T>> probe = w;
+        probe.probe = 1;
+        probe.record = 0;
+        probe.kept = nullptr;
+        probe.passed = segments.passed;
+        probe.ends = all;
+        cudaError_t error = launch_walks<T>(probe, backward, stream);
+        if (error == cudaSuccess) error = launch_carry_transformed(segments, w.sizes, first, backward, stream);
+        if (error != cudaSuccess) return error;
+        w.first = w.others = all;
+    }
+    return launch_walks<T>(w, backward, stream);
+}
+
+// f(slice, bytes of it) for the slices of a call: those of the same heads in time's order or, backwards, the reverse.
+template <typename F, typename Work>
+cudaError_t for_each_slice(const WalkPlan& plan, const Sizes& sizes, bool backward, void* workspace, Work f) {
+    const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
+    const int slices = (chunks + plan.slice - 1) / plan.slice;
+    for (int head = 0; head < heads; head += plan.heads)
+        for (int i = 0; i < slices; ++i) {
+            const int begin = (backward ? slices - 1 - i : i) * plan.slice;
+            size_t bytes = 0;
+            const Slice<F> slice = lay_out<F>(sizes, head, std::min(plan.heads, heads - head), begin,
+                                              std::min(plan.slice, chunks - begin), backward,
+                                              static_cast<unsigned char*>(workspace), bytes);
+            const cudaError_t error = f(slice, bytes);
+            if (error != cudaSuccess) return error;
+        }
+    return cudaSuccess;
+}
+
+// State `index` of contiguous ones; null stays null.
+inline float* nth_state(const void* states, const Sizes& sizes, int64_t index) {
+    float* const all = static_cast<float*>(const_cast<void*>(states));
+    return all == nullptr ? nullptr : all + index * sizes.key_dim * sizes.value_dim;
+}
+
+}  // namespace fairseq_fastweights

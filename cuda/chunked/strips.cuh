@@ -1,0 +1,164 @@
+// Products whose left factor stays in a warp's registers, for what goes from product to product in a chain.
+//
+// A strip is 16 value columns of a matrix that is taken transposed: (16, 8 N), spread over a warp as the accumulators of N
+// products side by side are. As accumulators and left factors of the tensor cores' instructions lie in the same lanes, what
+// one product made is the left factor of the next without a barrier; only right factors come from shared memory, as the
+// tensors lie there.
+#pragma once
+
+#include "block.cuh"
+
+namespace fairseq_fastweights {
+
+template <int N>
+struct Strip {
+    float value[N][4];
+
+    __device__ __forceinline__ void clear() {
+        each([](int, int, float& x) { x = 0.0f; });
+    }
+
+    // f(inner place, column of the strip, float& value) for this lane's elements, groups of 8 places one after another.
+    template <typename F>
+    __device__ __forceinline__ void each(F f) {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) f(8 * n + 2 * member + i % 2, group + i / 2 * 8, value[n][i]);
+    }
+
+    // f(first inner place, column, float& x, float& y) for pairs of neighbouring places.
+    template <typename F>
+    __device__ __forceinline__ void each_pair(F f) {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                f(8 * n + 2 * member, group + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
+    }
+
+    // Each place's elements times a number of its own, in shared memory.
+    __device__ __forceinline__ void scale(const float* by_place) {
+        each_pair([&](int place, int, float& x, float& y) {
+            const float2 by = *reinterpret_cast<const float2*>(by_place + place);
+            x *= by.x;
+            y *= by.y;
+        });
+    }
+
+    // What rounding to T leaves out.
+    template <typename T>
+    __device__ __forceinline__ Strip rest() const {
+        Strip<N> left = *this;
+        left.each([](int, int, float& x) { x -= widen<float>(narrow<T>(x)); });
+        return left;
+    }
+
+    // From rows of places, in shared memory: columns `column` and on.
+    template <typename T>
+    __device__ __forceinline__ void load(const Matrix<T>& from, int column) {
+        if constexpr (sizeof(T) == 2) {
+            const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+#pragma unroll
+            for (int j = 0; j < N / 2; ++j) {
+                unsigned four[4];
+                load_matrices<true>(four, &from(16 * j + third + low, column + second));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const Pair<T> pair = Pair<T>::of_bits(four[i]);
+                    value[2 * j + i / 2][i % 2 * 2] = widen<float>(pair.x);
+                    value[2 * j + i / 2][i % 2 * 2 + 1] = widen<float>(pair.y);
+                }
+            }
+        } else {
+            each([&](int place, int j, float& x) { x = from.get(place, column + j); });
+        }
+    }
+
+    // To rows of `stride` places each in global memory, a row for each column; only places below `places`.
+    template <typename F>
+    __device__ __forceinline__ void store(F* to, int stride, int places) {
+        each_pair([&](int place, int j, float& x, float& y) {
+            if (place < places) *reinterpret_cast<Pair<F>*>(to + j * stride + place) = narrow_pair<F>(x, y);
+        });
+    }
+
+    // To rows of a sequence, `to` beginning at the strip's first column: place p is step `start` + p.
+    template <typename T>
+    __device__ __forceinline__ void store_steps(const Head<T>& to, int start, int time) {
+        if constexpr (sizeof(T) == 2) {
+            const bool paired = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0;
+            if (paired && to.dim >= kTileRows) {
+                const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    const int step = start + 8 * n + group;
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const unsigned pair = transpose_matrix(
+                            narrow_pair<T>(value[n][2 * half], value[n][2 * half + 1]).bits());
+                        T* const place = to.data + step * to.stride + 8 * half + 2 * member;
+                        if (step < time) *reinterpret_cast<Pair<T>*>(place) = Pair<T>::of_bits(pair);
+                    }
+                }
+                return;
+            }
+        }
+        each([&](int place, int j, float& x) {
+            if (start + place < time && j < to.dim) to.data[(start + place) * to.stride + j] = narrow<T>(x);
+        });
+    }
+};
+
+// Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
+enum class Part { kAll, kLower };
+
+// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Where both
+// are 16 bits the left factor is rounded to them, else all is multiplied in tf32.
+template <int Passes, bool RowsInner, Part Which = Part::kAll, int N, int M, typename T>
+__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Matrix<T>& right) {
+    const int lane = warp_lane();
+    if constexpr (kRounded<T>) {
+        const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+#pragma unroll
+        for (int e = 0; e < M / 2; ++e) {
+            unsigned a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* const pair = &left.value[2 * e + i / 2][i % 2 * 2];
+                a[i] = narrow_pair<T>(pair[0], pair[1]).bits();
+            }
+#pragma unroll
+            for (int n = 0; n < N / 2; ++n) {
+                if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
+                unsigned b[4];
+                load_matrices<RowsInner>(b, RowsInner ? &right(16 * e + second + low, 16 * n + third)
+                                                      : &right(16 * n + third + low, 16 * e + second));
+                mma_stored<T>(sums.value[2 * n], a, {b[0], b[1]});
+                mma_stored<T>(sums.value[2 * n + 1], a, {b[2], b[3]});
+            }
+        }
+    } else {
+        const int group = lane / 4, member = lane % 4;
+#pragma unroll
+        for (int e = 0; e < M; ++e) {
+            const KeptFactor<Passes> factor(left.value[e]);
+            const int inner = 8 * e + 2 * member;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
+                const int column = 8 * n + group;
+                if constexpr (RowsInner) {
+                    factor.multiply(sums.value[n], right.get(inner, column), right.get(inner + 1, column));
+                } else {
+                    const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(&right(column, inner));
+                    factor.multiply(sums.value[n], widen<float>(pair.x), widen<float>(pair.y));
+                }
+            }
+        }
+    }
+}
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,73 @@
+// What the stages share that take all chunks at once: a block is a chunk of a head, each of its 8 warps has a tile of 64 x 64
+// products, and keys and values come in parts of up to 64.
+#pragma once
+
+#include "slices.h"
+#include "strips.cuh"
+#include "system.cuh"
+
+namespace fairseq_fastweights {
+
+constexpr int kTileThreads = 256;  // 8 warps, a tile of 64 x 64 each
+
+// This warp's tile of a (kSide, columns) matrix, up to 64 columns; of those beyond it `is_in` says no.
+__device__ __forceinline__ Tile own_tile(int columns) {
+    const int warp = threadIdx.x / kWarp;
+    return Tile(warp / 2 * kTileRows, warp % 2 * kTileColumns, columns);
+}
+__device__ __forceinline__ bool is_in(const Tile& tile, int columns) { return tile.column < columns; }
+// Whether a pair of the tile has s <= t.
+__device__ __forceinline__ bool has_pairs(const Tile& tile) { return tile.column < tile.row + kTileRows; }
+
+// Starts to copy rows of the workspace, `stride` numbers apart, to shared memory.
+template <typename F>
+__device__ __forceinline__ void copy_found(const Matrix<F>& to, const F* from, int stride, int rows, int columns) {
+    constexpr int kPiece = 16 / sizeof(F);
+    for (Walk at(columns / kPiece); at.row < rows; at.next())
+        copy_async<16>(&to(at.row, at.column * kPiece), from + at.row * stride + at.column * kPiece);
+}
+
+constexpr int kWidest = 64;  // keys, or values, that are taken at once
+
+// A chunk's gates and write strengths, in shared memory.
+template <bool Gated>
+struct ChunkSteps {
+    ChunkGates gates;
+    float* beta;
+
+    __host__ __device__ explicit ChunkSteps(Carver& carver)
+        : gates(carver, Gated ? kSide : 0), beta(carver.take<float>(kSide)) {}
+
+    // Ends with a barrier.
+    __device__ __forceinline__ void find(const Sequence& strengths, const Sequence& log_gate, int batch, int head, int start,
+                                         int time) const {
+        const int thread = threadIdx.x;
+        if (thread < kSide) beta[thread] = load_step(strengths, batch, head, start, kSide, time);
+        if constexpr (Gated) {
+            if (thread < kSide) gates.log_gate()[thread] = load_step(log_gate, batch, head, start, kSide, time);
+            __syncthreads();
+            gates.find_blocks(false);
+            __syncthreads();
+            gates.find_chunk();
+        }
+        __syncthreads();
+    }
+    __device__ __forceinline__ float from_start(int t) const { return Gated ? gates.from_chunk()[t] : 1.0f; }
+    __device__ __forceinline__ float to_end(int t) const { return Gated ? gates.to_chunk()[t] : 1.0f; }
+    __device__ __forceinline__ float whole() const { return Gated ? gates.whole() : 1.0f; }
+    __device__ __forceinline__ void keep_pairs(Tile& tile, bool diagonal) const {
+        keep_pairs_before<Gated>(tile, gates, diagonal);
+    }
+};
+
+// Which chunk of which head a block is: `local` counts the slice's heads, `start` is the chunk's first step.
+struct Place {
+    int local, n, batch, head, start;
+
+    template <typename F>
+    __device__ __forceinline__ Place(const Slice<F>& slice, const Sizes& sizes)
+        : local(blockIdx.x / slice.chunks), n(slice.begin + blockIdx.x % slice.chunks),
+          batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads), start(n * kSide) {}
+};
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,217 @@
+// The walk: the only stage that goes through a head's chunks one after another. It carries states, backwards their gradients,
+// and leaves for the stages that take all chunks at once each chunk's state and what depends on it. In the notation of
+// delta.cuh and delta_walk_backward.cu, everything transposed, so that what a product makes is the left factor of the next in
+// the same warp's registers (strips.cuh):
+//
+//   E'  = V' - (S' K') diag(D_t0)      U' = (E' B) T'            S'  <- D S' + (U' diag(D_es)) K
+//   dU' = dY' P + (dS' K') diag(D_es)  dR' = dU' T    dV' = dR' B
+//                                                    dS' <- D dS' + (dY' diag(D_t0)) Q - (dR' B diag(D_t0)) K
+//
+// A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
+// value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
+// part; what they make of a chunk's steps they exchange through shared memory. But for that there is one barrier a chunk.
+//
+// dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in two
+// for that product, not rounded.
+#include "walk.cuh"
+
+namespace fairseq_fastweights {
+namespace {
+
+// Starts to copy the blocks of a square on and below the diagonal.
+template <typename F>
+__device__ __forceinline__ void copy_lower(const Matrix<F>& to, const F* from) {
+    constexpr int kPiece = 16 / sizeof(F), kAcross = kSide / kPiece;
+    for (int i = threadIdx.x; i < kSide * kAcross; i += blockDim.x) {
+        const int row = i / kAcross, column = i % kAcross * kPiece;
+        if (column / kTileRows <= row / kTileRows) copy_async<16>(&to(row, column), from + row * kSide + column);
+    }
+}
+
+// A strip's part of a state in float32: `from` and `to` (key_dim, value_dim).
+template <int N>
+__device__ __forceinline__ void load_state(Strip<N>& state, const float* from, int first_key, int keys, int column,
+                                           int columns) {
+    state.each([&](int place, int j, float& x) {
+        const int key = first_key + place;
+        x = key < keys && column + j < columns ? from[static_cast<int64_t>(key) * columns + column + j] : 0.0f;
+    });
+}
+template <int N>
+__device__ __forceinline__ void store_state(Strip<N>& state, float* to, int first_key, int keys, int column, int columns) {
+    state.each([&](int place, int j, float& x) {
+        const int key = first_key + place;
+        if (key < keys && column + j < columns) to[static_cast<int64_t>(key) * columns + column + j] = x;
+    });
+}
+
+// The sum of the parts that the warps of a strip have, in the same order in all of them.
+__device__ __forceinline__ void sum_parts_of(Strip<kSide / 8>& x, float4* exchange, int strip, int strips, int part,
+                                             int parts) {
+    const int lane = warp_lane();
+    const auto place = [&](int p, int n) -> float4& { return exchange[((p * strips + strip) * (kSide / 8) + n) * kWarp + lane]; };
+#pragma unroll
+    for (int n = 0; n < kSide / 8; ++n)
+        place(part, n) = make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);
+    __syncthreads();
+    x.clear();
+    for (int p = 0; p < parts; ++p)
+#pragma unroll
+        for (int n = 0; n < kSide / 8; ++n) {
+            const float4 four = place(p, n);
+            x.value[n][0] += four.x, x.value[n][1] += four.y, x.value[n][2] += four.z, x.value[n][3] += four.w;
+        }
+}
+
+// `Keys`: those of a warp.
+template <typename T, int Keys, bool Backward>
+__global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>> w) {
+    using F = Factor<T>;
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kSteps = kSide / 8;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const Slice<F>& slice = w.slice;
+    const int parts = w.parts, warp = threadIdx.x / kWarp;
+    const WalkLayout<T> shared(Carver(memory), Backward, w.stages, Keys * parts, w.strips, parts);
+    const int strip = warp % w.strips, part = warp / w.strips, first_key = part * Keys;
+    const int blocks = gridDim.x / slice.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
+    const int batch = (slice.first_head + head_index) / w.sizes.heads, head = (slice.first_head + head_index) % w.sizes.heads;
+    const int of_values = w.blocks_of(w.sizes.value_dim);
+    const bool transformation = block >= of_values;  // of a probe
+    const int first = (transformation ? block - of_values : block) * w.strips * kTileRows, column = first + strip * kTileRows;
+    const int keys = w.sizes.key_dim, columns = transformation ? keys : w.sizes.value_dim, time = w.sizes.time;
+    // Nobody asks what the slice's last segment makes of zeros, or backwards its first.
+    const int number = blockIdx.y + (Backward && w.probe ? 1 : 0);
+    const int begin = slice.begin + number * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
+
+    const auto fetch = [&](int n) {
+        const int stage = n & (w.stages - 1), start = n * kSide;
+        copy_rows(shared.keys[stage], Head<T>(w.keys, batch, head, 0, keys), kSide, Keys * parts, start, time);
+        if constexpr (Backward) {
+            copy_rows(shared.queries[stage], Head<T>(w.queries, batch, head, 0, keys), kSide, Keys * parts, start, time);
+            copy_lower(shared.scores[stage], slice.scores + slice.index(head_index, n) * kSide * kSide);
+        }
+        copy_rows(shared.values[stage], Head<T>(w.values, batch, head, first, transformation ? 0 : columns), kSide,
+                  w.strips * kTileRows, start, time);
+        copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide);
+        for (int i = 4 * threadIdx.x; i < kStepNumbers; i += 4 * blockDim.x)
+            copy_async<16>(shared.steps[stage].data + i, slice.steps + slice.index(head_index, n) * kStepNumbers + i);
+    };
+    const auto nth = [&](int i) { return Backward ? end - 1 - i : begin + i; };
+
+    Strip<Keys / 8> state;
+    state.clear();
+    if (transformation) {
+        state.each([&](int place, int j, float& x) { x = first_key + place == column + j ? 1.0f : 0.0f; });
+    } else if (!w.probe) {
+        const WalkStates& from = number == (Backward ? w.count - 1 : 0) ? w.first : w.others;
+        if (from.data != nullptr)
+            load_state(state, from.data + from.index(head_index, number) * keys * columns, first_key, keys, column, columns);
+    }
+    const int64_t state_floats = static_cast<int64_t>(keys) * columns;
+    const int chunks = end - begin;
+    if (w.stages == 2) fetch(nth(0));
+    copies_commit();
+    for (int i = 0; i < chunks; ++i) {
+        const int n = nth(i), stage = n & (w.stages - 1);
+        if (w.stages == 1) {
+            if (i > 0) __syncthreads();
+            fetch(n);
+            copies_commit();
+        }
+        copies_wait<0>();
+        __syncthreads();
+        if (w.stages == 2 && i + 1 < chunks) fetch(nth(i + 1));
+        copies_commit();
+        const Matrix<T> all_keys = shared.keys[stage], k{all_keys.data + first_key, all_keys.stride};
+        const float* const steps = shared.steps[stage].data;
+        const bool records = w.record && column < slice.columns;
+        if (records) {
+            F* const to = slice.state_of(Backward ? slice.d_states : slice.states, head_index, n) + column * slice.key_rows;
+            state.store(to + first_key, slice.key_rows, slice.key_rows - first_key);
+        }
+        if constexpr (!Backward) {
+            const int interval = w.sizes.interval / kSide;
+            if (w.kept != nullptr && n > 0 && n % interval == 0)
+                store_state(state, w.kept + (static_cast<int64_t>(head_index) * kept_states(w.sizes) + n / interval - 1) * state_floats,
+                            first_key, keys, column, columns);
+        }
+        Strip<kSteps> read;
+        read.clear();
+        multiply_kept<kPasses, false>(read, state, k);
+        if constexpr (Backward && kRounded<T>) multiply_kept<kPasses, false>(read, state.template rest<T>(), k);
+        if (parts > 1) sum_parts_of(read, shared.exchange, strip, w.strips, part, parts);
+        Strip<kSteps> given, found;
+        given.load(shared.values[stage], strip * kTileRows);
+        found.clear();
+        if constexpr (Backward) {
+            read.scale(steps + kToEnd);
+            multiply_kept<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
+            multiply_kept<kPasses, true, Part::kLower>(found, read, shared.inverse[stage]);
+        } else {
+            given.scale(steps + kBeta);
+            read.scale(steps + kReadBeta);
+#pragma unroll
+            for (int a = 0; a < kSteps; ++a)
+#pragma unroll
+                for (int b = 0; b < 4; ++b) given.value[a][b] -= read.value[a][b];
+            multiply_kept<kPasses, false, Part::kLower>(found, given, shared.inverse[stage]);
+        }
+        if (records && part == 0)
+            found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide, kSide, kSide);
+        const float whole = steps[kWholeGate];
+        state.each([&](int, int, float& x) { x *= whole; });
+        if constexpr (Backward) {
+            if (records && part == 0) {
+                Strip<kSteps> d_values = found;
+                d_values.scale(steps + kBeta);
+                d_values.store_steps(Head<T>(w.d_values, batch, head, column, columns), n * kSide, time);
+            }
+            const Matrix<T> all_queries = shared.queries[stage], q{all_queries.data + first_key, all_queries.stride};
+            given.scale(steps + kFromStart);
+            multiply_kept<kPasses, true>(state, given, q);
+            if constexpr (kRounded<T>)
+                if (w.gated) multiply_kept<kPasses, true>(state, given.template rest<T>(), q);
+            found.scale(steps + kReadBeta);
+            found.each([](int, int, float& x) { x = -x; });
+        } else {
+            found.scale(steps + kToEnd);
+        }
+        multiply_kept<kPasses, true>(state, found, k);
+    }
+    const bool ends = w.probe || number == (Backward ? 0 : w.count - 1);
+    if (!ends || w.ends.data == nullptr) return;
+    if (transformation)
+        store_state(state, w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * keys * keys, first_key, keys,
+                    column, keys);
+    else
+        store_state(state, w.ends.data + w.ends.index(head_index, number) * state_floats, first_key, keys, column, columns);
+}
+
+template <typename T, bool Backward>
+cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
+    const auto with = [&](auto keys) {
+        const int identity = w.probe ? w.blocks_of(w.sizes.key_dim) : 0;
+        const dim3 grid(static_cast<unsigned>(w.slice.heads) * (w.blocks_of(w.sizes.value_dim) + identity), w.count - w.probe);
+        const size_t shared = WalkLayout<T>(Carver(nullptr), Backward, w.stages, w.keys_of_warp * w.parts, w.strips, w.parts).bytes;
+        return launch(walk<T, decltype(keys)::value, Backward>, grid, dim3(w.strips * w.parts * kWarp), shared, stream, w);
+    };
+    switch (w.keys_of_warp) {
+        case 16: return with(std::integral_constant<int, 16>());
+        case 32: return with(std::integral_constant<int, 32>());
+        case 64: return with(std::integral_constant<int, 64>());
+        default: return with(std::integral_constant<int, kMostKeys<T>>());
+    }
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t launch_walks(const Walks<Factor<T>>& w, bool backward, cudaStream_t stream) {
+    return backward ? launch_kernel<T, true>(w, stream) : launch_kernel<T, false>(w, stream);
+}
+
+template cudaError_t launch_walks<float>(const Walks<float>&, bool, cudaStream_t);
+template cudaError_t launch_walks<__half>(const Walks<float>&, bool, cudaStream_t);
+template cudaError_t launch_walks<__nv_bfloat16>(const Walks<__nv_bfloat16>&, bool, cudaStream_t);
+
+}  // namespace fairseq_fastweights

@@ -1,0 +1,66 @@
+// What a walk is given, and a block's shared memory; see walk.cu.
+#pragma once
+
+#include "segments.cuh"
+#include "slices.h"
+#include "strips.cuh"
+
+namespace fairseq_fastweights {
+
+// States in float32 that walks start from or end at: of head h and walk w at h * head + w * walk, in states. Null: none.
+struct WalkStates {
+    float* data;
+    int64_t head, walk;
+    __device__ __forceinline__ int64_t index(int h, int w) const { return h * head + w * walk; }
+};
+
+template <typename F>
+struct Walks {
+    Slice<F> slice;
+    Sequence keys, values;     // of values, backwards the gradients of outputs
+    Sequence queries, d_values;  // backwards
+    Sizes sizes;
+    WalkStates first, others, ends;  // where the slice's first walk (backwards its last) starts, and the others; where they end
+    float* kept;         // where the forward pass keeps states; null: nowhere
+    float* passed;       // of a probe: what walks make of the identity
+    int length, count;   // chunks of a walk; walks of the slice
+    int keys_of_warp, parts, strips, stages;  // as in WalkPlan
+    int probe;    // 1: only what walks make of zeros, and of the identity
+    int record;   // 1: leaves the chunks' states and updates
+    int gated;    // 1: there are gates
+
+    __host__ __device__ __forceinline__ int blocks_of(int columns) const {
+        return (columns + kTileRows * strips - 1) / (kTileRows * strips);
+    }
+};
+
+template <typename T>
+struct WalkLayout {
+    Stages<T> keys, queries, values;
+    Stages<float> inverse, steps;
+    Stages<Factor<T>> scores;
+    float4* exchange;
+    size_t bytes;
+
+    __host__ __device__ WalkLayout(Carver carver, bool backward, int stages, int key_rows, int strips, int parts)
+        : keys(carver, stages, kSide, key_rows), queries(carver, backward ? stages : 0, kSide, key_rows),
+          values(carver, stages, kSide, strips * kTileRows) {
+        inverse.first = carver.matrix<float>(stages * kSide, kSide, 8);
+        inverse.distance = kSide * inverse.first.stride;
+        steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};
+        steps.distance = kStepNumbers;
+        scores = Stages<Factor<T>>(carver, backward ? stages : 0, kSide, kSide);
+        exchange = carver.take<float4>(parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
+        bytes = carver.used;
+    }
+};
+
+constexpr int kMostWarps = 8;   // of a walk's block
+// Keys of a warp: of factors that are multiplied in tf32 more would not stay in registers.
+template <typename T>
+constexpr int kMostKeys = kRounded<T> ? 128 : 64;
+
+template <typename T>
+cudaError_t launch_walks(const Walks<Factor<T>>& w, bool backward, cudaStream_t stream);
+
+}  // namespace fairseq_fastweights
